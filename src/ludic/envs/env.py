@@ -1,0 +1,86 @@
+"""The environment contract.
+
+An environment is a state-transition function with rewards. It knows nothing of models, prompts
+or tokens: observations and actions are text.
+
+    reset(seed) -> {agent_id: (obs, info)}     for every agent that sees the opening
+    step({agent_id: action}) -> {agent_id: StepOutcome}
+                                               for every agent that the step means something to
+
+Exactly the `active_agents` act in a step. An outcome may be returned for any agent, whether or not
+it acted: a loser hears that it lost. `terminated` means that the task is over for that agent,
+`truncated` that a limit of the environment cut it short; a protocol has limits of its own, and
+they are not the environment's business. After an agent's outcome is terminated or truncated, the
+agent does not act again before the next `reset`. The episode is over when that holds for all.
+
+All randomness comes from the seed given to `reset`: the same seed and the same actions give the
+same episode.
+
+Most tasks have one agent: subclass `SingleAgentEnv`, which is this contract without the ids.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import ClassVar, Generic, Literal, TypeVar
+
+from ludic.types import Info, StepOutcome
+
+AgentIDT = TypeVar("AgentIDT", bound=str)
+ObsT = TypeVar("ObsT")
+ActionT = TypeVar("ActionT")
+
+
+class LudicEnv(ABC, Generic[AgentIDT, ObsT, ActionT]):
+    """The multi-agent kernel. `reset` and `step` may be plain or `async` methods.
+
+    A plain environment is run in a worker thread, since it may block; one that answers at once
+    says `blocking = False` and is called directly, which is cheaper. `isolation = "process"` puts
+    it into a process of its own, which can be killed when it hangs. An environment whose agents
+    move at the same time says with `accepts_partial_actions` whether a step may go on without
+    the action of one whose answer could not be parsed.
+    """
+
+    blocking: ClassVar[bool] = True
+    isolation: ClassVar[Literal["thread", "process"]] = "thread"
+    accepts_partial_actions: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def agent_ids(self) -> Sequence[AgentIDT]:
+        """Every role in the episode, in a fixed order."""
+
+    @property
+    @abstractmethod
+    def active_agents(self) -> Sequence[AgentIDT]:
+        """The agents that act in the next step."""
+
+    @abstractmethod
+    def reset(
+        self, *, seed: int | None = None
+    ) -> (
+        Mapping[AgentIDT, tuple[ObsT, Info]] | Awaitable[Mapping[AgentIDT, tuple[ObsT, Info]]]
+    ):
+        """Begins an episode; what each agent first sees."""
+
+    @abstractmethod
+    def step(
+        self, actions: Mapping[AgentIDT, ActionT]
+    ) -> Mapping[AgentIDT, StepOutcome] | Awaitable[Mapping[AgentIDT, StepOutcome]]:
+        """Applies the active agents' actions."""
+
+    @abstractmethod
+    def current_obs(self) -> Mapping[AgentIDT, ObsT]:
+        """What each agent would see if it looked now."""
+
+    def suggested_sysprompt(self, agent_id: AgentIDT) -> str | None:
+        """A system prompt that explains the task to `agent_id`; agents may use another."""
+        return None
+
+    def task_key(self) -> str | None:
+        """A stable name of the task that the last `reset` chose (a dataset row, a level)."""
+        return None
+
+    def close(self) -> None:
+        """Frees what the environment holds. Called once, also after a failure."""

@@ -1,0 +1,66 @@
+"""The contract without ids, for tasks with one agent."""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import ClassVar
+
+from ludic.envs.env import LudicEnv
+from ludic.types import Action, AgentID, Info, Obs, StepOutcome
+
+
+class SingleAgentEnv(LudicEnv[AgentID, Obs, Action]):
+    """Implement `env_reset`, `env_step` and `env_current_obs`; each may be `async`."""
+
+    agent_id: ClassVar[AgentID] = "agent"
+
+    @abstractmethod
+    def env_reset(
+        self, *, seed: int | None = None
+    ) -> tuple[Obs, Info] | Awaitable[tuple[Obs, Info]]:
+        """Begins an episode: the first observation, and facts about it."""
+
+    @abstractmethod
+    def env_step(self, action: Action) -> StepOutcome | Awaitable[StepOutcome]:
+        """Applies one action."""
+
+    @abstractmethod
+    def env_current_obs(self) -> Obs:
+        """What the agent would see if it looked now."""
+
+    @property
+    def agent_ids(self) -> Sequence[AgentID]:
+        return (self.agent_id,)
+
+    @property
+    def active_agents(self) -> Sequence[AgentID]:
+        return (self.agent_id,)
+
+    def reset(
+        self, *, seed: int | None = None
+    ) -> Mapping[AgentID, tuple[Obs, Info]] | Awaitable[Mapping[AgentID, tuple[Obs, Info]]]:
+        result = self.env_reset(seed=seed)
+        if inspect.isawaitable(result):
+            return self._reset_async(result)
+        return {self.agent_id: result}
+
+    def step(
+        self, actions: Mapping[AgentID, Action]
+    ) -> Mapping[AgentID, StepOutcome] | Awaitable[Mapping[AgentID, StepOutcome]]:
+        result = self.env_step(actions[self.agent_id])
+        if inspect.isawaitable(result):
+            return self._step_async(result)
+        return {self.agent_id: result}
+
+    def current_obs(self) -> Mapping[AgentID, Obs]:
+        return {self.agent_id: self.env_current_obs()}
+
+    async def _reset_async(
+        self, result: Awaitable[tuple[Obs, Info]]
+    ) -> Mapping[AgentID, tuple[Obs, Info]]:
+        return {self.agent_id: await result}
+
+    async def _step_async(self, result: Awaitable[StepOutcome]) -> Mapping[AgentID, StepOutcome]:
+        return {self.agent_id: await result}

@@ -1,0 +1,126 @@
+"""The tree of errors. Every message says what was wrong, where, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LudicError(Exception):
+    """Base of every error that Ludic raises on purpose."""
+
+
+class ConfigError(LudicError, ValueError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class UnknownNameError(LudicError, KeyError):
+    """A name that no registry knows; the message lists the nearest ones."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        known = sorted(known)
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"known: {known}"
+        super().__init__(f"unknown {kind} {name!r}; {hint}")
+        self.kind, self.name, self.near = kind, name, near
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class DuplicateNameError(LudicError, ValueError):
+    """A name that is registered already."""
+
+
+class MissingExtraError(LudicError, ImportError):
+    """An optional dependency that is not installed; the message names the extra."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(
+            f"{package!r} is not installed: run `pip install 'ludic-rl[{extra}]'` to get it"
+        )
+
+
+class DeadlineError(LudicError, TimeoutError):
+    """A wait that ran past its deadline: says for what, on whom, and for how long."""
+
+    def __init__(self, what: str, whom: str, seconds: float) -> None:
+        super().__init__(f"waited {seconds:.3g} s for {what} from {whom}; the deadline passed")
+        self.what, self.whom, self.seconds = what, whom, seconds
+
+
+class SerializationError(LudicError, ValueError):
+    """Data that cannot be written, or text that does not hold what it should."""
+
+
+class SchemaVersionError(SerializationError):
+    """A file of a newer schema than this version of Ludic reads."""
+
+
+class EnvError(LudicError):
+    """An environment broke its contract, or raised."""
+
+
+class ProtocolError(LudicError):
+    """An interaction that cannot go on as configured."""
+
+
+class AgentError(LudicError):
+    """An agent that is put together wrongly."""
+
+
+class ToolError(LudicError):
+    """A tool that cannot be used as declared."""
+
+
+class TemplateError(LudicError):
+    """A chat template that is missing or cannot render what it is given."""
+
+
+class InferenceError(LudicError):
+    """A request that the inference backend could not serve."""
+
+
+class RequestRejectedError(InferenceError, ValueError):
+    """A request that is wrong in itself; retrying it cannot help."""
+
+
+class EngineClosedError(InferenceError):
+    """The backend was shut down while, or before, the request was served."""
+
+
+class QueueFullError(InferenceError):
+    """The backend's bounded queue is full."""
+
+
+class NotTrainableError(LudicError):
+    """Data that must not be trained on: no token ids, no log-probs, or a sampling setting
+    whose distribution the trainer cannot reproduce."""
+
+
+class RolloutError(LudicError):
+    """Episodes that failed past the stated limit, or a rollout that is inconsistent."""
+
+
+class CreditError(LudicError, ValueError):
+    """Credit that cannot be assigned: a broken group, a weight that is not finite."""
+
+
+class BatchError(LudicError, ValueError):
+    """A sample or batch that the trainer cannot take."""
+
+
+class NonFiniteError(LudicError, ArithmeticError):
+    """A loss or gradient that is not finite, past the allowed number of times."""
+
+
+class OutOfMemoryError(LudicError, MemoryError):
+    """The device ran out of memory; the message names the setting to lower."""
+
+
+class CheckpointError(LudicError):
+    """A checkpoint that cannot be written, or does not fit what it is loaded into."""
+
+
+class PublishError(LudicError):
+    """Weights that did not arrive as they were sent."""

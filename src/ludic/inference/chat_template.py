@@ -1,0 +1,56 @@
+"""Messages to token ids, and back.
+
+`ChatTemplate` is the contract; `HFChatTemplate` (in `hf_chat_template`) fulfils it with any
+Hugging Face tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ludic.types import ChatResponse, Fork, Message, TokenTrace, ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCompletion:
+    """A completion read as the assistant's message. Malformed tool calls are reported in
+    `tool_call_errors`, one sentence each, and never guessed."""
+
+    message: Message
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_errors: tuple[str, ...] = ()
+
+
+class ChatTemplate(Protocol):
+    """How one model's conversations are spelled in tokens. Stateless, shared by all agents."""
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """The prompt for the next assistant message: the whole conversation, and the opening of
+        the assistant's turn."""
+        ...
+
+    def extend(
+        self,
+        messages: Sequence[Message],
+        previous: TokenTrace,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int] | Fork:
+        """The ids to append to `previous.token_ids` so that the result is a valid next prompt.
+
+        `messages` is the whole conversation as it now reads; its last assistant message is the
+        one that `previous` sampled, from the messages before it, which the caller vouches are
+        unchanged. Answers a `Fork` when the template would now spell the earlier part
+        differently (thinking stripped, a tool call rendered in another form). White space that
+        the template would trim is no fork: the sampled tokens stand. A closing token that a cut
+        completion lacks is part of the answer.
+        """
+        ...
+
+    def parse(self, response: ChatResponse) -> ParsedCompletion:
+        """The assistant's message, decoded from the sampled ids (special tokens that end a turn
+        left out), with its tool calls."""
+        ...

@@ -1,0 +1,68 @@
+"""The contract of an inference backend: token ids in, token ids and log-probs out.
+
+A backend implements `ChatClient`. One whose weights change while it serves also implements
+`VersionedClient`, and stamps the version on every span of tokens that it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from ludic.inference.sampling import ReturnSpec, SamplingConfig
+from ludic.types import ChatResponse
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCompletionRequest:
+    """One model call. `conversation_id` keeps a dialogue's calls together, so that a backend can
+    reuse what it computed for the earlier ones; `timeout_s` bounds the whole call."""
+
+    model: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    returns: ReturnSpec = field(default_factory=ReturnSpec)
+    conversation_id: str | None = None
+    timeout_s: float | None = None
+    extensions: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRequest:
+    """The tools that a model is told about: JSON schemas, in the shape of a chat template."""
+
+    tools: Sequence[Mapping[str, Any]]
+
+
+@runtime_checkable
+class ChatClient(Protocol):
+    """A policy that can be asked for tokens."""
+
+    @property
+    def max_context_tokens(self) -> int | None:
+        """The longest prompt plus completion it takes; None when it does not know."""
+        ...
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
+        """Samples one completion.
+
+        The returned trace's prompt is the request's, and its completion holds every sampled id,
+        end-of-sequence and stop tokens included. Raises `RequestRejectedError` for a request that
+        cannot be served, `DeadlineError` past `timeout_s`, and is safe to cancel.
+        """
+        ...
+
+    async def sync_weights(
+        self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
+    ) -> str:
+        """Takes new weights as policy `version`; the answer says how. The client's half of a
+        publish: trainers go through a `PolicyPublisher`."""
+        ...
+
+
+@runtime_checkable
+class VersionedClient(ChatClient, Protocol):
+    """A client that knows which policy version it samples from."""
+
+    async def get_policy_version(self) -> int: ...

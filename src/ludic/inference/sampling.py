@@ -1,0 +1,88 @@
+"""How to sample, what to return, and which of it may be trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ludic.errors import ConfigError, NotTrainableError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """The sampled distribution, and where a completion stops.
+
+    The defaults are those that may be trained on: plain sampling at temperature 1. `top_k=0` and
+    `min_p=0` mean off. `max_tokens=None` means as many as the context holds. Stop strings stay
+    part of the completion, since the tokens that spell them were sampled.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        rules = (
+            (self.temperature >= 0, "temperature", ">= 0"),
+            (0 < self.top_p <= 1, "top_p", "in (0, 1]"),
+            (self.top_k >= 0, "top_k", ">= 0 (0 is off)"),
+            (0 <= self.min_p <= 1, "min_p", "in [0, 1]"),
+            (self.repetition_penalty > 0, "repetition_penalty", "> 0 (1 is off)"),
+            (self.max_tokens is None or self.max_tokens >= 1, "max_tokens", ">= 1 or None"),
+            (all(self.stop), "stop", "non-empty strings"),
+        )
+        for ok, name, must in rules:
+            if not ok:
+                raise ConfigError(f"SamplingConfig.{name}={getattr(self, name)!r}: must be {must}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether ids are cut from the distribution, so that it must be renormalised."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the distribution depends on the tokens before in a way a trainer cannot redo."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    def check_trainable(self, *, kept_ids_recorded: bool) -> None:
+        """Raises `NotTrainableError` when the trainer could not reproduce this distribution."""
+        if self.temperature == 0:
+            raise NotTrainableError("temperature 0 is not a distribution: sample at > 0 to train")
+        if self.penalises:
+            raise NotTrainableError("penalties change the distribution: set them off to train")
+        if self.truncates and not kept_ids_recorded:
+            raise NotTrainableError(
+                "top-p, top-k or min-p without the kept ids: set ReturnSpec(kept_ids=True), "
+                "or turn truncation off to train"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnSpec:
+    """What to return besides the tokens. `prompt_logprobs` scores the prompt (for teachers)."""
+
+    logprobs: bool = True
+    kept_ids: bool = False
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceSpec:
+    """Everything about a model call that does not depend on the prompt. Pure data.
+
+    `extensions` is for settings of one backend only, such as `VLLMExtensions`, as a mapping.
+    """
+
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    returns: ReturnSpec = field(default_factory=ReturnSpec)
+    extensions: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,77 @@
+"""State, action, weight: all that the trainer ever sees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleAttachments:
+    """Facts per action token, each of length `sum(action_mask)` or None.
+
+    `token_weights` is the weight of every action token; in a merged item the turns differ.
+    `kept_token_ids` has, per action token, the ids that truncated sampling had kept (empty: all).
+    """
+
+    behavior_logprobs: NDArray[np.float32] | None = None
+    reference_logprobs: NDArray[np.float32] | None = None
+    teacher_logprobs: NDArray[np.float32] | None = None
+    token_weights: NDArray[np.float32] | None = None
+    versions: NDArray[np.int64] | None = None
+    kept_token_ids: Sequence[NDArray[np.int64]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpan:
+    """Which action tokens of an item (`start` to `end`, counted in action tokens) belong to which
+    turn. A turn whose prompts forked has spans in more than one item."""
+
+    start: int
+    end: int
+    turn_index: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SAWItem:
+    """One training sequence: token ids, which of them are actions, and their weight.
+
+    A merged item holds several turns: its `weight` is NaN, and `attachments.token_weights` has
+    the weights. `temperature` is the one that the actions were sampled at.
+    """
+
+    input_ids: NDArray[np.int64]
+    attention_mask: NDArray[np.int8]
+    action_mask: NDArray[np.int8]
+    weight: float
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    attachments: SampleAttachments = field(default_factory=SampleAttachments)
+    turns: tuple[TurnSpan, ...] = ()
+    rollout_id: str = ""
+    group_id: str | None = None
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCounts:
+    """How many of each the whole macro-batch holds, over all ranks: the losses' normalisers."""
+
+    tokens: int
+    turns: int
+    rollouts: int
+    groups: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SAWBatch:
+    """A macro-batch: one optimizer step's data. `meta` holds statistics of the rollouts and the
+    number of samples dropped, by reason."""
+
+    items: tuple[SAWItem, ...]
+    counts: BatchCounts
+    meta: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,361 @@
+"""The data that everything else passes around: messages, token traces, steps, rollouts.
+
+All of it is immutable and holds only JSON values, so that `to_json` and `from_json` are
+inverse to each other. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, TypedDict, TypeVar
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+AgentID: TypeAlias = str
+Obs: TypeAlias = str
+Action: TypeAlias = str
+Info: TypeAlias = Mapping[str, Any]
+"""Extra facts about a step; the values must be JSON."""
+
+
+class FunctionCall(TypedDict):
+    """The function half of a tool call; `arguments` is a JSON object."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class ToolCall(TypedDict):
+    """A model's request to run a tool, in the shape that chat templates expect."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class Message(TypedDict):
+    """One chat message: a plain dict, as chat templates take it."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    tool_calls: NotRequired[Sequence[ToolCall]]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+
+
+class FinishReason(StrEnum):
+    """Why the model stopped writing. Never to be confused with an episode's ending."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class TruncationReason(StrEnum):
+    """Which limit cut an episode that the environment had not ended."""
+
+    ENV_LIMIT = "env_limit"
+    MAX_STEPS = "max_steps"
+    CONTEXT_WINDOW = "context_window"
+    DEADLINE = "deadline"
+    ERROR = "error"
+    BUDGET = "budget"
+
+
+class ForkReason(StrEnum):
+    """Why a prompt is a full rendering and not an extension of what was sampled before."""
+
+    HISTORY_REWRITTEN = "history_rewritten"
+    THINKING_STRIPPED = "thinking_stripped"
+    TOOL_CALL_RERENDERED = "tool_call_rerendered"
+    CONTENT_RERENDERED = "content_rerendered"
+    TEMPLATE_NOT_EXTENSIBLE = "template_not_extensible"
+    TOOLS_CHANGED = "tools_changed"
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """What `ChatTemplate.extend` answers when it cannot extend: the reason, and where it shows."""
+
+    reason: ForkReason
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """The policy version that sampled the completion's tokens `start` to `end` (exclusive)."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTrace:
+    """The exact tokens of one model call: what went in, what was sampled, how likely it was.
+
+    `completion_logprobs` are those of the distribution that was sampled from (after temperature
+    and truncation), in float32. `kept_token_ids`, when recorded, lists for every completion token
+    the ids that truncated sampling had kept; an empty tuple stands for the whole vocabulary.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    completion_token_ids: tuple[int, ...]
+    completion_logprobs: tuple[float, ...] | None = None
+    version_spans: tuple[VersionSpan, ...] = ()
+    kept_token_ids: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        n = len(self.completion_token_ids)
+        for name in ("completion_logprobs", "kept_token_ids"):
+            value = getattr(self, name)
+            if value is not None and len(value) != n:
+                raise ValueError(f"TokenTrace.{name} has {len(value)} entries for {n} tokens")
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and completion, end to end."""
+        return self.prompt_token_ids + self.completion_token_ids
+
+    def extends(self, previous: TokenTrace) -> bool:
+        """Whether this prompt begins with all the tokens of `previous`, sampled ones included."""
+        n, m = len(previous.prompt_token_ids), len(previous.completion_token_ids)
+        prompt = self.prompt_token_ids
+        return (
+            prompt[:n] == previous.prompt_token_ids
+            and prompt[n : n + m] == previous.completion_token_ids
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChatResponse:
+    """What an inference backend answers to one request, normalised.
+
+    `text` is the decoded completion where the backend decodes; a backend that returns only text
+    leaves `trace` as None, and its answers can be shown but not trained on.
+    """
+
+    trace: TokenTrace | None
+    finish_reason: FinishReason
+    text: str | None = None
+    info: Info = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What the environment tells one agent after a step.
+
+    `terminated`: the task itself is over. `truncated`: a limit of the environment cut it.
+    `reward_components` are parts of `reward`, for the record; they are not added to it.
+    """
+
+    obs: Obs
+    reward: float
+    terminated: bool = False
+    truncated: bool = False
+    info: Info = field(default_factory=dict)
+    reward_components: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStep:
+    """One model call: the prompt as tokens, the assistant's message, and what its tools answered.
+
+    `new_messages` are the messages that entered the conversation since the previous model call
+    of the rollout, so that the whole dialogue can be read back without storing it once per call.
+    `fork` is set when the prompt does not extend the previous call's tokens.
+    """
+
+    turn_index: int
+    new_messages: tuple[Message, ...]
+    message: Message
+    finish_reason: FinishReason
+    trace: TokenTrace | None = None
+    fork: Fork | None = None
+    tool_messages: tuple[Message, ...] = ()
+    tool_call_errors: tuple[str, ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    info: Info = field(default_factory=dict)
+    kind: Literal["agent"] = "agent"
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentStep:
+    """One transition as one agent saw it.
+
+    `stepped` is False when the environment was not stepped (a parse failure); `agent_steps` are
+    positions in `Rollout.steps` of the model calls that produced `action`, and empty when the
+    agent did not act but heard an outcome. `reward` is the total of `reward_components` when
+    there are any.
+    """
+
+    turn_index: int
+    agent_steps: tuple[int, ...]
+    obs: Obs
+    action: Action | None
+    next_obs: Obs
+    reward: float
+    terminated: bool = False
+    truncated: bool = False
+    truncation_reason: TruncationReason | None = None
+    stepped: bool = True
+    reward_components: Mapping[str, float] = field(default_factory=dict)
+    info: Info = field(default_factory=dict)
+    kind: Literal["environment"] = "environment"
+
+
+Step: TypeAlias = AgentStep | EnvironmentStep
+
+
+@dataclass(frozen=True, slots=True)
+class EnvSpec:
+    """Which environment, by registered name, with which arguments. Pure data."""
+
+    kind: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolSpec:
+    """Which interaction protocol, by registered name, with which arguments. Pure data."""
+
+    kind: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The model calls that led to one environment step, and that step."""
+
+    index: int
+    agent_steps: tuple[AgentStep, ...]
+    env_step: EnvironmentStep | None
+    outcomes: tuple[EnvironmentStep, ...] = ()
+    """Outcomes heard after the turn without having acted (another agent ended the game)."""
+
+    @property
+    def reward(self) -> float:
+        """The turn's reward: its own step's, and what was heard before the next turn."""
+        own = self.env_step.reward if self.env_step else 0.0
+        return own + sum(step.reward for step in self.outcomes)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One agent's perspective on one episode.
+
+    `group_id` ties rollouts that share a task and environment seed; `task_key` names the task
+    across batches; `parent_id` links a sub-agent's rollout to the one that delegated to it.
+    `error` is the cause when the episode failed; such a rollout is counted and not trained on.
+    """
+
+    id: str
+    steps: tuple[Step, ...]
+    agent_id: AgentID = "agent"
+    episode_id: str = ""
+    group_id: str | None = None
+    task_key: str | None = None
+    parent_id: str | None = None
+    env: EnvSpec | None = None
+    protocol: ProtocolSpec | None = None
+    env_seed: int | None = None
+    sampling_seed: int | None = None
+    error: str | None = None
+    meta: Info = field(default_factory=dict)
+
+    @property
+    def agent_steps(self) -> tuple[AgentStep, ...]:
+        return tuple(s for s in self.steps if isinstance(s, AgentStep))
+
+    @property
+    def env_steps(self) -> tuple[EnvironmentStep, ...]:
+        return tuple(s for s in self.steps if isinstance(s, EnvironmentStep))
+
+    @property
+    def total_reward(self) -> float:
+        """The undiscounted sum of every reward this agent received."""
+        return sum(s.reward for s in self.env_steps)
+
+    @property
+    def terminated(self) -> bool:
+        return any(s.terminated for s in self.env_steps)
+
+    @property
+    def truncated(self) -> bool:
+        return any(s.truncated for s in self.env_steps)
+
+    @property
+    def truncation_reason(self) -> TruncationReason | None:
+        return next((s.truncation_reason for s in reversed(self.env_steps) if s.truncated), None)
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled tokens, over all model calls."""
+        return sum(len(s.trace.completion_token_ids) for s in self.agent_steps if s.trace)
+
+    def turns(self) -> Iterator[Turn]:
+        """The rollout as turns, in order. Outcomes heard before the first turn count to it."""
+        calls: dict[int, list[AgentStep]] = {}
+        acted: dict[int, EnvironmentStep] = {}
+        heard: dict[int, list[EnvironmentStep]] = {}
+        for step in self.steps:
+            if isinstance(step, AgentStep):
+                calls.setdefault(step.turn_index, []).append(step)
+            elif step.agent_steps:
+                acted[step.turn_index] = step
+            else:
+                heard.setdefault(step.turn_index, []).append(step)
+        for index in sorted(calls.keys() | acted.keys() | heard.keys()):
+            yield Turn(
+                index,
+                tuple(calls.get(index, ())),
+                acted.get(index),
+                tuple(heard.get(index, ())),
+            )
+
+
+RolloutStepKey: TypeAlias = tuple[str, int]
+"""(rollout id, turn index): what credit is assigned to."""
+
+T = TypeVar("T")
+
+
+@cache
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    from pydantic import ConfigDict, TypeAdapter, with_config
+
+    # NaN and infinities are written as JSON constants, so that nothing is lost.
+    try:
+        with_config(ConfigDict(ser_json_inf_nan="constants"))(cls)
+    except TypeError:  # aliases carry no configuration of their own
+        pass
+    return TypeAdapter(cls)
+
+
+def to_json(value: Any) -> bytes:
+    """One line of JSON. `from_json(type(value), to_json(value)) == value`."""
+    from pydantic_core import PydanticSerializationError
+
+    from ludic.errors import SerializationError
+
+    cls = type(value)
+    try:
+        return _adapter(cls).dump_json(value)
+    except PydanticSerializationError as exc:
+        raise SerializationError(f"a {cls.__name__} holds a value that is not JSON: {exc}") from exc
+
+
+def from_json(cls: type[T], data: bytes | str) -> T:
+    """Reads what `to_json` wrote; raises `SerializationError` that names the field at fault."""
+    from pydantic import ValidationError
+
+    from ludic.errors import SerializationError
+
+    try:
+        return _adapter(cls).validate_json(data)  # type: ignore[no-any-return]
+    except ValidationError as exc:
+        raise SerializationError(f"this is no {cls.__name__}: {exc}") from exc
