@@ -49,6 +49,10 @@ class DeadlineError(LudicError, TimeoutError):
         self.what, self.whom, self.seconds = what, whom, seconds
 
 
+class DataError(LudicError, ValueError):
+    """A trace, step or rollout that contradicts itself."""
+
+
 class SerializationError(LudicError, ValueError):
     """Data that cannot be written, or text that does not hold what it should."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
+from ludic.errors import ConfigError
+
 
 def derive_seed(root: int, *path: int | str) -> int:
     """The seed of the place `path` under `root`: 63 bits of blake2b.
@@ -18,6 +20,8 @@ def derive_seed(root: int, *path: int | str) -> int:
     """
     digest = blake2b(digest_size=8)
     for part in (root, *path):
-        data = f"{'s' if isinstance(part, str) else 'i'}{part}".encode()
+        if not isinstance(part, int | str) or isinstance(part, bool):
+            raise ConfigError(f"a seed is derived from integers and text, not from {part!r}")
+        data = f"{'s' if isinstance(part, str) else 'i'}{part}".encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(4, "little") + data)
     return int.from_bytes(digest.digest(), "little") >> 1

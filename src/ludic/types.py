@@ -1,25 +1,55 @@
 """The data that everything else passes around: messages, token traces, steps, rollouts.
 
 All of it is immutable and holds only JSON values, so that `to_json` and `from_json` are
-inverse to each other. Nothing here imports torch.
+inverse to each other: `from_json(Rollout, to_json(rollout)) == rollout`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypeAlias, TypedDict, TypeVar
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+from ludic.errors import DataError
+from ludic.json_codec import check_json, from_json, from_plain, to_json, to_plain
+
+__all__ = [
+    "Action",
+    "AgentID",
+    "AgentStep",
+    "ChatResponse",
+    "EnvSpec",
+    "EnvironmentStep",
+    "FinishReason",
+    "Fork",
+    "ForkReason",
+    "FunctionCall",
+    "Info",
+    "Message",
+    "Obs",
+    "ProtocolSpec",
+    "Rollout",
+    "RolloutStepKey",
+    "Step",
+    "StepOutcome",
+    "TokenTrace",
+    "ToolCall",
+    "TruncationReason",
+    "Turn",
+    "VersionSpan",
+    "check_json",
+    "from_json",
+    "from_plain",
+    "to_json",
+    "to_plain",
+]
 
 AgentID: TypeAlias = str
 Obs: TypeAlias = str
 Action: TypeAlias = str
 Info: TypeAlias = Mapping[str, Any]
-"""Extra facts about a step; the values must be JSON."""
+"""Extra facts about a step. The values must be JSON: None, bool, int, float, str, list, dict."""
 
 
 class FunctionCall(TypedDict):
@@ -42,7 +72,7 @@ class Message(TypedDict):
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
-    tool_calls: NotRequired[Sequence[ToolCall]]
+    tool_calls: NotRequired[list[ToolCall]]
     tool_call_id: NotRequired[str]
     name: NotRequired[str]
 
@@ -110,11 +140,23 @@ class TokenTrace:
     kept_token_ids: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
+        # A list would never equal a tuple, so a prompt that extends another would look forked.
+        for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs"):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+            elif value is not None and not isinstance(value, tuple):
+                raise DataError(
+                    f"TokenTrace.{name} is a {type(value).__name__}: give a tuple of plain numbers"
+                )
         n = len(self.completion_token_ids)
         for name in ("completion_logprobs", "kept_token_ids"):
             value = getattr(self, name)
             if value is not None and len(value) != n:
-                raise ValueError(f"TokenTrace.{name} has {len(value)} entries for {n} tokens")
+                raise DataError(f"TokenTrace.{name} has {len(value)} entries for {n} tokens")
+        for span in self.version_spans:
+            if not 0 <= span.start <= span.end <= n:
+                raise DataError(f"TokenTrace: {span} lies outside the {n} completion tokens")
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -207,6 +249,13 @@ class EnvironmentStep:
     info: Info = field(default_factory=dict)
     kind: Literal["environment"] = "environment"
 
+    def __post_init__(self) -> None:
+        if self.truncated != (self.truncation_reason is not None):
+            raise DataError(
+                f"EnvironmentStep: truncated={self.truncated} with truncation_reason="
+                f"{self.truncation_reason}: what cut an episode is always said, and only then"
+            )
+
 
 Step: TypeAlias = AgentStep | EnvironmentStep
 
@@ -267,6 +316,21 @@ class Rollout:
     error: str | None = None
     meta: Info = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        acted = set()
+        for index, step in enumerate(self.steps):
+            if isinstance(step, AgentStep) or not step.agent_steps:
+                continue
+            if step.turn_index in acted:
+                raise DataError(f"rollout {self.id!r}: turn {step.turn_index} has two actions")
+            acted.add(step.turn_index)
+            for call in step.agent_steps:
+                if not (0 <= call < index and isinstance(self.steps[call], AgentStep)):
+                    raise DataError(
+                        f"rollout {self.id!r}: step {index} says that step {call} is the model"
+                        " call behind its action, but there is none at that place before it"
+                    )
+
     @property
     def agent_steps(self) -> tuple[AgentStep, ...]:
         return tuple(s for s in self.steps if isinstance(s, AgentStep))
@@ -320,42 +384,3 @@ class Rollout:
 
 RolloutStepKey: TypeAlias = tuple[str, int]
 """(rollout id, turn index): what credit is assigned to."""
-
-T = TypeVar("T")
-
-
-@cache
-def _adapter(cls: Any) -> TypeAdapter[Any]:
-    from pydantic import ConfigDict, TypeAdapter, with_config
-
-    # NaN and infinities are written as JSON constants, so that nothing is lost.
-    try:
-        with_config(ConfigDict(ser_json_inf_nan="constants"))(cls)
-    except TypeError:  # aliases carry no configuration of their own
-        pass
-    return TypeAdapter(cls)
-
-
-def to_json(value: Any) -> bytes:
-    """One line of JSON. `from_json(type(value), to_json(value)) == value`."""
-    from pydantic_core import PydanticSerializationError
-
-    from ludic.errors import SerializationError
-
-    cls = type(value)
-    try:
-        return _adapter(cls).dump_json(value)
-    except PydanticSerializationError as exc:
-        raise SerializationError(f"a {cls.__name__} holds a value that is not JSON: {exc}") from exc
-
-
-def from_json(cls: type[T], data: bytes | str) -> T:
-    """Reads what `to_json` wrote; raises `SerializationError` that names the field at fault."""
-    from pydantic import ValidationError
-
-    from ludic.errors import SerializationError
-
-    try:
-        return _adapter(cls).validate_json(data)  # type: ignore[no-any-return]
-    except ValidationError as exc:
-        raise SerializationError(f"this is no {cls.__name__}: {exc}") from exc

@@ -7,11 +7,13 @@ or tokens: observations and actions are text.
     step({agent_id: action}) -> {agent_id: StepOutcome}
                                                for every agent that the step means something to
 
-Exactly the `active_agents` act in a step. An outcome may be returned for any agent, whether or not
-it acted: a loser hears that it lost. `terminated` means that the task is over for that agent,
-`truncated` that a limit of the environment cut it short; a protocol has limits of its own, and
-they are not the environment's business. After an agent's outcome is terminated or truncated, the
-agent does not act again before the next `reset`. The episode is over when that holds for all.
+Exactly the `active_agents` act in a step. Each that acted gets an outcome; any other agent may get
+one too, so that a loser hears that it lost. Rewards are finite. An observation of "" says nothing
+to its agent. `terminated` means that the task is over for that agent, `truncated` that a limit of
+the environment cut it short, and never both; a protocol has limits of its own, and they are not
+the environment's business. After an agent's outcome is terminated or truncated, the agent does
+not act, nor hear anything more, before the next `reset`. The episode is over when that holds for
+all.
 
 All randomness comes from the seed given to `reset`: the same seed and the same actions give the
 same episode.
@@ -59,9 +61,7 @@ class LudicEnv(ABC, Generic[AgentIDT, ObsT, ActionT]):
     @abstractmethod
     def reset(
         self, *, seed: int | None = None
-    ) -> (
-        Mapping[AgentIDT, tuple[ObsT, Info]] | Awaitable[Mapping[AgentIDT, tuple[ObsT, Info]]]
-    ):
+    ) -> Mapping[AgentIDT, tuple[ObsT, Info]] | Awaitable[Mapping[AgentIDT, tuple[ObsT, Info]]]:
         """Begins an episode; what each agent first sees."""
 
     @abstractmethod

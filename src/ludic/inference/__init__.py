@@ -1,1 +1,82 @@
-"""inference."""
+"""Inference: the client's contract, sampling, chat templates, tool parsers, and the backends.
+
+The backends are imported when they are first asked for, so that `import ludic.inference` needs
+neither torch nor transformers nor aiohttp.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ludic.inference.chat_template import ChatTemplate, ParsedCompletion
+from ludic.inference.client import (
+    ChatClient,
+    TokenCompletionRequest,
+    ToolRequest,
+    VersionedClient,
+)
+from ludic.inference.hf_chat_template import HFChatTemplate, load_tokenizer
+from ludic.inference.sampling import InferenceSpec, ReturnSpec, SamplingConfig
+from ludic.inference.tool_parsers import (
+    HermesToolParser,
+    JSONToolParser,
+    ToolParse,
+    ToolParser,
+    get_tool_parser,
+    list_tool_parsers,
+    register_tool_parser,
+)
+from ludic.inference.vllm_extensions import VLLMExtensions
+
+if TYPE_CHECKING:
+    from ludic.inference.local import LocalChatClient as LocalChatClient
+    from ludic.inference.openai_client import OpenAIChatClient as OpenAIChatClient
+    from ludic.inference.scripted_client import ScriptedCall as ScriptedCall
+    from ludic.inference.scripted_client import ScriptedChatClient as ScriptedChatClient
+    from ludic.inference.vllm_client import VLLMChatClient as VLLMChatClient
+
+_LAZY = {
+    "LocalChatClient": "ludic.inference.local",
+    "OpenAIChatClient": "ludic.inference.openai_client",
+    "ScriptedCall": "ludic.inference.scripted_client",
+    "ScriptedChatClient": "ludic.inference.scripted_client",
+    "VLLMChatClient": "ludic.inference.vllm_client",
+}
+
+__all__ = [
+    "ChatClient",
+    "ChatTemplate",
+    "HFChatTemplate",
+    "HermesToolParser",
+    "InferenceSpec",
+    "JSONToolParser",
+    "LocalChatClient",
+    "OpenAIChatClient",
+    "ParsedCompletion",
+    "ReturnSpec",
+    "SamplingConfig",
+    "ScriptedCall",
+    "ScriptedChatClient",
+    "TokenCompletionRequest",
+    "ToolParse",
+    "ToolParser",
+    "ToolRequest",
+    "VLLMChatClient",
+    "VLLMExtensions",
+    "VersionedClient",
+    "get_tool_parser",
+    "list_tool_parsers",
+    "load_tokenizer",
+    "register_tool_parser",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

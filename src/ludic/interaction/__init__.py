@@ -1,1 +1,24 @@
-"""interaction."""
+"""The agent-environment loops."""
+
+from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
+from ludic.interaction.bots import Bot, FunctionBot, RandomBot, SequenceBot
+from ludic.interaction.collector import AgentTrack
+from ludic.interaction.delegating import DelegatingProtocol, SubAgent, SubtaskEnv
+from ludic.interaction.multi_agent import MultiAgentProtocol
+from ludic.interaction.single_agent import SingleAgentSyncProtocol
+
+__all__ = [
+    "AgentTrack",
+    "Bot",
+    "DelegatingProtocol",
+    "FunctionBot",
+    "InteractionProtocol",
+    "MultiAgentProtocol",
+    "RandomBot",
+    "RunSpec",
+    "Runtime",
+    "SequenceBot",
+    "SingleAgentSyncProtocol",
+    "SubAgent",
+    "SubtaskEnv",
+]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ludic.errors import ConfigError
 from ludic.inference.sampling import InferenceSpec
 from ludic.types import EnvSpec, ProtocolSpec
 
@@ -14,9 +15,10 @@ from ludic.types import EnvSpec, ProtocolSpec
 class RolloutRequest:
     """A wish for `num_episodes` episodes of one environment under one protocol.
 
-    Episodes of one request differ in the seeds derived from `env_seed` and `sampling_seed`.
-    Requests with the same `group_id` share the environment's seed and are compared with each
-    other; `task_key` names the task across batches.
+    A single episode uses the seeds as they are given; several differ in the seeds derived from
+    them. Episodes with the same `group_id`, of one request or of several, share the environment's
+    seed, differ in the sampling's, and are compared with each other. `task_key` names the task
+    across batches; `meta` is copied to the rollouts.
     """
 
     env: EnvSpec
@@ -28,3 +30,9 @@ class RolloutRequest:
     group_id: str | None = None
     task_key: str | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.num_episodes < 1:
+            raise ConfigError(
+                f"RolloutRequest.num_episodes={self.num_episodes}: must be at least 1"
+            )

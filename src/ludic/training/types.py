@@ -46,7 +46,8 @@ class LossBatch:
     `turn_ids`, `rollout_ids` and `group_ids` number the turns, rollouts and groups of this
     micro-batch from 0; `*_lengths` are their action tokens in the whole macro-batch. `counts` are
     those of the macro-batch over all ranks, so that the micro-batches' losses add up to the
-    macro-batch's whatever the split.
+    macro-batch's whatever the split. `importance` is a correction's factor for each token, which
+    `ludic.training.corrections` fills in; a loss that goes through `reduce` carries it.
     """
 
     weights: Float[Tensor, " tokens"]
@@ -62,6 +63,7 @@ class LossBatch:
     reference_logprobs: Float[Tensor, " tokens"] | None = None
     teacher_logprobs: Float[Tensor, " tokens"] | None = None
     versions: Int[Tensor, " tokens"] | None = None
+    importance: Float[Tensor, " tokens"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,26 @@ class Stat:
         values = values.detach()
         return Stat(values.sum(), torch.as_tensor(float(values.numel()), device=values.device))
 
+    @staticmethod
+    def sum(value: Float[Tensor, ""]) -> Stat:
+        """A micro-batch's share of a quantity that adds up over micro-batches."""
+        value = value.detach()
+        return Stat(value, torch.ones_like(value), "sum")
+
+    @staticmethod
+    def max(values: Float[Tensor, " n"]) -> Stat:
+        """The largest of `values`; of none, minus infinity, which any other value replaces."""
+        values = values.detach()
+        top = values.max() if values.numel() else values.new_tensor(float("-inf"))
+        return Stat(top, torch.ones_like(top), "max")
+
+    @staticmethod
+    def min(values: Float[Tensor, " n"]) -> Stat:
+        """The smallest of `values`; of none, infinity, which any other value replaces."""
+        values = values.detach()
+        low = values.min() if values.numel() else values.new_tensor(float("inf"))
+        return Stat(low, torch.ones_like(low), "min")
+
 
 LossStats = Mapping[str, Stat]
 Scope = Literal["token", "turn", "rollout"]
@@ -88,11 +110,17 @@ Scope = Literal["token", "turn", "rollout"]
 
 class Loss(Protocol):
     """To be minimised. `scope` says which tokens must be seen together: a loss with ratios over a
-    whole turn says "turn", and the turn's tokens then share a micro-batch."""
+    whole turn says "turn", and the turn's tokens then share a micro-batch. The three properties
+    may be plain class attributes."""
 
-    needs_logits: bool
-    needs_entropy: bool
-    scope: Scope
+    @property
+    def needs_logits(self) -> bool: ...
+
+    @property
+    def needs_entropy(self) -> bool: ...
+
+    @property
+    def scope(self) -> Scope: ...
 
     def compute(self, policy: TokenLogProbs, batch: LossBatch) -> tuple[Tensor, LossStats]:
         """The micro-batch's share of the macro-batch's loss (the shares are added), and stats."""

@@ -1,0 +1,101 @@
+# `make` alone says what there is. On a machine with Python 3.11, pip and make, `make test` sets
+# everything up by itself; when there is nothing to set up it goes straight to the tests.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   ?= .venv
+JOBS   ?= 2
+ARGS   ?=
+
+PY      := $(VENV)/bin/python
+READY   := $(VENV)/.ludic-ready
+SMOLLM2 := .cache/smollm2/model.safetensors
+TORCH   := $(shell grep '^torch==' constraints.txt)
+UV      := $(shell command -v uv)
+
+# One thread per test process: small matrices are faster that way, and results repeat.
+PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS)
+
+.PHONY: help setup test test-slow test-gpu test-vllm lint format types docs bench demo constraints clean
+
+help:
+	@echo "make test        set up, then run the tests (ARGS='tests/envs -k win' to choose)"
+	@echo "make demo        set up, then train a small model at Tic-Tac-Toe"
+	@echo "make test-slow   the long versions of the tests: many kills, many seeds"
+	@echo "make test-gpu    the tests that need a CUDA device"
+	@echo "make test-vllm   the tests against a real vLLM server"
+	@echo "make lint        ruff: style and formatting;  make format puts it right"
+	@echo "make types       mypy, strict"
+	@echo "make docs        build the documentation into site/"
+	@echo "make bench       run the benchmarks that fit this machine"
+	@echo "make constraints write constraints.txt from what is installed"
+	@echo "make clean       remove what builds and tools leave behind (not $(VENV), not the model)"
+
+setup: $(READY) $(SMOLLM2)
+
+test: setup
+	@echo "==> tests ($(JOBS) processes)"
+	@$(PYTEST) $(ARGS)
+
+test-slow: setup
+	@echo "==> the long versions of the tests"
+	@LUDIC_HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not vllm and not gpu" --timeout 1800 $(ARGS)
+
+test-gpu: setup
+	@echo "==> the tests that need a CUDA device"
+	@$(PY) -m pytest -q -m gpu $(ARGS)
+
+test-vllm: setup
+	@echo "==> the tests against a real vLLM server"
+	@$(PY) -m pytest -q -m vllm $(ARGS); status=$$?; \
+	if [ $$status -eq 5 ]; then echo "there are no such tests yet"; else exit $$status; fi
+
+lint: $(READY)
+	@echo "==> ruff"
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+format: $(READY)
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+types: $(READY)
+	@echo "==> mypy --strict"
+	@$(PY) -m mypy
+
+docs: $(READY)
+	@echo "==> documentation into site/"
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
+bench: setup
+	@$(PY) -m benchmarks.run_all $(ARGS)
+
+demo: setup
+	@$(PY) -m tools.demo $(ARGS)
+
+constraints: $(READY)
+	@$(PY) -m tools.constraints
+
+clean:
+	rm -rf build dist site runs .cache/pytest .cache/mypy .cache/ruff .cache/hypothesis
+	find src tests tools benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch always comes by pip: from the same pin, uv takes a CUDA build twenty times the size.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is %d.%d: make PYTHON=/path/to/python3.11" % v[:2])'
+	@test -x $(PY) || { echo "==> virtual environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "==> installing $(TORCH) with pip"
+	@$(PY) -m pip install -q --disable-pip-version-check "pip>=25.1"
+	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt "$(TORCH)"
+ifneq ($(UV),)
+	@echo "==> installing ludic and the tools for working on it with uv"
+	@VIRTUAL_ENV=$(abspath $(VENV)) $(UV) pip install -q -c constraints.txt --group dev -e '.[examples]'
+else
+	@echo "==> installing ludic and the tools for working on it with pip"
+	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt --group dev -e '.[examples]'
+endif
+	@touch $@
+
+$(SMOLLM2): $(READY)
+	@echo "==> the model that the tests use"
+	@$(PY) -m tools.smollm2
+	@touch $@

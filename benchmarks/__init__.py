@@ -1,0 +1,1 @@
+"""Benchmarks: each module runs alone and prints its figures as JSON on its last line."""

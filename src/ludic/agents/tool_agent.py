@@ -1,0 +1,185 @@
+"""An agent whose turn may hold tool calls before its answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
+
+from ludic.agents.base_agent import ActResult, Agent, ModelCall
+from ludic.agents.tools import (
+    Tool,
+    ToolFunction,
+    ToolResult,
+    call_tool,
+    tool_message,
+    tools_by_name,
+)
+from ludic.context.base import ContextStrategy
+from ludic.errors import AgentError, ToolError
+from ludic.inference.chat_template import ChatTemplate
+from ludic.inference.client import ChatClient
+from ludic.inference.sampling import InferenceSpec
+from ludic.parsers import Parser, ParseResult
+from ludic.types import FinishReason, Message, ToolCall
+
+ExternalToolHandler: TypeAlias = Callable[[ToolCall], Awaitable[str]]
+"""Answers a call of an external tool with text. A `ToolError` is shown to the model."""
+
+ROUNDS_FEEDBACK = "Your turn is over without an answer: no further tool calls were allowed in it."
+
+
+class ToolAgent(Agent):
+    """Runs the tools that the model calls, shows it their answers, and asks again.
+
+    `tools` run inside the turn, one after another: plain functions in worker threads, coroutines
+    on the event loop. Calls of `external_tools` are handed to `external_tool_handler`, which a
+    protocol sets; those of one message run at the same time. A turn has at most `max_tool_rounds`
+    rounds of calls. Calls are no actions: the parser reads only the message that ends the turn.
+    """
+
+    last_round_notice: str | None = None
+    """What is added to the answers of the last round of tools, if anything."""
+
+    def __init__(
+        self,
+        client: ChatClient,
+        model: str,
+        ctx: ContextStrategy,
+        parser: Parser,
+        chat_template: ChatTemplate,
+        *,
+        tools: Sequence[ToolFunction | Tool] = (),
+        external_tools: Sequence[ToolFunction | Tool] = (),
+        external_tool_handler: ExternalToolHandler | None = None,
+        max_tool_rounds: int = 4,
+        tool_timeout_s: float | None = 30.0,
+        external_tool_timeout_s: float | None = 600.0,
+        inference: InferenceSpec | None = None,
+        system_prompt: str | None = None,
+        request_timeout_s: float | None = 300.0,
+    ) -> None:
+        super().__init__(
+            client,
+            model,
+            ctx,
+            parser,
+            chat_template,
+            inference=inference,
+            system_prompt=system_prompt,
+            request_timeout_s=request_timeout_s,
+        )
+        if max_tool_rounds < 0:
+            raise AgentError(f"max_tool_rounds={max_tool_rounds}: must be >= 0")
+        self.tools = tools_by_name(tools)
+        self.external_tools = tools_by_name(external_tools)
+        both = self.tools.keys() & self.external_tools.keys()
+        if both:
+            raise ToolError(f"{sorted(both)} are both internal and external tools: rename one")
+        self.external_tool_handler = external_tool_handler
+        self.max_tool_rounds = max_tool_rounds
+        self.tool_timeout_s = tool_timeout_s
+        self.external_tool_timeout_s = external_tool_timeout_s
+        known = {**self.tools, **self.external_tools}
+        self._known = known
+        self._schemas = [tool.schema for tool in known.values()] or None
+
+    async def act(self) -> ActResult:
+        """Takes one turn: rounds of tool calls, and the message that ends it."""
+        self._begin_turn()
+        for round_index in range(self.max_tool_rounds + 1):
+            call = await self._call_model(self._schemas)
+            if call is None:
+                return self._out_of_context()
+            if not _asks_for_tools(call):
+                self._record(call)
+                return self._conclude(call)
+            if round_index == self.max_tool_rounds:
+                return self._refuse(call)
+            is_last = round_index == self.max_tool_rounds - 1
+            await self._run_tools(call, self.last_round_notice if is_last else None)
+        raise AssertionError("unreachable: the last round returns")
+
+    async def _run_tools(self, call: ModelCall, notice: str | None) -> None:
+        """Answers every call of the message, malformed ones too, and records the step."""
+        results = [ToolResult.failed(error) for error in call.parsed.tool_call_errors]
+        messages: list[Message] = [{"role": "tool", "content": r.content} for r in results]
+        answers = await self._answer(call.parsed.tool_calls)
+        results += answers
+        messages += [
+            tool_message(tool_call, answer.content)
+            for tool_call, answer in zip(call.parsed.tool_calls, answers, strict=True)
+        ]
+        if notice is not None:
+            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{notice}"}
+        self._finish_round(call, messages, [r.error for r in results if r.error is not None])
+
+    async def _answer(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """One result per call, in their order."""
+        external = [c for c in calls if c["function"]["name"] in self.external_tools]
+        waiting = [asyncio.ensure_future(self._call_external(c)) for c in external]
+        try:
+            inner = [
+                await call_tool(self._known, c, timeout_s=self.tool_timeout_s)
+                for c in calls
+                if c["function"]["name"] not in self.external_tools
+            ]
+            outer = [await task for task in waiting]
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        inner_left, outer_left = iter(inner), iter(outer)
+        return [
+            next(outer_left if c["function"]["name"] in self.external_tools else inner_left)
+            for c in calls
+        ]
+
+    async def _call_external(self, call: ToolCall) -> ToolResult:
+        name = call["function"]["name"]
+        handler = self.external_tool_handler
+        if handler is None:
+            raise AgentError(
+                f"the model called the external tool {name!r}, but the agent has no "
+                "external_tool_handler: use a protocol that sets one, or pass it as `tools`"
+            )
+        try:
+            self.external_tools[name].check(call["function"]["arguments"])
+            async with asyncio.timeout(self.external_tool_timeout_s) as deadline:
+                return ToolResult(await handler(call))
+        except ToolError as exc:
+            return ToolResult.failed(str(exc))
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            seconds = self.external_tool_timeout_s or 0.0
+            return ToolResult.failed(f"tool {name!r} gave no answer within {seconds:g} s")
+
+    def _refuse(self, call: ModelCall) -> ActResult:
+        """The bound is reached and the model still calls tools: they are not run, and what the
+        message says besides them is taken as its answer. No parser punishes the calls."""
+        sentence = "no tool calls are left in this turn; the call was not run"
+        messages: list[Message] = [
+            {"role": "tool", "content": f"Error: {error}"} for error in call.parsed.tool_call_errors
+        ]
+        messages += [tool_message(c, f"Error: {sentence}") for c in call.parsed.tool_calls]
+        errors = [*call.parsed.tool_call_errors, *(sentence for _ in call.parsed.tool_calls)]
+        self._finish_round(call, messages, errors)
+        result = self._conclude(call)
+        if result.parse.action is not None or call.response.finish_reason is FinishReason.LENGTH:
+            return result
+        return ActResult(result.steps, ParseResult(None, 0.0, ROUNDS_FEEDBACK))
+
+    def _finish_round(
+        self, call: ModelCall, messages: Sequence[Message], errors: Sequence[str]
+    ) -> None:
+        self.ctx.on_tool_results(messages)
+        self._record(call, tuple(messages), tuple(errors))
+
+
+def _asks_for_tools(call: ModelCall) -> bool:
+    """Whether the message calls tools, well or badly. A cut message does not: its last call may
+    be only half of what was meant."""
+    if call.response.finish_reason is FinishReason.LENGTH:
+        return False
+    return bool(call.parsed.tool_calls or call.parsed.tool_call_errors)

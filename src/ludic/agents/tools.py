@@ -1,0 +1,243 @@
+"""Tools are plain typed functions: their schema, their arguments' checks, and their calls.
+
+Whatever goes wrong in a call (no such tool, bad arguments, an exception, a time-out) is an answer
+to the model and not an error of the program: `call_tool` returns it as a `ToolResult`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias, get_type_hints
+
+from ludic.envs.threads import EnvThreads
+from ludic.errors import DeadlineError, ToolError
+from ludic.types import Message, ToolCall
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+ToolFunction: TypeAlias = Callable[..., Any]
+
+_threads = EnvThreads(max_threads=1024, max_abandoned=64)
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that a model may call. `schema` is what the chat template shows of it.
+
+    >>> def add(a: int, b: int = 1) -> int:
+    ...     '''Adds two numbers.
+    ...
+    ...     Args:
+    ...         a: The first one.
+    ...     '''
+    ...     return a + b
+    >>> Tool.of(add).schema["function"]["parameters"]["required"]
+    ['a']
+    """
+
+    name: str
+    description: str
+    function: ToolFunction
+    schema: Mapping[str, Any]
+    arguments: type[BaseModel] = field(repr=False)
+    argument_names: Mapping[str, str] = field(repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        function: ToolFunction | Tool,
+        *,
+        name: str | None = None,
+        description: str | None = None,
+    ) -> Tool:
+        """Reads name, arguments and description from the signature and the docstring."""
+        if isinstance(function, Tool):
+            return function
+        tool_name = str(name or getattr(function, "__name__", ""))
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", tool_name):
+            raise ToolError(
+                f"{function!r} cannot be a tool: {tool_name!r} is no name that a model can call; "
+                "give one with Tool.of(function, name=...)"
+            )
+        summary, argument_docs = _read_docstring(inspect.getdoc(function) or "")
+        arguments, argument_names = _arguments_model(tool_name, function, argument_docs)
+        text = summary if description is None else description
+        schema = {
+            "type": "function",
+            "function": {
+                "name": tool_name,
+                "description": text,
+                "parameters": _parameters_schema(arguments),
+            },
+        }
+        return cls(tool_name, text, function, schema, arguments, argument_names)
+
+    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as the function takes them; raises `ToolError` that names what is wrong."""
+        from pydantic import ValidationError
+
+        try:
+            checked = self.arguments.model_validate(dict(arguments))
+        except ValidationError as exc:
+            faults = "; ".join(
+                f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}"
+                for e in exc.errors(include_url=False, include_context=False)
+            )
+            raise ToolError(f"bad arguments for tool {self.name!r}: {faults}") from exc
+        return {name: getattr(checked, at) for at, name in self.argument_names.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """A tool's answer as text. `error` is one sentence when the call failed."""
+
+    content: str
+    error: str | None = None
+
+    @classmethod
+    def failed(cls, sentence: str) -> ToolResult:
+        return cls(f"Error: {sentence}", sentence)
+
+
+def tools_by_name(tools: Sequence[ToolFunction | Tool]) -> dict[str, Tool]:
+    """The tools under their names; two of one name are an error."""
+    named: dict[str, Tool] = {}
+    for entry in tools:
+        tool = Tool.of(entry)
+        if tool.name in named:
+            raise ToolError(f"two tools are named {tool.name!r}: rename one with Tool.of(name=...)")
+        named[tool.name] = tool
+    return named
+
+
+def tool_message(call: ToolCall, content: str) -> Message:
+    """The answer to `call`, in the shape of a chat template."""
+    return {
+        "role": "tool",
+        "content": content,
+        "tool_call_id": call["id"],
+        "name": call["function"]["name"],
+    }
+
+
+async def call_tool(
+    tools: Mapping[str, Tool], call: ToolCall, *, timeout_s: float | None
+) -> ToolResult:
+    """Runs one call. A plain function runs in a worker thread, a coroutine on the event loop.
+
+    Never raises for what the tool or its arguments do; cancellation propagates.
+    """
+    name = call["function"]["name"]
+    tool = tools.get(name)
+    if tool is None:
+        known = ", ".join(sorted(tools)) or "none"
+        return ToolResult.failed(f"there is no tool {name!r}; the tools are: {known}")
+    try:
+        arguments = tool.check(call["function"]["arguments"])
+    except ToolError as exc:
+        return ToolResult.failed(str(exc))
+    try:
+        return ToolResult(_as_text(await _run(tool, arguments, timeout_s)))
+    except DeadlineError:
+        return ToolResult.failed(f"tool {name!r} gave no answer within {timeout_s:g} s")
+    except (Exception, SystemExit) as exc:
+        return ToolResult.failed(f"tool {name!r} raised {type(exc).__name__}: {exc}")
+
+
+async def _run(tool: Tool, arguments: Mapping[str, Any], timeout_s: float | None) -> Any:
+    whom = f"tool {tool.name!r}"
+    if not inspect.iscoroutinefunction(tool.function):
+        call = functools.partial(tool.function, **arguments)
+        return await _threads.run(call, what="an answer", whom=whom, timeout_s=timeout_s)
+    try:
+        async with asyncio.timeout(timeout_s) as deadline:
+            return await tool.function(**arguments)
+    except TimeoutError as exc:
+        if deadline.expired():
+            raise DeadlineError("an answer", whom, timeout_s or 0.0) from exc
+        raise
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    from pydantic_core import to_json
+
+    return to_json(value, inf_nan_mode="constants", fallback=str).decode()
+
+
+def _arguments_model(
+    tool_name: str, function: ToolFunction, argument_docs: Mapping[str, str]
+) -> tuple[type[BaseModel], dict[str, str]]:
+    """A pydantic model of the arguments. Its fields are numbered and aliased, since an argument
+    may have a name that a model's own attributes use."""
+    from pydantic import ConfigDict, Field, create_model
+    from pydantic.errors import PydanticUserError
+
+    try:
+        hints = get_type_hints(function, include_extras=True)
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError, NameError) as exc:
+        raise ToolError(f"tool {tool_name!r}: its signature cannot be read: {exc}") from exc
+    fields: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for i, (name, parameter) in enumerate(parameters.items()):
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ToolError(
+                f"tool {tool_name!r}: {parameter} cannot be passed by name; models call tools "
+                "with named arguments only"
+            )
+        if name not in hints:
+            raise ToolError(f"tool {tool_name!r}: argument {name!r} has no type annotation")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        at = f"argument_{i}"
+        names[at] = name
+        fields[at] = (
+            hints[name],
+            Field(default, alias=name, description=argument_docs.get(name)),
+        )
+    try:
+        model = create_model(tool_name, __config__=ConfigDict(extra="forbid"), **fields)
+        model.model_json_schema()
+    except PydanticUserError as exc:
+        raise ToolError(f"tool {tool_name!r}: its arguments have no JSON schema: {exc}") from exc
+    return model, names
+
+
+def _parameters_schema(arguments: type[BaseModel]) -> dict[str, Any]:
+    """The arguments' JSON schema without the titles that pydantic adds: they cost tokens."""
+    schema = arguments.model_json_schema(by_alias=True)
+    schema.pop("title", None)
+    schema.pop("additionalProperties", None)
+    for entry in schema.setdefault("properties", {}).values():
+        entry.pop("title", None)
+    return schema
+
+
+def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
+    """What a Google style docstring says before its sections, and of each argument."""
+    lines = doc.splitlines()
+    heads = [i for i, line in enumerate(lines) if re.fullmatch(r"[A-Z][A-Za-z ]*:", line)]
+    summary = " ".join(" ".join(lines[: heads[0]] if heads else lines).split())
+    start = next((i for i in heads if lines[i] in ("Args:", "Arguments:")), None)
+    if start is None:
+        return summary, {}
+    end = next((i for i in heads if i > start), len(lines))
+    arguments: dict[str, str] = {}
+    body = [line for line in lines[start + 1 : end] if line.strip()]
+    indent = len(body[0]) - len(body[0].lstrip()) if body else 0
+    current = ""
+    for line in body:
+        entry = re.match(r"\s*(\w+)\s*(?:\([^)]*\))?:\s*(.*)", line)
+        if entry and len(line) - len(line.lstrip()) == indent:
+            current = entry[1]
+            arguments[current] = entry[2].strip()
+        elif current:
+            arguments[current] = f"{arguments[current]} {line.strip()}".strip()
+    return summary, arguments

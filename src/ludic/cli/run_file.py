@@ -1,0 +1,286 @@
+"""A run is one TOML file plus overrides, checked before anything starts.
+
+`load_run("run.toml", ["training.learning_rate=1e-5"])` answers a `RunConfig`, or raises a
+`ConfigError` that names the key, the nearest right one, and the line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from ludic.errors import ConfigError
+
+SCHEMA = 1
+
+
+class Section(BaseModel):
+    """A table of the run file: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSection(Section):
+    """Which run this is, and where it is kept."""
+
+    name: str = "run"
+    seed: int = 0
+    folder: str = "runs"
+
+
+class LoraSection(Section):
+    """Train an adapter of this rank instead of all weights (needs the extra `peft`)."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = 32.0
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+
+
+class ModelSection(Section):
+    """`tiny` is the embedded model; anything else is a folder or a name on the hub."""
+
+    name: str = "tiny"
+    revision: str | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None
+    device: str | None = None
+    kwargs: dict[str, Any] = {}
+    lora: LoraSection | None = None
+    tool_parser: str | None = None
+
+
+class SamplingSection(Section):
+    """As in `SamplingConfig`; the defaults may be trained on."""
+
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    max_tokens: int | None = Field(64, ge=1)
+    stop: list[str] = []
+
+
+class InferenceSection(Section):
+    """Where tokens come from: the in-process engine, or vLLM servers by address."""
+
+    backend: Literal["local", "vllm"] = "local"
+    servers: list[str] = []
+    slots: int = Field(64, ge=1)
+    max_context_tokens: int | None = Field(None, ge=8)
+    deterministic: bool | None = None
+    sampling: SamplingSection = SamplingSection()
+
+
+class PartSection(Section):
+    """A registered part by name, with its arguments."""
+
+    kind: str
+    kwargs: dict[str, Any] = {}
+
+
+class EnvSection(PartSection):
+    """An environment by name. `weight` is its share when a run mixes several."""
+
+    weight: float = Field(1.0, gt=0)
+
+
+class AlgorithmSection(Section):
+    """An algorithm by name (`ludic algorithms` lists them), with its arguments."""
+
+    name: str = "grpo"
+    kwargs: dict[str, Any] = {}
+
+
+class TrainingSection(Section):
+    """The optimisation, and how much is rolled out for each step of it."""
+
+    steps: int = Field(100, ge=0)
+    rollouts_per_update: int = Field(64, ge=1)
+    max_steps: int = Field(16, ge=1)
+    concurrency: int = Field(64, ge=1)
+    learning_rate: float = Field(1e-5, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    micro_token_budget: int = Field(16384, ge=1)
+    max_seq_len: int = Field(2048, ge=2)
+    minibatches: int = Field(1, ge=1)
+    epochs: int = Field(1, ge=1)
+    overlap: bool = False
+    gradient_checkpointing: bool = False
+    checkpoint_every: int = Field(50, ge=0)
+    keep_checkpoints: int = Field(2, ge=1)
+    past_opponents: int = Field(0, ge=0)
+
+
+class SFTSection(Section):
+    """Supervised steps before the reinforcement: on a file, or on games that the environment's
+    own teacher plays (`data = "synthetic"`)."""
+
+    data: str = "synthetic"
+    examples: int = Field(2000, ge=1)
+    steps: int = Field(100, ge=0)
+    batch_size: int = Field(64, ge=1)
+    learning_rate: float = Field(1e-3, gt=0)
+
+
+class EvalSection(Section):
+    """Held-out episodes; `every = 0` evaluates only at the stages' ends."""
+
+    episodes: int = Field(400, ge=1)
+    every: int = Field(0, ge=0)
+    seed: int = 1_000_003
+    samples_per_task: int = Field(1, ge=1)
+    temperature: float | None = Field(None, ge=0)
+
+
+class LoggingSection(Section):
+    """Where metrics go besides `metrics.jsonl`, which is always written."""
+
+    loggers: list[Literal["live", "console", "wandb", "tensorboard"]] = ["live"]
+    keep_rollouts: bool = True
+
+
+def _as_list(value: Any) -> Any:
+    """`[env]` is a list of one; `[[env]]` tables are a mix."""
+    return [value] if isinstance(value, dict) else value
+
+
+class RunConfig(Section):
+    """The whole run, resolved."""
+
+    schema_version: int = Field(SCHEMA, alias="schema")
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    inference: InferenceSection = InferenceSection()
+    env: Annotated[list[EnvSection], BeforeValidator(_as_list), Field(min_length=1)]
+    protocol: PartSection = PartSection(kind="single_agent")
+    algorithm: AlgorithmSection = AlgorithmSection()
+    training: TrainingSection = TrainingSection()
+    sft: SFTSection | None = None
+    eval: EvalSection = EvalSection()
+    logging: LoggingSection = LoggingSection()
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads and checks a run file, with `section.key=value` overrides applied."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"cannot read the run file {path}: {exc.strerror or exc}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path} is not a text file in UTF-8") from exc
+    return parse_run(text, overrides, source=str(path))
+
+
+def parse_run(text: str, overrides: Sequence[str] = (), source: str = "run file") -> RunConfig:
+    """As `load_run`, from the text itself."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as exc:
+        raise ConfigError(f"{source} is not valid TOML: {exc}") from exc
+    overridden = [apply_override(data, override) for override in overrides]
+    return check_run(data, text, source, overridden)
+
+
+def check_run(
+    data: Mapping[str, Any],
+    text: str = "",
+    source: str = "run file",
+    overridden: Sequence[str] = (),
+) -> RunConfig:
+    """Validates a run's tables; errors name the line of `text` where there is one."""
+    version = data.get("schema", SCHEMA)
+    if isinstance(version, int) and version > SCHEMA:
+        raise ConfigError(
+            f"{source} has schema {version}; this version of Ludic reads up to {SCHEMA}: "
+            "upgrade with `pip install -U ludic-rl`"
+        )
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as exc:
+        problems = [_explain(error, text, overridden) for error in exc.errors()]
+        raise ConfigError(f"{source}: " + "; ".join(dict.fromkeys(problems))) from exc
+
+
+def apply_override(data: dict[str, Any], override: str) -> str:
+    """Puts `a.b=value` into `data`; the value is TOML, or else a plain string."""
+    key, equals, raw = override.partition("=")
+    key = key.strip()
+    if not equals or not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", key):
+        raise ConfigError(
+            f"override {override!r} is not of the form section.key=value, "
+            "for example training.learning_rate=1e-5"
+        )
+    try:
+        value = tomllib.loads(f"value = {raw.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw.strip()
+    *tables, last = key.split(".")
+    table: Any = data
+    for name in tables:
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"override {override!r}: {name!r} is not a table")
+    table[last] = value
+    return key
+
+
+def _explain(error: Any, text: str, overridden: Sequence[str]) -> str:
+    path = [str(part) for part in error["loc"]]
+    key = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        known = _known_keys(path[:-1])
+        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
+        problem = f"unknown key {key!r}: {hint}"
+    elif error["type"] == "missing":
+        problem = f"{key!r} is missing"
+        if key == "env":
+            problem += ": name an environment, as in [env] kind = \"tic_tac_toe\""
+    else:
+        problem = f"{key!r} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    if key in overridden:
+        return f"{problem} (from the command line)"
+    line = _line_of(path, text)
+    return f"{problem} (line {line})" if line else problem
+
+
+def _known_keys(path: Sequence[str]) -> list[str]:
+    model: Any = RunConfig
+    for part in path:
+        if part.isdigit():
+            continue
+        field = model.model_fields.get(part)
+        annotation = field.annotation if field else None
+        options = getattr(annotation, "__args__", None) or [annotation]
+        model = next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
+        if model is None:
+            return []
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _line_of(path: Sequence[str], text: str) -> int | None:
+    """The line that sets `path`, or the header of the deepest table on the way to it."""
+    wanted = [part for part in path if not part.isdigit()]
+    table: list[str] = []
+    best: tuple[int, int] | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if header := re.match(r"\[{1,2}\s*([^\]]+?)\s*\]{1,2}", stripped):
+            table = [part.strip().strip("\"'") for part in header[1].split(".")]
+            here = table
+        elif assignment := re.match(r"([A-Za-z0-9_.\"'-]+)\s*=", stripped):
+            here = table + [part.strip("\"'") for part in assignment[1].split(".")]
+        else:
+            continue
+        if here == wanted[: len(here)] and (best is None or len(here) > best[0]):
+            best = (len(here), number)
+    return best[1] if best else None

@@ -1,0 +1,60 @@
+"""The whole dialogue, as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ludic.context.base import ContextStrategy
+from ludic.types import Info, Message, Obs
+
+
+class FullDialog(ContextStrategy):
+    """Shows everything. Observations that arrive between two model calls make one user message,
+    so that roles alternate; an empty observation says nothing and adds none.
+
+    The message objects are never copied or changed once shown: each call's messages begin with
+    the very objects of the call before.
+    """
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []
+        self._heard: list[Obs] = []
+
+    @property
+    def history(self) -> tuple[Message, ...]:
+        """Everything that was said and heard, whatever the model is shown of it."""
+        self._settle()
+        return tuple(self._messages)
+
+    def reset(self, system_prompt: str | None = None) -> None:
+        self._messages = []
+        self._heard = []
+        if system_prompt:
+            self._messages.append({"role": "system", "content": system_prompt})
+
+    def on_env_reset(self, obs: Obs, info: Info) -> None:
+        self._hear(obs)
+
+    def on_before_act(self) -> Sequence[Message]:
+        self._settle()
+        return tuple(self._messages)
+
+    def on_after_act(self, message: Message) -> None:
+        self._settle()
+        self._messages.append(message)
+
+    def on_tool_results(self, messages: Sequence[Message]) -> None:
+        self._messages.extend(messages)
+
+    def on_after_step(self, obs: Obs, info: Info) -> None:
+        self._hear(obs)
+
+    def _hear(self, obs: Obs) -> None:
+        if obs:
+            self._heard.append(obs)
+
+    def _settle(self) -> None:
+        """Makes one user message of what was heard since the last model call."""
+        if self._heard:
+            self._messages.append({"role": "user", "content": "\n\n".join(self._heard)})
+            self._heard = []

@@ -1,0 +1,85 @@
+"""Earlier turns without their thinking."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ludic.context.full_dialog import FullDialog
+from ludic.types import Message
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class TruncatedThinkingContext(FullDialog):
+    """Keeps the full history and trims `<think>…</think>` from the assistant messages of earlier
+    turns in what is shown.
+
+    The current turn (what came after the last observation, tool calls included) keeps its
+    thinking. Trimming rewrites history, so the first prompt of a turn forks from the one before
+    wherever there was something to trim.
+    """
+
+    def __init__(self, placeholder: str = "") -> None:
+        super().__init__()
+        self.placeholder = placeholder
+        self._shown: list[Message] = []
+
+    def reset(self, system_prompt: str | None = None) -> None:
+        super().reset(system_prompt)
+        self._shown = []
+
+    def on_before_act(self) -> Sequence[Message]:
+        self._settle()
+        turn = _start_of_turn(self._messages)
+        # Each message is trimmed once, when its turn is over; after that its object stays.
+        self._shown.extend(map(self._trim, self._messages[len(self._shown) : turn]))
+        return (*self._shown, *self._messages[turn:])
+
+    def _trim(self, message: Message) -> Message:
+        if message["role"] != "assistant":
+            return message
+        content = without_thinking(message["content"], self.placeholder)
+        if content == message["content"]:
+            return message
+        trimmed = message.copy()
+        trimmed["content"] = content
+        return trimmed
+
+
+def without_thinking(text: str, placeholder: str = "") -> str:
+    """The text with `placeholder` for each thinking block and the white space after it.
+
+    A block that the template had opened (a `</think>` with no `<think>` before it) counts from
+    the start, and one that was never closed counts to the end.
+    """
+    if OPEN not in text and CLOSE not in text:
+        return text
+    parts: list[str] = []
+    position = 0
+    close = text.find(CLOSE)
+    if close >= 0 and not 0 <= text.find(OPEN) < close:
+        parts.append(placeholder)
+        position = _after(text, close)
+    while (begin := text.find(OPEN, position)) >= 0:
+        parts += (text[position:begin], placeholder)
+        close = text.find(CLOSE, begin)
+        if close < 0:
+            return "".join(parts)
+        position = _after(text, close)
+    parts.append(text[position:])
+    return "".join(parts)
+
+
+def _after(text: str, close: int) -> int:
+    position = close + len(CLOSE)
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position
+
+
+def _start_of_turn(messages: Sequence[Message]) -> int:
+    """The place of the last user message: the observation that the current turn answers."""
+    for place in range(len(messages) - 1, -1, -1):
+        if messages[place]["role"] == "user":
+            return place
+    return 0

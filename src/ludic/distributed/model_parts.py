@@ -1,0 +1,42 @@
+"""The parts of a causal language model that training has to tell apart."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ludic.errors import ConfigError
+
+
+def base_causal_lm(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PEFT wrapper, or `model` itself."""
+    unwrap = getattr(model, "get_base_model", None)
+    return unwrap() if unwrap is not None else model
+
+
+def head_of(causal: nn.Module) -> nn.Module:
+    """The module that turns hidden states into logits."""
+    head = causal.get_output_embeddings()  # type: ignore[operator]
+    if head is None:
+        raise ConfigError(f"{type(causal).__name__} has no output embeddings: no language model")
+    return head  # type: ignore[no-any-return]
+
+
+def backbone_of(causal: nn.Module) -> nn.Module:
+    """The module that turns ids into hidden states."""
+    prefix = getattr(causal, "base_model_prefix", "")
+    backbone = getattr(causal, prefix, None) if prefix else None
+    if backbone is None or backbone is causal:
+        raise ConfigError(
+            f"{type(causal).__name__} cannot be split into backbone and head: it has no member "
+            f"named by base_model_prefix={prefix!r}"
+        )
+    return backbone  # type: ignore[no-any-return]
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The backbone's blocks: its longest list of modules."""
+    causal = base_causal_lm(model)
+    lists = [m for m in backbone_of(causal).modules() if isinstance(m, nn.ModuleList)]
+    if not lists:
+        raise ConfigError(f"{type(causal).__name__} has no list of layers")
+    return max(lists, key=len)

@@ -1,0 +1,78 @@
+"""Which rank this is, and the few collectives that the trainer needs. No pickle on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ludic.errors import LudicError
+
+
+class PeerError(LudicError):
+    """Another rank failed; its message follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The ranks that train together; alone, every collective is the identity.
+
+    The process group's timeout bounds every collective here.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+    device: torch.device = torch.device("cpu")
+
+    @staticmethod
+    def of(mesh: DeviceMesh | None, device: torch.device) -> World:
+        """The world of `mesh`, or of one process alone."""
+        if mesh is None or mesh.size() == 1:
+            return World(device=device)
+        group = mesh.get_group()
+        return World(dist.get_rank(group), dist.get_world_size(group), group, device)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def share(self, value: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Rank 0's `value`, on every rank. A value with the key `error` raises on the others."""
+        if self.group is None:
+            return dict(value or {})
+        data = msgpack.packb(value, use_bin_type=True) if self.leads else b""
+        size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
+        dist.broadcast(size, group=self.group, group_src=0)
+        buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
+        if self.leads:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(buffer, group=self.group, group_src=0)
+        shared: dict[str, Any] = (
+            dict(value or {})
+            if self.leads
+            else msgpack.unpackb(buffer.cpu().numpy().tobytes(), strict_map_key=False)
+        )
+        if "error" in shared and not self.leads:
+            raise PeerError(f"rank 0 failed: {shared['error']}")
+        return shared
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        if self.group is not None:
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+
+    def agree(self, error: BaseException | None) -> None:
+        """Raises on every rank when any of them has an error, its own where it has one."""
+        failed = torch.tensor([0.0 if error is None else 1.0], device=self.device)
+        if self.group is not None:
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
+        if error is not None:
+            raise error
+        if failed.item():
+            raise PeerError("another rank failed; its own message says why")

@@ -1,0 +1,169 @@
+"""Questions from a dataset: one row, one answer, one reward.
+
+Try it by hand: `python -m ludic.envs.dataset_qa_env --path questions.jsonl`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+from ludic.envs.dataset_rows import DatasetRows, Row, load_rows
+from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.errors import ConfigError, EnvError
+from ludic.rewards import Attempt, RewardSpec, RewardSum, Score, make_rewards
+from ludic.seeding import derive_seed
+from ludic.types import Action, Info, Obs, StepOutcome
+
+
+class DatasetQAEnv(SingleAgentEnv):
+    """Shows one question and judges one answer; the episode ends with it.
+
+    The seed picks the row, so that the episodes of a group share their question. The reward is
+    the weighted sum of `rewards`, whose parts are kept on the step.
+
+    Args:
+        rows: The data itself; or `path`, a JSONL file; or `hub`, a dataset on the Hugging Face
+            hub with its `config` and `split`, which needs the extra `datasets`.
+        question_key: The column with the question; `answer_key` has the target, `id_key` a
+            stable id (by default a row's position is its id).
+        rewards: Reward functions or their JSON specs (`ludic.rewards.make_rewards`).
+        template: The observation; `{question}` stands for the question.
+        index: Always this row, whatever the seed: to evaluate each row once.
+        limit: Use only the first `limit` rows.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: Sequence[Row] | None = None,
+        path: str | None = None,
+        hub: str | None = None,
+        config: str | None = None,
+        split: str = "train",
+        question_key: str = "question",
+        answer_key: str = "answer",
+        id_key: str | None = None,
+        rewards: RewardSpec | Sequence[RewardSpec] | RewardSum = "exact",
+        template: str = "{question}",
+        system_prompt: str | None = None,
+        index: int | None = None,
+        limit: int | None = None,
+    ) -> None:
+        if "{question}" not in template:
+            raise ConfigError(f"the template {template!r} has no place for {{question}}")
+        if limit is not None and limit < 1:
+            raise ConfigError(f"{type(self).__name__}(limit={limit}): must be at least 1")
+        self._source: dict[str, Any] = {
+            "rows": rows, "path": path, "hub": hub, "config": config, "split": split
+        }  # fmt: skip
+        self._question_key, self._answer_key, self._id_key = question_key, answer_key, id_key
+        self._rewards = make_rewards(rewards)
+        self._template = template
+        self._system_prompt = system_prompt
+        self._index = index
+        self._limit = limit
+        self._data: DatasetRows | None = None
+        self._row: Row = {}
+        self._question = ""
+        self._target = ""
+        self._task_key: str | None = None
+        self._over = True
+
+    def num_rows(self) -> int:
+        """How many rows there are to choose from. Loads the data if that is still to be done."""
+        total = len(self._loaded().rows)
+        return total if self._limit is None else min(total, self._limit)
+
+    def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
+        data, total = self._loaded(), self.num_rows()
+        if self._index is not None:
+            index = self._index
+            if not 0 <= index < total:
+                raise ConfigError(f"row {index} of the dataset {data.name!r}: it has {total} rows")
+        else:
+            seed = secrets.randbits(63) if seed is None else seed
+            index = derive_seed(seed, "row") % total
+        self._row = data.rows[index]
+        self._question = str(self._column(self._row, self._question_key, index))
+        self._target = self.read_target(self._row, index)
+        row_id = index if self._id_key is None else self._column(self._row, self._id_key, index)
+        self._task_key = f"{data.name}#{row_id}"
+        self._over = False
+        return self.env_current_obs(), {"task": self._task_key}
+
+    def env_step(self, action: Action) -> StepOutcome | Awaitable[StepOutcome]:
+        if self._over:
+            raise EnvError(f"{type(self).__name__} was stepped after its end: reset it first")
+        self._over = True
+        score = self._rewards(Attempt(action, self._target, self._question, self._row))
+        if isinstance(score, Score):
+            return self._outcome(score)
+        return self._judged(score)
+
+    def env_current_obs(self) -> Obs:
+        return self._template.replace("{question}", self._question)
+
+    def suggested_sysprompt(self, agent_id: str) -> str | None:
+        return self._system_prompt
+
+    def task_key(self) -> str | None:
+        return self._task_key
+
+    def read_target(self, row: Row, index: int) -> str:
+        """The reference answer of a row; datasets that hide it in a solution override this."""
+        return str(self._column(row, self._answer_key, index))
+
+    def _column(self, row: Row, key: str, index: int) -> Any:
+        if key not in row:
+            raise EnvError(
+                f"row {index} of the dataset {self._loaded().name!r} has no column {key!r}; "
+                f"it has {sorted(row)}"
+            )
+        return row[key]
+
+    def _loaded(self) -> DatasetRows:
+        if self._data is None:
+            self._data = load_rows(**self._source)
+        return self._data
+
+    async def _judged(self, score: Awaitable[Score]) -> StepOutcome:
+        return self._outcome(await score)
+
+    def _outcome(self, score: Score) -> StepOutcome:
+        # The target stays out of the observation: nothing after the answer should teach it.
+        return StepOutcome(
+            "",
+            score.reward,
+            terminated=True,
+            info={"target": self._target},
+            reward_components=score.components,
+        )
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    env: type[DatasetQAEnv] = DatasetQAEnv,
+    defaults: Mapping[str, Any] | None = None,
+) -> int:
+    import argparse
+
+    from ludic.envs.play import play_by_hand
+
+    parser = argparse.ArgumentParser(description=inspect.getdoc(env))
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--path", help="a JSONL file")
+    parser.add_argument("--hub", help="a dataset of the Hugging Face hub")
+    parser.add_argument("--split", default="train")
+    parser.add_argument("--index", type=int, default=None)
+    parser.add_argument("--seed", type=int, default=None)
+    args = vars(parser.parse_args(argv))
+    seed = args.pop("seed")
+    given = {name: value for name, value in args.items() if value is not None}
+    return play_by_hand(env(**{**(defaults or {}), **given}), seed=seed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,88 @@
+"""Rows of a dataset: given as a list, read from a JSONL file, or fetched from the hub.
+
+Files and hub datasets are loaded once per process and shared by all environments.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ludic.errors import ConfigError, MissingExtraError
+
+Row: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetRows:
+    """The rows, and the name that task keys begin with."""
+
+    name: str
+    rows: Sequence[Row]
+
+
+def load_rows(
+    *,
+    rows: Sequence[Row] | None = None,
+    path: str | None = None,
+    hub: str | None = None,
+    config: str | None = None,
+    split: str = "train",
+) -> DatasetRows:
+    """The rows of exactly one of the three sources."""
+    given = [name for name, v in (("rows", rows), ("path", path), ("hub", hub)) if v is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            f"a dataset comes from one of rows, path or hub; given: {given or 'none of them'}"
+        )
+    if rows is not None:
+        found = DatasetRows("rows", rows)
+    else:
+        with _loading:  # many environments start at once: one loads, the others find it there
+            found = _from_file(Path(path)) if path else _from_hub(str(hub), config, split)
+    if not len(found.rows):
+        raise ConfigError(f"the dataset {found.name!r} has no rows")
+    return found
+
+
+_loading = threading.Lock()
+
+
+def _from_file(path: Path) -> DatasetRows:
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise ConfigError(f"the dataset {str(path)!r} cannot be read: {error.strerror}") from error
+    return _read_jsonl(path.resolve(), stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=8)
+def _read_jsonl(path: Path, mtime_ns: int, size: int) -> DatasetRows:
+    rows: list[Row] = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{path.name}, line {number}, is no JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path.name}, line {number}, is no JSON object")
+            rows.append(row)
+    return DatasetRows(path.stem, rows)
+
+
+@lru_cache(maxsize=8)
+def _from_hub(name: str, config: str | None, split: str) -> DatasetRows:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise MissingExtraError("datasets", "datasets") from error
+    data = load_dataset(name, config, split=split)
+    return DatasetRows("/".join(filter(None, (name, config, split))), data)

@@ -1,0 +1,162 @@
+"""Worker threads for environments that block.
+
+A thread cannot be killed. One that runs past its deadline is abandoned: it is counted until it
+comes back, and when too many hang, no more are started. The threads are daemons, so that a hung
+environment does not keep the program from ending.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, Final
+
+from ludic.errors import DeadlineError, EnvError
+
+
+class _Call:
+    """One function call on its way through a worker, and back to the event loop."""
+
+    __slots__ = ("context", "error", "finished", "fn", "loop", "on_return", "result", "waiter")
+
+    def __init__(self, fn: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
+        self.fn: Final = fn
+        self.loop: Final = loop
+        self.waiter: asyncio.Future[None] = loop.create_future()
+        self.context: Final = contextvars.copy_context()
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.finished = False
+        self.on_return: Callable[[], None] | None = None  # set once the call is given up
+
+    def wake(self) -> None:
+        if not self.waiter.done():
+            self.waiter.set_result(None)
+
+
+class EnvThreads:
+    """Runs blocking calls, each in a thread of its own; idle threads are used again.
+
+    There is no queue: as many calls run as are asked for, up to `max_threads`. `abandoned` is
+    the number of threads that hang in a call that nobody waits for any more; past
+    `max_abandoned`, calls are refused.
+    """
+
+    def __init__(self, *, max_threads: int = 1024, max_abandoned: int = 32) -> None:
+        self.max_threads = max_threads
+        self.max_abandoned = max_abandoned
+        self._lock = threading.Lock()
+        self._idle: list[SimpleQueue[_Call]] = []
+        self._running = 0
+        self._abandoned = 0
+
+    @property
+    def abandoned(self) -> int:
+        """How many threads hang in a call that was given up."""
+        return self._abandoned
+
+    async def run(
+        self,
+        fn: Callable[[], Any],
+        *,
+        what: str,
+        whom: str,
+        timeout_s: float | None,
+        on_abandon: Callable[[], None] | None = None,
+        on_return: Callable[[], None] | None = None,
+    ) -> Any:
+        """The result of `fn()`, run in a worker thread.
+
+        Past the deadline, or when the waiter is cancelled, the thread is abandoned and
+        `on_abandon` is called; if the thread ever comes back, `on_return` runs in it, to free
+        what the call was using.
+        """
+        loop = asyncio.get_running_loop()
+        call = _Call(fn, loop)
+        self._hand_over(call, whom)
+        try:
+            if timeout_s is None:
+                await call.waiter
+            else:
+                await asyncio.wait((call.waiter,), timeout=timeout_s)
+        finally:
+            if self._give_up_unless_finished(call, on_return) and on_abandon is not None:
+                on_abandon()
+        if not call.finished:
+            raise DeadlineError(what, whom, timeout_s or 0.0)
+        if call.error is not None:
+            raise call.error
+        return call.result
+
+    def _hand_over(self, call: _Call, whom: str) -> None:
+        with self._lock:
+            if self._abandoned > self.max_abandoned:
+                raise EnvError(
+                    f"{whom} was not called: {self._abandoned} environment threads hang past "
+                    f"their deadline (limit {self.max_abandoned}). Find out why they hang, or set "
+                    'isolation = "process" on the environment, which makes it killable'
+                )
+            if self._idle:
+                inbox = self._idle.pop()
+            else:
+                if self._running >= self.max_threads:
+                    raise EnvError(
+                        f"{whom} was not called: {self._running} environment threads are busy "
+                        f"(limit {self.max_threads}); lower the number of concurrent episodes"
+                    )
+                self._running += 1
+                inbox = SimpleQueue()
+                threading.Thread(
+                    target=self._work, args=(inbox,), name="ludic-env", daemon=True
+                ).start()
+        inbox.put(call)
+
+    def _give_up_unless_finished(self, call: _Call, on_return: Callable[[], None] | None) -> bool:
+        with self._lock:
+            if call.finished:
+                return False
+            call.on_return = on_return or _nothing
+            self._abandoned += 1
+            return True
+
+    def _work(self, inbox: SimpleQueue[_Call]) -> None:
+        while True:
+            call = inbox.get()
+            try:
+                call.result = call.context.run(call.fn)
+            except BaseException as error:  # also SystemExit: it must end the episode only
+                call.error = error
+            with self._lock:
+                call.finished = True
+                on_return = call.on_return
+                if on_return is None:
+                    self._idle.append(inbox)
+            if on_return is not None:
+                self._leave(on_return)
+                return
+            with suppress(RuntimeError):  # the loop was closed meanwhile: nobody is waiting
+                call.loop.call_soon_threadsafe(call.wake)
+            del call
+
+    def _leave(self, on_return: Callable[[], None]) -> None:
+        with suppress(Exception):  # the episode failed already; nobody is left to be told
+            on_return()
+        with self._lock:
+            self._abandoned -= 1
+            self._running -= 1
+
+
+def _nothing() -> None:
+    return None
+
+
+_shared = EnvThreads()
+
+
+def shared_threads() -> EnvThreads:
+    """The threads that every runner of this process uses unless told otherwise."""
+    return _shared

@@ -1,0 +1,92 @@
+"""Running a policy over held-out episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from ludic.eval.report import EpisodeResult, EvalReport, Success, reward_above
+from ludic.rollouts import RolloutEngine, RolloutRequest
+from ludic.seeding import derive_seed
+from ludic.types import Rollout
+
+
+class Evaluator(Protocol):
+    """Anything that can say how good the current policy is. A trainer may call it between
+    steps; it must not change the policy."""
+
+    async def evaluate(self) -> EvalReport: ...
+
+
+def eval_requests(
+    template: RolloutRequest, episodes: int, *, seed: int, samples_per_task: int = 1
+) -> list[RolloutRequest]:
+    """`episodes` requests like `template` on seeds of their own, disjoint from any training
+    seeds derived under another name. Samples of one task share the environment's seed."""
+    return [
+        replace(
+            template,
+            env_seed=derive_seed(seed, "eval", "env", i // samples_per_task),
+            sampling_seed=derive_seed(seed, "eval", "sampling", i),
+            num_episodes=1,
+        )
+        for i in range(episodes)
+    ]
+
+
+@dataclass(frozen=True)
+class RolloutEvaluator:
+    """Plays the requests and reports. `agent_id` picks the seat to judge in a game of several;
+    None judges every rollout that has no parent."""
+
+    engine: RolloutEngine
+    requests: Sequence[RolloutRequest]
+    max_steps: int
+    name: str = "eval"
+    concurrency: int = 64
+    success: Success = field(default_factory=reward_above)
+    agent_id: str | None = None
+    progress: Callable[[int, int], None] | None = None
+
+    async def evaluate(self) -> EvalReport:
+        rollouts: list[Rollout] = await self.engine.generate_rollouts(
+            self.requests,
+            max_steps=self.max_steps,
+            concurrency=self.concurrency,
+            progress=self.progress,
+        )
+        judged = [
+            rollout
+            for rollout in rollouts
+            if rollout.parent_id is None and self.agent_id in (None, rollout.agent_id)
+        ]
+        return EvalReport(self.name, tuple(EpisodeResult.of(r, self.success) for r in judged))
+
+
+async def run_eval(
+    engine: RolloutEngine,
+    request: RolloutRequest,
+    *,
+    episodes: int,
+    max_steps: int,
+    seed: int = 0,
+    samples_per_task: int = 1,
+    concurrency: int = 64,
+    name: str = "eval",
+    success: Success | None = None,
+    agent_id: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> EvalReport:
+    """Evaluates on `episodes` held-out episodes of `request`'s environment."""
+    evaluator = RolloutEvaluator(
+        engine=engine,
+        requests=eval_requests(request, episodes, seed=seed, samples_per_task=samples_per_task),
+        max_steps=max_steps,
+        name=name,
+        concurrency=concurrency,
+        success=success or reward_above(),
+        agent_id=agent_id,
+        progress=progress,
+    )
+    return await evaluator.evaluate()

@@ -1,0 +1,109 @@
+"""A model's chat template as text: compiled once, with what Hugging Face templates may use."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ludic.errors import TemplateError
+
+_LOOP_COUNTERS = frozenset(
+    ("first", "last", "index", "index0", "length", "previtem", "nextitem", "revindex", "revindex0")
+)
+_DICT_METHODS = frozenset(dir(dict))
+
+
+class JinjaTemplate:
+    """Renders messages to text. The date that a template may print is fixed, so that a run can be
+    repeated on another day."""
+
+    def __init__(self, source: str, variables: Mapping[str, Any], today: dt.date) -> None:
+        self._template = _compile(source, today)
+        self._variables = dict(variables)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The conversation's text; raises `TemplateError` with what the template complains of."""
+        template = self._template
+        variables = {
+            **self._variables,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            # What `template.render` does, without its rewriting of tracebacks.
+            return "".join(template.root_render_func(template.new_context(variables)))
+        except Exception as exc:
+            roles = [str(m.get("role")) for m in messages]
+            shown = ", ".join(roles if len(roles) <= 8 else [*roles[:3], "…", *roles[-3:]])
+            raise TemplateError(
+                f"the chat template cannot render messages of the roles [{shown}]: "
+                f"{type(exc).__name__}: {exc}"
+            ) from exc
+
+
+def _compile(source: str, today: dt.date) -> Any:
+    import jinja2
+    import jinja2.ext
+    from jinja2.runtime import LoopContext
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}` marks what the model writes; here it is rendered as it stands."""
+
+        tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    class Environment(ImmutableSandboxedEnvironment):
+        """The sandbox, with a short way for the two look-ups that chat templates consist of. Both
+        are ones that it allows: a loop's public counters, and the keys of a message."""
+
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            kind = type(obj)
+            if kind is LoopContext:
+                if attribute in _LOOP_COUNTERS:
+                    return getattr(obj, attribute)
+            elif kind is dict and attribute not in _DICT_METHODS and attribute in obj:
+                return obj[attribute]
+            return super().getattr(obj, attribute)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = today.strftime
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as exc:
+        raise TemplateError(f"the chat template is not valid Jinja: {exc}") from exc

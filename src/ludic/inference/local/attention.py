@@ -1,0 +1,231 @@
+"""Attention over slots, called by the Hugging Face layers in place of their own.
+
+A step is a flat row of tokens, [1, rows], from any number of sequences. The layers compute each
+row by itself; only attention knows which sequence a row belongs to. It writes the rows' keys and
+values into their slots and lets every row read its own sequence.
+
+In the exact layout each row is an attention problem of its own, one query token against the slot's
+first `length` tokens, with `length` set by the row's position alone. A key computed in a prompt is
+then the same bits as one computed while decoding, and neither depends on the other rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ludic.errors import ConfigError
+from ludic.inference.local.arena import Arena
+from ludic.inference.local.module_view import ATTENTION_NAME
+
+NEG_INF = float("-inf")
+
+
+class Layout(Protocol):
+    """How the rows of one step attend. q: [rows, heads, dim]; k, v: [rows, kv_heads, dim]."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor: ...
+
+
+_current = threading.local()
+
+
+@contextmanager
+def layout_in_use(layout: Layout) -> Iterator[None]:
+    """Makes `layout` the one that attention calls of this thread go to."""
+    _current.layout = layout
+    try:
+        yield
+    finally:
+        _current.layout = None
+
+
+def slot_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function registered with transformers; `query` is [1, heads, rows, dim]."""
+    if softcap is not None or s_aux is not None:
+        raise ConfigError(
+            f"{type(module).__name__} asks for soft-capped or sink attention, which the in-process "
+            "engine does not have: sample through a vLLM server"
+        )
+    layout: Layout | None = getattr(_current, "layout", None)
+    if layout is None:
+        raise RuntimeError("slot attention outside of an engine step")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = layout.attend(module.layer_idx, q, k, v, scale, sliding_window)
+    return out.unsqueeze(0), None
+
+
+def register() -> None:
+    """Makes the attention known to transformers, under a name that only module views use."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, slot_attention)
+
+
+def additive_mask(positions: Tensor, length: int, dtype: torch.dtype, window: int | None) -> Tensor:
+    """[n, 1, 1, length]: 0 for the keys that a query at each position may see, else -inf."""
+    keys = torch.arange(length, device=positions.device)
+    hidden = keys > positions[:, None]
+    if window is not None:
+        hidden |= keys <= positions[:, None] - window
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
+    return mask.masked_fill_(hidden, NEG_INF)[:, None, None, :]
+
+
+def _grouped(q: Tensor, kv_heads: int) -> Tensor:
+    """[n, heads, dim] to [n, kv_heads, heads per kv head, dim]: the queries that share a key."""
+    n, heads, dim = q.shape
+    return q.reshape(n, kv_heads, heads // kv_heads, dim)
+
+
+@dataclass(slots=True)
+class _DecodeGroup:
+    """One arena's sequences, each with at most one row: attention over the dense slots."""
+
+    arena: Arena
+    slots: int
+    row_of_slot: Tensor
+    positions: Tensor
+    rows: Tensor | None
+    slot_of_row: Tensor | None
+    masks: dict[int | None, Tensor]
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Consecutive tokens of one sequence: rows `start:end`, over the slot's first `length`."""
+
+    arena: Arena
+    slot: int
+    start: int
+    end: int
+    length: int
+    positions: Tensor
+    masks: dict[int | None, Tensor]
+
+
+class SlotLayout:
+    """The eager layout: decode rows arena by arena, prompt chunks sequence by sequence."""
+
+    def __init__(
+        self, rows: int, kv_heads: int, dtype: torch.dtype, device: torch.device, *, exact: bool
+    ) -> None:
+        self.rows, self.kv_heads, self.dtype, self.device = rows, kv_heads, dtype, device
+        self.exact = exact
+        self.decodes: list[_DecodeGroup] = []
+        self.chunks: list[_Chunk] = []
+
+    def add_decodes(self, arena: Arena, rows: list[int], slots: list[int], at: list[int]) -> None:
+        """Rows with the last token of a sequence each; slots without a row compute for nobody."""
+        n = max(slots) + 1
+        row_of_slot, positions = [rows[0]] * n, [0] * n
+        for row, slot, position in zip(rows, slots, at, strict=True):
+            row_of_slot[slot], positions[slot] = row, position
+        whole = rows == list(range(self.rows)) and slots == rows
+        self.decodes.append(
+            _DecodeGroup(
+                arena,
+                n,
+                self._index(row_of_slot),
+                self._index(positions),
+                None if whole else self._index(rows),
+                None if whole else self._index(slots),
+                {},
+            )
+        )
+
+    def add_chunk(self, arena: Arena, slot: int, row: int, position: int, length: int, n: int):  # type: ignore[no-untyped-def]
+        """`n` rows from `row` on, the tokens of one slot from `position` on."""
+        at = torch.arange(position, position + n, device=self.device)
+        self.chunks.append(_Chunk(arena, slot, row, row + n, length, at, {}))
+
+    def _index(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.device)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        out = torch.zeros_like(q)
+        queries = _grouped(q, self.kv_heads)
+        for chunk in self.chunks:
+            keys, values = chunk.arena.kv[layer]
+            first, last = int(chunk.start), int(chunk.end)
+            begin = chunk.positions
+            keys[chunk.slot].index_copy_(1, begin, k[first:last].transpose(0, 1))
+            values[chunk.slot].index_copy_(1, begin, v[first:last].transpose(0, 1))
+        for chunk in self.chunks:
+            if window not in chunk.masks:
+                chunk.masks[window] = additive_mask(
+                    chunk.positions, chunk.length, self.dtype, window
+                )
+            keys, values = chunk.arena.kv[layer]
+            out[chunk.start : chunk.end] = self._attend_chunk(
+                chunk,
+                queries[chunk.start : chunk.end],
+                keys[chunk.slot, :, : chunk.length],
+                values[chunk.slot, :, : chunk.length],
+                chunk.masks[window],
+                scale,
+            )
+        for group in self.decodes:
+            if window not in group.masks:
+                group.masks[window] = additive_mask(
+                    group.positions, group.arena.length, self.dtype, window
+                )
+            keys, values = group.arena.kv[layer]
+            if group.rows is None:
+                at = (group.row_of_slot, slice(None), group.positions)
+                keys[at], values[at] = k, v
+            else:
+                where = group.slot_of_row, slice(None), group.positions[group.slot_of_row]
+                keys[where], values[where] = k[group.rows], v[group.rows]
+            picked = queries if group.rows is None else queries[group.row_of_slot]
+            attended = F.scaled_dot_product_attention(
+                picked,
+                keys[: group.slots],
+                values[: group.slots],
+                attn_mask=group.masks[window],
+                scale=scale,
+            ).flatten(1, 2)
+            if group.rows is None:
+                return attended
+            out[group.rows] = attended[group.slot_of_row]
+        return out
+
+    def _attend_chunk(
+        self, chunk: _Chunk, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
+    ) -> Tensor:
+        n, kv_heads, group, dim = q.shape
+        if self.exact:
+            shape = (n, *k.shape)
+            attended = F.scaled_dot_product_attention(
+                q, k.expand(shape), v.expand(shape), attn_mask=mask, scale=scale
+            )
+            return attended.flatten(1, 2)
+        # One problem for the chunk: the queries that share a key-value head are its rows.
+        rows = q.permute(1, 2, 0, 3).reshape(1, kv_heads, group * n, dim)
+        full = mask[:, 0].permute(1, 0, 2).expand(group, n, -1).reshape(1, 1, group * n, -1)
+        attended = F.scaled_dot_product_attention(rows, k[None], v[None], attn_mask=full, scale=scale)
+        return attended.view(kv_heads, group, n, dim).permute(2, 0, 1, 3).flatten(1, 2)

@@ -1,0 +1,202 @@
+"""Puts an engine together for a module: sizes, memory, and a check that it computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ludic.errors import ConfigError
+from ludic.inference.local import attention
+from ludic.inference.local.arena import KVShape, SlotMemory
+from ludic.inference.local.eager import EagerRunner
+from ludic.inference.local.module_view import check_servable, device_and_dtype, module_view
+from ludic.inference.local.prefix_store import PrefixStore
+from ludic.inference.local.scheduler import Scheduler
+from ludic.inference.local.sequence import Sequence
+
+_CPU_CACHE_BYTES = 256 << 20
+_GPU_CACHE_BYTES = 4 << 30
+_GPU_CONTEXT = 4096
+_FAST_PREFILL = 512
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What the user asked for; None: to be decided by the model and the device."""
+
+    max_slots: int
+    max_context_tokens: int | None
+    deterministic: bool | None
+    step_rows: int | None
+    prefix_cache_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What an engine runs with."""
+
+    max_slots: int
+    max_context_tokens: int
+    deterministic: bool
+    step_rows: int
+    prefix_cache_tokens: int
+    device: torch.device
+
+
+def build_scheduler(
+    model: nn.Module,
+    settings: EngineSettings,
+    *,
+    decode: Callable[[list[int]], str],
+    describe: Callable[[Sequence], str],
+    version: int,
+) -> tuple[Scheduler, Resolved]:
+    """A scheduler over `model`, and the settings it runs with. Raises `ConfigError` for a module
+    that cannot be served exactly."""
+    check_servable(model)
+    device, _ = device_and_dtype(model)
+    config: Any = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    resolved = _resolve(settings, text, device)
+    shape = _kv_shape(model, text, device)
+    cache = resolved.prefix_cache_tokens
+    if cache < 0:
+        cache = max(1, _cache_bytes(device) // shape.bytes_per_token)
+        resolved = replace(resolved, prefix_cache_tokens=cache)
+    attention.register()
+    view = module_view(model)
+    graphs = device.type == "cuda" and not resolved.deterministic
+    memory = SlotMemory(
+        shape,
+        max_slots=resolved.max_slots,
+        max_tokens=resolved.max_context_tokens,
+        single_length=graphs,
+    )
+    runner = EagerRunner(
+        view, memory, exact=resolved.deterministic, step_rows=resolved.step_rows
+    )
+    check_same_logits(model, runner, shape)
+    options: dict[str, Any] = {
+        "decode": decode,
+        "describe": describe,
+        "step_rows": resolved.step_rows,
+        "prefill_rows": resolved.step_rows if resolved.deterministic else _FAST_PREFILL,
+        "version": version,
+    }
+    store = PrefixStore(cache)
+    return Scheduler(runner, memory, store, **options), resolved
+
+
+def _resolve(settings: EngineSettings, config: Any, device: torch.device) -> Resolved:
+    limit = int(getattr(config, "max_position_embeddings", 0) or 0)
+    wanted = settings.max_context_tokens
+    if wanted is None:
+        if not limit:
+            raise ConfigError("the model names no longest context: set max_context_tokens")
+        wanted = min(limit, _GPU_CONTEXT) if device.type == "cuda" else limit
+    if limit and wanted > limit:
+        raise ConfigError(
+            f"max_context_tokens={wanted} is more than the model's {limit} positions"
+        )
+    if wanted < 2:
+        raise ConfigError(f"max_context_tokens={wanted}: a prompt and a completion need 2")
+    exact = settings.deterministic
+    if exact is None:
+        exact = device.type == "cpu"
+    rows = settings.step_rows or settings.max_slots
+    if settings.step_rows is not None and settings.step_rows < 2:
+        # One row alone takes another code path in most linear algebra libraries.
+        raise ConfigError(f"step_rows={settings.step_rows}: must be at least 2")
+    cache = settings.prefix_cache_tokens
+    return Resolved(
+        max_slots=settings.max_slots,
+        max_context_tokens=wanted,
+        deterministic=exact,
+        step_rows=max(rows, 2),
+        prefix_cache_tokens=-1 if cache is None else cache,
+        device=device,
+    )
+
+
+def _cache_bytes(device: torch.device) -> int:
+    return _GPU_CACHE_BYTES if device.type == "cuda" else _CPU_CACHE_BYTES
+
+
+def _kv_shape(model: nn.Module, config: Any, device: torch.device) -> KVShape:
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    _, dtype = device_and_dtype(model)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return KVShape(config.num_hidden_layers, kv_heads, head_dim, dtype, device)
+
+
+class _PlainLayout:
+    """Ordinary causal attention over one short sequence: what a check compares with."""
+
+    def __init__(self, shape: KVShape) -> None:
+        self.shape = shape
+        self.layers: set[int] = set()
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        self.layers.add(layer)
+        found, wanted = tuple(k.shape[1:]), (self.shape.kv_heads, self.shape.head_dim)
+        if found != wanted or v.shape != k.shape:
+            raise ConfigError(
+                f"layer {layer} has keys of shape {found}, its configuration says {wanted}: the "
+                "in-process engine does not know this family"
+            )
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+
+def check_same_logits(model: nn.Module, runner: EagerRunner, shape: KVShape) -> None:
+    """Runs four tokens through the module and through the engine's view of it.
+
+    A family whose layers do not attend through transformers' interface, or whose attention has a
+    term of its own, shows here, before it could sample from another distribution.
+    """
+    ids = [1, 2, 3, 0]
+    layout = _PlainLayout(shape)
+    with torch.inference_mode():
+        try:
+            seen = runner.forward(ids, [0, 1, 2, 3], layout, [0, 1, 2, 3], 4)
+        except ConfigError:
+            raise
+        except Exception as exc:
+            raise ConfigError(
+                f"{type(model).__name__} cannot be run by the in-process engine "
+                f"({type(exc).__name__}: {exc}): it needs a causal LM that attends through "
+                "transformers' AttentionInterface"
+            ) from exc
+        mode = torch.tensor([ids], device=shape.device)
+        wanted = model(input_ids=mode, use_cache=False).logits[0]
+    if layout.layers != set(range(shape.layers)):
+        raise ConfigError(
+            f"{type(model).__name__} attends through transformers' AttentionInterface in layers "
+            f"{sorted(layout.layers)} of {shape.layers}: the in-process engine does not know it"
+        )
+    assert seen is not None
+    finite = torch.isfinite(wanted)
+    spread = wanted[finite].abs().max().item() if bool(finite.any()) else 0.0
+    gap = (seen - wanted)[finite].abs().max().item() if bool(finite.any()) else 0.0
+    allowed = (1e-3 if shape.dtype == torch.float32 else 0.1) * max(1.0, spread)
+    if gap > allowed:
+        raise ConfigError(
+            f"{type(model).__name__}: the engine's logits differ from the module's by {gap:.3g}; "
+            "its attention has a term that the in-process engine does not know"
+        )

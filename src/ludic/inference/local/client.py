@@ -1,0 +1,373 @@
+"""`LocalChatClient`: the backend that runs in the process, over any Hugging Face causal LM."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+
+from ludic.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineClosedError,
+    PublishError,
+    QueueFullError,
+    RequestRejectedError,
+)
+from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.local.build import EngineSettings, build_scheduler
+from ludic.inference.local.engine import Engine, Pause
+from ludic.inference.local.module_view import active_dropout, base_causal_lm, may_drop
+from ludic.inference.local.noise import noise_key
+from ludic.inference.local.queue_gate import QueueGate
+from ludic.inference.local.sequence import Sequence
+from ludic.types import ChatResponse
+
+
+class LocalChatClient:
+    """Samples from `model` itself: no server, no copy of the weights, no mismatch.
+
+    Requests from any number of coroutines are batched continuously in a thread of the engine's
+    own. In deterministic mode (the default on the CPU) tokens and log-probs are the same bits at
+    any concurrency, for one number of threads. Use it as an async context manager, or call
+    `close()`.
+
+    Args:
+        model: the trainer's module, or any other causal LM, PEFT-wrapped or not. It is never put
+            into another mode, configured or copied.
+        tokenizer: decodes completions, and knows the end-of-sequence token.
+        max_slots: how many sequences are computed together.
+        max_context_tokens: prompt plus completion; None: what the model takes (on a GPU at most
+            4,096, since its slots are allocated at once).
+        deterministic: None: on the CPU.
+        step_rows: tokens per step in deterministic mode; None: `max_slots`. Fewer cost less when
+            few requests are in flight.
+        prefix_cache_tokens: how many tokens of ended sequences are kept; None: 256 MB worth of
+            them on the CPU, 4 GB on a GPU. 0 turns the cache off.
+        max_queue: how many requests wait inside; `on_full` says what the next one does.
+        on_update: what becomes of requests in flight when the weights change: "finish" under the
+            old ones first, or "continue" under the new ones, with a version span of their own.
+        request_timeout_s: the deadline of a request that names none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        max_slots: int = 64,
+        max_context_tokens: int | None = None,
+        deterministic: bool | None = None,
+        step_rows: int | None = None,
+        prefix_cache_tokens: int | None = None,
+        max_queue: int = 1024,
+        on_full: Literal["wait", "raise"] = "wait",
+        on_update: Literal["finish", "continue"] = "finish",
+        request_timeout_s: float = 600.0,
+        version: int = 0,
+    ) -> None:
+        _check_choice("on_full", on_full, ("wait", "raise"))
+        _check_choice("on_update", on_update, ("finish", "continue"))
+        if max_queue < 1 or max_slots < 1:
+            raise ConfigError(f"max_slots={max_slots}, max_queue={max_queue}: both must be >= 1")
+        self._model = base_causal_lm(model)
+        # The engine decodes in its own thread; a fast tokenizer is not safe to share between two.
+        self._tokenizer = copy.deepcopy(tokenizer)
+        settings = EngineSettings(
+            max_slots, max_context_tokens, deterministic, step_rows, prefix_cache_tokens
+        )
+        scheduler, self.settings = build_scheduler(
+            self._model, settings, decode=self._decode, describe=_describe, version=version
+        )
+        self._scheduler = scheduler
+        self._vocab = int(self._model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+        self._eos = _eos_ids(self._model, tokenizer)
+        self._may_drop = may_drop(self._model)
+        self._on_update, self._on_full = on_update, on_full
+        self._timeout_s = request_timeout_s
+        self._held: Pause | None = None
+        self._gate = QueueGate(max_queue)
+        self._engine = Engine(scheduler, self._gate)
+
+    # Life
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self, *, timeout_s: float = 30.0) -> None:
+        """Ends the engine; requests in flight and in the queue get `EngineClosedError`."""
+        self._engine.close()
+        ended = await asyncio.to_thread(self._engine.join, timeout_s)
+        if not ended:
+            raise DeadlineError("the engine's thread to end", "LocalChatClient.close", timeout_s)
+
+    # The client contract
+
+    @property
+    def max_context_tokens(self) -> int | None:
+        """The longest prompt plus completion."""
+        return self.settings.max_context_tokens
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
+        """Samples one completion; see `ChatClient`. Prompt log-probs, when asked for, are in
+        `info["prompt_logprobs"]` (None first), at the request's temperature."""
+        limit = self._check(request)
+        timeout_s = request.timeout_s if request.timeout_s is not None else self._timeout_s
+        deadline = time.monotonic() + timeout_s
+        await self._enter_queue(timeout_s)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[ChatResponse] = loop.create_future()
+        try:
+            sequence = self._sequence(request, limit, _deliver_to(loop, future))
+            self._engine.submit(sequence)
+        except BaseException:
+            self._gate.leave()
+            raise
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                return await future
+        except TimeoutError:
+            self._engine.cancel(sequence)
+            raise self._late(timeout_s) from None
+        except asyncio.CancelledError:
+            self._engine.cancel(sequence)
+            raise
+
+    async def sync_weights(
+        self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
+    ) -> str:
+        """Makes `params` policy `version`. Tensors that are the module's own cost nothing; others
+        are copied into it, all or none."""
+        foreign = self._foreign(params)
+        if version < self._engine.version:
+            self._engine.set_version(version)  # raises
+        if self._held is not None:
+            return self._take_weights(foreign, version)
+        async with self.updating(timeout_s=timeout_s):
+            return self._take_weights(foreign, version)
+
+    async def get_policy_version(self) -> int:
+        """The version of the weights that the next token is sampled from."""
+        return self._engine.version
+
+    # Weights
+
+    def set_version(self, version: int) -> None:
+        """Names the weights as they are now; raises `PublishError` for a version that goes back.
+
+        Call it inside `updating()`, so that no token is sampled under the wrong name.
+        """
+        self._engine.set_version(version)
+
+    @asynccontextmanager
+    async def updating(
+        self, *, version: int | None = None, timeout_s: float | None = None
+    ) -> AsyncIterator[None]:
+        """Held while the weights change in place: nothing is sampled meanwhile.
+
+        With `on_update="finish"` it first waits for the requests in flight. Afterwards every
+        cached key is forgotten, and requests that go on compute their tokens again. `version`
+        names the new weights on the way out.
+        """
+        seconds = timeout_s if timeout_s is not None else self._timeout_s
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+
+        def on_ready(error: BaseException | None) -> None:
+            _call_in(loop, _resolve, ready, error)
+
+        pause = Pause(self._on_update == "finish", on_ready)
+        self._engine.pause(pause)
+        try:
+            try:
+                async with asyncio.timeout(seconds):
+                    await ready
+            except TimeoutError:
+                raise DeadlineError(
+                    "requests in flight to end before an update", "LocalChatClient", seconds
+                ) from None
+            self._held = pause
+            try:
+                yield
+                if version is not None:
+                    self._engine.set_version(version)
+            finally:
+                self._held = None
+                if self.settings.device.type == "cuda":
+                    # The optimizer's kernels run in this thread's stream, the engine's in another.
+                    torch.cuda.current_stream(self.settings.device).synchronize()
+        finally:
+            self._engine.release(pause)
+
+    def stats(self) -> dict[str, float]:
+        """Totals and rates since the start, and what is here now."""
+        s = self._scheduler
+        return {
+            **s.counters.as_stats(self.settings.max_slots),
+            "running": len(s.running),
+            "waiting": self._gate.taken,
+            "slots_taken": s.memory.taken,
+            "kv_bytes": s.memory.bytes,
+            "cached_tokens": s.store.tokens,
+            "version": self._engine.version,
+        }
+
+    # Inside
+
+    def _check(self, request: TokenCompletionRequest) -> int:
+        """How many tokens the completion may have; raises for what cannot be served."""
+        if self._engine.closed:
+            raise EngineClosedError("the in-process engine is closed: make a new LocalChatClient")
+        ids, limit = request.prompt_token_ids, self.settings.max_context_tokens
+        if not ids:
+            raise RequestRejectedError("the prompt is empty: give at least one token id")
+        if len(ids) >= limit:
+            raise RequestRejectedError(
+                f"a prompt of {len(ids)} tokens leaves no room for a completion within "
+                f"max_context_tokens={limit}: shorten the prompt, or raise the limit"
+            )
+        for i, token in enumerate(ids):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab:
+                raise RequestRejectedError(
+                    f"prompt_token_ids[{i}] = {token!r} is outside of the vocabulary "
+                    f"(0 to {self._vocab - 1})"
+                )
+        wanted = request.sampling.max_tokens
+        if wanted is not None and wanted < 1:
+            raise RequestRejectedError(f"max_tokens={wanted}: must be at least 1")
+        if bad := [t for t in request.sampling.stop_token_ids if not 0 <= t < self._vocab]:
+            raise RequestRejectedError(f"stop_token_ids {bad} are outside of the vocabulary")
+        if request.timeout_s is not None and not request.timeout_s > 0:
+            raise RequestRejectedError(f"timeout_s={request.timeout_s}: must be more than 0")
+        if self._may_drop and (active := active_dropout(self._model)):
+            raise ConfigError(f"dropout is active in {active}: call model.eval(), or set it to 0")
+        room = limit - len(ids)
+        return room if wanted is None else min(room, wanted)
+
+    def _sequence(
+        self, request: TokenCompletionRequest, limit: int, deliver: Callable[[Any], None]
+    ) -> Sequence:
+        sampling = request.sampling
+        seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
+        eos = frozenset() if request.extensions.get("ignore_eos") else self._eos
+        return Sequence(
+            tokens=list(request.prompt_token_ids),
+            prompt_len=len(request.prompt_token_ids),
+            limit=limit,
+            sampling=sampling,
+            returns=request.returns,
+            key=noise_key(seed),
+            stop_ids=eos | frozenset(sampling.stop_token_ids),
+            deliver=deliver,
+            conversation_id=request.conversation_id,
+            seed=seed,
+        )
+
+    async def _enter_queue(self, timeout_s: float) -> None:
+        if self._on_full == "raise":
+            if not self._gate.try_enter():
+                raise QueueFullError(
+                    f"{self._gate.places} requests wait already (max_queue): ask again later, or "
+                    'set on_full="wait"'
+                )
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._gate.enter()
+        except TimeoutError:
+            raise DeadlineError("a place in the queue", "the in-process engine", timeout_s) from None
+
+    def _late(self, timeout_s: float) -> DeadlineError:
+        return DeadlineError("a completion", "the in-process engine", timeout_s)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    def _foreign(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of `params` that are not the module's own tensors, all checked to fit."""
+        own = {**dict(self._model.named_parameters(remove_duplicate=False))}
+        own.update(self._model.named_buffers(remove_duplicate=False))
+        foreign = {}
+        for name, tensor in params.items():
+            mine = own.get(name)
+            if mine is None:
+                raise PublishError(f"sync_weights: the model has no parameter {name!r}")
+            if mine.shape != tensor.shape:
+                raise PublishError(
+                    f"sync_weights: {name!r} has shape {tuple(tensor.shape)}, the model's has "
+                    f"{tuple(mine.shape)}"
+                )
+            if mine.data_ptr() != tensor.data_ptr():
+                foreign[name] = (mine, tensor)
+        return foreign
+
+    def _take_weights(self, foreign: Mapping[str, Any], version: int) -> str:
+        with torch.no_grad():
+            for mine, tensor in foreign.values():
+                mine.copy_(tensor)
+        self._engine.set_version(version)
+        return f"copied {len(foreign)} tensors" if foreign else "shared: nothing to copy"
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"LocalChatClient: {name}={value!r}; must be one of {list(choices)}")
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """End-of-sequence ids, as the tokenizer and the model's generation settings name them."""
+    found: set[int] = set()
+    for value in (
+        getattr(tokenizer, "eos_token_id", None),
+        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
+    ):
+        found.update(value if isinstance(value, list | tuple) else () if value is None else (value,))
+    return frozenset(found)
+
+
+def _describe(sequence: Sequence) -> str:
+    return (
+        f"the request with seed {sequence.seed} (prompt of {sequence.prompt_len} tokens, "
+        f"{sequence.generated} sampled)"
+    )
+
+
+def _deliver_to(
+    loop: asyncio.AbstractEventLoop, future: asyncio.Future[ChatResponse]
+) -> Callable[[ChatResponse | BaseException], None]:
+    return lambda result: _call_in(loop, _settle, future, result)
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:  # the loop is closed: nobody waits there any more
+        return
+
+
+def _settle(future: asyncio.Future[ChatResponse], result: ChatResponse | BaseException) -> None:
+    if future.done():
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
+def _resolve(future: asyncio.Future[None], error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(None)

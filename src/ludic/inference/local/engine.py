@@ -1,0 +1,174 @@
+"""The engine's thread: takes requests in, steps the scheduler, stands still while weights change."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ludic.errors import EngineClosedError, InferenceError, PublishError
+from ludic.inference.local.queue_gate import QueueGate
+from ludic.inference.local.scheduler import Scheduler
+from ludic.inference.local.sequence import Sequence
+
+
+@dataclass(eq=False, slots=True)
+class Pause:
+    """Somebody wants the weights for itself. `drain`: what is in flight ends first."""
+
+    drain: bool
+    on_ready: Callable[[BaseException | None], None]
+    ready: bool = False
+    released: bool = False
+    changed: bool = field(default=False)
+
+
+class Engine:
+    """Owns a scheduler. Every method may be called from any thread and returns at once."""
+
+    def __init__(self, scheduler: Scheduler, gate: QueueGate) -> None:
+        self._scheduler, self._gate = scheduler, gate
+        self._changed = threading.Condition()
+        self._inbox: list[Sequence] = []
+        self._pauses: list[Pause] = []
+        self._version = scheduler.version
+        self._closing = False
+        self._crash: BaseException | None = None
+        scheduler.on_admit = gate.leave
+        self._thread = threading.Thread(target=self._loop, name="ludic-local-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def closed(self) -> bool:
+        return self._closing
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queues a sequence that has a place in the gate."""
+        with self._changed:
+            if self._closing:
+                raise self._closed_error()
+            self._inbox.append(sequence)
+            self._changed.notify()
+
+    def cancel(self, sequence: Sequence) -> None:
+        """The sequence leaves before the next step; nothing is delivered for it any more."""
+        sequence.cancelled = True
+        with self._changed:
+            self._changed.notify()
+
+    def pause(self, pause: Pause) -> None:
+        """Asks for the weights: `on_ready` is called when no step samples any longer."""
+        with self._changed:
+            if self._closing:
+                raise self._closed_error()
+            self._pauses.append(pause)
+            self._changed.notify()
+
+    def release(self, pause: Pause) -> None:
+        """Gives the weights back. Asked while the pause was not ready yet, it is called off."""
+        with self._changed:
+            pause.released = True
+            self._changed.notify()
+
+    def set_version(self, version: int) -> None:
+        """Names the weights as they are now; takes hold between two steps."""
+        with self._changed:
+            if version < self._version:
+                raise PublishError(
+                    f"policy version {version} after {self._version}: versions only go forward"
+                )
+            self._version = version
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Ends every request with `EngineClosedError`, then the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for the thread's end; False when it did not end in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _closed_error(self) -> EngineClosedError:
+        if self._crash is not None:
+            return EngineClosedError(f"the engine's thread ended by an error: {self._crash!r}")
+        return EngineClosedError("the in-process engine is closed: make a new LocalChatClient")
+
+    # In the thread
+
+    def _loop(self) -> None:
+        try:
+            with torch.inference_mode():
+                while self._next():
+                    begin = time.perf_counter()
+                    self._scheduler.advance()
+                    self._scheduler.counters.busy_seconds += time.perf_counter() - begin
+        except BaseException as exc:
+            # A fault of the engine itself: nobody must be left waiting for it.
+            self._crash = exc
+        finally:
+            self._shut_down()
+
+    def _next(self) -> bool:
+        """Waits until there is a step to do. False: the engine is closing."""
+        scheduler = self._scheduler
+        with self._changed:
+            while True:
+                if self._closing:
+                    return False
+                scheduler.waiting.extend(self._inbox)
+                self._inbox.clear()
+                self._pauses = [p for p in self._pauses if not p.released]
+                self._apply_version()
+                scheduler.admitting = not self._pauses
+                if self._pauses:
+                    if not (self._pauses[0].drain and scheduler.running):
+                        self._stand_still(self._pauses[0])
+                        continue
+                    return True
+                if scheduler.has_work:
+                    return True
+                if scheduler.waiting or scheduler.running:
+                    return True
+                self._changed.wait()
+
+    def _stand_still(self, pause: Pause) -> None:
+        """Nothing is sampled until the pause is released, or the engine closes."""
+        self._scheduler.settle()
+        if not pause.ready:
+            pause.ready = True
+            pause.on_ready(None)
+        while not (pause.released or self._closing):
+            self._changed.wait()
+        # The holder may have changed any weight: nothing computed before is worth keeping.
+        self._scheduler.forget()
+        self._scheduler.counters.updates += 1
+
+    def _apply_version(self) -> None:
+        if self._scheduler.version != self._version:
+            self._scheduler.settle()
+            self._scheduler.version = self._version
+            self._scheduler.forget()
+
+    def _shut_down(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._scheduler.waiting.extend(self._inbox)
+            self._inbox.clear()
+            pauses, self._pauses = self._pauses, []
+        for pause in pauses:
+            if not pause.ready:
+                pause.on_ready(self._closed_error())
+        try:
+            self._scheduler.fail_all(self._closed_error)
+        except Exception as exc:  # the memory may be in any state after a crash
+            self._crash = self._crash or InferenceError(str(exc))

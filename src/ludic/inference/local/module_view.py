@@ -1,0 +1,131 @@
+"""A second face of the trainer's module: the same parameters, its own mode and attention.
+
+The trainer may run its module in training mode in another thread while the engine samples. So the
+engine never calls `eval()` on it nor touches its configuration: it builds new module objects around
+the very same parameter dictionaries.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from ludic.errors import ConfigError
+
+ATTENTION_NAME = "ludic_slots"
+
+
+def base_causal_lm(model: nn.Module) -> nn.Module:
+    """The Hugging Face module inside compile and PEFT wrappers; adapters stay in place."""
+    while True:
+        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            for name, config in model.peft_config.items():
+                if getattr(config, "is_prompt_learning", False):
+                    raise ConfigError(
+                        f"the PEFT adapter {name!r} is of a prompt-learning kind, which the "
+                        "in-process engine does not run: use LoRA, or a vLLM server"
+                    )
+            model = model.get_base_model()
+        else:
+            return model
+
+
+def check_servable(model: nn.Module) -> None:
+    """Raises `ConfigError` for a module that cannot be sampled from as it stands."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh") or hasattr(parameter.data, "device_mesh"):
+            raise ConfigError(
+                f"parameter {name!r} is sharded (DTensor, FSDP2): the in-process engine needs the "
+                "whole module on one device; sample through a vLLM server instead"
+            )
+        if parameter.is_meta:
+            raise ConfigError(f"parameter {name!r} is on the meta device: it has no values")
+    config = getattr(model, "config", None)
+    if config is None or not callable(getattr(model, "get_input_embeddings", None)):
+        raise ConfigError(f"{type(model).__name__} is no Hugging Face causal language model")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    if kind in ("dynamic", "longrope"):
+        raise ConfigError(
+            f"rope type {kind!r} makes one sequence's positions depend on the others in its batch; "
+            "the in-process engine serves static kinds only"
+        )
+    if active := active_dropout(model):
+        raise ConfigError(
+            f"dropout is active in {active}: what is sampled would not be what is trained. Set the "
+            "probability to 0, or call model.eval()"
+        )
+
+
+def active_dropout(model: nn.Module) -> str | None:
+    """The name of a module that would drop units as it is now, or None."""
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            return f"{name} (p={module.p})"
+        p = getattr(module, "attention_dropout", 0.0)
+        if isinstance(p, float) and p > 0:
+            return f"{name}.attention_dropout ({p})"
+    return None
+
+
+def may_drop(model: nn.Module) -> bool:
+    """Whether `active_dropout` could ever answer something: worth asking again later."""
+    return any(
+        (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0)
+        or (isinstance(p := getattr(m, "attention_dropout", 0.0), float) and p > 0)
+        for m in model.modules()
+    )
+
+
+def module_view(model: nn.Module) -> Any:
+    """New module objects in eval mode over the same parameters, with the engine's attention.
+
+    Parameter and buffer dictionaries are shared, not copied: whatever the trainer writes there,
+    in place or by assignment, is what the view computes with.
+    """
+    configs: dict[int, Any] = {}
+    seen: dict[int, nn.Module] = {}
+
+    def own_config(config: Any) -> Any:
+        if id(config) not in configs:
+            clone = copy.deepcopy(config)
+            clone._attn_implementation = ATTENTION_NAME
+            configs[id(config)] = clone
+        return configs[id(config)]
+
+    def clone(module: nn.Module) -> nn.Module:
+        if id(module) in seen:
+            return seen[id(module)]
+        new: nn.Module = module.__class__.__new__(module.__class__)
+        seen[id(module)] = new
+        state = dict(module.__dict__)
+        state["training"] = False
+        # PEFT and accelerate patch `forward` on the instance, bound to the original: keep ours.
+        state.pop("_compiled_call_impl", None)
+        state["_compiled_call_impl"] = None
+        if hasattr(state.get("config"), "_attn_implementation"):
+            state["config"] = own_config(state["config"])
+        state["_modules"] = {
+            name: clone(child) if child is not None else None
+            for name, child in module._modules.items()
+        }
+        new.__dict__.update(state)
+        return new
+
+    return clone(model)
+
+
+def device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Where the module lives and computes; raises when it is spread over devices."""
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1:
+        raise ConfigError(f"the module is spread over {sorted(map(str, devices))}: use one device")
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    return devices.pop(), embedding.weight.dtype

@@ -1,0 +1,149 @@
+"""From logits to a token and its log-prob, row by row, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ludic.inference.local.noise import keyed_uniform
+from ludic.inference.sampling import SamplingConfig
+
+_BELOW_ONE = 1 - 1e-12
+
+
+@dataclass(slots=True)
+class SamplingRows:
+    """The sampling side of a step: one entry per row of logits.
+
+    `special` lists the rows whose distribution needs more than a temperature, with the tokens that
+    penalties count: (row, config, prompt ids, completion ids).
+    """
+
+    inverse_temperature: Tensor
+    keys: Tensor
+    positions: Tensor
+    greedy: Sequence[int] = ()
+    special: Sequence[tuple[int, SamplingConfig, Sequence[int], Sequence[int]]] = ()
+    record_kept: Sequence[int] = ()
+    scored: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Tokens and log-probs per row; NaN log-prob marks logits that were not finite.
+
+    `kept` has the ids left by truncation, for the rows that asked; `scored` the log-prob of each
+    row's given token under the plain distribution at the row's temperature.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    kept: Mapping[int, tuple[int, ...]]
+    scored: Mapping[int, float]
+
+
+@cache
+def _block(vocab: int) -> int:
+    """A divisor of the vocabulary near its square root: sums of blocks find the place quickly."""
+    divisors = [d for d in range(64, min(4096, vocab) + 1) if vocab % d == 0]
+    return min(divisors, key=lambda d: abs(d - vocab**0.5), default=vocab)
+
+
+def invert(probs: Tensor, uniform: Tensor) -> Tensor:
+    """The token at `uniform` [rows] of each row's distribution function; `probs` is [rows, vocab].
+
+    First among sums of blocks, then inside one block: two short searches instead of a running sum
+    over the whole vocabulary. A token of probability zero is never drawn.
+    """
+    rows, vocab = probs.shape
+    block = _block(vocab)
+    blocks = probs.view(rows, vocab // block, block)
+    sums = blocks.sum(-1).double()
+    upto = sums.cumsum(-1)
+    target = uniform * _BELOW_ONE * upto[:, -1]
+    index = (upto <= target[:, None]).sum(-1).clamp_(max=vocab // block - 1)
+    size = sums.gather(1, index[:, None])[:, 0]
+    before = upto.gather(1, index[:, None])[:, 0] - size
+    fraction = ((target - before) / size).clamp_(0.0, _BELOW_ONE)
+    inner = blocks.gather(1, index[:, None, None].expand(rows, 1, block))[:, 0].double().cumsum(-1)
+    offset = (inner <= (fraction * inner[:, -1])[:, None]).sum(-1).clamp_(max=block - 1)
+    return index * block + offset
+
+
+def draw(scaled: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probs for float32 logits already divided by the temperature."""
+    probs = torch.softmax(scaled, -1)
+    tokens = invert(probs, keyed_uniform(keys, positions))
+    # NaN anywhere in the row makes the whole softmax NaN, and so this log-prob.
+    return tokens, probs.gather(1, tokens[:, None])[:, 0].log()
+
+
+def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
+    """Samples every row of `logits` [rows, vocab]; rows that nobody asked for are drawn as well."""
+    kept: dict[int, tuple[int, ...]] = {}
+    scored: dict[int, float] = {}
+    scaled = logits * rows.inverse_temperature[:, None]
+    if rows.scored:
+        # Over all rows, so that the shape, and with it every bit, is that of any other step.
+        plain = torch.log_softmax(scaled, -1)
+        at = torch.tensor(list(rows.scored), device=logits.device)
+        ids = torch.tensor(list(rows.scored.values()), device=logits.device)
+        scored = dict(zip(rows.scored, plain[at, ids].tolist(), strict=True))
+    for row, config, prompt, completion in rows.special:
+        one = logits[row].float()
+        if config.penalises:
+            one = penalise(one, config, prompt, completion)
+        one = one * rows.inverse_temperature[row]
+        if config.truncates:
+            one = truncate(one, config)
+        scaled[row] = one
+    for row in rows.record_kept:
+        kept[row] = tuple(torch.nonzero(scaled[row] > float("-inf"))[:, 0].tolist())
+    tokens, logprobs = draw(scaled, rows.keys, rows.positions)
+    if rows.greedy:
+        at = torch.tensor(list(rows.greedy), device=logits.device)
+        tokens[at] = scaled[at].argmax(-1)
+        # A choice without chance has probability one; NaN stays NaN.
+        logprobs[at] = torch.where(logprobs[at].isnan(), torch.nan, 0.0)
+    return Sampled(tokens, logprobs, kept, scored)
+
+
+def penalise(
+    logits: Tensor, config: SamplingConfig, prompt: Sequence[int], completion: Sequence[int]
+) -> Tensor:
+    """Presence and frequency count the completion; repetition the prompt as well."""
+    logits = logits.clone()
+    done = torch.tensor(list(completion), dtype=torch.long, device=logits.device)
+    if config.repetition_penalty != 1:
+        seen = torch.tensor([*prompt, *completion], dtype=torch.long, device=logits.device).unique()
+        value = logits[seen]
+        r = config.repetition_penalty
+        logits[seen] = torch.where(value > 0, value / r, value * r)
+    counts = torch.bincount(done, minlength=logits.shape[0]).to(logits.dtype)
+    return (
+        logits - config.frequency_penalty * counts - config.presence_penalty * (counts > 0).float()
+    )
+
+
+def truncate(scaled: Tensor, config: SamplingConfig) -> Tensor:
+    """Top-k, then top-p of what is left, then min-p against the likeliest; the rest is -inf.
+
+    Ties are broken by the smaller id, so that what is kept never depends on the sort.
+    """
+    values, order = scaled.sort(descending=True, stable=True)
+    keep = torch.ones_like(values, dtype=torch.bool)
+    if config.top_k:
+        keep[config.top_k :] = False
+    if config.top_p < 1:
+        probs = torch.softmax(values.masked_fill(~keep, float("-inf")).double(), -1)
+        keep &= probs.cumsum(-1) - probs < config.top_p
+    if config.min_p > 0:
+        keep &= (values - values[0]).exp() >= config.min_p
+    keep[0] = True
+    out = torch.full_like(scaled, float("-inf"))
+    out[order[keep]] = values[keep]
+    return out

@@ -1,0 +1,282 @@
+"""Which tokens are computed next: admission, prefix sharing, and what became of each step.
+
+No threads here: the engine's thread owns a scheduler and calls `advance` until there is no work.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ludic.errors import InferenceError, OutOfMemoryError
+from ludic.inference.local.arena import SlotMemory
+from ludic.inference.local.prefix_store import PrefixStore, common_prefix
+from ludic.inference.local.sequence import Sequence
+from ludic.inference.local.stats import Counters
+
+_WORTH_SHARING = 8
+"""Fewer common tokens than this are computed again rather than looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The next `count` tokens of a sequence, from `sequence.computed` on."""
+
+    sequence: Sequence
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the sequence's last token, so that the next one is drawn."""
+        return self.sequence.computed + self.count == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step found for one piece of work. NaN log-prob: the logits were not finite."""
+
+    token: int | None = None
+    logprob: float = 0.0
+    kept: tuple[int, ...] = ()
+    scored: Seq[float] = ()
+
+
+Execute = Callable[[Seq[Work]], Seq[Outcome]]
+
+
+class Scheduler:
+    """Continuous batching over a `SlotMemory`; `execute` runs the model on the chosen tokens."""
+
+    def __init__(
+        self,
+        execute: Execute,
+        memory: SlotMemory,
+        store: PrefixStore,
+        *,
+        decode: Callable[[list[int]], str],
+        describe: Callable[[Sequence], str],
+        step_rows: int,
+        prefill_rows: int,
+        version: int = 0,
+    ) -> None:
+        self.execute, self.memory, self.store = execute, memory, store
+        self.decode, self.describe = decode, describe
+        self.step_rows, self.prefill_rows = step_rows, prefill_rows
+        self.version = version
+        self.admitting = True
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.counters = Counters()
+        self.on_admit: Callable[[], None] = lambda: None
+        self._arrays: dict[int, np.ndarray] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or (self.admitting and bool(self.waiting))
+
+    def advance(self) -> None:
+        """Admits what fits, computes one step, and delivers what ended."""
+        self._drop_cancelled()
+        if self.admitting:
+            self._admit()
+        work = self._plan()
+        if work:
+            self._run(work)
+
+    def settle(self) -> None:
+        """Waits for whatever a step left in flight; the eager way leaves nothing."""
+
+    def forget(self) -> None:
+        """New weights: nothing that was computed holds any longer."""
+        self.store.clear()
+        for sequence in self.running:
+            sequence.computed = 0
+            if sequence.scores_prompt:
+                sequence.prompt_logprobs.clear()
+
+    def fail_all(self, error: Callable[[], BaseException]) -> None:
+        """Ends every request that is here."""
+        for sequence in list(self.running):
+            self._fail(sequence, error())
+        while self.waiting:
+            sequence = self.waiting.popleft()
+            self.on_admit()
+            sequence.deliver(error())
+
+    # Admission
+
+    def _drop_cancelled(self) -> None:
+        for sequence in [s for s in self.running if s.cancelled]:
+            self.counters.cancelled += 1
+            self._leave(sequence)
+        if any(s.cancelled for s in self.waiting):
+            for _ in range(len(self.waiting)):
+                sequence = self.waiting.popleft()
+                if sequence.cancelled:
+                    self.counters.cancelled += 1
+                    self.on_admit()
+                else:
+                    self.waiting.append(sequence)
+
+    def _admit(self) -> None:
+        put_off: list[Sequence] = []
+        while self.waiting and len(self.running) < self.memory.max_slots:
+            sequence = self.waiting.popleft()
+            if self._join(sequence):
+                self.on_admit()
+            else:
+                put_off.append(sequence)
+                if len(put_off) >= self.memory.max_slots:
+                    break
+        self.waiting.extendleft(reversed(put_off))
+
+    def _join(self, sequence: Sequence) -> bool:
+        """Gives the sequence a slot, with what others computed of its beginning. False: somebody
+        is computing that beginning right now, and it is cheaper to wait for it."""
+        tokens = np.asarray(sequence.tokens, dtype=np.int64)
+        entry, shared, donor = None, 0, None
+        if not sequence.scores_prompt:
+            usable = len(tokens) - 1
+            entry, shared = self.store.find(tokens)
+            shared = min(shared, usable)
+            for other in self.running:
+                if other.tokens[:_WORTH_SHARING] != sequence.tokens[:_WORTH_SHARING]:
+                    continue
+                common = min(common_prefix(self._arrays[id(other)], tokens), usable)
+                if common <= shared:
+                    continue
+                if common - max(shared, other.computed) >= _WORTH_SHARING and not other.scores_prompt:
+                    return False
+                common = min(common, other.computed)
+                if common > shared:
+                    entry, donor, shared = None, other, common
+        if shared < _WORTH_SHARING:
+            entry, donor, shared = None, None, 0
+        self.memory.place(sequence, len(tokens))
+        assert sequence.arena is not None
+        if donor is not None and donor.arena is not None:
+            sequence.arena.write(sequence.slot, donor.arena.read(donor.slot, shared))
+        elif entry is not None:
+            sequence.arena.write(sequence.slot, entry.kv[:, :, :, :shared])
+        sequence.computed = sequence.reused = shared
+        sequence.admitted_at = time.monotonic()
+        self._arrays[id(sequence)] = tokens
+        self.running.append(sequence)
+        c = self.counters
+        c.admitted += 1
+        c.queue_seconds += sequence.admitted_at - sequence.submitted_at
+        c.prompt_tokens += sequence.prompt_len
+        c.reused_tokens += shared
+        return True
+
+    # Steps
+
+    def _plan(self) -> list[Work]:
+        """Full prompt steps first, since they fill the batch; then decoding, with what is left of
+        prompts in the free rows."""
+        decoding = [s for s in self.running if s.computed == len(s.tokens) - 1]
+        if len(decoding) == len(self.running):
+            if len(decoding) > self.step_rows:
+                # More than one step takes: the rest comes first next time.
+                self.running = self.running[self.step_rows :] + self.running[: self.step_rows]
+                decoding = decoding[: self.step_rows]
+            return [Work(s, 1) for s in decoding]
+        prompts = [s for s in self.running if s.computed < len(s.tokens) - 1]
+        backlog = sum(len(s.tokens) - s.computed for s in prompts)
+        if backlog >= self.prefill_rows:
+            return self._chunks(prompts, self.prefill_rows)
+        decoding = decoding[: self.step_rows]
+        room = max(self.step_rows - len(decoding), 1 if len(decoding) < self.step_rows else 0)
+        return [Work(s, 1) for s in decoding] + self._chunks(prompts, room)
+
+    @staticmethod
+    def _chunks(prompts: Seq[Sequence], room: int) -> list[Work]:
+        work = []
+        for sequence in prompts:
+            if room <= 0:
+                break
+            count = min(room, len(sequence.tokens) - sequence.computed)
+            work.append(Work(sequence, count))
+            room -= count
+        return work
+
+    def _run(self, work: Seq[Work]) -> None:
+        begin = time.perf_counter()
+        try:
+            outcomes = self.execute(work)
+        except Exception as exc:
+            for item in work:
+                self._fail(item.sequence, _step_error(exc, self.describe(item.sequence)))
+            return
+        finally:
+            self.counters.busy_seconds += time.perf_counter() - begin
+        c = self.counters
+        c.steps += 1
+        c.slot_steps += len(self.running)
+        for item, outcome in zip(work, outcomes, strict=True):
+            self._take(item, outcome)
+
+    def _take(self, item: Work, outcome: Outcome) -> None:
+        sequence = item.sequence
+        sequence.computed += item.count
+        if sequence.scores_prompt:
+            if not sequence.prompt_logprobs:
+                sequence.prompt_logprobs.append(None)
+            sequence.prompt_logprobs.extend(outcome.scored)
+        if outcome.logprob != outcome.logprob or any(x != x for x in outcome.scored):
+            self._fail(sequence, _not_finite(self.describe(sequence)))
+        elif outcome.token is not None:
+            sequence.accept(outcome.token, outcome.logprob, self.version, outcome.kept)
+            self.counters.generated_tokens += 1
+            if sequence.check_end(self.decode) is not None:
+                self._finish(sequence)
+            else:
+                self.memory.place(sequence, len(sequence.tokens))
+
+    # Leaving
+
+    def _finish(self, sequence: Sequence) -> None:
+        assert sequence.arena is not None
+        kv = sequence.arena.read(sequence.slot, sequence.computed)
+        self.store.add(np.asarray(sequence.tokens[: sequence.computed], dtype=np.int64), kv)
+        self._leave(sequence)
+        self.counters.finished += 1
+        info = {
+            "seed": sequence.seed,
+            "reused_tokens": sequence.reused,
+            "queue_seconds": sequence.admitted_at - sequence.submitted_at,
+        }
+        sequence.deliver(sequence.response(self.decode(sequence.completion), info))
+
+    def _fail(self, sequence: Sequence, error: BaseException) -> None:
+        self.counters.failed += 1
+        self._leave(sequence, wipe=True)
+        sequence.deliver(error)
+
+    def _leave(self, sequence: Sequence, *, wipe: bool = False) -> None:
+        self.running.remove(sequence)
+        del self._arrays[id(sequence)]
+        self.memory.release(sequence, wipe=wipe)
+
+
+def _not_finite(what: str) -> InferenceError:
+    return InferenceError(
+        f"the model's logits for {what} are not finite (NaN or infinite): look for weights that "
+        "diverged, or a token whose embedding is broken"
+    )
+
+
+def _step_error(exc: Exception, what: str) -> InferenceError | OutOfMemoryError:
+    if isinstance(exc, torch.OutOfMemoryError | MemoryError):
+        return OutOfMemoryError(
+            f"the device ran out of memory while computing {what}: lower max_slots, "
+            f"max_context_tokens or prefix_cache_tokens ({exc})"
+        )
+    error = InferenceError(f"the model raised {type(exc).__name__} while computing {what}: {exc}")
+    error.__cause__ = exc
+    return error

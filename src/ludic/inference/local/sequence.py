@@ -1,0 +1,110 @@
+"""One request inside the engine: its tokens, how far they are computed, and when it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ludic.inference.sampling import ReturnSpec, SamplingConfig
+from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
+
+if TYPE_CHECKING:
+    from ludic.inference.local.arena import Arena
+
+Deliver = Callable[[ChatResponse | BaseException], None]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens` is prompt and completion; the first `computed` of them are in the slot.
+
+    Sampling appends a token, so a running sequence always has one token that is not computed yet.
+    """
+
+    tokens: list[int]
+    prompt_len: int
+    limit: int
+    sampling: SamplingConfig
+    returns: ReturnSpec
+    key: int
+    stop_ids: frozenset[int]
+    deliver: Deliver
+    conversation_id: str | None = None
+    seed: int = 0
+    arena: Arena | None = None
+    slot: int = -1
+    computed: int = 0
+    reused: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    kept: list[tuple[int, ...]] = field(default_factory=list)
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    cancelled: bool = False
+    finished: FinishReason | None = None
+    submitted_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0
+    text: str | None = None
+
+    @property
+    def completion(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.returns.prompt_logprobs and len(self.prompt_logprobs) < self.prompt_len
+
+    @property
+    def is_special(self) -> bool:
+        return self.sampling.truncates or self.sampling.penalises
+
+    def accept(self, token: int, logprob: float, version: int, kept: tuple[int, ...]) -> None:
+        """Takes a sampled token, and notes which policy version sampled it."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.returns.kept_ids:
+            self.kept.append(kept)
+        if not self.versions or self.versions[-1][1] != version:
+            self.versions.append((self.generated - 1, version))
+
+    def check_end(self, decode: Callable[[list[int]], str]) -> FinishReason | None:
+        """Why the sequence ends with its last token, or None."""
+        if self.tokens[-1] in self.stop_ids:
+            self.finished = FinishReason.STOP
+        elif self.sampling.stop and self._stop_string_in_tail(decode):
+            self.finished = FinishReason.STOP
+        elif self.generated >= self.limit:
+            self.finished = FinishReason.LENGTH
+        return self.finished
+
+    def _stop_string_in_tail(self, decode: Callable[[list[int]], str]) -> bool:
+        # A token is at least one byte, so a stop string spans no more tokens than it has bytes; a
+        # few more keep a character that is split over tokens whole.
+        reach = max(len(s.encode()) for s in self.sampling.stop) + 4
+        tail = decode(self.tokens[max(self.prompt_len, len(self.tokens) - reach) :])
+        return any(s in tail for s in self.sampling.stop)
+
+    def response(self, text: str, info: dict[str, Any]) -> ChatResponse:
+        """The finished sequence as the client answers it."""
+        n = self.generated
+        ends = [start for start, _ in self.versions[1:]] + [n]
+        spans = tuple(
+            VersionSpan(start, end, version)
+            for (start, version), end in zip(self.versions, ends, strict=True)
+        )
+        trace = TokenTrace(
+            prompt_token_ids=tuple(self.tokens[: self.prompt_len]),
+            completion_token_ids=tuple(self.completion),
+            completion_logprobs=tuple(self.logprobs) if self.returns.logprobs else None,
+            version_spans=spans,
+            kept_token_ids=tuple(self.kept) if self.returns.kept_ids else None,
+        )
+        if self.returns.prompt_logprobs:
+            info["prompt_logprobs"] = list(self.prompt_logprobs)
+        assert self.finished is not None
+        return ChatResponse(trace, self.finished, text, info)

@@ -1,0 +1,229 @@
+"""A policy that follows a script, for tests, benchmarks and play.
+
+It keeps the whole contract of a backend: token ids in, token ids and log-probs out, limits, stop
+strings, versions, deadlines. Only the choice of words is not a model's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from ludic.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineClosedError,
+    RequestRejectedError,
+)
+from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.hf_chat_template import HFChatTemplate
+from ludic.inference.sampling import SamplingConfig
+from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedCall:
+    """What a policy function is given: the request, how many calls its conversation had before
+    (`index`), and the prompt's text, decoded when it is asked for."""
+
+    request: TokenCompletionRequest
+    index: int
+    _decode: Callable[[Sequence[int]], str] = field(repr=False)
+
+    @property
+    def text(self) -> str:
+        """The prompt as text, special tokens spelled out."""
+        return self._decode(self.request.prompt_token_ids)
+
+    def tail(self, tokens: int) -> str:
+        """The text of the prompt's last tokens, which is cheaper than all of it."""
+        return self._decode(self.request.prompt_token_ids[-tokens:])
+
+
+ScriptedPolicy: TypeAlias = Callable[[ScriptedCall], str | Awaitable[str]]
+
+
+class ScriptedChatClient:
+    """Answers with a list of texts, or with what a policy function says.
+
+    Every conversation (by its `conversation_id`) reads the list from its beginning; with
+    `cycle=True` it begins anew at the end, otherwise one call too many is rejected. `logprob` is
+    the log-prob of every token: 0.0, since a script is certain, or a function of position and
+    token id. `fault` may return an exception for a call, and it is raised. The seconds that the
+    client itself spends on tokenising are added up in `tokenize_seconds`.
+    """
+
+    def __init__(
+        self,
+        script: Sequence[str] | ScriptedPolicy,
+        chat_template: HFChatTemplate,
+        *,
+        cycle: bool = False,
+        logprob: float | Callable[[int, int], float] = 0.0,
+        version: int = 0,
+        latency_s: float = 0.0,
+        fault: Callable[[ScriptedCall], BaseException | None] | None = None,
+        max_context_tokens: int | None = None,
+    ) -> None:
+        if isinstance(script, str):
+            raise ConfigError("a script is a list of texts or a function, not one string")
+        if not callable(script) and not script:
+            raise ConfigError("an empty script: give at least one text")
+        if latency_s < 0:
+            raise ConfigError(f"latency_s={latency_s}: must be >= 0")
+        self._script = script
+        self._codec = chat_template.codec
+        self._end_id = chat_template.end_token_id
+        self._cycle = cycle
+        self._logprob = logprob
+        self._version = version
+        self._latency_s = latency_s
+        self._fault = fault
+        self._max_context_tokens = max_context_tokens
+        self._calls_of: dict[str | None, int] = {}
+        self._closed = False
+        self.calls = 0
+        self.tokenize_seconds = 0.0
+
+    @property
+    def max_context_tokens(self) -> int | None:
+        return self._max_context_tokens
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
+        """Answers one request, within its `timeout_s`."""
+        if self._closed:
+            raise EngineClosedError("this scripted client is closed")
+        self._check(request)
+        index = self._calls_of.get(request.conversation_id, 0)
+        self._calls_of[request.conversation_id] = index + 1
+        self.calls += 1
+        call = ScriptedCall(request, index, self._decode)
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                if self._latency_s:
+                    await asyncio.sleep(self._latency_s)
+                if self._fault is not None and (error := self._fault(call)) is not None:
+                    raise error
+                text = await self._text(call)
+        except TimeoutError as exc:
+            if isinstance(exc, DeadlineError) or request.timeout_s is None:
+                raise
+            raise DeadlineError("a completion", "the script", request.timeout_s) from exc
+        return self._response(request, text)
+
+    async def sync_weights(
+        self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
+    ) -> str:
+        """Takes the version; a script has no weights."""
+        if version < self._version:
+            raise RequestRejectedError(
+                f"version {version} is older than the present {self._version}: versions only grow"
+            )
+        self._version = version
+        return "noted the version; a script has no weights"
+
+    async def get_policy_version(self) -> int:
+        return self._version
+
+    async def close(self) -> None:
+        """Refuses further requests."""
+        self._closed = True
+
+    def _check(self, request: TokenCompletionRequest) -> None:
+        if not request.prompt_token_ids:
+            raise RequestRejectedError("an empty prompt: there is nothing to complete")
+        limit = self._max_context_tokens
+        if limit is not None and len(request.prompt_token_ids) >= limit:
+            raise RequestRejectedError(
+                f"a prompt of {len(request.prompt_token_ids)} tokens leaves no room in a context "
+                f"of {limit}"
+            )
+
+    async def _text(self, call: ScriptedCall) -> str:
+        if callable(self._script):
+            said = self._script(call)
+            text = await said if inspect.isawaitable(said) else said
+            if not isinstance(text, str):
+                raise RequestRejectedError(
+                    f"the policy function answered {type(text).__name__}; it must answer a string"
+                )
+            return text
+        if call.index >= len(self._script) and not self._cycle:
+            raise RequestRejectedError(
+                f"the script has {len(self._script)} texts, and conversation "
+                f"{call.request.conversation_id!r} asked for one more: pass cycle=True, or a "
+                "function"
+            )
+        return self._script[call.index % len(self._script)]
+
+    def _response(self, request: TokenCompletionRequest, text: str) -> ChatResponse:
+        started = time.perf_counter()
+        ids = [*self._codec.encode(text), self._end_id]
+        ids, reason = self._limited(ids, request)
+        spelled = self._codec.decode(ids[:-1] if ids[-1] == self._end_id else ids)
+        self.tokenize_seconds += time.perf_counter() - started
+        logprobs: tuple[float, ...] | None = None
+        if request.returns.logprobs:
+            given = self._logprob
+            logprobs = (
+                tuple(given(i, token) for i, token in enumerate(ids))
+                if callable(given)
+                else (given,) * len(ids)
+            )
+        trace = TokenTrace(
+            request.prompt_token_ids,
+            tuple(ids),
+            logprobs,
+            (VersionSpan(0, len(ids), self._version),),
+            ((),) * len(ids) if request.returns.kept_ids else None,
+        )
+        return ChatResponse(trace, reason, spelled)
+
+    def _limited(
+        self, ids: list[int], request: TokenCompletionRequest
+    ) -> tuple[list[int], FinishReason]:
+        """Cuts at the first stop id, stop string or limit; what stops stays in."""
+        sampling = request.sampling
+        end = _stop_position(ids, sampling, self._codec.decode)
+        limits = [n for n in (sampling.max_tokens, self._room(request)) if n is not None]
+        limit = min(limits, default=len(ids))
+        if end > limit:
+            return ids[:limit], FinishReason.LENGTH
+        return ids[:end], FinishReason.STOP
+
+    def _room(self, request: TokenCompletionRequest) -> int | None:
+        if self._max_context_tokens is None:
+            return None
+        return self._max_context_tokens - len(request.prompt_token_ids)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        started = time.perf_counter()
+        text = self._codec.decode(ids)
+        self.tokenize_seconds += time.perf_counter() - started
+        return text
+
+
+def _stop_position(
+    ids: Sequence[int], sampling: SamplingConfig, decode: Callable[[Sequence[int]], str]
+) -> int:
+    """How many tokens there are up to and including the one that stops the completion."""
+    end = len(ids)
+    if sampling.stop_token_ids:
+        stops = frozenset(sampling.stop_token_ids)
+        end = next((i + 1 for i, token in enumerate(ids) if token in stops), end)
+    if sampling.stop and any(s in decode(ids[:end]) for s in sampling.stop):
+        # The shortest prefix that spells a stop string; "spells" only ever turns true.
+        low, high = 1, end
+        while low < high:
+            middle = (low + high) // 2
+            spelled = decode(ids[:middle])
+            if any(s in spelled for s in sampling.stop):
+                high = middle
+            else:
+                low = middle + 1
+        end = low
+    return end

@@ -1,0 +1,248 @@
+"""Tool calls, read from the text that a model wrote.
+
+A parser reports what it cannot read and never guesses: broken JSON is not repaired, a list is
+not taken for an object, and a name is not inferred. All of them run in linear time, whatever the
+text, since the text is the model's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from ludic.errors import DuplicateNameError, UnknownNameError
+from ludic.types import ToolCall
+
+MAX_REPORTED = 8
+"""How many malformed calls of one completion are described; the rest are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolParse:
+    """What a completion's text holds: the prose around the calls, the calls, and one sentence
+    for each call that could not be read. The text of an unreadable call stays in `content`."""
+
+    content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    errors: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class ToolParser(Protocol):
+    """Reads tool calls out of text. `markers` are the strings that frame a call, next to which
+    white space carries no meaning; () when there are none."""
+
+    @property
+    def markers(self) -> tuple[str, ...]: ...
+
+    def parse(self, text: str) -> ToolParse: ...
+
+
+class MalformedCallError(ValueError):
+    """A tool call that cannot be read; the message is the sentence that is reported."""
+
+
+class HermesToolParser:
+    """Calls in the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+
+    OPEN: ClassVar[str] = "<tool_call>"
+    CLOSE: ClassVar[str] = "</tool_call>"
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (self.OPEN, self.CLOSE)
+
+    def parse(self, text: str) -> ToolParse:
+        prose: list[str] = []
+        calls: list[ToolCall] = []
+        errors: list[str] = []
+        for piece, body in self._blocks(text):
+            try:
+                if body is None:
+                    prose.append(piece)
+                else:
+                    calls.append(_tool_call(read_json(body), len(calls), ("arguments",)))
+            except MalformedCallError as exc:
+                errors.append(str(exc))
+                prose.append(piece)
+        errors.extend(self._stray_tags("".join(prose), len(errors)))
+        content = "".join(prose)
+        return ToolParse(content.strip() if calls else content, tuple(calls), _capped(errors))
+
+    def _blocks(self, text: str) -> Iterator[tuple[str, str | None]]:
+        """Splits into (text, None) for prose and (text, body) for a closed pair of tags. A pair
+        is an opening tag and the next closing one, with no other opening tag between them."""
+        start = 0
+        while True:
+            close = text.find(self.CLOSE, start)
+            if close < 0:
+                break
+            opening = text.rfind(self.OPEN, start, close)
+            end = close + len(self.CLOSE)
+            if opening < 0:
+                yield text[start:end], None
+            else:
+                if opening > start:
+                    yield text[start:opening], None
+                yield text[opening:end], text[opening + len(self.OPEN) : close]
+            start = end
+        if start < len(text):
+            yield text[start:], None
+
+    def _stray_tags(self, prose: str, reported: int) -> Iterator[str]:
+        """Tags that found no partner. Reported blocks are in the prose too, with their pair."""
+        opened = prose.count(self.OPEN) - reported
+        closed = prose.count(self.CLOSE) - reported
+        if opened > 0:
+            yield f"{opened} {self.OPEN} without {self.CLOSE}: close every tool call"
+        if closed > 0:
+            yield f"{closed} {self.CLOSE} without {self.OPEN}: open every tool call"
+
+
+class JSONToolParser:
+    """Calls as plain JSON: the whole completion is one object, or a list of objects, each
+    `{"name": ..., "arguments": {...}}` (`parameters` is read as well).
+
+    Text that does not begin with `{` or `[{` is prose and calls nothing.
+    """
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return ()
+
+    def parse(self, text: str) -> ToolParse:
+        stripped = text.strip()
+        is_list = stripped.startswith("[") and stripped[1:].lstrip().startswith("{")
+        if not (is_list or stripped.startswith("{")):
+            return ToolParse(text)
+        try:
+            value = read_json(stripped)
+        except MalformedCallError as exc:
+            return ToolParse(text, errors=(str(exc),))
+        calls: list[ToolCall] = []
+        errors: list[str] = []
+        for item in value if is_list else [value]:
+            try:
+                calls.append(_tool_call(item, len(calls), ("arguments", "parameters")))
+            except MalformedCallError as exc:
+                errors.append(str(exc))
+        # One unreadable item leaves the text as it was written: there is no prose to cut out.
+        return ToolParse(text if errors else "", tuple(calls), _capped(errors))
+
+
+def read_json(body: str) -> Any:
+    """Strict JSON: no NaN, no repeated keys, no lone surrogates; raises `MalformedCallError`."""
+    try:
+        value = json.loads(body, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        if "\\u" in body:  # an escaped lone surrogate is no text that could ever be encoded
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as exc:
+        raise MalformedCallError(
+            f"broken JSON in a tool call: {exc.msg} at character {exc.pos} of {_excerpt(body)}"
+        ) from None
+    except RecursionError:
+        raise MalformedCallError(
+            f"a tool call nested too deeply to be read: {_excerpt(body)}"
+        ) from None
+    except UnicodeEncodeError:
+        raise MalformedCallError(
+            f"a tool call with a lone surrogate, which is no text: {_excerpt(body)}"
+        ) from None
+    except MalformedCallError:
+        raise
+    except ValueError as exc:  # such as an integer with thousands of digits
+        raise MalformedCallError(f"unreadable JSON in a tool call: {exc}") from None
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise MalformedCallError("a tool call's JSON repeats a key, so that its meaning is open")
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise MalformedCallError(f"a tool call's JSON holds {name}, which is not JSON")
+
+
+def _tool_call(value: Any, index: int, argument_keys: tuple[str, ...]) -> ToolCall:
+    if not isinstance(value, dict):
+        raise MalformedCallError(
+            f"a tool call must be a JSON object with a name and arguments, "
+            f"not {_kind(value)}: {_excerpt(json.dumps(value))}"
+        )
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        raise MalformedCallError(
+            'a tool call without a "name" that is a non-empty string: '
+            f"{_excerpt(json.dumps(value))}"
+        )
+    present = [key for key in argument_keys if key in value]
+    if len(present) != 1:
+        what = "has both of" if present else "lacks"
+        keys = " or ".join(f'"{key}"' for key in argument_keys)
+        raise MalformedCallError(f"the call of {name!r} {what} {keys}: give one JSON object")
+    arguments = value[present[0]]
+    if not isinstance(arguments, dict):
+        raise MalformedCallError(
+            f"the arguments of {name!r} must be a JSON object, not {_kind(arguments)}"
+        )
+    return {
+        "id": f"call_{index}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _kind(value: Any) -> str:
+    names = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return "null" if value is None else names.get(type(value), "an object")
+
+
+def _excerpt(text: str, limit: int = 80) -> str:
+    return repr(text if len(text) <= limit else text[:limit] + "…")
+
+
+def _capped(errors: list[str]) -> tuple[str, ...]:
+    if len(errors) <= MAX_REPORTED:
+        return tuple(errors)
+    more = len(errors) - MAX_REPORTED
+    return (*errors[:MAX_REPORTED], f"and {more} more malformed tool calls")
+
+
+_PARSERS: dict[str, Callable[[], ToolParser]] = {
+    "hermes": HermesToolParser,
+    "json": JSONToolParser,
+}
+
+
+def register_tool_parser(
+    name: str, factory: Callable[[], ToolParser] | None = None
+) -> Callable[[], ToolParser] | Callable[[Callable[[], ToolParser]], Callable[[], ToolParser]]:
+    """Makes a tool parser known by name; usable as a decorator. A taken name is an error."""
+    if factory is None:
+
+        def decorate(made: Callable[[], ToolParser]) -> Callable[[], ToolParser]:
+            register_tool_parser(name, made)
+            return made
+
+        return decorate
+    if name in _PARSERS:
+        raise DuplicateNameError(f"a tool parser named {name!r} is registered already")
+    _PARSERS[name] = factory
+    return factory
+
+
+def get_tool_parser(name: str) -> ToolParser:
+    """The tool parser of that name; a wrong name is answered with the nearest ones."""
+    if name not in _PARSERS:
+        raise UnknownNameError("tool parser", name, _PARSERS)
+    return _PARSERS[name]()
+
+
+def list_tool_parsers() -> list[str]:
+    """The names that `get_tool_parser` knows."""
+    return sorted(_PARSERS)

@@ -1,0 +1,269 @@
+"""Gathers what happens to each agent and makes rollouts of it.
+
+A turn's index counts the agent's own turns: one per `act`, whether or not it gave an action. What
+an agent hears without having acted carries its previous turn's index and no `agent_steps`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ludic.agents.base_agent import ActResult
+from ludic.errors import AgentError
+from ludic.interaction.base import RunSpec
+from ludic.types import (
+    Action,
+    AgentID,
+    AgentStep,
+    EnvironmentStep,
+    FinishReason,
+    Info,
+    Obs,
+    Rollout,
+    Step,
+    StepOutcome,
+    TruncationReason,
+)
+
+UNREADABLE = "Your reply could not be read as an action. Answer again in the required form."
+
+
+class AgentTrack:
+    """One agent's steps of one episode, in order."""
+
+    def __init__(
+        self,
+        agent_id: AgentID,
+        rollout_id: str,
+        *,
+        parent_id: str | None = None,
+        collected: bool = True,
+        meta: Info | None = None,
+    ) -> None:
+        self.agent_id = agent_id
+        self.rollout_id = rollout_id
+        self.parent_id = parent_id
+        self.collected = collected
+        self.meta = dict(meta or {})
+        self.obs: Obs = ""
+        self.ended = False
+        self._steps: list[Step] = []
+        self._turns = 0
+        self._last: int | None = None
+        """The place of the last environment step."""
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        """What was recorded so far."""
+        return tuple(self._steps)
+
+    @property
+    def total_reward(self) -> float:
+        return sum(s.reward for s in self._steps if isinstance(s, EnvironmentStep))
+
+    def hear_reset(self, obs: Obs) -> None:
+        """The episode began with `obs`."""
+        self.obs = obs
+
+    def add_parse_failure(self, act: ActResult) -> tuple[Obs, Info]:
+        """Records a turn that gave no action; answers what the agent is to be told."""
+        feedback = act.parse.obs or UNREADABLE
+        reward = _parser_reward(act)
+        info = {"parse_error": True, "parse_error_kind": _kind_of_failure(act.steps)}
+        self._add_own_step(
+            act.steps,
+            next_obs=feedback,
+            reward=reward,
+            reward_components={"parser": reward},
+            stepped=False,
+            info=info,
+        )
+        return feedback, info
+
+    def add_outcome(self, outcome: StepOutcome, act: ActResult | None = None) -> None:
+        """Records what the environment told this agent: after `act`, or although it only
+        listened."""
+        components = _env_components(outcome)
+        reward = float(outcome.reward)
+        reason = TruncationReason.ENV_LIMIT if outcome.truncated else None
+        action: Action | None = None
+        positions: tuple[int, ...] = ()
+        if act is None:
+            index = max(self._turns - 1, 0)
+        else:
+            parser_reward = _parser_reward(act)
+            components["parser"] = components.get("parser", 0.0) + parser_reward
+            reward += parser_reward
+            index, positions, action = self._turns, self._add_calls(act.steps), act.parse.action
+        self._add_env_step(
+            EnvironmentStep(
+                index,
+                positions,
+                self.obs,
+                action,
+                outcome.obs,
+                reward,
+                outcome.terminated,
+                outcome.truncated,
+                reason,
+                True,
+                components,
+                outcome.info,
+            )
+        )
+        self.ended = outcome.terminated or outcome.truncated
+
+    def cut_turn(self, act: ActResult, reason: TruncationReason) -> None:
+        """Ends the episode in the middle of this turn: it had model calls, but the environment
+        was not stepped. A turn without any call leaves the flag on the step before."""
+        if not act.steps:
+            self.cut(reason)
+            return
+        reward = _parser_reward(act)
+        self._add_own_step(
+            act.steps,
+            next_obs="",
+            reward=reward,
+            reward_components={"parser": reward},
+            stepped=False,
+            truncated=True,
+            truncation_reason=reason,
+            action=act.parse.action,
+        )
+        self.ended = True
+
+    def add_interrupted(self, steps: tuple[AgentStep, ...], action: Action | None = None) -> None:
+        """Keeps the model calls of a turn that an error or a deadline broke off."""
+        if steps:
+            self._add_own_step(steps, next_obs="", reward=0.0, stepped=False, action=action)
+
+    def cut(self, reason: TruncationReason) -> None:
+        """Truncates: the flag goes onto the last step that happened. Where the agent never came
+        to a step, one that was not taken holds it. An episode that is over stays as it is."""
+        if self.ended:
+            return
+        if self._last is None:
+            self._add_env_step(EnvironmentStep(0, (), self.obs, None, "", 0.0, stepped=False))
+        assert self._last is not None
+        step = self._env_step(self._last)
+        self._steps[self._last] = replace(step, truncated=True, truncation_reason=reason)
+        self.ended = True
+
+    def fail(self, reason: TruncationReason) -> None:
+        """Truncates because of a failure; what never began stays empty."""
+        if self._last is not None:
+            self.cut(reason)
+
+    def add_bonus(self, name: str, reward: float) -> None:
+        """Adds a reward component to the last step, where there is one."""
+        if self._last is None:
+            return
+        step = self._env_step(self._last)
+        components = {**step.reward_components, name: reward}
+        self._steps[self._last] = replace(
+            step, reward=step.reward + reward, reward_components=components
+        )
+
+    def last_action(self) -> Action | None:
+        """The last action that the environment was stepped with."""
+        for step in reversed(self._steps):
+            if isinstance(step, EnvironmentStep) and step.stepped and step.action is not None:
+                return step.action
+        return None
+
+    def build(self, spec: RunSpec, *, task_key: str | None, error: str | None) -> Rollout:
+        """The rollout. The group and the specs are for the caller to fill in."""
+        return Rollout(
+            id=self.rollout_id,
+            steps=tuple(self._steps),
+            agent_id=self.agent_id,
+            episode_id=spec.episode_id,
+            task_key=task_key,
+            parent_id=self.parent_id,
+            env_seed=spec.env_seed,
+            sampling_seed=spec.sampling_seed,
+            error=error,
+            meta=self.meta,
+        )
+
+    def _add_own_step(
+        self,
+        steps: tuple[AgentStep, ...],
+        *,
+        next_obs: Obs,
+        reward: float,
+        stepped: bool,
+        action: Action | None = None,
+        reward_components: Mapping[str, float] | None = None,
+        truncated: bool = False,
+        truncation_reason: TruncationReason | None = None,
+        info: Info | None = None,
+    ) -> None:
+        index, positions = self._turns, self._add_calls(steps)
+        self._add_env_step(
+            EnvironmentStep(
+                index,
+                positions,
+                self.obs,
+                action,
+                next_obs,
+                reward,
+                False,
+                truncated,
+                truncation_reason,
+                stepped,
+                reward_components or {},
+                info or {},
+            )
+        )
+
+    def _add_calls(self, steps: tuple[AgentStep, ...]) -> tuple[int, ...]:
+        """Appends the turn's model calls; answers their places. Begins the next turn."""
+        if not steps:
+            raise AgentError(
+                f"agent {self.agent_id!r} acted without a model call: act() must return one "
+                "AgentStep for each, unless it was truncated"
+            )
+        turn, start = self._turns, len(self._steps)
+        self._steps.extend(
+            s if s.turn_index == turn else replace(s, turn_index=turn) for s in steps
+        )
+        self._turns = turn + 1
+        return tuple(range(start, len(self._steps)))
+
+    def _add_env_step(self, step: EnvironmentStep) -> None:
+        self._last = len(self._steps)
+        self._steps.append(step)
+        self.obs = step.next_obs or self.obs
+
+    def _env_step(self, place: int) -> EnvironmentStep:
+        step = self._steps[place]
+        assert isinstance(step, EnvironmentStep)
+        return step
+
+
+def _parser_reward(act: ActResult) -> float:
+    reward = float(act.parse.reward)
+    if not math.isfinite(reward):
+        raise AgentError(f"the parser gave the reward {reward!r}: it must be a finite number")
+    return reward
+
+
+def _kind_of_failure(steps: Sequence[AgentStep]) -> str:
+    last = steps[-1]
+    if last.finish_reason is FinishReason.LENGTH:
+        return "length"
+    return "tool_calls" if last.tool_messages else "format"
+
+
+def _env_components(outcome: StepOutcome) -> dict[str, float]:
+    """The environment's own components, and as "env" what they leave of its reward."""
+    if not outcome.reward_components:
+        return {"env": float(outcome.reward)}
+    components = {name: float(value) for name, value in outcome.reward_components.items()}
+    rest = float(outcome.reward) - math.fsum(components.values())
+    if abs(rest) > 1e-9 * max(1.0, abs(outcome.reward)):
+        components["env"] = components.get("env", 0.0) + rest
+    return components

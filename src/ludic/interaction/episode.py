@@ -1,0 +1,149 @@
+"""What every protocol's episode has around it: deadlines, failures, and the closing of the
+environment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from ludic.agents.base_agent import ActResult, Agent
+from ludic.envs.env import LudicEnv
+from ludic.envs.runner import EnvRunner
+from ludic.errors import (
+    ConfigError,
+    DeadlineError,
+    MissingExtraError,
+    ProtocolError,
+    UnknownNameError,
+)
+from ludic.interaction.base import RunSpec
+from ludic.interaction.collector import AgentTrack
+from ludic.seeding import derive_seed
+from ludic.types import AgentID, Info, Obs, Rollout, TruncationReason
+
+Openings: TypeAlias = Mapping[AgentID, tuple[Obs, Info]]
+
+CONFIGURATION_ERRORS = (ConfigError, MissingExtraError, ProtocolError, UnknownNameError)
+"""Errors that would fail every episode alike: they propagate instead of costing one."""
+
+
+class Episode:
+    """One episode under way: its environment, its limits, and the tracks of those who take part.
+
+    Tracks are returned in the order in which they were opened. `add_track` may be called while
+    the episode runs: sub-agents join late.
+    """
+
+    def __init__(
+        self,
+        env: LudicEnv[Any, Any, Any],
+        spec: RunSpec,
+        *,
+        uncollected: Collection[AgentID] = (),
+    ) -> None:
+        if spec.max_steps < 1:
+            raise ConfigError(f"RunSpec.max_steps={spec.max_steps}: must be >= 1")
+        self.spec = spec
+        self.uncollected = frozenset(uncollected)
+        self.runner = EnvRunner(env, step_timeout_s=spec.step_timeout_s)
+        self.tracks: list[AgentTrack] = []
+        self.error: str | None = None
+        self.task_key: str | None = None
+
+    def add_track(self, track: AgentTrack) -> AgentTrack:
+        self.tracks.append(track)
+        return track
+
+    def open_track(self, agent_id: AgentID) -> AgentTrack:
+        """A new track for one of the environment's agents."""
+        collected = agent_id not in self.uncollected
+        rollout_id = f"{self.spec.episode_id}/{agent_id}"
+        return self.add_track(AgentTrack(agent_id, rollout_id, collected=collected))
+
+    async def play(self, loop: Callable[[], Awaitable[None]]) -> None:
+        """Runs `loop` to its end, its failure or its deadline; then closes the environment.
+
+        A failure is recorded on every track. Cancellation from outside and errors of
+        configuration propagate.
+        """
+        limit = self.spec.episode_timeout_s
+        try:
+            async with asyncio.timeout(limit) as deadline:
+                await loop()
+        except CONFIGURATION_ERRORS:
+            raise
+        except Exception as exc:
+            if isinstance(exc, TimeoutError) and deadline.expired():
+                exc = DeadlineError("the end of the episode", self.spec.episode_id, limit or 0.0)
+            self.fail(exc)
+        finally:
+            await self.runner.close()
+
+    async def reset(self) -> Openings:
+        """Begins the episode; what each agent first sees."""
+        openings = await self.runner.reset(self.spec.env_seed)
+        self.task_key = self.runner.task_key()
+        return openings
+
+    def cut(self, reason: TruncationReason) -> None:
+        """Truncates every track that has not ended."""
+        for track in self.tracks:
+            track.cut(reason)
+
+    def rollouts(self) -> list[Rollout]:
+        """One rollout per track that is collected."""
+        return [
+            track.build(self.spec, task_key=self.task_key, error=self.error)
+            for track in self.tracks
+            if track.collected
+        ]
+
+    def fail(self, exc: Exception) -> None:
+        """Records the failure on every track; the first one counts."""
+        if self.error is not None:
+            return
+        self.error = f"{type(exc).__name__}: {exc}"
+        if not self.tracks:  # it failed before anybody took part, and is to be counted all the same
+            for agent_id in self._roles():
+                self.open_track(agent_id)
+        late = isinstance(exc, DeadlineError)
+        reason = TruncationReason.DEADLINE if late else TruncationReason.ERROR
+        for track in self.tracks:
+            track.fail(reason)
+
+    def _roles(self) -> Sequence[AgentID]:
+        """The environment's agents; some environments do not know them before a reset."""
+        try:
+            return tuple(self.runner.env.agent_ids)
+        except Exception:
+            return ("agent",)
+
+
+def begin_agent(agent: Agent, episode: Episode, track: AgentTrack, role: AgentID) -> None:
+    """Resets the agent for this episode, with a seed and a conversation of its own. Its own
+    system prompt goes before the one that the environment suggests for its role."""
+    prompt = agent.system_prompt
+    if prompt is None:
+        prompt = episode.runner.suggested_sysprompt(role)
+    agent.reset(prompt, seed=agent_seed(episode.spec, role), conversation_id=track.rollout_id)
+
+
+def agent_seed(spec: RunSpec, agent_id: AgentID) -> int | None:
+    """The seed of one agent's sampling in one episode."""
+    root = spec.sampling_seed
+    return None if root is None else derive_seed(root, "agent", agent_id)
+
+
+async def take_turn(agent: Agent, track: AgentTrack) -> ActResult:
+    """Lets the agent act; the model calls of a turn that breaks off are kept."""
+    try:
+        return await agent.act()
+    except BaseException:
+        track.add_interrupted(agent.steps_of_turn)
+        raise
+
+
+def opening_of(openings: Openings, agent_id: AgentID) -> tuple[Obs, Info]:
+    """What the agent first sees; an agent that the environment does not open for sees nothing."""
+    return openings.get(agent_id, ("", {}))

@@ -1,0 +1,147 @@
+"""Protocols from JSON: what the registry calls with a runtime and a run file's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from ludic.agents.base_agent import Agent
+from ludic.agents.tools import Tool
+from ludic.context import make_context
+from ludic.errors import ConfigError, UnknownNameError
+from ludic.interaction.base import Runtime
+from ludic.interaction.bots import Bot, BotFunction, RandomBot, SequenceBot
+from ludic.interaction.delegating import AgentFactory, DelegatingProtocol, SubAgent
+from ludic.interaction.multi_agent import MultiAgentProtocol
+from ludic.interaction.single_agent import SingleAgentSyncProtocol
+from ludic.parsers import make_parser
+from ludic.registry import get_tool, make_agent
+from ludic.types import AgentID
+
+JSON = Mapping[str, Any]
+
+_BOTS: Mapping[str, Callable[..., Bot]] = {"sequence": SequenceBot, "random": RandomBot}
+
+
+def build_agent(
+    runtime: Runtime,
+    *,
+    agent: str = "agent",
+    parser: str | JSON | Sequence[Any] = "text",
+    context: str | JSON = "full_dialog",
+    system_prompt: str | None = None,
+    tools: Sequence[str] = (),
+    client: str | None = None,
+    external_tools: Sequence[Tool] = (),
+    **agent_kwargs: Any,
+) -> Agent:
+    """A fresh agent by its registered name.
+
+    `parser` and `context` are a name or a mapping with "kind"; `tools` are registered names;
+    `client` names one of `runtime.others`; the rest goes to the agent's constructor as it is.
+    """
+    if client is not None:
+        if client not in runtime.others:
+            raise UnknownNameError("client", client, runtime.others)
+        runtime = runtime.others[client]
+    if tools:
+        agent_kwargs["tools"] = [get_tool(name) for name in tools]
+    if external_tools:
+        agent_kwargs["external_tools"] = external_tools
+    return make_agent(
+        agent,
+        client=runtime.client,
+        model=runtime.model,
+        ctx=make_context(context),
+        parser=make_parser(parser),
+        chat_template=runtime.chat_template,
+        inference=runtime.inference,
+        system_prompt=system_prompt,
+        **agent_kwargs,
+    )
+
+
+def single_agent_protocol(runtime: Runtime, **agent_kwargs: Any) -> SingleAgentSyncProtocol:
+    """One agent; the arguments are those of `build_agent`."""
+    return SingleAgentSyncProtocol(build_agent(runtime, **agent_kwargs))
+
+
+def multi_agent_protocol(
+    runtime: Runtime,
+    *,
+    seats: Mapping[AgentID, JSON] | None = None,
+    max_parse_retries: int = 3,
+    **agent_kwargs: Any,
+) -> MultiAgentProtocol:
+    """Several agents; those that `seats` does not name are built from `agent_kwargs`.
+
+    A seat is `{"bot": "random", "choices": […]}`, `{"bot": "sequence", "actions": […]}`,
+    `{"bot": <registered agent name>, …}`, or what `build_agent` takes, over the common arguments.
+    A seat with a `"client"` of its own is an opponent and leaves no rollout, unless it says
+    `"collect": true`.
+    """
+    players: dict[AgentID, Agent | Bot | BotFunction] = {}
+    uncollected: set[AgentID] = set()
+    for agent_id, seat in (seats or {}).items():
+        options = dict(seat)
+        if "bot" in options:
+            players[agent_id] = _make_bot(agent_id, options)
+            continue
+        if not options.pop("collect", "client" not in options):
+            uncollected.add(agent_id)
+        players[agent_id] = build_agent(runtime, **{**agent_kwargs, **options})
+    return MultiAgentProtocol(
+        players,
+        default=lambda agent_id: build_agent(runtime, **agent_kwargs),
+        uncollected=uncollected,
+        max_parse_retries=max_parse_retries,
+    )
+
+
+def delegating_protocol(
+    runtime: Runtime,
+    *,
+    sub_agents: Mapping[str, JSON],
+    max_depth: int = 1,
+    max_sub_agents: int = 8,
+    child_reward: Literal["parent", "none"] = "parent",
+    agent: str = "react",
+    **agent_kwargs: Any,
+) -> DelegatingProtocol:
+    """A parent and its kinds of sub-agents: `{"solver": {"description": "…", "max_steps": 4,
+    and what `build_agent` takes}}`. A sub-agent is a "react" agent unless it says otherwise."""
+    kinds: dict[str, SubAgent] = {}
+    for name, entry in sub_agents.items():
+        options = dict(entry)
+        if "description" not in options:
+            raise ConfigError(
+                f"sub-agent {name!r} needs a 'description': its caller sees only that"
+            )
+        description, max_steps = options.pop("description"), options.pop("max_steps", 4)
+        factory = _agent_factory(runtime, {"agent": "react", **options})
+        kinds[name] = SubAgent(description, factory, max_steps=max_steps)
+    return DelegatingProtocol(
+        _agent_factory(runtime, {"agent": agent, **agent_kwargs}),
+        kinds,
+        max_depth=max_depth,
+        max_sub_agents=max_sub_agents,
+        child_reward=child_reward,
+    )
+
+
+def _agent_factory(runtime: Runtime, options: JSON) -> AgentFactory:
+    def make(external_tools: Sequence[Tool]) -> Agent:
+        return build_agent(runtime, external_tools=external_tools, **options)
+
+    return make
+
+
+def _make_bot(agent_id: AgentID, options: dict[str, Any]) -> Bot | BotFunction:
+    name = options.pop("bot")
+    try:
+        if name in _BOTS:
+            return _BOTS[name](**options)
+        bot: Any = make_agent(name, **options)
+    except TypeError as exc:
+        raise ConfigError(f"bot {name!r} of seat {agent_id!r}: {exc}") from exc
+    return bot  # type: ignore[no-any-return]

@@ -1,0 +1,209 @@
+"""Several agents in one environment, in turns or at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from ludic.agents.base_agent import ActResult, Agent
+from ludic.envs.env import LudicEnv
+from ludic.errors import ConfigError, ProtocolError
+from ludic.interaction.base import InteractionProtocol, RunSpec
+from ludic.interaction.bots import Bot, BotFunction, FunctionBot
+from ludic.interaction.episode import Episode, Openings, begin_agent, opening_of, take_turn
+from ludic.seeding import derive_seed
+from ludic.types import Action, AgentID, Rollout, TruncationReason
+
+
+class MultiAgentProtocol(InteractionProtocol):
+    """Asks the active agents, all at once, steps the environment, and tells everybody.
+
+    `players` maps the environment's agents to agents, bots or plain functions; `default` makes
+    the players that are not named. Bots leave no rollouts, nor do the agents in `uncollected`
+    (opponents that other models play).
+
+    An answer that cannot be parsed is not a move. In turns, the agent is simply asked again.
+    Among simultaneous movers the step goes on without it if the environment
+    `accepts_partial_actions`; if not, the others' actions wait while it is asked again, at most
+    `max_parse_retries` times, after which the episode is cut with `TruncationReason.BUDGET`.
+    """
+
+    def __init__(
+        self,
+        players: Mapping[AgentID, Agent | Bot | BotFunction],
+        *,
+        default: Callable[[AgentID], Agent | Bot | BotFunction] | None = None,
+        uncollected: Collection[AgentID] = (),
+        max_parse_retries: int = 3,
+    ) -> None:
+        if max_parse_retries < 0:
+            raise ConfigError(f"max_parse_retries={max_parse_retries}: must be >= 0")
+        self.players = dict(players)
+        self.default = default
+        self.uncollected = frozenset(uncollected)
+        self.max_parse_retries = max_parse_retries
+
+    async def run(self, env: LudicEnv[Any, Any, Any], spec: RunSpec) -> list[Rollout]:
+        bots = {a for a, player in self.players.items() if not isinstance(player, Agent)}
+        episode = Episode(env, spec, uncollected=self.uncollected | bots)
+        await episode.play(lambda: self._play(episode))
+        return episode.rollouts()
+
+    async def _play(self, episode: Episode) -> None:
+        openings = await episode.reset()
+        game = _Game(episode, self._seat(episode.runner.agent_ids), self.max_parse_retries)
+        await game.play(openings)
+
+    def _seat(self, agent_ids: Sequence[AgentID]) -> dict[AgentID, Agent | Bot]:
+        """A player for every role, or `ProtocolError`."""
+        unknown = [a for a in (*self.players, *self.uncollected) if a not in agent_ids]
+        missing = [a for a in agent_ids if a not in self.players]
+        if unknown or (missing and self.default is None):
+            raise ProtocolError(
+                f"the environment has the agents {list(agent_ids)}: no player for {missing}, and "
+                f"no such agent as {unknown}"
+            )
+        players: dict[AgentID, Agent | Bot] = {}
+        for agent_id in agent_ids:
+            player = self.players.get(agent_id)
+            if player is None and self.default is not None:
+                player = self.default(agent_id)
+            if not isinstance(player, Agent | Bot):
+                if not callable(player):
+                    raise ProtocolError(f"{player!r} cannot play {agent_id!r}: not an agent or bot")
+                player = FunctionBot(player)
+            players[agent_id] = player
+        if len({id(p) for p in players.values()}) < len(players):
+            raise ProtocolError("one agent object sits on two seats: make one for each seat")
+        return players
+
+
+class _Game:
+    """The state of one episode's loop."""
+
+    def __init__(
+        self,
+        episode: Episode,
+        players: Mapping[AgentID, Agent | Bot],
+        max_parse_retries: int,
+    ) -> None:
+        self.episode = episode
+        self.players = players
+        self.max_parse_retries = max_parse_retries
+        self.tracks = {agent_id: episode.open_track(agent_id) for agent_id in players}
+        self.acts: dict[AgentID, ActResult] = {}
+        """Turns whose actions wait for the environment's step."""
+        self.actions: dict[AgentID, Action] = {}
+        self.failures: dict[AgentID, int] = {}
+        """Parse failures since the last step, by agent."""
+
+    async def play(self, openings: Openings) -> None:
+        self._begin(openings)
+        runner = self.episode.runner
+        for _ in range(self.episode.spec.max_steps):
+            active = runner.active_agents
+            if not active:
+                return
+            failed = await self._ask([a for a in active if a not in self.actions])
+            if failed is None:
+                return
+            if failed and not (self.actions and runner.accepts_partial_actions):
+                if len(active) > 1 and self._out_of_retries(failed):
+                    self._cut(TruncationReason.BUDGET)
+                    return
+                continue
+            await self._step()
+        self._cut(TruncationReason.MAX_STEPS)
+
+    def _begin(self, openings: Openings) -> None:
+        spec = self.episode.spec
+        for agent_id, player in self.players.items():
+            obs, info = opening_of(openings, agent_id)
+            track = self.tracks[agent_id]
+            track.hear_reset(obs)
+            if isinstance(player, Agent):
+                begin_agent(player, self.episode, track, agent_id)
+                player.on_env_reset(obs, info)
+            else:
+                seed = spec.env_seed
+                self.tracks[agent_id].collected = False
+                player.reset(seed=None if seed is None else derive_seed(seed, "bot", agent_id))
+
+    async def _ask(self, asked: Sequence[AgentID]) -> list[AgentID] | None:
+        """Lets them act at the same time; who failed to give an action, or None when the context
+        of one is full, which ends the episode."""
+        failed: list[AgentID] = []
+        full: TruncationReason | None = None
+        for agent_id, act in (await self._moves(asked)).items():
+            if isinstance(act, str):
+                self.actions[agent_id] = act
+            elif act.truncation is not None:
+                self.tracks[agent_id].cut_turn(act, act.truncation)
+                full = act.truncation
+            elif act.parse.action is None:
+                failed.append(agent_id)
+                player = self.players[agent_id]
+                assert isinstance(player, Agent)
+                player.on_after_step(*self.tracks[agent_id].add_parse_failure(act))
+            else:
+                self.actions[agent_id] = act.parse.action
+                self.acts[agent_id] = act
+        if full is None:
+            return failed
+        self._cut(full)
+        return None
+
+    async def _moves(self, asked: Sequence[AgentID]) -> dict[AgentID, ActResult | Action]:
+        if len(asked) == 1:
+            return {asked[0]: await self._move(asked[0])}
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {a: group.create_task(self._move(a)) for a in asked}
+        except BaseExceptionGroup as failure:
+            for agent_id, task in tasks.items():
+                if not task.cancelled() and task.exception() is None:
+                    self._keep_unused(agent_id, task.result())
+            raise failure.exceptions[0] from None
+        return {a: task.result() for a, task in tasks.items()}
+
+    async def _move(self, agent_id: AgentID) -> ActResult | Action:
+        player = self.players[agent_id]
+        track = self.tracks[agent_id]
+        if isinstance(player, Agent):
+            return await take_turn(player, track)
+        action = player.act(track.obs)
+        return await action if inspect.isawaitable(action) else action
+
+    async def _step(self) -> None:
+        """Steps the environment, and tells every agent that it has an outcome for."""
+        try:
+            outcomes = await self.episode.runner.step(self.actions)
+        except BaseException:
+            for agent_id, act in self.acts.items():
+                self._keep_unused(agent_id, act)
+            raise
+        for agent_id, outcome in outcomes.items():
+            self.tracks[agent_id].add_outcome(outcome, self.acts.get(agent_id))
+            player = self.players[agent_id]
+            if isinstance(player, Agent):
+                player.on_after_step(outcome.obs, outcome.info)
+        self.acts, self.actions = {}, {}
+        self.failures.clear()
+
+    def _keep_unused(self, agent_id: AgentID, act: ActResult | Action) -> None:
+        if isinstance(act, ActResult):
+            self.tracks[agent_id].add_interrupted(act.steps, act.parse.action)
+
+    def _out_of_retries(self, failed: Sequence[AgentID]) -> bool:
+        for agent_id in failed:
+            self.failures[agent_id] = self.failures.get(agent_id, 0) + 1
+        return any(n > self.max_parse_retries for n in self.failures.values())
+
+    def _cut(self, reason: TruncationReason) -> None:
+        """Ends the episode for all who are still in it; a turn whose action waits ends unused."""
+        for agent_id, act in self.acts.items():
+            self.tracks[agent_id].cut_turn(act, reason)
+        for track in self.tracks.values():
+            track.cut(reason)

@@ -1,0 +1,255 @@
+"""Control between batches: which requests come next, given how the earlier ones went."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from ludic.errors import CheckpointError, ConfigError
+from ludic.rollouts.requests import RolloutRequest
+from ludic.seeding import derive_seed
+from ludic.types import Rollout
+
+LABEL = "curriculum"
+"""Where a request's `meta`, and so its rollouts', say which of a curriculum's parts it is of."""
+
+
+@runtime_checkable
+class Curriculum(Protocol):
+    """Gives the next requests and is told how they went. Its state is JSON, for checkpoints."""
+
+    def next_requests(self, count: int) -> list[RolloutRequest]:
+        """The next `count` requests, of one episode each; a strategy may make groups of them."""
+        ...
+
+    def report(self, rollouts: Sequence[Rollout]) -> None:
+        """How the requests went: every rollout of the batch, failed ones included."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def is_solved(rollout: Rollout, threshold: float) -> bool:
+    """Whether the rollout's total reward reaches `threshold`."""
+    return rollout.error is None and rollout.total_reward >= threshold
+
+
+class FixedMix:
+    """Kinds of requests in fixed proportions.
+
+    Whatever was given out so far stays as close to the proportions as whole requests allow, so
+    that even small batches are mixed. A request without an `env_seed` gets a new one each time.
+    """
+
+    def __init__(self, mix: Mapping[str, tuple[RolloutRequest, float]], *, seed: int = 0) -> None:
+        if not mix:
+            raise ConfigError("FixedMix: give at least one kind of request")
+        for name, (_, weight) in mix.items():
+            if not (math.isfinite(weight) and weight > 0):
+                raise ConfigError(f"FixedMix: the weight of {name!r} is {weight}; must be > 0")
+        total = math.fsum(weight for _, weight in mix.values())
+        self._requests = {name: request for name, (request, _) in mix.items()}
+        self._shares = {name: weight / total for name, (_, weight) in mix.items()}
+        self._given = dict.fromkeys(mix, 0)
+        self._seed = seed
+
+    def next_requests(self, count: int) -> list[RolloutRequest]:
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> RolloutRequest:
+        total = sum(self._given.values()) + 1
+        name = max(self._given, key=lambda n: self._shares[n] * total - self._given[n])
+        number = self._given[name]
+        self._given[name] += 1
+        return seeded(self._requests[name], name, number, self._seed)
+
+    def report(self, rollouts: Sequence[Rollout]) -> None:
+        """A fixed mix learns nothing from outcomes."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"given": dict(self._given)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        _check_names("FixedMix", state["given"], self._given)
+        self._given = {name: int(state["given"][name]) for name in self._given}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a curriculum and when it is over: after `episodes` finished ones, or once
+    `solve_rate` of the last `window` reached `threshold`; whichever comes first. The last stage
+    needs neither."""
+
+    curriculum: Curriculum
+    episodes: int | None = None
+    solve_rate: float | None = None
+    window: int = 64
+    threshold: float = 1.0
+
+
+class Stages:
+    """One curriculum after another, each until its stage is over."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        if not stages:
+            raise ConfigError("Stages: give at least one stage")
+        for number, stage in enumerate(stages[:-1]):
+            if stage.episodes is None and stage.solve_rate is None:
+                raise ConfigError(
+                    f"Stages: stage {number} never ends: set its `episodes` or its `solve_rate`"
+                )
+        self._stages = tuple(stages)
+        self._at = 0
+        self._episodes = 0
+        self._recent: list[bool] = []
+
+    @property
+    def stage(self) -> int:
+        """The number of the stage that the next requests come from."""
+        return self._at
+
+    def next_requests(self, count: int) -> list[RolloutRequest]:
+        requests = self._stages[self._at].curriculum.next_requests(count)
+        return [replace(r, meta={**r.meta, "stage": self._at}) for r in requests]
+
+    def report(self, rollouts: Sequence[Rollout]) -> None:
+        stage = self._stages[self._at]
+        mine = [r for r in rollouts if r.meta.get("stage") == self._at]
+        stage.curriculum.report(mine)
+        mine = [r for r in mine if r.error is None]
+        self._episodes += len({r.episode_id for r in mine})
+        self._recent.extend(is_solved(r, stage.threshold) for r in mine)
+        del self._recent[: -stage.window]
+        if self._at + 1 < len(self._stages) and self._is_over(stage):
+            self._at, self._episodes, self._recent = self._at + 1, 0, []
+
+    def _is_over(self, stage: Stage) -> bool:
+        if stage.episodes is not None and self._episodes >= stage.episodes:
+            return True
+        if stage.solve_rate is None or len(self._recent) < stage.window:
+            return False
+        return sum(self._recent) / len(self._recent) >= stage.solve_rate
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {
+            "stage": self._at,
+            "episodes": self._episodes,
+            "recent": list(self._recent),
+            "curricula": [stage.curriculum.state_dict() for stage in self._stages],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if len(state["curricula"]) != len(self._stages):
+            raise CheckpointError(
+                f"the checkpoint has {len(state['curricula'])} stages, this run "
+                f"{len(self._stages)}: resume with the stages that the run began with"
+            )
+        for stage, saved in zip(self._stages, state["curricula"], strict=True):
+            stage.curriculum.load_state_dict(saved)
+        self._at, self._episodes = int(state["stage"]), int(state["episodes"])
+        self._recent = [bool(value) for value in state["recent"]]
+
+
+class TargetSolveRate:
+    """Prefers tasks whose solve rate is near a target: neither hopeless nor done.
+
+    The estimate of a task moves by `learning_rate` towards each outcome and starts at the target,
+    so that new tasks are tried. A task is drawn in proportion to
+    exp(−½((rate − target)/width)²) + `floor`; the floor lets no task be forgotten.
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[str, RolloutRequest],
+        *,
+        target: float = 0.5,
+        width: float = 0.2,
+        floor: float = 0.05,
+        learning_rate: float = 0.1,
+        threshold: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        if not tasks:
+            raise ConfigError("TargetSolveRate: give at least one task")
+        rules = (
+            (0 < target < 1, "target", target, "between 0 and 1"),
+            (width > 0, "width", width, "> 0"),
+            (floor >= 0, "floor", floor, ">= 0"),
+            (0 < learning_rate <= 1, "learning_rate", learning_rate, "in (0, 1]"),
+        )
+        for ok, name, value, must in rules:
+            if not ok:
+                raise ConfigError(f"TargetSolveRate({name}={value}): must be {must}")
+        self._tasks = dict(tasks)
+        self._rates = dict.fromkeys(tasks, target)
+        self._target, self._width, self._floor = target, width, floor
+        self._learning_rate, self._threshold = learning_rate, threshold
+        self._seed, self._drawn = seed, 0
+
+    @property
+    def solve_rates(self) -> Mapping[str, float]:
+        """The estimate of each task."""
+        return dict(self._rates)
+
+    def probabilities(self) -> Mapping[str, float]:
+        """How likely each task is to be drawn next."""
+        weights = {
+            name: math.exp(-0.5 * ((rate - self._target) / self._width) ** 2) + self._floor
+            for name, rate in self._rates.items()
+        }
+        total = math.fsum(weights.values())
+        if total == 0:  # without a floor, tasks far from the target can all underflow
+            return dict.fromkeys(weights, 1 / len(weights))
+        return {name: weight / total for name, weight in weights.items()}
+
+    def next_requests(self, count: int) -> list[RolloutRequest]:
+        chances = self.probabilities()
+        names, weights = list(chances), list(chances.values())
+        requests = []
+        for _ in range(count):
+            draw = np.random.default_rng(derive_seed(self._seed, "draw", self._drawn))
+            name = names[int(draw.choice(len(names), p=weights))]
+            requests.append(seeded(self._tasks[name], name, self._drawn, self._seed))
+            self._drawn += 1
+        return requests
+
+    def report(self, rollouts: Sequence[Rollout]) -> None:
+        for rollout in rollouts:
+            name = rollout.meta.get(LABEL)
+            if rollout.error is None and name in self._rates:
+                outcome = float(is_solved(rollout, self._threshold))
+                self._rates[name] += self._learning_rate * (outcome - self._rates[name])
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"rates": dict(self._rates), "drawn": self._drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        _check_names("TargetSolveRate", state["rates"], self._rates)
+        self._rates = {name: float(state["rates"][name]) for name in self._rates}
+        self._drawn = int(state["drawn"])
+
+
+def seeded(request: RolloutRequest, name: str, number: int, seed: int) -> RolloutRequest:
+    """The `number`-th request of part `name`: labelled, and with seeds of its own. An
+    `env_seed` that the template sets stays: it is the task."""
+    env_seed = request.env_seed
+    return replace(
+        request,
+        env_seed=derive_seed(seed, name, "env", number) if env_seed is None else env_seed,
+        sampling_seed=derive_seed(seed, name, "sampling", number),
+        meta={**request.meta, LABEL: name},
+    )
+
+
+def _check_names(what: str, saved: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    if saved.keys() != known.keys():
+        raise CheckpointError(
+            f"{what}: the checkpoint knows {sorted(saved)}, this run {sorted(known)}: resume with "
+            "the tasks that the run began with"
+        )

@@ -1,0 +1,217 @@
+"""The rollout engine: requests in, rollouts or batches out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Literal, Protocol, TypeAlias
+
+from ludic.errors import ConfigError
+from ludic.interaction.base import Runtime
+from ludic.rollouts.bounded import run_bounded
+from ludic.rollouts.episodes import EnvFactory, EpisodeRunner, ProtocolFactory
+from ludic.rollouts.planning import Episode, plan_episodes
+from ludic.rollouts.progress import Budget, BudgetGate, FailureMonitor, Progress, ProgressCallback
+from ludic.rollouts.requests import RolloutRequest
+from ludic.saw.assembly import Algorithm, batch_from_rollouts, prepare_batch
+from ludic.saw.filters import SampleFilter
+from ludic.saw.grouping import LostMember
+from ludic.saw.items import SAWBatch
+from ludic.types import Rollout
+
+LostMemberPolicy: TypeAlias = Literal["drop_group", "keep_partial", "retry"]
+"""What happens when an episode of a group fails. "drop_group": none of the group is trained on.
+"keep_partial": those that are left are. "retry": the episode is run again with new sampling noise,
+up to `max_retries` times, and after that the group is dropped."""
+
+
+class RolloutWriterLike(Protocol):
+    """Whatever takes rollouts as they finish: `RolloutWriter`, for one."""
+
+    def write(self, rollout: Rollout) -> None: ...
+
+
+class RolloutEngine:
+    """Runs episodes concurrently and isolates their failures.
+
+    Registries map names to factories; None stands for the global registry. A failed episode
+    comes back as a rollout with `error` set, and when more than `max_failure_rate` of the last
+    episodes failed, the call ends with a `RolloutError` that lists the causes. `writer` is given
+    every rollout as it finishes. `seed` is the root of seeds that requests leave open.
+    """
+
+    def __init__(
+        self,
+        env_registry: Mapping[str, EnvFactory] | None = None,
+        protocol_registry: Mapping[str, ProtocolFactory] | None = None,
+        *,
+        runtime: Runtime | None = None,
+        seed: int = 0,
+        step_timeout_s: float | None = 60.0,
+        episode_timeout_s: float | None = 600.0,
+        max_failure_rate: float = 0.5,
+        lost_member: LostMemberPolicy = "drop_group",
+        max_retries: int = 2,
+        writer: RolloutWriterLike | None = None,
+    ) -> None:
+        if lost_member not in ("drop_group", "keep_partial", "retry"):
+            raise ConfigError(
+                f"lost_member={lost_member!r}: must be 'drop_group', 'keep_partial' or 'retry'"
+            )
+        self.runtime = runtime
+        self.seed = seed
+        self.lost_member = lost_member
+        self.max_retries = max_retries if lost_member == "retry" else 0
+        self.writer = writer
+        self._runner = EpisodeRunner(
+            env_registry, protocol_registry, runtime, step_timeout_s, episode_timeout_s
+        )
+        self._monitor = FailureMonitor(max_failure_rate)
+        self._calls = 0
+
+    @property
+    def group_policy(self) -> LostMember:
+        """What is done with a group that has still lost a member after any retries."""
+        return "keep_partial" if self.lost_member == "keep_partial" else "drop_group"
+
+    async def generate_rollouts(
+        self,
+        requests: Sequence[RolloutRequest],
+        max_steps: int = 100,
+        concurrency: int = 8,
+        *,
+        prefix: str | None = None,
+        budget: Budget | None = None,
+        on_progress: ProgressCallback | None = None,
+        writer: RolloutWriterLike | None = None,
+    ) -> list[Rollout]:
+        """All rollouts, failed ones included, by request, then episode, then agent.
+
+        The order does not depend on which episode finished first. `prefix` begins every id and
+        takes part in the seeds that requests leave open; by default it counts the calls.
+        """
+        found: dict[int, list[Rollout]] = {}
+        stream = self._run(requests, max_steps, concurrency, prefix, budget, on_progress, writer)
+        async with aclosing(stream):
+            async for episode, rollouts in stream:
+                found[episode.index] = rollouts
+        return [rollout for index in sorted(found) for rollout in found[index]]
+
+    async def stream_rollouts(
+        self,
+        requests: Sequence[RolloutRequest],
+        max_steps: int = 100,
+        concurrency: int = 8,
+        *,
+        prefix: str | None = None,
+        budget: Budget | None = None,
+        on_progress: ProgressCallback | None = None,
+        writer: RolloutWriterLike | None = None,
+    ) -> AsyncGenerator[Rollout, None]:
+        """The same rollouts one by one, as their episodes finish; those of one episode stay
+        together. A consumer that falls behind slows the episodes down; one that stops early
+        closes the stream (`contextlib.aclosing`), which cancels what is running."""
+        stream = self._run(requests, max_steps, concurrency, prefix, budget, on_progress, writer)
+        async with aclosing(stream):
+            async for _, rollouts in stream:
+                for rollout in rollouts:
+                    yield rollout
+
+    async def generate_batch(
+        self,
+        requests: Sequence[RolloutRequest],
+        algorithm: Algorithm,
+        sample_filter: SampleFilter | None = None,
+        *,
+        max_steps: int = 100,
+        concurrency: int = 8,
+        merge: bool = True,
+        prefix: str | None = None,
+        budget: Budget | None = None,
+        on_progress: ProgressCallback | None = None,
+        writer: RolloutWriterLike | None = None,
+    ) -> SAWBatch:
+        """Rollouts with credit, filtered, merged and prepared for the algorithm's loss; `meta` has
+        the statistics, and the drops by reason. A batch may turn out empty."""
+        rollouts = await self.generate_rollouts(
+            requests,
+            max_steps,
+            concurrency,
+            prefix=prefix,
+            budget=budget,
+            on_progress=on_progress,
+            writer=writer,
+        )
+        batch = batch_from_rollouts(
+            rollouts,
+            algorithm.credit_assigner,
+            sample_filter=sample_filter,
+            merge=merge,
+            lost_member=self.group_policy,
+        )
+        return prepare_batch(batch, algorithm)
+
+    async def _run(
+        self,
+        requests: Sequence[RolloutRequest],
+        max_steps: int,
+        concurrency: int,
+        prefix: str | None,
+        budget: Budget | None,
+        on_progress: ProgressCallback | None,
+        writer: RolloutWriterLike | None,
+    ) -> AsyncGenerator[tuple[Episode, list[Rollout]], None]:
+        """Episodes with their rollouts, in order of completion."""
+        for name, value in (("max_steps", max_steps), ("concurrency", concurrency)):
+            if value < 1:
+                raise ConfigError(f"{name}={value}: must be at least 1")
+        if prefix is None:
+            prefix = f"call-{self._calls}"
+            self._calls += 1
+        writer = self.writer if writer is None else writer
+        plan = plan_episodes(requests, seed=self.seed, prefix=prefix)
+        gate = BudgetGate(budget, plan)
+        failed: Counter[str] = Counter()
+        finished = 0
+
+        async def run(episode: Episode) -> list[Rollout]:
+            rollouts = await self._attempt(episode, max_steps, failed)
+            gate.tokens += sum(rollout.num_tokens for rollout in rollouts)
+            if writer is not None:
+                for rollout in rollouts:
+                    writer.write(rollout)
+            return rollouts
+
+        def report() -> None:
+            if on_progress is not None:
+                skipped = len(plan) - gate.admitted if gate.closed else 0
+                on_progress(Progress(len(plan), finished, gate.tokens, skipped, dict(failed)))
+
+        report()
+        results = run_bounded(filter(gate.admits, plan), run, min(concurrency, max(len(plan), 1)))
+        async with aclosing(results):
+            async for episode, rollouts in results:
+                finished += 1
+                report()
+                yield episode, rollouts
+
+    async def _attempt(
+        self, episode: Episode, max_steps: int, failed: Counter[str]
+    ) -> list[Rollout]:
+        """Runs the episode, and a group's member again where the policy says so."""
+        causes: list[str] = []
+        while True:
+            rollouts = await self._runner.run(episode, max_steps)
+            cause = next((r.error for r in rollouts if r.error is not None), None)
+            if cause is not None:
+                failed[cause] += 1
+            self._monitor.record(cause)
+            if cause is None or episode.group_id is None or episode.attempt >= self.max_retries:
+                break
+            causes.append(cause)
+            episode = episode.retried()
+        if causes:
+            return [replace(r, meta={**r.meta, "earlier_errors": causes}) for r in rollouts]
+        return rollouts

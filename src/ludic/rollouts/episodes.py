@@ -1,0 +1,167 @@
+"""Runs one planned episode: builds its environment and protocol by name, and labels the outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeVar
+
+from ludic.envs.env import LudicEnv
+from ludic.envs.runner import EnvRunner
+from ludic.envs.threads import shared_threads
+from ludic.errors import ConfigError, DeadlineError, MissingExtraError, UnknownNameError
+from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
+from ludic.rollouts.planning import Episode
+from ludic.types import Rollout, to_json
+
+EnvFactory: TypeAlias = Callable[..., LudicEnv[Any, Any, Any]]
+ProtocolFactory: TypeAlias = Callable[..., InteractionProtocol]
+Factory = TypeVar("Factory", bound=Callable[..., Any])
+
+CONFIGURATION_ERRORS = (ConfigError, MissingExtraError, UnknownNameError)
+"""Errors that would fail every episode alike: they end the call and not one episode."""
+
+_GRACE_S = 5.0
+"""How much longer than its own deadline a protocol may take before it is stopped from outside."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRunner:
+    """How episodes are built and bounded. Registries map names to factories; None stands for the
+    global registry. An environment's factory is called with the spec's arguments, a protocol's
+    with the runtime and then the spec's arguments."""
+
+    env_registry: Mapping[str, EnvFactory] | None
+    protocol_registry: Mapping[str, ProtocolFactory] | None
+    runtime: Runtime | None
+    step_timeout_s: float | None
+    episode_timeout_s: float | None
+
+    async def run(self, episode: Episode, max_steps: int) -> list[Rollout]:
+        """The episode's rollouts, one per agent. Never raises for what goes wrong inside: then
+        they carry `error`, and there is at least one. Errors of configuration propagate."""
+        error = None
+        rollouts: list[Rollout] = []
+        try:
+            rollouts = await self._play(episode, max_steps)
+            if not rollouts:
+                error = "the protocol returned no rollout"
+        except CONFIGURATION_ERRORS:
+            raise
+        except Exception as exc:  # one failure costs one episode
+            error = f"{type(exc).__name__}: {exc}"
+        if error is not None:
+            rollouts = [Rollout(id=f"{episode.id}/failed", steps=(), error=error)]
+        return [_labelled(rollout, episode, max_steps) for rollout in rollouts]
+
+    async def _play(self, episode: Episode, max_steps: int) -> list[Rollout]:
+        env = await self._make_env(episode)
+        try:
+            protocol = self._make_protocol(episode)
+        except BaseException:
+            # A protocol closes its environment; without one it is left to us.
+            await EnvRunner(env, step_timeout_s=self.step_timeout_s).close()
+            raise
+        spec = RunSpec(
+            episode_id=episode.id,
+            env_seed=episode.env_seed,
+            sampling_seed=episode.sampling_seed,
+            max_steps=max_steps,
+            step_timeout_s=self.step_timeout_s,
+            episode_timeout_s=self.episode_timeout_s,
+        )
+        limit = self.episode_timeout_s
+        try:
+            # The protocol keeps this deadline itself; this one holds when it does not.
+            async with asyncio.timeout(None if limit is None else limit + _GRACE_S) as deadline:
+                return await protocol.run(env, spec)
+        except TimeoutError as exc:
+            if isinstance(exc, DeadlineError) or not deadline.expired():
+                raise
+            name = type(protocol).__name__
+            raise DeadlineError(f"the end of episode {episode.id}", name, limit or 0.0) from exc
+
+    async def _make_env(self, episode: Episode) -> LudicEnv[Any, Any, Any]:
+        spec = episode.request.env
+        if self.env_registry is None:
+            from ludic.envs import build_env
+
+            def build() -> LudicEnv[Any, Any, Any]:
+                return build_env(spec)
+        else:
+            factory = _look_up("environment", spec.kind, self.env_registry)
+
+            def build() -> LudicEnv[Any, Any, Any]:
+                return factory(**spec.kwargs)
+
+        # Building may read a dataset or start a process, so it must not hold up the others.
+        env: LudicEnv[Any, Any, Any] = await shared_threads().run(
+            build,
+            what="its construction",
+            whom=f"environment {spec.kind!r}",
+            timeout_s=self.step_timeout_s,
+        )
+        return env
+
+    def _make_protocol(self, episode: Episode) -> InteractionProtocol:
+        spec, inference = episode.request.protocol, episode.request.inference
+        runtime = self.runtime
+        if inference is not None:
+            if runtime is None:
+                raise ConfigError(
+                    "a request has an `inference` of its own, but the engine has no runtime to "
+                    "apply it to: pass RolloutEngine(runtime=Runtime(client, template, model))"
+                )
+            runtime = replace(runtime, inference=inference)
+        if self.protocol_registry is not None:
+            return _look_up("protocol", spec.kind, self.protocol_registry)(runtime, **spec.kwargs)
+        if runtime is None:
+            raise ConfigError(
+                f"protocol {spec.kind!r} needs a model to talk to: pass "
+                "RolloutEngine(runtime=Runtime(client, template, model))"
+            )
+        from ludic.registry import make_protocol
+
+        return make_protocol(spec.kind, runtime, **spec.kwargs)
+
+
+def _look_up(kind: str, name: str, registry: Mapping[str, Factory]) -> Factory:
+    try:
+        return registry[name]
+    except KeyError:
+        raise UnknownNameError(kind, name, registry) from None
+
+
+def _labelled(rollout: Rollout, episode: Episode, max_steps: int) -> Rollout:
+    """Writes on the rollout where it comes from, all that is needed to repeat it."""
+    request = episode.request
+    meta: dict[str, Any] = {**request.meta, **rollout.meta, "max_steps": max_steps}
+    if episode.attempt:
+        meta["attempt"] = episode.attempt
+    if request.inference is not None:
+        meta["inference"] = _as_json(request.inference)
+    return replace(
+        rollout,
+        id=_under(episode.id, rollout.id),
+        parent_id=None if rollout.parent_id is None else _under(episode.id, rollout.parent_id),
+        episode_id=episode.id,
+        group_id=request.group_id,
+        task_key=request.task_key if request.task_key is not None else rollout.task_key,
+        env=request.env,
+        protocol=request.protocol,
+        env_seed=episode.env_seed,
+        sampling_seed=episode.sampling_seed,
+        meta=meta,
+    )
+
+
+def _under(episode_id: str, name: str) -> str:
+    """Ids of a protocol that does not use the episode's would clash with other episodes'."""
+    return name if name.startswith(episode_id) else f"{episode_id}/{name}"
+
+
+def _as_json(value: Any) -> Any:
+    """As JSON reads it back: lists where there were tuples."""
+    return json.loads(to_json(value))

@@ -1,0 +1,82 @@
+"""From requests to episodes: every one with its own id and its own seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ludic.errors import ConfigError
+from ludic.rollouts.requests import RolloutRequest
+from ludic.seeding import derive_seed
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One episode to run. `index` is its place in the plan, and `attempt` counts the retries."""
+
+    index: int
+    id: str
+    request: RolloutRequest
+    env_seed: int
+    sampling_seed: int
+    attempt: int = 0
+
+    @property
+    def group_id(self) -> str | None:
+        return self.request.group_id
+
+    def retried(self) -> Episode:
+        """The same episode with new sampling noise: the same noise could fail the same way."""
+        attempt = self.attempt + 1
+        return replace(
+            self,
+            sampling_seed=derive_seed(self.sampling_seed, "retry", attempt),
+            attempt=attempt,
+        )
+
+
+def plan_episodes(
+    requests: Sequence[RolloutRequest], *, seed: int, prefix: str
+) -> tuple[Episode, ...]:
+    """Lays out all episodes of `requests` in order. Pure: the same arguments, the same plan.
+
+    Ids are `prefix/request/episode`. A request without seeds gets them from `seed`, `prefix` and
+    its position; the requests of one group get one environment seed.
+    """
+    episodes: list[Episode] = []
+    group_seeds: dict[str, int] = {}
+    for position, request in enumerate(requests):
+        env_seed = _env_seed(request, position, seed, prefix)
+        if request.group_id is not None:
+            shared = group_seeds.setdefault(request.group_id, env_seed)
+            if shared != env_seed:
+                raise ConfigError(
+                    f"group {request.group_id!r} has requests with env_seed={shared} and "
+                    f"env_seed={env_seed}: the members of a group share the environment's seed"
+                )
+        sampling_seed = request.sampling_seed
+        if sampling_seed is None:
+            sampling_seed = derive_seed(seed, prefix, "sampling", position)
+        several = request.num_episodes > 1
+        for number in range(request.num_episodes):
+            own_env = several and request.group_id is None
+            episodes.append(
+                Episode(
+                    index=len(episodes),
+                    id=f"{prefix}/{position}/{number}",
+                    request=request,
+                    env_seed=derive_seed(env_seed, "episode", number) if own_env else env_seed,
+                    sampling_seed=derive_seed(sampling_seed, "episode", number)
+                    if several
+                    else sampling_seed,
+                )
+            )
+    return tuple(episodes)
+
+
+def _env_seed(request: RolloutRequest, position: int, seed: int, prefix: str) -> int:
+    if request.env_seed is not None:
+        return request.env_seed
+    if request.group_id is not None:
+        return derive_seed(seed, prefix, "group", request.group_id)
+    return derive_seed(seed, prefix, "env", position)

@@ -1,0 +1,333 @@
+"""Replay: runs a recorded episode again and says where, if anywhere, it takes another way.
+
+The episode goes through the same protocol as the first time, with the recorded seeds. What the
+model said comes from the record, so that neither a model nor a tokenizer is needed: tools, parsers,
+bots and the environment run again, and every message, action, observation, reward and ending is
+compared. Given a chat template, prompts are rendered again too and compared token by token. Given
+a runtime, nothing comes from the record: the model samples again with the recorded seeds, which
+must give the same tokens where the backend is deterministic and has the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ludic.errors import InferenceError, RolloutError
+from ludic.inference.chat_template import ChatTemplate, ParsedCompletion
+from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.sampling import InferenceSpec
+from ludic.interaction.base import Runtime
+from ludic.json_codec import from_plain
+from ludic.rollouts.episodes import EnvFactory, EpisodeRunner, ProtocolFactory
+from ludic.rollouts.planning import Episode
+from ludic.rollouts.requests import RolloutRequest
+from ludic.types import (
+    AgentStep,
+    ChatResponse,
+    EnvironmentStep,
+    Fork,
+    ForkReason,
+    Message,
+    Rollout,
+    Step,
+    TokenTrace,
+    TruncationReason,
+)
+
+_OUTSIDE = {
+    TruncationReason.CONTEXT_WINDOW,
+    TruncationReason.DEADLINE,
+    TruncationReason.ERROR,
+}
+"""Endings that come from a backend or a clock: the record ends there, and so may the replay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first place at which the replay differs: `field` of step `step` of a rollout, and for
+    token ids and log-probs the position `token` within it."""
+
+    rollout_id: str
+    step: int
+    field: str
+    recorded: Any
+    replayed: Any
+    token: int | None = None
+
+    def __str__(self) -> str:
+        at = "" if self.token is None else f", token {self.token}"
+        return (
+            f"rollout {self.rollout_id!r}, step {self.step}{at}: {self.field} was "
+            f"{self.recorded!r} and is now {self.replayed!r}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What a replay found: the first divergence, if any, and how much agreed up to there."""
+
+    divergence: Divergence | None
+    steps: int
+    tokens: int
+    rollouts: tuple[Rollout, ...]
+    """What the replay produced."""
+
+    @property
+    def matches(self) -> bool:
+        return self.divergence is None
+
+
+async def replay(
+    rollouts: Rollout | Sequence[Rollout],
+    *,
+    runtime: Runtime | None = None,
+    chat_template: ChatTemplate | None = None,
+    env_registry: Mapping[str, EnvFactory] | None = None,
+    protocol_registry: Mapping[str, ProtocolFactory] | None = None,
+    step_timeout_s: float | None = 60.0,
+    episode_timeout_s: float | None = 600.0,
+) -> ReplayReport:
+    """Runs the episode of `rollouts` again and compares. An episode of several agents needs the
+    rollouts of all of them.
+
+    With `runtime` the model samples again; with `chat_template` only prompts are made again; with
+    neither, messages stand for tokens. Raises `RolloutError` for rollouts that do not say where
+    they come from, or are of different episodes.
+    """
+    recorded = [rollouts] if isinstance(rollouts, Rollout) else list(rollouts)
+    episode, max_steps = _episode_of(recorded)
+    tape = _Tape(recorded)
+    if runtime is None:
+        runtime = Runtime(
+            _TapeClient(tape, with_tokens=chat_template is not None),
+            _TapeTemplate(tape) if chat_template is None else chat_template,
+            "replay",
+        )
+        # Sampling settings have no say in what a tape answers.
+        episode = replace(episode, request=replace(episode.request, inference=None))
+        compare_tokens = chat_template is not None
+    else:
+        compare_tokens = True
+    runner = EpisodeRunner(
+        env_registry, protocol_registry, runtime, step_timeout_s, episode_timeout_s
+    )
+    replayed = await runner.run(episode, max_steps)
+    _check_errors(recorded, replayed, tape)
+    return _compared(recorded, replayed, compare_tokens)
+
+
+def _episode_of(rollouts: Sequence[Rollout]) -> tuple[Episode, int]:
+    if not rollouts:
+        raise RolloutError("replay was given no rollout")
+    first = rollouts[0]
+    episodes = {r.episode_id for r in rollouts}
+    if len(episodes) > 1:
+        raise RolloutError(f"replay takes the rollouts of one episode, not of {sorted(episodes)}")
+    if first.env is None or first.protocol is None or first.env_seed is None:
+        raise RolloutError(
+            f"rollout {first.id!r} does not say which environment, protocol and seed it comes "
+            "from: only rollouts of a RolloutEngine can be replayed"
+        )
+    inference = first.meta.get("inference")
+    request = RolloutRequest(
+        first.env,
+        first.protocol,
+        inference=None if inference is None else from_plain(InferenceSpec, inference),
+    )
+    seed = first.sampling_seed if first.sampling_seed is not None else 0
+    episode = Episode(0, first.episode_id, request, first.env_seed, seed)
+    return episode, int(first.meta.get("max_steps", 100))
+
+
+class _RecordEnded(InferenceError):
+    """The replay asks for a model call that the record does not have."""
+
+
+class _Tape:
+    """The recorded model calls of each conversation, to be taken in order."""
+
+    def __init__(self, rollouts: Sequence[Rollout]) -> None:
+        self._calls = {r.id: list(r.agent_steps) for r in rollouts}
+        self._next = dict.fromkeys(self._calls, 0)
+        self.unknown: str | None = None
+
+    def take(self, conversation_id: str | None) -> tuple[str, int]:
+        """The place of the conversation's next call."""
+        if conversation_id not in self._calls or conversation_id is None:
+            self.unknown = str(conversation_id)
+            raise _RecordEnded(f"no rollout {conversation_id!r} was given")
+        number = self._next[conversation_id]
+        if number == len(self._calls[conversation_id]):
+            raise _RecordEnded(f"rollout {conversation_id!r} has {number} model calls, not more")
+        self._next[conversation_id] = number + 1
+        return conversation_id, number
+
+    def call_at(self, place: Sequence[Any]) -> AgentStep:
+        """The recorded call at a place that `take` gave."""
+        rollout_id, number = place
+        return self._calls[rollout_id][number]
+
+
+class _TapeClient:
+    """Answers each conversation's calls with what was recorded for them."""
+
+    def __init__(self, tape: _Tape, *, with_tokens: bool) -> None:
+        self._tape = tape
+        self._with_tokens = with_tokens
+
+    @property
+    def max_context_tokens(self) -> int | None:
+        return None
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
+        place = self._tape.take(request.conversation_id)
+        step = self._tape.call_at(place)
+        trace = None
+        if self._with_tokens:
+            if step.trace is None:
+                raise _RecordEnded("the record has no token ids: replay it without a template")
+            trace = replace(step.trace, prompt_token_ids=request.prompt_token_ids)
+        return ChatResponse(trace, step.finish_reason, info={"replayed_from": list(place)})
+
+    async def sync_weights(
+        self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
+    ) -> str:
+        raise NotImplementedError("a record has no weights")
+
+
+class _TapeTemplate:
+    """Stands where a template would: messages pass as they were recorded, without tokens."""
+
+    def __init__(self, tape: _Tape) -> None:
+        self._tape = tape
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        return []
+
+    def extend(
+        self,
+        messages: Sequence[Message],
+        previous: TokenTrace,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int] | Fork:
+        return Fork(ForkReason.TEMPLATE_NOT_EXTENSIBLE)
+
+    def parse(self, response: ChatResponse) -> ParsedCompletion:
+        step = self._tape.call_at(response.info["replayed_from"])
+        calls = tuple(step.message.get("tool_calls", ()))
+        # Errors of the tools themselves are recorded in the same place; only calls that could
+        # not be read have no tool message that names a call.
+        unread = sum("tool_call_id" not in m for m in step.tool_messages)
+        errors = step.tool_call_errors[:unread] if step.tool_messages else step.tool_call_errors
+        return ParsedCompletion(step.message, calls, errors)
+
+
+def _check_errors(recorded: Sequence[Rollout], replayed: Sequence[Rollout], tape: _Tape) -> None:
+    """A replay that could not be run at all is an error and not a divergence."""
+    if tape.unknown is not None:
+        raise RolloutError(
+            f"the episode has a rollout {tape.unknown!r} that replay was not given: pass all "
+            f"rollouts of episode {recorded[0].episode_id!r}"
+        )
+    known = {r.id for r in recorded}
+    failed = next((r for r in replayed if r.error is not None and r.id not in known), None)
+    if failed is not None:
+        raise RolloutError(f"the episode could not be run again: {failed.error}")
+
+
+def _compared(
+    recorded: Sequence[Rollout], replayed: Sequence[Rollout], compare_tokens: bool
+) -> ReplayReport:
+    by_id = {r.id: r for r in replayed}
+    found: list[Divergence] = []
+    steps = tokens = 0
+    for rollout in recorded:
+        again = by_id.get(rollout.id)
+        if again is None:
+            found.append(Divergence(rollout.id, 0, "rollout", "there", None))
+            continue
+        divergence, same_steps, same_tokens = _compare(rollout, again, compare_tokens)
+        steps, tokens = steps + same_steps, tokens + same_tokens
+        if divergence is not None:
+            found.append(divergence)
+    extra = [r for r in replayed if r.id not in {one.id for one in recorded}]
+    found.extend(Divergence(r.id, 0, "rollout", None, "there") for r in extra)
+    first = min(found, key=lambda d: d.step, default=None)
+    return ReplayReport(first, steps, tokens, tuple(replayed))
+
+
+def _compare(
+    recorded: Rollout, replayed: Rollout, compare_tokens: bool
+) -> tuple[Divergence | None, int, int]:
+    """The first divergence of one rollout, and how many steps and sampled tokens agree."""
+    tokens = 0
+    for index, old in enumerate(recorded.steps):
+        if index >= len(replayed.steps):
+            cause = replayed.error or "ended"
+            return Divergence(recorded.id, index, "step", old.kind, cause), index, tokens
+        new = replayed.steps[index]
+        last = index + 1 == len(recorded.steps)
+        divergence = _compare_step(recorded.id, index, old, new, compare_tokens, last)
+        if divergence is not None:
+            return divergence, index, tokens
+        if isinstance(old, AgentStep) and old.trace is not None:
+            tokens += len(old.trace.completion_token_ids)
+    count = len(recorded.steps)
+    ended_outside = recorded.error is not None or recorded.truncation_reason in _OUTSIDE
+    if len(replayed.steps) > count and not ended_outside:
+        more = replayed.steps[count].kind
+        return Divergence(recorded.id, count, "step", "ended", more), count, tokens
+    return None, count, tokens
+
+
+def _compare_step(
+    rollout_id: str, index: int, old: Step, new: Step, compare_tokens: bool, last: bool
+) -> Divergence | None:
+    if old.kind != new.kind:
+        return Divergence(rollout_id, index, "kind", old.kind, new.kind)
+    if isinstance(old, AgentStep) and isinstance(new, AgentStep):
+        fields = ["turn_index", "new_messages"]
+        if compare_tokens:
+            divergence = _compare_traces(rollout_id, index, old.trace, new.trace)
+            if divergence is not None:
+                return divergence
+        fields += ["message", "finish_reason", "tool_messages"]
+    else:
+        fields = ["turn_index", "stepped", "obs", "action", "next_obs", "reward", "terminated"]
+        if not (last and isinstance(old, EnvironmentStep) and old.truncation_reason in _OUTSIDE):
+            fields += ["truncated", "truncation_reason"]
+    for name in fields:
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after and not (before != before and after != after):  # NaN equals NaN here
+            return Divergence(rollout_id, index, name, before, after)
+    return None
+
+
+def _compare_traces(
+    rollout_id: str, index: int, old: TokenTrace | None, new: TokenTrace | None
+) -> Divergence | None:
+    if old is None or new is None:
+        if old is new:
+            return None
+        return Divergence(rollout_id, index, "trace", old is not None, new is not None)
+    for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs"):
+        before, after = getattr(old, name), getattr(new, name)
+        if before == after:
+            continue
+        if before is None or after is None:
+            return Divergence(rollout_id, index, name, before, after)
+        shared = min(len(before), len(after))
+        at = next((i for i in range(shared) if before[i] != after[i]), shared)
+        return Divergence(
+            rollout_id,
+            index,
+            name,
+            before[at] if at < len(before) else None,
+            after[at] if at < len(after) else None,
+            token=at,
+        )
+    return None

@@ -1,0 +1,119 @@
+"""From items to a macro-batch: checks, and the counts that losses normalise by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ludic.errors import BatchError, CreditError
+from ludic.saw.items import BatchCounts, SAWBatch, SAWItem, TurnSpan
+
+
+def make_batch(items: Iterable[SAWItem], meta: Mapping[str, Any] | None = None) -> SAWBatch:
+    """Checks every item and counts the tokens, turns, rollouts and groups of the whole.
+
+    An item made by hand may leave `turns` and `rollout_id` empty: it is then one turn of a
+    rollout of its own. Raises `BatchError` for masks or attachments of the wrong length and
+    `CreditError` for weights that are not finite.
+    """
+    checked = tuple(_completed(item, index) for index, item in enumerate(items))
+    return SAWBatch(checked, count_items(checked), dict(meta or {}))
+
+
+def count_items(items: Iterable[SAWItem]) -> BatchCounts:
+    """The counts of a macro-batch. A turn that forked into several items counts once, and a
+    rollout without a group is a group of its own."""
+    tokens = 0
+    turns: set[tuple[str, int]] = set()
+    rollouts: set[str] = set()
+    groups: set[tuple[bool, str]] = set()
+    for item in items:
+        tokens += item.turns[-1].end if item.turns else int(item.action_mask.sum())
+        turns.update((item.rollout_id, span.turn_index) for span in item.turns)
+        rollouts.add(item.rollout_id)
+        grouped = item.group_id is not None
+        groups.add((grouped, item.group_id if item.group_id is not None else item.rollout_id))
+    return BatchCounts(tokens, len(turns), len(rollouts), len(groups))
+
+
+def _completed(item: SAWItem, index: int) -> SAWItem:
+    where = f"item {index}" + (f" (rollout {item.rollout_id!r})" if item.rollout_id else "")
+    actions = _check_masks(item, where)
+    _check_attachments(item, actions, where)
+    _check_weights(item, where)
+    if item.turns:
+        _check_turns(item, actions, where)
+        return item if item.rollout_id else replace(item, rollout_id=f"item-{index}")
+    if math.isnan(item.weight):
+        raise BatchError(f"{where}: weight is NaN (a merged item), but `turns` is empty")
+    return replace(
+        item,
+        turns=(TurnSpan(0, actions, 0, item.weight),),
+        rollout_id=item.rollout_id or f"item-{index}",
+    )
+
+
+def _check_masks(item: SAWItem, where: str) -> int:
+    """Checks ids and masks against each other; answers the number of action tokens."""
+    length = len(item.input_ids)
+    for name in ("attention_mask", "action_mask"):
+        mask = getattr(item, name)
+        if len(mask) != length:
+            raise BatchError(f"{where}: {name} has {len(mask)} entries for {length} input_ids")
+    actions = int(np.count_nonzero(item.action_mask))
+    if actions == 0:
+        raise BatchError(f"{where}: no token is an action; leave the item out")
+    if item.action_mask[0]:
+        raise BatchError(
+            f"{where}: the first token is an action, and nothing stands before it to predict it "
+            "from; begin the state with at least one token"
+        )
+    return actions
+
+
+def _check_attachments(item: SAWItem, actions: int, where: str) -> None:
+    attached = item.attachments
+    for name in (
+        "behavior_logprobs",
+        "reference_logprobs",
+        "teacher_logprobs",
+        "token_weights",
+        "versions",
+        "kept_token_ids",
+    ):
+        value = getattr(attached, name)
+        if value is not None and len(value) != actions:
+            raise BatchError(
+                f"{where}: attachments.{name} has {len(value)} entries for {actions} action tokens"
+            )
+
+
+def _check_weights(item: SAWItem, where: str) -> None:
+    weights = item.attachments.token_weights
+    if weights is not None:
+        if not np.isfinite(weights).all():
+            at = int(np.argmin(np.isfinite(weights)))
+            raise CreditError(f"{where}: the weight of action token {at} is {weights[at]}")
+    elif not math.isfinite(item.weight):
+        raise CreditError(
+            f"{where}: the weight is {item.weight}; a merged item needs attachments.token_weights"
+            if math.isnan(item.weight)
+            else f"{where}: the weight is {item.weight}"
+        )
+
+
+def _check_turns(item: SAWItem, actions: int, where: str) -> None:
+    at = 0
+    for span in item.turns:
+        if span.start != at or span.end <= span.start:
+            raise BatchError(
+                f"{where}: turn {span.turn_index} covers {span.start} to {span.end}; "
+                f"turns must follow each other without gaps, and {at} comes next"
+            )
+        at = span.end
+    if at != actions:
+        raise BatchError(f"{where}: the turns cover {at} of {actions} action tokens")

@@ -1,0 +1,91 @@
+"""From one number per token to one number: the choice that decides what a long answer weighs.
+
+An aggregation gives every action token a coefficient, made of the macro-batch's counts, so that
+the loss is a plain sum over tokens and the shares of micro-batches and ranks add up. Only
+`Constant` leaves the policy gradient unbiased; the others divide by lengths that the policy
+itself chooses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ludic.errors import ConfigError
+from ludic.training.types import LossBatch
+
+Unit = Literal["turn", "rollout"]
+
+
+class Aggregation(Protocol):
+    """How token terms become one loss."""
+
+    def coefficients(self, batch: LossBatch) -> Float[Tensor, " tokens"]:
+        """What each action token of the micro-batch counts in the macro-batch's loss."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMean:
+    """The mean over all action tokens: a token weighs the same wherever it stands, so a long
+    answer weighs more than a short one."""
+
+    def coefficients(self, batch: LossBatch) -> Float[Tensor, " tokens"]:
+        return batch.weights.new_full(batch.weights.shape, 1.0 / max(batch.counts.tokens, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceMean:
+    """The mean within each sequence, then over sequences: a token of a long answer weighs less.
+
+    A sequence is a turn's action tokens or, with `unit="rollout"`, a rollout's; never a row.
+    """
+
+    unit: Unit = "turn"
+
+    def __post_init__(self) -> None:
+        if self.unit not in ("turn", "rollout"):
+            raise ConfigError(f'SequenceMean.unit={self.unit!r}: must be "turn" or "rollout"')
+
+    def coefficients(self, batch: LossBatch) -> Float[Tensor, " tokens"]:
+        if self.unit == "turn":
+            ids, lengths, count = batch.turn_ids, batch.turn_lengths, batch.counts.turns
+        else:
+            ids, lengths, count = batch.rollout_ids, batch.rollout_lengths, batch.counts.rollouts
+        return (1.0 / (lengths.to(batch.weights.dtype) * max(count, 1)))[ids]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMean:
+    """The token mean within each group, then over groups: every task weighs the same."""
+
+    def coefficients(self, batch: LossBatch) -> Float[Tensor, " tokens"]:
+        lengths = batch.group_lengths.to(batch.weights.dtype)
+        return (1.0 / (lengths * max(batch.counts.groups, 1)))[batch.group_ids]
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """The sum over tokens, divided by `length` times the number of rollouts.
+
+    `length` is fixed beforehand (the longest answer allowed, say), so it only scales the learning
+    rate: with on-policy data this is the policy gradient itself, divided by `length`.
+    """
+
+    length: float
+
+    def __post_init__(self) -> None:
+        if not self.length > 0:
+            raise ConfigError(f"Constant.length={self.length!r}: must be > 0")
+
+    def coefficients(self, batch: LossBatch) -> Float[Tensor, " tokens"]:
+        share = 1.0 / (self.length * max(batch.counts.rollouts, 1))
+        return batch.weights.new_full(batch.weights.shape, share)
+
+
+token_mean: Aggregation = TokenMean()
+sequence_mean: Aggregation = SequenceMean()
+group_mean: Aggregation = GroupMean()

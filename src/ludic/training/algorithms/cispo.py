@@ -1,0 +1,49 @@
+"""CISPO (MiniMax 2025, "MiniMax-M1").
+
+Objective per token: sg(min(ρ, cap))·A·logp, a REINFORCE step whose importance weight is capped.
+No token loses its gradient, not even rare ones whose ratio ran away; they are only held.
+
+    A = (R − mean_group) / (std_group + 1e-4), token_mean, cap 5 (a ratio), no floor, no KL
+
+Departures from the paper: it gives the cap as 1 + ε_high and tunes it; here it is the ratio
+itself. The KL term, absent there, is available as `kl_coeff`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ludic.training.aggregation import Aggregation, token_mean
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithms.group_relative import group_relative
+from ludic.training.policy_ratio import Objective, PolicyLoss, PolicyRatio, check_bounds
+
+
+@dataclass(frozen=True, kw_only=True)
+class CISPOLoss(PolicyLoss):
+    """sg(min(ρ, cap))·A·logp, with an optional floor under ρ."""
+
+    cap: float = 5.0
+    floor: float | None = None
+    aggregation: Aggregation = token_mean
+
+    def __post_init__(self) -> None:
+        check_bounds(self.floor, self.cap)
+
+    def objective(self, ratio: PolicyRatio) -> Objective:
+        rho = ratio.ratio.detach()
+        held = rho.clamp(min=self.floor, max=self.cap)
+        return held * ratio.weights * ratio.logprobs, held != rho
+
+
+def make_cispo(
+    group_size: int = 8,
+    kl_coeff: float = 0.0,
+    *,
+    cap: float = 5.0,
+    floor: float | None = None,
+    normalize_adv: bool = True,
+) -> RLAlgorithm:
+    """Group-relative credit with capped importance weights."""
+    loss = CISPOLoss(cap=cap, floor=floor)
+    return group_relative("cispo", group_size, loss, normalize_adv=normalize_adv, kl_coeff=kl_coeff)

@@ -1,0 +1,21 @@
+"""What the GRPO family has in common: credit relative to a group, and an optional KL term."""
+
+from __future__ import annotations
+
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.credit_assignment import GroupNormalizedReturn
+from ludic.training.kl import with_kl
+from ludic.training.policy_ratio import PolicyLoss
+
+
+def group_relative(
+    name: str,
+    group_size: int,
+    loss: PolicyLoss,
+    *,
+    normalize_adv: bool = True,
+    kl_coeff: float = 0.0,
+) -> RLAlgorithm:
+    """`loss` on group-relative credit, plus `kl_coeff` times k3, aggregated as the loss is."""
+    credit = GroupNormalizedReturn(group_size, normalize_adv=normalize_adv)
+    return RLAlgorithm(name, credit, with_kl(loss, kl_coeff, loss.aggregation))

@@ -1,0 +1,51 @@
+"""GRPO (Shao et al. 2024, "DeepSeekMath").
+
+Objective per token, to be maximised, with ρ = exp(logp − logp_behaviour):
+
+    min(ρ·A, clip(ρ, 0.8, 1.2)·A),   A = (R − mean_group) / (std_group + 1e-4)
+
+aggregated as a mean within each sequence, then over sequences.
+
+Departures from the paper: a sequence is a turn (`aggregation=SequenceMean("rollout")` for whole
+rollouts); the KL term is off unless `kl_coeff` is set, and then carries sg(ρ).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ludic.training.aggregation import Aggregation, sequence_mean
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithms.group_relative import group_relative
+from ludic.training.policy_ratio import Objective, PolicyLoss, PolicyRatio, check_clip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenClippedSurrogateLoss(PolicyLoss):
+    """PPO's clipped surrogate on each token's own ratio; `clip` bounds the ratio."""
+
+    clip: tuple[float, float] = (0.8, 1.2)
+    aggregation: Aggregation = sequence_mean
+
+    def __post_init__(self) -> None:
+        check_clip(self.clip)
+
+    def objective(self, ratio: PolicyRatio) -> Objective:
+        free = ratio.ratio * ratio.weights
+        held = ratio.ratio.clamp(*self.clip) * ratio.weights
+        return torch.minimum(free, held), held < free
+
+
+def make_grpo(
+    group_size: int = 8,
+    *,
+    clip: tuple[float, float] = (0.8, 1.2),
+    aggregation: Aggregation = sequence_mean,
+    normalize_adv: bool = True,
+    kl_coeff: float = 0.0,
+) -> RLAlgorithm:
+    """Group-relative credit with the clipped surrogate on tokens."""
+    loss = TokenClippedSurrogateLoss(clip=clip, aggregation=aggregation)
+    return group_relative("grpo", group_size, loss, normalize_adv=normalize_adv, kl_coeff=kl_coeff)

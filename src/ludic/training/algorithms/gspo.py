@@ -1,0 +1,53 @@
+"""GSPO (Zheng et al. 2025, "Group Sequence Policy Optimization").
+
+One ratio per sequence, s = exp(mean_t (logp_t − logp_behaviour_t)), and per sequence
+
+    min(s·A, clip(s, 1 − 3e-4, 1 + 4e-4)·A),   A = (R − mean_group) / (std_group + 1e-4)
+
+averaged over sequences. Departures from the paper: a sequence is a turn; with `unit="rollout"`
+it is all that the agent wrote in the rollout, and each token keeps its own turn's weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ludic.training.aggregation import Aggregation, SequenceMean, Unit, sequence_mean
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithms.group_relative import group_relative
+from ludic.training.policy_ratio import Objective, PolicyLoss, PolicyRatio, check_clip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceClippedSurrogateLoss(PolicyLoss):
+    """The clipped surrogate on the geometric mean of a sequence's ratios."""
+
+    clip: tuple[float, float] = (1 - 3e-4, 1 + 4e-4)
+    unit: Unit = "turn"
+    aggregation: Aggregation = sequence_mean
+
+    def __post_init__(self) -> None:
+        check_clip(self.clip)
+
+    @property
+    def scope(self) -> Unit:
+        return self.unit
+
+    def objective(self, ratio: PolicyRatio) -> Objective:
+        s = ratio.geometric_mean(self.unit)
+        free, held = s * ratio.weights, s.clamp(*self.clip) * ratio.weights
+        return torch.minimum(free, held), held < free
+
+
+def make_gspo(
+    group_size: int = 8,
+    *,
+    clip: tuple[float, float] = (1 - 3e-4, 1 + 4e-4),
+    unit: Unit = "turn",
+    kl_coeff: float = 0.0,
+) -> RLAlgorithm:
+    """Group-relative credit with one clipped ratio per sequence."""
+    loss = SequenceClippedSurrogateLoss(clip=clip, unit=unit, aggregation=SequenceMean(unit))
+    return group_relative("gspo", group_size, loss, kl_coeff=kl_coeff)

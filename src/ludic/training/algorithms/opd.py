@@ -1,0 +1,69 @@
+"""On-policy distillation (Agarwal et al. 2024, "GKD"; Thinking Machines 2025), with any number
+of teachers.
+
+Objective per token, on the student's own samples: sg(ρ)·A·logp with
+
+    A = −(logp_student − logp_teacher), detached, + reward_coeff · the outcome's credit
+
+token_mean. In expectation the first part is minus the gradient of KL(student‖teacher) at each
+visited state. With `level="turn"` it is summed over the turn's tokens: the gradient of the KL of
+whole turns, at more variance. Defaults: token level, no reward, no cap on ρ.
+
+Departures: logp_student is the current policy's, not the sampler's, so that stale data stays
+right under ρ. With several teachers each sample's own is chosen where it is scored.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import Tensor
+
+from ludic.errors import ConfigError
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithms.reinforce import ReinforceLoss
+from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.policy_ratio import missing_logprobs, sequence_sum
+from ludic.training.types import CreditAssigner, LossBatch, LossStats, Scope, Stat, TokenLogProbs
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnPolicyDistillationLoss(ReinforceLoss):
+    """The policy gradient of the log-prob gap to the teacher, plus the outcome's credit."""
+
+    reward_coeff: float = 0.0
+    level: Literal["token", "turn"] = "token"
+
+    @property
+    def scope(self) -> Scope:
+        return self.level
+
+    def compute(self, policy: TokenLogProbs, batch: LossBatch) -> tuple[Tensor, LossStats]:
+        """The micro-batch's share of the loss; `kl_teacher` is the mean gap per token."""
+        if batch.teacher_logprobs is None:
+            raise missing_logprobs("teacher")
+        gap = policy.logprobs.detach() - batch.teacher_logprobs
+        pull = gap
+        if self.level == "turn":
+            pull = sequence_sum(gap, batch.turn_ids, batch.turn_lengths.numel())[batch.turn_ids]
+        weights = self.reward_coeff * batch.weights - pull
+        loss, stats = super().compute(policy, replace(batch, weights=weights))
+        return loss, {**stats, "kl_teacher": Stat.mean(gap)}
+
+
+def make_opd(
+    *,
+    reward_coeff: float = 0.0,
+    credit_assigner: CreditAssigner | None = None,
+    level: Literal["token", "turn"] = "token",
+    cap: float = math.inf,
+) -> RLAlgorithm:
+    """Distillation on the student's samples; `credit_assigner` is for the rewards."""
+    if reward_coeff and credit_assigner is None:
+        raise ConfigError(
+            "make_opd: reward_coeff needs a credit_assigner to say what an outcome is worth"
+        )
+    loss = OnPolicyDistillationLoss(reward_coeff=reward_coeff, level=level, cap=cap)
+    return RLAlgorithm("opd", credit_assigner or ConstantCredit(), loss)

@@ -1,0 +1,203 @@
+"""Attention within packed sequences, for every transformers model that lets it be chosen.
+
+`enable_packed_attention` puts a function in front of the model's own attention: calls that carry
+sequence boundaries go to a packed kernel, all others (a sampler's) to what was there before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ludic.errors import ConfigError
+
+AttentionKind: TypeAlias = Literal["auto", "varlen", "flex", "sdpa"]
+PREFIX = "ludic_packed_"
+
+
+def enable_packed_attention(model: nn.Module, kind: AttentionKind = "auto") -> None:
+    """Lets `model` take packed sequences. Doing it again only changes the kernel."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    config = getattr(model, "config", None)
+    before = getattr(config, "_attn_implementation", None)
+    if config is None or before is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no attention that can be chosen: the trainer takes "
+            "transformers' causal language models that use its AttentionInterface"
+        )
+    if getattr(model, "_supports_attention_backend", True) is False:
+        raise ConfigError(f"{type(model).__name__} does not go through the AttentionInterface")
+    before = before.removeprefix(PREFIX).split(":")[-1]
+    before = "sdpa" if before == "eager" else before  # the same numbers, but found by its name
+    name = f"{PREFIX}{kind}:{before}"
+    default = ALL_ATTENTION_FUNCTIONS[before]
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if kwargs.get("cu_seq_lens_q") is None:
+            return default(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+        return packed_attention(module, query, key, value, kind=kind, **kwargs), None
+
+    AttentionInterface.register(name, attention)
+    if before in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
+    config._attn_implementation = name
+
+
+def packed_arguments(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
+    """What a model's forward pass must be given for its sequences to stay apart.
+
+    The mask is of a shape that fits nothing: only the packed attention, which ignores it, can
+    run, so a model that lost it fails instead of attending across sequences.
+    """
+    return {
+        "attention_mask": torch.ones(1, 1, 2, 3, dtype=torch.bool, device=cu_seqlens.device),
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": max_seqlen,
+        "max_length_k": max_seqlen,
+    }
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    kind: AttentionKind,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Causal attention within each sequence. In: 1 x heads x length x width; out: transposed."""
+    if softcap is not None or s_aux is not None:
+        raise ConfigError(f"{type(module).__name__}: soft-capped attention and sinks cannot pack")
+    if dropout:
+        raise ConfigError("packed attention has no dropout: set attention_dropout=0")
+    if kind == "auto":
+        kind = "varlen" if query.is_cuda else "sdpa"
+    return _KERNELS[kind](
+        query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window or 0
+    )
+
+
+def _per_sequence(
+    query: Tensor, key: Tensor, value: Tensor, cu: Tensor, longest: int, scale: Any, window: int
+) -> Tensor:
+    """One sequence after another: right everywhere, fast nowhere but on a CPU."""
+    bounds = cu.tolist()
+    parts = []
+    for start, end in zip(bounds, bounds[1:], strict=False):
+        q, k, v = (t[:, :, start:end] for t in (query, key, value))
+        mask = None
+        if window and end - start > window:
+            place = torch.arange(end - start, device=q.device)
+            gap = place[:, None] - place[None, :]
+            mask = (gap >= 0) & (gap < window)
+        parts.append(
+            F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        )
+    return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+@cache
+def _varlen_takes_gqa() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu: Tensor, longest: int, scale: Any, window: int
+) -> Tensor:
+    """torch's own kernel for sequences of different lengths."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    extra: dict[str, Any] = {}
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and _varlen_takes_gqa():
+        extra["enable_gqa"] = True
+    elif groups > 1:
+        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+    sides = (window - 1, 0) if window else (-1, 0)
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=sides, **extra)
+    return out.unsqueeze(0)  # type: ignore[union-attr]
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _flex(
+    query: Tensor, key: Tensor, value: Tensor, cu: Tensor, longest: int, scale: Any, window: int
+) -> Tensor:
+    """FlexAttention with a mask of blocks; the same for every layer, so it is made once."""
+    out = _compiled_flex()(
+        query,
+        key,
+        value,
+        block_mask=_block_mask(cu, query.shape[2], window),
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2)  # type: ignore[no-any-return]
+
+
+_last_mask: tuple[Tensor, int, Any] | None = None
+
+
+def _block_mask(cu: Tensor, length: int, window: int) -> Any:
+    global _last_mask
+    if _last_mask is not None and _last_mask[0] is cu and _last_mask[1] == window:
+        return _last_mask[2]
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    document = torch.searchsorted(cu, torch.arange(length, device=cu.device), right=True)
+
+    def visible(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        near = (q >= k) & (document[q] == document[k])
+        return near & (q - k < window) if window else near
+
+    mask = create_block_mask(visible, None, None, length, length, device=cu.device)
+    _last_mask = (cu, window, mask)
+    return mask
+
+
+_KERNELS: dict[str, Callable[..., Tensor]] = {
+    "sdpa": _per_sequence,
+    "varlen": _varlen,
+    "flex": _flex,
+}

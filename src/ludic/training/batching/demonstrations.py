@@ -1,0 +1,158 @@
+"""Written dialogues as rollouts: which tokens an assistant would have had to sample.
+
+The prompt of an assistant message is what the template renders for the messages before it, and its
+actions are the tokens that follow in the rendering of the conversation up to it, through the token
+that closes it. So masks are those of the template itself, message by message, and what follows
+(merging, credit, filters) is the same as for sampled rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+from ludic.errors import SerializationError, TemplateError
+from ludic.inference.chat_template import ChatTemplate
+from ludic.types import (
+    AgentStep,
+    EnvironmentStep,
+    FinishReason,
+    Fork,
+    Message,
+    Rollout,
+    Step,
+    TokenTrace,
+)
+
+Tools: TypeAlias = Sequence[Mapping[str, Any]] | None
+TrainOn: TypeAlias = Literal["all", "last"]
+"""Which assistant messages are actions: every one, or only the last."""
+
+_FOLLOW_UP: Message = {"role": "user", "content": "."}
+
+
+def row_messages(row: Mapping[str, Any], where: str) -> list[Message]:
+    """The dialogue of a row: `messages`, or a `prompt` and a `completion`, each of which is text
+    or messages. Raises `SerializationError` for anything else."""
+    if "messages" in row:
+        return _messages(row["messages"], where)
+    if "prompt" in row and "completion" in row:
+        prompt, completion = row["prompt"], row["completion"]
+        before = (
+            [Message(role="user", content=prompt)]
+            if isinstance(prompt, str)
+            else _messages(prompt, where)
+        )
+        after = (
+            [Message(role="assistant", content=completion)]
+            if isinstance(completion, str)
+            else _messages(completion, where)
+        )
+        return before + after
+    raise SerializationError(
+        f"{where}: has {sorted(row)}; a row needs 'messages', or 'prompt' and 'completion', or a "
+        "stored rollout: map it with row_fn"
+    )
+
+
+def rollout_from_messages(
+    messages: Sequence[Message],
+    chat_template: ChatTemplate,
+    *,
+    rollout_id: str,
+    tools: Tools = None,
+    train_on: TrainOn = "all",
+    reward: float = 0.0,
+    group_id: str | None = None,
+    task_key: str | None = None,
+    meta: Mapping[str, Any] | None = None,
+) -> Rollout:
+    """A dialogue as a rollout: every trained assistant message is a turn, and `reward` comes with
+    the last. There are no log-probs, since nobody sampled it."""
+    spoken = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if not spoken:
+        raise TemplateError(f"{rollout_id}: no assistant message, so there is nothing to train on")
+    if spoken[0] == 0:
+        raise TemplateError(f"{rollout_id}: begins with an assistant message; nothing prompts it")
+    trained = spoken if train_on == "all" else spoken[-1:]
+    steps: list[Step] = []
+    shown = 0
+    for turn, at in enumerate(trained):
+        message = messages[at]
+        trace = _trace(messages, at, chat_template, tools, rollout_id)
+        following = messages[at + 1]["content"] if at + 1 < len(messages) else ""
+        last = turn + 1 == len(trained)
+        new = tuple(messages[shown:at])
+        steps.append(AgentStep(turn, new, message, FinishReason.STOP, trace))
+        steps.append(
+            EnvironmentStep(
+                turn,
+                (len(steps) - 1,),
+                messages[at - 1]["content"],
+                message["content"],
+                following,
+                reward if last else 0.0,
+                terminated=last,
+            )
+        )
+        shown = at + 1
+    return Rollout(
+        id=rollout_id,
+        steps=tuple(steps),
+        episode_id=rollout_id,
+        group_id=group_id,
+        task_key=task_key,
+        meta=dict(meta or {}),
+    )
+
+
+def _trace(
+    messages: Sequence[Message], at: int, template: ChatTemplate, tools: Tools, where: str
+) -> TokenTrace:
+    """The prompt and the completion of the assistant message at `at`."""
+    end_id = getattr(template, "end_token_id", None)
+    if end_id is None:
+        raise TemplateError(
+            f"{where}: {type(template).__name__} has no end_token_id, so it cannot be told which "
+            "tokens an assistant message ends with: use HFChatTemplate"
+        )
+    prompt = tuple(template.render(messages[:at], tools))
+    spelled = tuple(template.render(messages[: at + 1], tools))
+    if spelled[: len(prompt)] == prompt and end_id in spelled[len(prompt) :]:
+        completion = spelled[len(prompt) : spelled.index(end_id, len(prompt)) + 1]
+        return TokenTrace(prompt, completion)
+    trace = _spelled_by_itself(messages[at], prompt, template, end_id)
+    if trace is not None:
+        following = messages[at + 1 : at + 2] or [_FOLLOW_UP]
+        if not isinstance(template.extend([*messages[: at + 1], *following], trace, tools), Fork):
+            return trace
+    raise TemplateError(
+        f"{where}, message {at}: the template spells this assistant message differently from what "
+        "it would prompt for, so its tokens cannot be told from the prompt's: compare the "
+        "generation prompt with how the template writes assistant messages"
+    )
+
+
+def _spelled_by_itself(
+    message: Message, prompt: tuple[int, ...], template: ChatTemplate, end_id: int
+) -> TokenTrace | None:
+    """The message's text as tokens of its own, as they would be sampled behind the prompt; for
+    templates whose prompt and answer share a token where they meet."""
+    codec = getattr(template, "codec", None)
+    if codec is None or message.get("tool_calls"):
+        return None
+    ids = codec.encode(codec.guard(message["content"]))
+    return TokenTrace(prompt, (*ids, end_id))
+
+
+def _messages(value: Any, where: str) -> list[Message]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise SerializationError(f"{where}: messages must be a list, not {type(value).__name__}")
+    messages: list[Message] = []
+    for number, entry in enumerate(value):
+        if not isinstance(entry, Mapping) or "role" not in entry:
+            raise SerializationError(f"{where}: message {number} has no role: {entry!r}")
+        # Tables fill the fields that a message does not have with nulls.
+        present = {k: v for k, v in entry.items() if v is not None}
+        messages.append({"content": "", **present})  # type: ignore[typeddict-item]
+    return messages

@@ -1,0 +1,265 @@
+"""SFT and offline RL: batches from files, datasets, or rollouts that were stored."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ludic.errors import BatchError, CheckpointError, ConfigError, MissingExtraError
+from ludic.inference.chat_template import ChatTemplate
+from ludic.rollouts.storage import CutFileWarning, parse_line, read_lines, rollout_from_row
+from ludic.saw.assembly import Algorithm, AssignsCredit, batch_from_rollouts, prepare_batch
+from ludic.saw.building import build_items
+from ludic.saw.filters import SampleFilter
+from ludic.saw.grouping import LostMember
+from ludic.saw.items import SAWBatch
+from ludic.seeding import derive_seed
+from ludic.training.batching.demonstrations import TrainOn, rollout_from_messages, row_messages
+from ludic.training.batching.rollout_batch_source import Scorer
+from ludic.training.credit_assignment import ConstantCredit
+from ludic.types import Rollout, RolloutStepKey
+
+Row: TypeAlias = Mapping[str, Any]
+Data: TypeAlias = "str | Path | Sequence[Row] | Sequence[Rollout] | Sequence[Path] | Sequence[str]"
+
+
+class OfflineBatchSource:
+    """Batches of what was written down before, in an order shuffled anew each epoch.
+
+    `data` is a JSONL file (or several; `.gz` too), a Hugging Face dataset or any sequence of
+    rows, or a sequence of rollouts. A row has `messages`, or `prompt` and `completion`, with
+    `chat_template` to make tokens of them, or is a stored rollout; `row_fn` maps other rows to
+    these. Rows may have `tools`, a `weight` that scales their credit, and a `reward`, `group_id`
+    and `task_key` for credit that uses them. Rollouts of one group stay in one batch.
+
+    A batch holds `batch_size` rows (whole groups may exceed it), or as many as fit into
+    `batch_tokens` tokens. Without an `algorithm` every turn has weight 1, as for SFT. After
+    `epochs`, `next_batch` raises `StopAsyncIteration`. The position is saved and resumed exactly.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        *,
+        chat_template: ChatTemplate | None = None,
+        algorithm: Algorithm | None = None,
+        batch_size: int | None = None,
+        batch_tokens: int | None = None,
+        epochs: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        row_fn: Callable[[Any], Row] | None = None,
+        train_on: TrainOn = "all",
+        sample_filter: SampleFilter | None = None,
+        merge: bool = True,
+        lost_member: LostMember = "drop_group",
+        scorers: Sequence[Scorer] = (),
+    ) -> None:
+        if (batch_size is None) == (batch_tokens is None):
+            raise ConfigError("OfflineBatchSource: set either batch_size or batch_tokens")
+        for name, value in (
+            ("batch_size", batch_size),
+            ("batch_tokens", batch_tokens),
+            ("epochs", epochs),
+        ):
+            if value is not None and value < 1:
+                raise ConfigError(f"OfflineBatchSource: {name}={value}: must be at least 1")
+        if train_on not in ("all", "last"):
+            raise ConfigError(f"train_on={train_on!r}: must be 'all' or 'last'")
+        self.chat_template = chat_template
+        self.algorithm = algorithm
+        self.batch_size, self.batch_tokens = batch_size, batch_tokens
+        self.epochs, self.shuffle, self.seed = epochs, shuffle, seed
+        self.row_fn = row_fn
+        self.train_on: TrainOn = train_on
+        self.sample_filter, self.merge, self.lost_member = sample_filter, merge, lost_member
+        self.scorers = tuple(scorers)
+        self._rows = _load(data)
+        if not len(self._rows):
+            raise ConfigError("OfflineBatchSource: the data holds no rows")
+        self._units = self._find_units()
+        self._order_of: tuple[int, Sequence[int]] | None = None
+        self.epoch = 0
+        self.position = 0
+
+    @classmethod
+    def from_hub(cls, name: str, *, split: str = "train", **options: Any) -> OfflineBatchSource:
+        """From a dataset on the Hugging Face hub; options that `load_dataset` takes go in
+        `dataset_options`, the others are this class's own."""
+        try:
+            from datasets import load_dataset
+        except ImportError as exc:
+            raise MissingExtraError("datasets", "datasets") from exc
+        dataset_options = options.pop("dataset_options", {})
+        return cls(load_dataset(name, split=split, **dataset_options), **options)
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self._rows)
+
+    async def next_batch(self) -> SAWBatch:
+        """The next rows as a batch. Batches do not reach over the end of an epoch: its last one
+        may be smaller."""
+        while True:
+            if self.epochs is not None and self.epoch >= self.epochs:
+                raise StopAsyncIteration(f"{self.epochs} epochs are over")
+            epoch, rollouts = self.epoch, self._take()
+            batch = batch_from_rollouts(
+                rollouts,
+                self._credit(),
+                sample_filter=self.sample_filter,
+                merge=self.merge,
+                lost_member=self.lost_member,
+                meta={"epoch": epoch, "position": self.position},
+            )
+            if batch.items:
+                break
+            if self.epoch > epoch + 1:
+                raise BatchError(f"a whole epoch held nothing to train on: {batch.meta['dropped']}")
+        for scorer in self.scorers:
+            batch = await scorer.score(batch)
+        return batch if self.algorithm is None else prepare_batch(batch, self.algorithm)
+
+    def _take(self) -> list[Rollout]:
+        """The rollouts of the next batch; moves the position behind them."""
+        taken: list[Rollout] = []
+        tokens = 0
+        order = self._order()
+        while self.position < len(order):
+            unit = [self._rollout(row) for row in self._units[order[self.position]]]
+            if self.batch_tokens is not None:
+                tokens += self._tokens_of(unit)
+                if taken and tokens > self.batch_tokens:
+                    return taken
+            taken.extend(unit)
+            self.position += 1
+            if self.batch_size is not None and len(taken) >= self.batch_size:
+                break
+        if self.position >= len(order):
+            self.epoch, self.position = self.epoch + 1, 0
+        return taken
+
+    def _order(self) -> Sequence[int]:
+        if not self.shuffle:
+            return range(len(self._units))
+        if self._order_of is None or self._order_of[0] != self.epoch:
+            draw = np.random.default_rng(derive_seed(self.seed, "epoch", self.epoch))
+            self._order_of = (self.epoch, draw.permutation(len(self._units)).tolist())
+        return self._order_of[1]
+
+    def _find_units(self) -> list[list[int]]:
+        """Rows that must share a batch: those of one group."""
+        units: dict[Any, list[int]] = {}
+        for index in range(len(self._rows)):
+            row = self._rows[index]
+            if isinstance(row, Rollout):
+                group = row.group_id
+            else:
+                row = row if self.row_fn is None else self.row_fn(row)
+                group = row.get("group_id")
+            units.setdefault(index if group is None else ("group", group), []).append(index)
+        return list(units.values())
+
+    def _rollout(self, index: int) -> Rollout:
+        row = self._rows[index]
+        if isinstance(row, Rollout):
+            return row
+        where = f"row {index}"
+        if self.row_fn is not None:
+            row = self.row_fn(row)
+        if "rollout" in row:
+            return rollout_from_row(row, where)
+        messages = row_messages(row, where)
+        if self.chat_template is None:
+            raise ConfigError(
+                f"{where} holds messages: OfflineBatchSource needs a chat_template, such as "
+                "HFChatTemplate(tokenizer), to make tokens of them"
+            )
+        weight = row.get("weight")
+        return rollout_from_messages(
+            messages,
+            self.chat_template,
+            rollout_id=f"row-{index}",
+            tools=row.get("tools") or None,
+            train_on=self.train_on,
+            reward=float(row.get("reward") or 0.0),
+            group_id=row.get("group_id"),
+            task_key=row.get("task_key"),
+            meta={} if weight is None else {"weight": float(weight)},
+        )
+
+    def _tokens_of(self, rollouts: Sequence[Rollout]) -> int:
+        credit = ConstantCredit().compute(rollouts)
+        items = build_items(rollouts, credit, merge=self.merge, sample_filter=self.sample_filter)
+        return sum(len(item.input_ids) for item in items)
+
+    def _credit(self) -> AssignsCredit:
+        given = ConstantCredit() if self.algorithm is None else self.algorithm.credit_assigner
+        return _RowWeighted(given)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The position, and what it is a position in."""
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "rows": len(self._rows),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on at the saved position; refuses one of other data or another order."""
+        own = self.state_dict()
+        for name in ("rows", "seed", "shuffle"):
+            if state.get(name) != own[name]:
+                raise CheckpointError(
+                    f"the checkpoint is of a source with {name}={state.get(name)!r}, this one has "
+                    f"{name}={own[name]!r}: resume with the same data and order"
+                )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+
+class _RowWeighted:
+    """Credit times the weight that a row carries."""
+
+    def __init__(self, credit: AssignsCredit) -> None:
+        self._credit = credit
+
+    def compute(self, rollouts: Sequence[Rollout]) -> Mapping[RolloutStepKey, float]:
+        weights = {r.id: w for r in rollouts if (w := r.meta.get("weight")) is not None}
+        credit = self._credit.compute(rollouts)
+        if not weights:
+            return credit
+        return {key: value * weights.get(key[0], 1.0) for key, value in credit.items()}
+
+
+def _load(data: Any) -> Sequence[Any]:
+    """Rows with a length, by position. Files are read whole; datasets stay where they are."""
+    if isinstance(data, str | Path):
+        return list(_read(Path(data)))
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise ConfigError(
+            f"OfflineBatchSource: {type(data).__name__} has no length and order: give a path, a "
+            "map-style dataset, or a list"
+        )
+    if len(data) and isinstance(data[0], str | Path):
+        return [row for path in data for row in _read(Path(path))]
+    rows: Sequence[Any] = data
+    return rows
+
+
+def _read(path: Path) -> Iterator[Any]:
+    for number, (line, whole) in enumerate(read_lines(path), start=1):
+        if not whole:
+            warnings.warn(
+                f"{path}, line {number}: the file ends in the middle of this line; the "
+                f"{number - 1} rows before it are used",
+                CutFileWarning,
+                stacklevel=2,
+            )
+            return
+        yield parse_line(line, f"{path}, line {number}")

@@ -1,0 +1,100 @@
+"""What a source asks for: requests from a function of the step, or from a curriculum."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from ludic.errors import ConfigError
+from ludic.rollouts.curricula import Curriculum
+from ludic.rollouts.requests import RolloutRequest
+from ludic.rollouts.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
+from ludic.saw.assembly import Algorithm
+from ludic.types import Rollout
+
+Requests: TypeAlias = Sequence[RolloutRequest]
+RequestFn: TypeAlias = Callable[..., Requests | Awaitable[Requests]]
+"""`fn(step)` or `fn()`. One that remembers what it gave has `state_dict` and `load_state_dict`."""
+
+
+class RequestFeed:
+    """One way to ask for requests, whatever gives them.
+
+    A curriculum is asked for as many as are needed and told the outcomes; a function that takes
+    an argument is given the step, and any other is called as it is.
+    """
+
+    def __init__(self, source: RequestFn | Curriculum, count: int | None) -> None:
+        self.source = source
+        self.count = count
+        self._curriculum = source if isinstance(source, Curriculum) else None
+        if self._curriculum is not None:
+            if count is None:
+                raise ConfigError(
+                    "a curriculum must be told how much to give: set rollouts_per_update"
+                )
+        elif not callable(source):
+            raise ConfigError(f"request_fn={source!r} is neither a function nor a Curriculum")
+        else:
+            self._takes_step = _takes_argument(source)
+
+    async def next(self, step: int, count: int | None = None) -> list[RolloutRequest]:
+        """The requests of `step`; at most `count` of them where it is given."""
+        if self._curriculum is not None:
+            wanted = self.count if count is None else count
+            assert wanted is not None
+            return list(self._curriculum.next_requests(wanted))
+        assert callable(self.source)
+        given = self.source(step) if self._takes_step else self.source()
+        requests = list(await given if inspect.isawaitable(given) else given)
+        if not requests:
+            raise ConfigError(f"request_fn gave no requests for step {step}")
+        return requests if count is None else requests[:count]
+
+    def report(self, rollouts: Sequence[Rollout]) -> None:
+        if self._curriculum is not None:
+            self._curriculum.report(rollouts)
+
+    def state_dict(self) -> Mapping[str, Any] | None:
+        state = getattr(self.source, "state_dict", None)
+        return None if state is None else dict(state())
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        load = getattr(self.source, "load_state_dict", None)
+        if (load is None) != (state is None):
+            raise ConfigError(
+                "the saved state and this run's request_fn do not fit: one of them has a state "
+                "and the other has none"
+            )
+        if load is not None:
+            load(state)
+
+
+def choose_strategy(strategy: RequestStrategy | None, algorithm: Algorithm) -> RequestStrategy:
+    """The given strategy, checked against the group size that the algorithm compares; without
+    one, groups where the algorithm compares them."""
+    size = group_size_of(algorithm)
+    if strategy is None:
+        return IdentityStrategy() if size is None else GRPORequestStrategy(size)
+    if size is not None and strategy.group_size not in (1, size):
+        raise ConfigError(
+            f"the request strategy makes groups of {strategy.group_size}, and the algorithm "
+            f"compares groups of {size}: give both the same group_size"
+        )
+    return strategy
+
+
+def group_size_of(algorithm: Algorithm) -> int | None:
+    """How many rollouts the algorithm's credit compares with each other; None where it does not."""
+    size = getattr(algorithm.credit_assigner, "group_size", None)
+    return None if size is None else int(size)
+
+
+def _takes_argument(function: Callable[..., Any]) -> bool:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables written in C have none
+        return False
+    return any(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)

@@ -1,0 +1,264 @@
+"""Online RL, synchronously: every batch is rolled out with the present policy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from ludic.errors import CheckpointError, ConfigError, RolloutError
+from ludic.rollouts.curricula import Curriculum
+from ludic.rollouts.engine import RolloutEngine, RolloutWriterLike
+from ludic.rollouts.progress import Budget, ProgressCallback
+from ludic.rollouts.requests import RolloutRequest
+from ludic.rollouts.strategies import IdentityStrategy, RequestStrategy
+from ludic.saw.assembly import Algorithm, batch_from_rollouts, prepare_batch
+from ludic.saw.filters import SampleFilter
+from ludic.saw.grouping import settle_groups
+from ludic.saw.items import SAWBatch
+from ludic.saw.statistics import rollout_statistics
+from ludic.seeding import derive_seed
+from ludic.training.batching.requests import (
+    RequestFeed,
+    RequestFn,
+    choose_strategy,
+    group_size_of,
+)
+from ludic.types import Rollout
+
+
+class Scorer(Protocol):
+    """Adds what others say of the sampled tokens, such as reference or teacher log-probs."""
+
+    async def score(self, batch: SAWBatch) -> SAWBatch: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicSampling:
+    """DAPO's dynamic sampling: groups whose rewards are all equal, which teach nothing, are set
+    aside ("no_variance") and others rolled out in their place, for at most `max_rounds` rounds."""
+
+    max_rounds: int = 4
+
+    def __post_init__(self) -> None:
+        if self.max_rounds < 1:
+            raise ConfigError(f"DynamicSampling.max_rounds={self.max_rounds}: must be >= 1")
+
+
+class RolloutBatchSource:
+    """Asks for requests, rolls them out, and makes one batch per call of `next_batch`.
+
+    `request_fn` is a function of the step, or without arguments, or a `Curriculum`. Without a
+    `request_strategy`, requests become groups of the size that the algorithm's credit compares;
+    those that come with a `group_id` stay as they are. `rollouts_per_update` is the number of
+    episodes per batch (each gives one rollout per agent). `scorers` see the batch before the
+    algorithm's own preparation. The `budget` is that of the whole run: when it is spent,
+    `next_batch` raises `StopAsyncIteration`. Seeds come from the engine's seed and the step.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: RolloutEngine,
+        request_fn: RequestFn | Curriculum,
+        algorithm: Algorithm,
+        max_steps: int = 100,
+        concurrency: int = 8,
+        request_strategy: RequestStrategy | None = None,
+        sample_filter: SampleFilter | None = None,
+        merge: bool = True,
+        writer: RolloutWriterLike | None = None,
+        scorers: Sequence[Scorer] = (),
+        rollouts_per_update: int | None = None,
+        resample: DynamicSampling | None = None,
+        budget: Budget | None = None,
+        max_empty_batches: int = 8,
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
+        self.engine = engine
+        self.algorithm = algorithm
+        self.max_steps = max_steps
+        self.concurrency = concurrency
+        self.strategy = choose_strategy(request_strategy, algorithm)
+        self.sample_filter = sample_filter
+        self.merge = merge
+        self.writer = writer
+        self.scorers = tuple(scorers)
+        self.rollouts_per_update = rollouts_per_update
+        self.resample = resample
+        self.budget = budget or Budget()
+        self.max_empty_batches = max_empty_batches
+        self.on_progress = on_progress
+        self.step = 0
+        self._keeps_groups = request_strategy is None
+        self._episodes = 0
+        self._tokens = 0
+        if rollouts_per_update is not None:
+            _check_whole_groups(rollouts_per_update, self._group_size)
+        if resample is not None and self._group_size == 1:
+            raise ConfigError("DynamicSampling needs groups: give a GRPORequestStrategy")
+        per_request = self.strategy.group_size
+        self._feed = RequestFeed(
+            request_fn,
+            None if rollouts_per_update is None else rollouts_per_update // per_request,
+        )
+
+    @property
+    def _group_size(self) -> int:
+        return group_size_of(self.algorithm) or self.strategy.group_size
+
+    async def next_batch(self) -> SAWBatch:
+        """The next batch; one that turns out empty is counted and followed by another, at most
+        `max_empty_batches` times."""
+        drops: Counter[str] = Counter()
+        for _ in range(self.max_empty_batches):
+            batch = await self._sample(drops)
+            self.step += 1
+            if batch.items:
+                return batch
+            drops = Counter(batch.meta["dropped"])
+        raise RolloutError(
+            f"{self.max_empty_batches} batches in a row held nothing to train on; dropped, in "
+            f"turns: {dict(drops)}. Loosen the filters, or look at why rewards do not vary"
+        )
+
+    async def _sample(self, drops: Counter[str]) -> SAWBatch:
+        if self._spent():
+            raise StopAsyncIteration(f"the budget is spent: {self.budget}")
+        kept, sampled, rounds = await self._rollouts(drops)
+        batch = batch_from_rollouts(
+            kept,
+            self.algorithm.credit_assigner,
+            sample_filter=self.sample_filter,
+            merge=self.merge,
+            lost_member=self.engine.group_policy,
+            drops=drops,
+            # The log shows how the policy does, so it counts what was set aside too.
+            meta={
+                **rollout_statistics(sampled),
+                "source_step": self.step,
+                "sampling_rounds": rounds,
+            },
+        )
+        if batch.items:
+            for scorer in self.scorers:
+                batch = await scorer.score(batch)
+        return prepare_batch(batch, self.algorithm)
+
+    async def _rollouts(self, drops: Counter[str]) -> tuple[list[Rollout], list[Rollout], int]:
+        """The batch's rollouts, all that were sampled for it, and in how many rounds."""
+        sampled = await self._round(await self._feed.next(self.step), 0)
+        if self.resample is None:
+            return sampled, sampled, 1
+        wanted = len(_groups(sampled))
+        kept = self._with_variance(sampled, drops)
+        rounds = 1
+        while len(_groups(kept)) < wanted and rounds < self.resample.max_rounds:
+            if self._spent():
+                break
+            requests = await self._feed.next(self.step, wanted - len(_groups(kept)))
+            found = await self._round(requests, rounds)
+            kept += self._with_variance(found, drops)
+            sampled += found
+            rounds += 1
+        return kept, sampled, rounds
+
+    def _with_variance(self, rollouts: Sequence[Rollout], drops: Counter[str]) -> list[Rollout]:
+        """The rollouts of whole groups in which some role's rewards differ; the others are
+        counted, and groups are sampled in their place."""
+        whole = settle_groups(rollouts, self.engine.group_policy, drops)
+        rewards: dict[tuple[str | None, str], set[float]] = {}
+        for r in whole:
+            rewards.setdefault((r.group_id, r.agent_id), set()).add(r.total_reward)
+        varied = {group for (group, _), values in rewards.items() if len(values) > 1}
+        for r in whole:
+            if r.group_id not in varied:
+                drops["no_variance"] += len({step.turn_index for step in r.agent_steps})
+        return [r for r in whole if r.group_id in varied]
+
+    async def _round(self, requests: Sequence[RolloutRequest], number: int) -> list[Rollout]:
+        prefix = f"step-{self.step}" + (f"-round-{number}" if number else "")
+        if number:
+            # The same request may come again: then at least its sampling must differ.
+            requests = [
+                r
+                if r.sampling_seed is None
+                else replace(r, sampling_seed=derive_seed(r.sampling_seed, "round", number))
+                for r in requests
+            ]
+        expanded = self._expand(requests, prefix)
+        if number == 0:
+            self._check_count(expanded)
+        left = self.budget.max_episodes
+        rollouts = await self.engine.generate_rollouts(
+            expanded,
+            self.max_steps,
+            self.concurrency,
+            prefix=prefix,
+            budget=None if left is None else Budget(max_episodes=left - self._episodes),
+            on_progress=self.on_progress,
+            writer=self.writer,
+        )
+        if not rollouts:
+            raise StopAsyncIteration(f"the budget has no room for another group: {self.budget}")
+        self._episodes += len({r.episode_id for r in rollouts})
+        self._tokens += sum(r.num_tokens for r in rollouts)
+        self._feed.report(rollouts)
+        return rollouts
+
+    def _expand(self, requests: Sequence[RolloutRequest], prefix: str) -> list[RolloutRequest]:
+        strategy = self.strategy
+        if self._keeps_groups and all(r.group_id is not None for r in requests):
+            strategy = IdentityStrategy()
+        return strategy.expand(requests, prefix=f"{prefix}/")
+
+    def _check_count(self, requests: Sequence[RolloutRequest]) -> None:
+        episodes = sum(r.num_episodes for r in requests)
+        if self.rollouts_per_update not in (None, episodes):
+            raise ConfigError(
+                f"request_fn and the strategy make {episodes} episodes for step {self.step}, and "
+                f"rollouts_per_update={self.rollouts_per_update}: make them agree"
+            )
+
+    def _spent(self) -> bool:
+        tokens, episodes = self.budget.max_tokens, self.budget.max_episodes
+        return (tokens is not None and self._tokens >= tokens) or (
+            episodes is not None and self._episodes >= episodes
+        )
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Everything that decides what comes next: the step, what was spent, and the state of the
+        curriculum and of the algorithm where they have one."""
+        algorithm = getattr(self.algorithm, "state_dict", None)
+        return {
+            "step": self.step,
+            "episodes": self._episodes,
+            "tokens": self._tokens,
+            "requests": self._feed.state_dict(),
+            "algorithm": None if algorithm is None else dict(algorithm()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken."""
+        try:
+            step, episodes, tokens = (int(state[k]) for k in ("step", "episodes", "tokens"))
+            requests, algorithm = state["requests"], state["algorithm"]
+        except (KeyError, TypeError, ValueError) as exc:
+            raise CheckpointError(f"this is no state of a RolloutBatchSource: {exc!r}") from exc
+        self._feed.load_state_dict(requests)
+        if algorithm is not None and (load := getattr(self.algorithm, "load_state_dict", None)):
+            load(algorithm)
+        self.step, self._episodes, self._tokens = step, episodes, tokens
+
+
+def _check_whole_groups(rollouts_per_update: int, group_size: int) -> None:
+    if rollouts_per_update < 1 or rollouts_per_update % group_size:
+        raise ConfigError(
+            f"rollouts_per_update={rollouts_per_update} is not a positive multiple of "
+            f"group_size={group_size}: a batch holds whole groups"
+        )
+
+
+def _groups(rollouts: Sequence[Rollout]) -> set[str | None]:
+    return {r.group_id for r in rollouts}

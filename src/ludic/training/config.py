@@ -1,0 +1,108 @@
+"""The trainer's settings. Combinations that cannot work are refused when they are written down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ludic.errors import ConfigError
+from ludic.training.attention import AttentionKind
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """Where and how often the whole state is saved; the newest `keep` are kept.
+
+    With `background` the disk is written while training goes on, and a checkpoint counts only
+    once it is complete. With `resume` a trainer starts from `latest` where there is one.
+    """
+
+    folder: str | Path
+    every: int = 50
+    keep: int = 3
+    background: bool = False
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.keep < 1:
+            raise ConfigError(
+                f"CheckpointConfig: every={self.every} and keep={self.keep} must be at least 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerConfig:
+    """How to optimise, and how much fits on the device at once.
+
+    `micro_token_budget` bounds the tokens of one forward pass and is all that memory depends on;
+    `max_seq_len` bounds a single sample, and a longer one is an error. `epochs` and
+    `mini_batches` give several optimizer steps per batch, with proximal log-probs from before the
+    first. `overlap` samples the next batch, under the present policy, while this one trains.
+    """
+
+    learning_rate: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    final_lr_ratio: float = 0.0
+
+    max_seq_len: int = 8192
+    micro_token_budget: int = 16384
+    epochs: int = 1
+    mini_batches: int = 1
+    overlap: bool = False
+
+    attention: AttentionKind = "auto"
+    gradient_checkpointing: bool = False
+    compile: bool = False
+
+    max_nonfinite_steps: int = 3
+    batch_timeout_s: float = 3600.0
+    publish_timeout_s: float = 600.0
+    seed: int = 0
+    checkpoint: CheckpointConfig | None = None
+    run_dir: str | Path | None = None
+    eval_every: int | None = None
+
+    def __post_init__(self) -> None:
+        rules = (
+            (self.learning_rate > 0, "learning_rate", "> 0"),
+            (all(0 <= b < 1 for b in self.betas), "betas", "two numbers in [0, 1)"),
+            (self.weight_decay >= 0, "weight_decay", ">= 0"),
+            (self.max_grad_norm is None or self.max_grad_norm > 0, "max_grad_norm", "> 0 or None"),
+            (self.warmup_steps >= 0, "warmup_steps", ">= 0"),
+            (0 <= self.final_lr_ratio <= 1, "final_lr_ratio", "in [0, 1]"),
+            (self.max_seq_len >= 2, "max_seq_len", ">= 2"),
+            (self.epochs >= 1, "epochs", ">= 1"),
+            (self.mini_batches >= 1, "mini_batches", ">= 1"),
+            (self.max_nonfinite_steps >= 0, "max_nonfinite_steps", ">= 0"),
+            (self.batch_timeout_s > 0, "batch_timeout_s", "> 0"),
+            (self.publish_timeout_s > 0, "publish_timeout_s", "> 0"),
+            (self.eval_every is None or self.eval_every >= 1, "eval_every", ">= 1 or None"),
+        )
+        for ok, name, must in rules:
+            if not ok:
+                raise ConfigError(f"TrainerConfig.{name}={getattr(self, name)!r}: must be {must}")
+        if self.micro_token_budget < self.max_seq_len:
+            raise ConfigError(
+                f"micro_token_budget={self.micro_token_budget} is below max_seq_len="
+                f"{self.max_seq_len}: a sample of that length would fit no micro-batch; raise the "
+                "first or lower the second"
+            )
+        if self.schedule != "constant" and self.total_steps is None:
+            raise ConfigError(f"schedule={self.schedule!r} needs total_steps, where it ends")
+        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"total_steps={self.total_steps} leaves nothing after warmup_steps="
+                f"{self.warmup_steps}"
+            )
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps that one batch gives."""
+        return self.epochs * self.mini_batches

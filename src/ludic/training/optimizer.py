@@ -1,0 +1,116 @@
+"""AdamW whose state is float32, whatever type the module computes in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ludic.errors import CheckpointError, ConfigError
+from ludic.training.config import TrainerConfig
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class MasterAdamW:
+    """AdamW over float32 masters of the trained parameters.
+
+    A bfloat16 step is smaller than a bfloat16 weight can show, so the sum of many would be lost:
+    the masters keep it, gradients of micro-batches are added up in float32, and after a step the
+    module gets the rounded masters. Parameters that are float32 already are their own masters.
+    Matrices decay; vectors (norms, biases) do not.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], cfg: TrainerConfig) -> None:
+        self.parameters = {name: p for name, p in parameters if p.requires_grad}
+        if not self.parameters:
+            raise ConfigError("the model has no parameter that requires a gradient")
+        self.masters: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            narrow = torch.finfo(parameter.dtype).bits < 32
+            self.masters[name] = parameter.detach().float() if narrow else parameter
+        self._narrow = [
+            (p, self.masters[name])
+            for name, p in self.parameters.items()
+            if self.masters[name] is not p
+        ]
+        matrices = [m for m in self.masters.values() if m.ndim >= 2]
+        vectors = [m for m in self.masters.values() if m.ndim < 2]
+        self._adam = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": cfg.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            lr=cfg.learning_rate,
+            betas=cfg.betas,
+            eps=cfg.eps,
+            fused=next(iter(self.masters.values())).device.type == "cuda" or None,
+        )
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Moves the gradients of the last backward pass into the masters, in float32."""
+        fresh = [(p, m) for p, m in self._narrow if p.grad is not None and m.grad is None]
+        more = [(p, m) for p, m in self._narrow if p.grad is not None and m.grad is not None]
+        for parameter, master in fresh:
+            master.grad = parameter.grad.float()  # type: ignore[union-attr]
+        if more:
+            torch._foreach_add_([m.grad for _, m in more], [p.grad for p, _ in more])
+        for parameter, _ in self._narrow:
+            parameter.grad = None
+
+    def gradients(self) -> list[Tensor]:
+        return [m.grad for m in self.masters.values() if m.grad is not None]
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Float[Tensor, ""]:
+        """The norm over all trained parameters and, where they are sharded, all ranks."""
+        norm = torch.nn.utils.get_total_norm(self.gradients())
+        whole = getattr(norm, "full_tensor", None)
+        return whole() if whole is not None else norm  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, scale: float = 1.0) -> None:
+        """One step with the gradients times `scale` (below 1 where their norm was clipped)."""
+        if scale != 1.0:
+            torch._foreach_mul_(self.gradients(), scale)
+        for group in self._adam.param_groups:
+            group["lr"] = learning_rate
+        self._adam.step()
+        if self._narrow:
+            torch._foreach_copy_([p for p, _ in self._narrow], [m for _, m in self._narrow])
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Forgets all gradients."""
+        for parameter, master in zip(self.parameters.values(), self.masters.values(), strict=True):
+            parameter.grad = master.grad = None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Masters and moments by `parameter/what`. Empty moments mean that no step was taken."""
+        state: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                state[f"{name}/master"] = master
+            for key in (*_MOMENTS, "step"):
+                if key in self._adam.state[master]:
+                    state[f"{name}/{key}"] = self._adam.state[master][key]
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back what `state_dict` gave; tensors must be laid out as the parameters are."""
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                if f"{name}/master" not in state:
+                    raise CheckpointError(f"the optimizer's state lacks the master of {name!r}")
+                master.copy_(state[f"{name}/master"])
+            if f"{name}/step" not in state:
+                continue
+            own = self._adam.state[master]
+            own["step"] = state[f"{name}/step"].clone()
+            for key in _MOMENTS:
+                own[key] = torch.zeros_like(master)
+                own[key].copy_(state[f"{name}/{key}"])

@@ -1,0 +1,378 @@
+"""From SAW items to micro-batches: sequences laid end to end, without padding.
+
+Every rank holds the whole macro-batch and takes its share of one plan that all of them compute,
+so the losses' normalisers are those of the macro-batch on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ludic.errors import BatchError
+from ludic.saw.items import BatchCounts, SAWBatch, SAWItem
+from ludic.training.types import LossBatch, Scope
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class KeptIds:
+    """Which ids truncated sampling had kept, for all action tokens in one ragged array.
+
+    Token i kept `ids[offsets[i]:offsets[i + 1]]`; an empty range means every id.
+    """
+
+    ids: Int[Tensor, " kept"]
+    offsets: Int[Tensor, " tokens_plus_1"]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Sequences end to end, and the facts about their action tokens.
+
+    `action_positions` are the places whose hidden state predicts an action token: one before it.
+    `items` are positions in the macro-batch; action tokens follow their order.
+    """
+
+    input_ids: Int[Tensor, " length"]
+    position_ids: Int[Tensor, " length"]
+    cu_seqlens: Int[Tensor, " sequences_plus_1"]
+    max_seqlen: int
+    action_positions: Int[Tensor, " tokens"]
+    target_ids: Int[Tensor, " tokens"]
+    temperatures: Float[Tensor, " tokens"]
+    loss: LossBatch
+    items: tuple[int, ...]
+    kept: KeptIds | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.input_ids.numel())
+
+    @property
+    def num_actions(self) -> int:
+        return int(self.target_ids.numel())
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on `device`."""
+        return _map_tensors(self, lambda t: t.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a sequence costs: its length, and attention that grows with the square of it."""
+
+    quadratic: float = 0.0
+
+    def __call__(self, length: int) -> float:
+        return length + self.quadratic * length * length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedItem:
+    """An item made ready: unmasked tokens only, and its action tokens' turns in batch numbers."""
+
+    input_ids: NDArray[np.int64]
+    actions: NDArray[np.int64]
+    weights: NDArray[np.float32]
+    turn_ids: NDArray[np.int64]
+    rollout_id: int
+    group_id: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """A macro-batch with its turns, rollouts and groups numbered and measured."""
+
+    items: tuple[SAWItem, ...]
+    packed: tuple[PackedItem, ...]
+    turn_lengths: NDArray[np.int64]
+    rollout_lengths: NDArray[np.int64]
+    group_lengths: NDArray[np.int64]
+    counts: BatchCounts
+
+
+def describe(item: SAWItem, index: int) -> str:
+    """How errors name a sample."""
+    turns = [span.turn_index for span in item.turns]
+    return f"sample {index} (rollout {item.rollout_id!r}, turns {turns})"
+
+
+def lay_out(batch: SAWBatch, *, max_seq_len: int | None = None) -> Layout:
+    """Checks every item of the macro-batch and numbers what the losses count.
+
+    Raises `BatchError` for a sample that cannot be trained on, and for a batch without a single
+    action token. A sample longer than `max_seq_len` is an error, never cut.
+    """
+    turns: dict[Hashable, int] = {}
+    rollouts: dict[Hashable, int] = {}
+    groups: dict[Hashable, int] = {}
+    packed = []
+    for index, item in enumerate(batch.items):
+        keep = np.asarray(item.attention_mask, dtype=bool)
+        actions = np.asarray(item.action_mask, dtype=bool)
+        _check_item(item, index, keep, actions, max_seq_len)
+        own: Hashable = item.rollout_id or ("sample", index)
+        rollout = rollouts.setdefault(own, len(rollouts))
+        group = groups.setdefault(item.group_id or ("rollout", own), len(groups))
+        total = int(actions.sum())
+        turn_ids = np.full(total, -1, dtype=np.int64)
+        for span in item.turns:
+            turn_ids[span.start : span.end] = turns.setdefault((own, span.turn_index), len(turns))
+        if not item.turns:
+            turn_ids[:] = turns.setdefault((own, "sample", index), len(turns))
+        if (turn_ids < 0).any():
+            raise BatchError(f"{describe(item, index)}: action tokens that belong to no turn span")
+        weights = item.attachments.token_weights
+        if weights is None:
+            weights = np.full(total, item.weight, dtype=np.float32)
+        if not np.isfinite(weights).all():
+            raise BatchError(f"{describe(item, index)}: a weight is not finite; check the credit")
+        packed.append(
+            PackedItem(
+                np.asarray(item.input_ids, dtype=np.int64)[keep],
+                np.flatnonzero(actions[keep]),
+                np.asarray(weights, dtype=np.float32),
+                turn_ids,
+                rollout,
+                group,
+            )
+        )
+    if not any(p.actions.size for p in packed):
+        dropped = batch.meta.get("dropped", {})
+        raise BatchError(
+            f"a batch of {len(batch.items)} samples without an action token: nothing to train on "
+            f"(dropped by filters: {dropped}); loosen the filters or sample more"
+        )
+    lengths = [
+        np.zeros(max(len(names), 1), dtype=np.int64) for names in (turns, rollouts, groups)
+    ]
+    for p in packed:
+        np.add.at(lengths[0], p.turn_ids, 1)
+        lengths[1][p.rollout_id] += p.actions.size
+        lengths[2][p.group_id] += p.actions.size
+    return Layout(tuple(batch.items), tuple(packed), *lengths, batch.counts)
+
+
+def _check_item(
+    item: SAWItem,
+    index: int,
+    keep: NDArray[np.bool_],
+    actions: NDArray[np.bool_],
+    max_seq_len: int | None,
+) -> None:
+    name, length = describe(item, index), len(item.input_ids)
+    if len(keep) != length or len(actions) != length:
+        raise BatchError(
+            f"{name}: {length} input ids, but masks of {len(keep)} and {len(actions)}"
+        )
+    if max_seq_len is not None and int(keep.sum()) > max_seq_len:
+        raise BatchError(
+            f"{name} has {int(keep.sum())} tokens, over max_seq_len={max_seq_len}: raise the "
+            "setting, or drop such samples with the filter drop_overlong()"
+        )
+    if (actions & ~keep).any():
+        raise BatchError(f"{name}: an action token is hidden by the attention mask")
+    if keep.any() and actions[np.flatnonzero(keep)[0]]:
+        raise BatchError(f"{name}: its first token is an action, which nothing predicts")
+    if not item.temperature > 0:
+        raise BatchError(f"{name}: temperature {item.temperature} is no distribution to train on")
+    total = int(actions.sum())
+    for field in fields(item.attachments):
+        values = getattr(item.attachments, field.name)
+        if values is not None and len(values) != total:
+            raise BatchError(f"{name}: {len(values)} {field.name} for {total} action tokens")
+
+
+def plan_micro_batches(
+    layout: Layout,
+    *,
+    micro_token_budget: int,
+    scope: Scope = "token",
+    cost: Cost | None = None,
+    world_size: int = 1,
+) -> list[list[tuple[int, ...]]]:
+    """Which items share a micro-batch: for each rank, an equally long list of micro-batches.
+
+    Items of one turn or rollout stay together where `scope` asks. The most expensive go first,
+    each to the cheapest micro-batch that has room; the k-th micro-batches of the ranks, which
+    run at the same time, are neighbours in cost. A rank without work gets an empty tuple.
+    """
+    cost = cost or Cost()
+    clusters = _clusters(layout, scope)
+    sizes = [sum(layout.packed[i].input_ids.size for i in c) for c in clusters]
+    for members, size in zip(clusters, sizes, strict=True):
+        if size > micro_token_budget:
+            name = describe(layout.items[members[0]], members[0])
+            raise BatchError(
+                f"{name} has {size} tokens in {len(members)} rows that the loss must see together "
+                f"(scope {scope!r}), over micro_token_budget={micro_token_budget}: raise it"
+            )
+    costs = [sum(cost(layout.packed[i].input_ids.size) for i in c) for c in clusters]
+    order = sorted(range(len(clusters)), key=lambda c: (-costs[c], clusters[c]))
+    total = -(-sum(sizes) // micro_token_budget)
+    total = max(-(-total // world_size), 1) * world_size
+    while (bins := _fill(order, sizes, costs, total, micro_token_budget)) is None:
+        total += world_size
+    loads = [sum(costs[c] for c in members) for members in bins]
+    ranked = sorted(range(len(bins)), key=lambda b: (-loads[b], b))
+    plan: list[list[tuple[int, ...]]] = [[] for _ in range(world_size)]
+    for position, chosen in enumerate(ranked):
+        turn, rank = divmod(position, world_size)
+        # Every other round runs backwards, so that no rank always gets the dearest.
+        rank = world_size - 1 - rank if turn % 2 else rank
+        plan[rank].append(tuple(sorted(i for c in bins[chosen] for i in clusters[c])))
+    return plan
+
+
+def _fill(
+    order: Sequence[int], sizes: Sequence[int], costs: Sequence[float], total: int, budget: int
+) -> list[list[int]] | None:
+    """Spreads clusters over `total` bins by cost, or None where they do not fit the budget."""
+    bins: list[list[int]] = [[] for _ in range(total)]
+    used, load = np.zeros(total, dtype=np.int64), np.zeros(total)
+    for cluster in order:
+        room = np.flatnonzero(used + sizes[cluster] <= budget)
+        if not room.size:
+            return None
+        best = int(room[np.argmin(load[room])])
+        bins[best].append(cluster)
+        used[best] += sizes[cluster]
+        load[best] += costs[cluster]
+    return bins
+
+
+def _clusters(layout: Layout, scope: Scope) -> list[tuple[int, ...]]:
+    """Items that must share a micro-batch, as connected components."""
+    parent = list(range(len(layout.packed)))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    first: dict[int, int] = {}
+    for i, item in enumerate(layout.packed):
+        keys: list[int] = []
+        if scope == "turn":
+            keys = np.unique(item.turn_ids).tolist()
+        elif scope == "rollout":
+            keys = [item.rollout_id]
+        for key in keys:
+            parent[root(i)] = root(first.setdefault(key, i))
+    members: dict[int, list[int]] = {}
+    for i, item in enumerate(layout.packed):
+        if item.actions.size:  # a sample without an action has no gradient
+            members.setdefault(root(i), []).append(i)
+    return [tuple(m) for m in members.values()]
+
+
+def pack(
+    layout: Layout,
+    indices: Sequence[int],
+    *,
+    proximal_logprobs: Sequence[NDArray[np.float32]] | None = None,
+) -> MicroBatch:
+    """Lays the items `indices`, at least one, end to end."""
+    packed = [layout.packed[i] for i in indices]
+    lengths = np.array([p.input_ids.size for p in packed], dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    counts = [p.actions.size for p in packed]
+    actions = _joined([s + p.actions for s, p in zip(starts[:-1], packed, strict=True)], np.int64)
+    input_ids = _joined([p.input_ids for p in packed], np.int64)
+    local = [
+        np.unique(_joined(ids, np.int64), return_inverse=True)
+        for ids in (
+            [p.turn_ids for p in packed],
+            [np.full(c, p.rollout_id) for c, p in zip(counts, packed, strict=True)],
+            [np.full(c, p.group_id) for c, p in zip(counts, packed, strict=True)],
+        )
+    ]
+    items = [layout.items[i] for i in indices]
+
+    def attachment(name: str, dtype: Any) -> Tensor | None:
+        values = [getattr(item.attachments, name) for item in items]
+        if all(v is None for v in values):
+            return None
+        if any(v is None for v in values):
+            lacking = indices[[v is None for v in values].index(True)]
+            raise BatchError(
+                f"{describe(layout.items[lacking], lacking)} has no {name}, while others of its "
+                "batch do: record them for all samples, or for none"
+            )
+        return torch.from_numpy(_joined(values, dtype))
+
+    loss = LossBatch(
+        weights=torch.from_numpy(_joined([p.weights for p in packed], np.float32)),
+        turn_ids=torch.from_numpy(local[0][1]),
+        rollout_ids=torch.from_numpy(local[1][1]),
+        group_ids=torch.from_numpy(local[2][1]),
+        turn_lengths=torch.from_numpy(layout.turn_lengths[local[0][0]]),
+        rollout_lengths=torch.from_numpy(layout.rollout_lengths[local[1][0]]),
+        group_lengths=torch.from_numpy(layout.group_lengths[local[2][0]]),
+        counts=layout.counts,
+        behavior_logprobs=attachment("behavior_logprobs", np.float32),
+        proximal_logprobs=None
+        if proximal_logprobs is None
+        else torch.from_numpy(_joined([proximal_logprobs[i] for i in indices], np.float32)),
+        reference_logprobs=attachment("reference_logprobs", np.float32),
+        teacher_logprobs=attachment("teacher_logprobs", np.float32),
+        versions=attachment("versions", np.int64),
+    )
+    temperatures = [np.full(c, i.temperature) for c, i in zip(counts, items, strict=True)]
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(_joined([np.arange(n) for n in lengths], np.int64)),
+        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
+        max_seqlen=int(lengths.max()),
+        action_positions=torch.from_numpy(actions - 1),
+        target_ids=torch.from_numpy(input_ids[actions]),
+        temperatures=torch.from_numpy(_joined(temperatures, np.float32)),
+        loss=loss,
+        items=tuple(indices),
+        kept=_kept(layout, indices),
+    )
+
+
+def _kept(layout: Layout, indices: Sequence[int]) -> KeptIds | None:
+    if all(layout.items[i].attachments.kept_token_ids is None for i in indices):
+        return None
+    rows: list[NDArray[np.int64]] = []
+    for i in indices:
+        packed, kept = layout.packed[i], layout.items[i].attachments.kept_token_ids
+        if kept is None:
+            kept = [np.zeros(0, dtype=np.int64)] * packed.actions.size
+        for target, row in zip(packed.input_ids[packed.actions], kept, strict=True):
+            if len(row) and target not in row:
+                raise BatchError(
+                    f"{describe(layout.items[i], i)}: token {target} was sampled, but is not "
+                    "among the ids that truncated sampling kept; the record is inconsistent"
+                )
+        rows.extend(kept)
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
+    return KeptIds(torch.from_numpy(_joined(rows, np.int64)), torch.from_numpy(offsets))
+
+
+def _joined(arrays: Sequence[Any], dtype: Any) -> Any:
+    return np.concatenate([np.asarray(a, dtype=dtype) for a in arrays] or [np.zeros(0, dtype)])
+
+
+def _map_tensors(value: T, change: Callable[[Tensor], Tensor]) -> T:
+    """`value`, a dataclass, with `change` applied to every tensor in it."""
+    updates: dict[str, Any] = {}
+    for field in fields(value):  # type: ignore[arg-type]
+        member = getattr(value, field.name)
+        if isinstance(member, Tensor):
+            updates[field.name] = change(member)
+        elif isinstance(member, (LossBatch, KeptIds)):
+            updates[field.name] = _map_tensors(member, change)
+    return replace(value, **updates)  # type: ignore[type-var]

@@ -1,0 +1,159 @@
+"""What is done to a macro-batch as a whole before it is trained on. NumPy only.
+
+A preprocess takes a `SAWBatch` and answers another one. It runs once, after credit, filters and
+scorers and before the batch is split, so that it may use quantities of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ludic.errors import ConfigError, NotTrainableError
+from ludic.saw.batch import make_batch
+from ludic.saw.items import SAWBatch, SAWItem, TurnSpan
+from ludic.types import RolloutStepKey
+
+Preprocess = Callable[[SAWBatch], SAWBatch]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Several preprocesses, one after the other, left to right."""
+
+    steps: tuple[Preprocess, ...]
+
+    def __call__(self, batch: SAWBatch) -> SAWBatch:
+        for step in self.steps:
+            batch = step(batch)
+        return batch
+
+
+def chain(*steps: Preprocess | None) -> Preprocess | None:
+    """All the steps as one, each of them once; None for none."""
+    todo: list[Preprocess] = []
+    for step in steps:
+        for part in step.steps if isinstance(step, Chain) else (step,):
+            if part is not None and part not in todo:
+                todo.append(part)
+    if len(todo) < 2:
+        return todo[0] if todo else None
+    return Chain(tuple(todo))
+
+
+def turn_weights(batch: SAWBatch) -> dict[RolloutStepKey, float]:
+    """The weight of each turn; one that forked into several items is there once."""
+    return {
+        (item.rollout_id, span.turn_index): span.weight
+        for item in batch.items
+        for span in item.turns
+    }
+
+
+def rescale(batch: SAWBatch, scale: float, shift: float) -> SAWBatch:
+    """Every weight w as scale·w + shift."""
+
+    def changed(item: SAWItem) -> SAWItem:
+        tokens = item.attachments.token_weights
+        if tokens is not None:
+            tokens = (scale * tokens.astype(np.float64) + shift).astype(np.float32)
+        spans = (replace(span, weight=scale * span.weight + shift) for span in item.turns)
+        return replace(
+            item,
+            weight=scale * item.weight + shift,
+            turns=tuple(spans),
+            attachments=replace(item.attachments, token_weights=tokens),
+        )
+
+    return replace(batch, items=tuple(changed(item) for item in batch.items))
+
+
+def subtract_mean(batch: SAWBatch) -> SAWBatch:
+    """Takes the mean weight of the batch's turns off every weight: REINFORCE's baseline."""
+    weights = list(turn_weights(batch).values())
+    return rescale(batch, 1.0, -float(np.mean(weights))) if weights else batch
+
+
+def drop_zero_variance_groups(batch: SAWBatch) -> SAWBatch:
+    """Leaves out groups whose weights are all 0: they have no gradient, but would count in the
+    normalisers. Counted in turns, in `meta["dropped"]["zero_variance_group"]`."""
+    alive = {item.group_id for item in batch.items if any(span.weight for span in item.turns)}
+    kept = [item for item in batch.items if item.group_id in alive or item.group_id is None]
+    if len(kept) == len(batch.items):
+        return batch
+    dropped = Counter(batch.meta.get("dropped", {}))
+    dropped["zero_variance_group"] += len(turn_weights(batch)) - len(
+        turn_weights(replace(batch, items=tuple(kept)))
+    )
+    return make_batch(kept, {**batch.meta, "dropped": dict(dropped)})
+
+
+@dataclass(frozen=True, slots=True)
+class KLInReward:
+    """k1 = logp − logp_ref as a penalty in the reward: each action token is charged coeff·k1, and
+    its weight carries the charges of all tokens up to the `horizon`, its own included.
+
+    "rollout" (everything the agent still wrote) gives the policy gradient of the KL of whole
+    rollouts; "turn" stops at the end of the turn; "token" counts only the token itself, which has
+    the expected gradient of a k2 loss. Takes the log-probs of the policy that sampled.
+    """
+
+    coeff: float
+    horizon: Literal["token", "turn", "rollout"] = "rollout"
+
+    def __post_init__(self) -> None:
+        if self.horizon not in ("token", "turn", "rollout"):
+            raise ConfigError(f"KLInReward.horizon={self.horizon!r}: token, turn or rollout")
+
+    def __call__(self, batch: SAWBatch) -> SAWBatch:
+        charges = [self.coeff * _k1(item) for item in batch.items]
+        if self.horizon != "token":
+            charges = self._charged_ahead(batch, charges)
+        items = (_charge(i, c) for i, c in zip(batch.items, charges, strict=True))
+        return replace(batch, items=tuple(items))
+
+    def _charged_ahead(
+        self, batch: SAWBatch, charges: list[NDArray[np.float64]]
+    ) -> list[NDArray[np.float64]]:
+        """Each token's charge and those of the later tokens of its turn or rollout."""
+        ahead = [np.empty_like(charge) for charge in charges]
+        sums: dict[RolloutStepKey | str, float] = {}
+        for position, span in _backwards(batch):
+            rollout = batch.items[position].rollout_id
+            key = rollout if self.horizon == "rollout" else (rollout, span.turn_index)
+            own = charges[position][span.start : span.end]
+            total = sums.get(key, 0.0) + own[::-1].cumsum()[::-1]
+            ahead[position][span.start : span.end] = total
+            sums[key] = float(total[0])
+        return ahead
+
+
+def _backwards(batch: SAWBatch) -> Iterator[tuple[int, TurnSpan]]:
+    """Spans from the last turn to the first; those of one turn in the reverse of their order."""
+    spans = [(p, span) for p, item in enumerate(batch.items) for span in item.turns]
+    # A stable sort read backwards: within one turn, later spans come first.
+    ordered = sorted(spans, key=lambda found: found[1].turn_index)
+    return reversed(ordered)
+
+
+def _k1(item: SAWItem) -> NDArray[np.float64]:
+    sampled, reference = item.attachments.behavior_logprobs, item.attachments.reference_logprobs
+    if sampled is None or reference is None:
+        raise NotTrainableError(
+            f"rollout {item.rollout_id!r}: KLInReward needs behaviour and reference log-probs; "
+            "sample with log-probs, and score the batch with a reference first"
+        )
+    return sampled.astype(np.float64) - reference
+
+
+def _charge(item: SAWItem, charge: NDArray[np.float64]) -> SAWItem:
+    weights = item.attachments.token_weights
+    if weights is None:
+        weights = np.full(len(charge), item.weight, dtype=np.float32)
+    attached = replace(item.attachments, token_weights=(weights - charge).astype(np.float32))
+    return replace(item, attachments=attached)

@@ -1,0 +1,116 @@
+"""Statistics of a step: gathered on the device, reduced over ranks, read back once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ludic.training.types import LossBatch, Stat, TokenLogProbs
+
+PREFIXES = ("train/", "eval/", "perf/")
+
+
+def named(name: str) -> str:
+    """`name` under one of the canonical prefixes; `train/` where it has none."""
+    return name if name.startswith(PREFIXES) else f"train/{name}"
+
+
+class StatBuffer:
+    """Adds up the stats of micro-batches. Nothing is read from the device before `reduce`.
+
+    Means are weighted by what their weights count (tokens, mostly), over micro-batches and ranks
+    alike. Every rank must have seen the same names.
+    """
+
+    def __init__(self) -> None:
+        self._stats: dict[str, Stat] = {}
+
+    def add(self, stats: Mapping[str, Stat], *, counted: bool = True) -> None:
+        """Adds one micro-batch's. One that is not counted only makes its names known."""
+        for name, stat in stats.items():
+            key, new = named(name), _detached(stat, counted)
+            old = self._stats.get(key)
+            self._stats[key] = new if old is None else _joined(old, new)
+
+    def reduce(
+        self, group: dist.ProcessGroup | None = None, grad_norm: Tensor | None = None
+    ) -> dict[str, float]:
+        """The values, the same on every rank of `group`; one transfer from the device.
+
+        `grad_norm` is the same everywhere already and only travels along.
+        """
+        if grad_norm is not None:
+            self.add({"train/grad_norm": Stat(grad_norm, torch.ones_like(grad_norm), "max")})
+        if not self._stats:
+            return {}
+        names = sorted(self._stats)
+        stats = [self._stats[n] for n in names]
+        sums = torch.stack([*(s.total for s in stats), *(s.weight for s in stats)])
+        peaks = torch.stack([-s.total if s.how == "min" else s.total for s in stats])
+        if group is not None:
+            dist.all_reduce(sums, dist.ReduceOp.SUM, group=group)
+            dist.all_reduce(peaks, dist.ReduceOp.MAX, group=group)
+        values = torch.cat([sums, peaks]).tolist()
+        count, result = len(names), {}
+        for i, (name, stat) in enumerate(zip(names, stats, strict=True)):
+            total, weight, peak = values[i], values[count + i], values[2 * count + i]
+            if stat.how == "mean":
+                if weight:
+                    result[name] = total / weight
+            elif stat.how == "sum":
+                result[name] = total
+            else:
+                result[name] = -peak if stat.how == "min" else peak
+        self._stats = {}
+        return result
+
+
+def _detached(stat: Stat, counted: bool) -> Stat:
+    total, weight = (t.detach().reshape(()).double() for t in (stat.total, stat.weight))
+    if not counted:
+        nothing = {"max": -torch.inf, "min": torch.inf}.get(stat.how, 0.0)
+        total, weight = torch.full_like(total, nothing), torch.zeros_like(weight)
+    return Stat(total, weight.to(total.device), stat.how)
+
+
+def _joined(a: Stat, b: Stat) -> Stat:
+    if a.how == "max":
+        return Stat(torch.maximum(a.total, b.total), a.weight, a.how)
+    if a.how == "min":
+        return Stat(torch.minimum(a.total, b.total), a.weight, a.how)
+    return Stat(a.total + b.total, a.weight + b.weight, a.how)
+
+
+def total(value: Tensor) -> Stat:
+    """A number that is summed over micro-batches and ranks."""
+    return Stat(value, torch.ones_like(value), "sum")
+
+
+def extreme(values: Tensor, how: str) -> Stat:
+    """The largest (`max`) or smallest (`min`) of `values`."""
+    worst = values.detach().max() if how == "max" else values.detach().min()
+    return Stat(worst, torch.ones_like(worst), "max" if how == "max" else "min")
+
+
+def policy_stats(
+    policy: TokenLogProbs, batch: LossBatch, version: int, *, fresh: bool
+) -> dict[str, Stat]:
+    """What every algorithm is told: entropy, staleness, and how far the log-probs recomputed at
+    the start of an update (`fresh`) are from those that the sampler reported, before clipping."""
+    stats: dict[str, Stat] = {}
+    if policy.entropy is not None:
+        stats["entropy"] = Stat.mean(policy.entropy)
+    if batch.versions is not None:
+        staleness = (version - batch.versions).float()
+        stats["staleness"] = Stat.mean(staleness)
+        stats["staleness_max"] = extreme(staleness, "max")
+    if fresh and batch.behavior_logprobs is not None:
+        gap = policy.logprobs.detach() - batch.behavior_logprobs
+        stats["mismatch_abs"] = Stat.mean(gap.abs())
+        stats["mismatch_max"] = extreme(gap.abs(), "max")
+        stats["mismatch_kl"] = Stat.mean(-gap)
+        stats["mismatch_ratio"] = Stat.mean(gap.exp())
+    return stats

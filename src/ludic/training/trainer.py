@@ -1,0 +1,339 @@
+"""The training loop: take a batch, pack it, add up gradients, step, publish, save, log."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from ludic.distributed.interfaces import PolicyPublisher
+from ludic.distributed.weights import ModelWeights
+from ludic.distributed.world import World
+from ludic.errors import ConfigError, DeadlineError, NonFiniteError
+from ludic.saw.codec import batch_from_dict, batch_to_dict
+from ludic.saw.items import SAWBatch
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.checkpoint import Checkpointer, TrainerState
+from ludic.training.config import TrainerConfig
+from ludic.training.loggers import Logger, MetricLog
+from ludic.training.optimizer import MasterAdamW
+from ludic.training.perf import PerfMeter
+from ludic.training.policy import Policy, attention_cost, check_split
+from ludic.training.schedule import learning_rate
+from ludic.training.stats import StatBuffer
+from ludic.training.types import BatchSource, Stateful
+from ludic.training.update import Passes, mini_batches, pick, score_batch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
+Metrics = dict[str, float]
+Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
+
+
+class Trainer:
+    """Optimises `model` on whatever `batch_source` gives, by `algo`'s loss.
+
+    It knows no episode and no reward: only batches of state, action and weight. With a `mesh` the
+    model is sharded over its ranks (FSDP2); batches then come from rank 0's source, and only
+    rank 0 publishes and logs. `stateful` are further objects to save with every checkpoint.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        algo: RLAlgorithm,
+        batch_source: BatchSource | None,
+        publisher: PolicyPublisher | None = None,
+        cfg: TrainerConfig | None = None,
+        loggers: Sequence[Logger] = (),
+        mesh: DeviceMesh | None = None,
+        init_from: str | None = None,
+        evaluate: Evaluate | None = None,
+        stateful: Mapping[str, Stateful] | None = None,
+    ) -> None:
+        self.cfg = cfg = cfg or TrainerConfig()
+        self.model, self.algo, self.source, self.publisher = model, algo, batch_source, publisher
+        self.policy = Policy(
+            model,
+            attention=cfg.attention,
+            gradient_checkpointing=cfg.gradient_checkpointing,
+            compile_layers=cfg.compile,
+        )
+        cost = attention_cost(model)
+        device = next(model.parameters()).device
+        if device.type != "meta":
+            check_split(model, device)
+        if mesh is not None:
+            from ludic.distributed.fsdp import load_sharded, shard_policy
+
+            shard_policy(self.policy, mesh)
+            if init_from is not None:
+                load_sharded(model, init_from, torch.device(mesh.device_type))
+        elif init_from is not None:
+            raise ConfigError("init_from is for sharded models: pass a mesh, or load the weights")
+        self.world = World.of(mesh, next(model.parameters()).device)
+        if self.world.leads and batch_source is None:
+            raise ConfigError("rank 0 needs a batch source")
+        self.optimizer = MasterAdamW(model.named_parameters(), cfg)
+        self.passes = Passes(self.policy, algo.loss, cfg, self.world, cost)
+        self.step = self.version = self.nonfinite_steps = 0
+        self.evaluate = evaluate
+        self.log = MetricLog(loggers, cfg.run_dir, algo.name, writes=self.world.leads)
+        self.perf = PerfMeter(model, self.world)
+        self._stateful = dict(stateful or {}) | _stateful_parts(algo, batch_source)
+        self._checkpoints = Checkpointer(cfg.checkpoint, self.world) if cfg.checkpoint else None
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="ludic-train")
+        self._ahead: asyncio.Task[SAWBatch] | None = None
+        self._states_before_ahead: dict[str, Any] | None = None
+        self._goal = 0
+        self._started = False
+
+    def train_sync(self, num_steps: int | None = None) -> None:
+        """`train` for callers without an event loop."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            asyncio.run(self.train(num_steps))
+            return
+        raise ConfigError("an event loop is running already: use `await trainer.train(...)`")
+
+    async def train(self, num_steps: int | None = None) -> None:
+        """Trains for `num_steps` more steps; without a number, until it is cancelled.
+
+        Steps that a resumed checkpoint holds count as done: a script that is run again goes on
+        where it was, and trains as many steps in all as one that was never interrupted.
+        """
+        await self.start()
+        self._goal = self._goal + num_steps if num_steps is not None else -1
+        try:
+            while self._goal < 0 or self.step < self._goal:
+                await self.train_step()
+            if self._checkpoints and self._checkpoints.last_step != self.step:
+                await self._save()
+        finally:
+            await self._stop_sampling_ahead()
+            if self._checkpoints is not None:
+                await self._run(self._checkpoints.finish)
+
+    async def start(self) -> None:
+        """Resumes where a checkpoint is, and brings the samplers to the trainer's weights."""
+        if self._started:
+            return
+        if self._checkpoints is not None:
+            await self._run(self._resume)
+        await self._publish()
+        self._started = True
+
+    async def train_step(self) -> Metrics:
+        """One batch: as many optimizer steps as the settings say, one publish, one log line."""
+        await self.start()
+        clock = self.perf.clock()
+        batch = await self._next_batch()
+        clock.lap("perf/wait_for_batch_s")
+        last = self.cfg.overlap and self._goal >= 0 and self.step + 1 >= self._goal
+        if self.cfg.overlap and not last:
+            self._sample_ahead()
+        parts = await self._run(mini_batches, batch, self.cfg, step=self.step)
+        proximal = await self._run(score_batch, self.passes, batch) if len(parts) > 1 else None
+        stats, metrics, stepped = StatBuffer(), Metrics(), False
+        rate = learning_rate(self.cfg, self.step)
+        for index, part in enumerate(parts):
+            clock.lap("perf/other_s")
+            accumulate = functools.partial(
+                self.passes.accumulate,
+                part.layout,
+                self.optimizer,
+                stats,
+                version=self.version,
+                proximal=pick(proximal, part.members),
+                fresh=index == 0,
+            )
+            await self._run(accumulate)
+            norm = await self._run(self.optimizer.gradient_norm)
+            metrics = await self._run(stats.reduce, self.world.group, norm)
+            clock.lap("perf/forward_backward_s")
+            if not all(map(math.isfinite, (metrics["train/loss"], metrics["train/grad_norm"]))):
+                self._skip(batch, metrics)
+                continue
+            if not stepped and getattr(self.publisher, "shares_weights", False):
+                await self._sampled_ahead()  # the next batch belongs to the present policy
+            async with self._updating():
+                await self._run(self.optimizer.step, rate, self._clip(metrics["train/grad_norm"]))
+            stepped = True
+            clock.lap("perf/optimizer_s")
+        await self._sampled_ahead()
+        clock.lap("perf/wait_for_next_batch_s")
+        self.step += 1
+        if stepped:
+            self.version += 1
+            await self._publish()
+        clock.lap("perf/publish_s")
+        if self._checkpoints and self.step % self._checkpoints.cfg.every == 0:
+            await self._save()
+        clock.lap("perf/checkpoint_s")
+        metrics |= {
+            "train/step": float(self.step),
+            "train/version": float(self.version),
+            "train/learning_rate": rate,
+            "train/nonfinite_steps": float(self.nonfinite_steps),
+            **_batch_metrics(batch),
+            **self.perf.metrics(batch, clock, passes=self.cfg.epochs),
+        }
+        self.log.write(metrics, step=self.step)
+        await self._evaluate()
+        return metrics
+
+    def _clip(self, norm: float) -> float:
+        limit = self.cfg.max_grad_norm
+        return 1.0 if limit is None or norm <= limit else limit / norm
+
+    def _skip(self, batch: SAWBatch, metrics: Metrics) -> None:
+        """Throws the gradient away; past the limit, stops the run."""
+        self.optimizer.zero_grad()
+        self.nonfinite_steps += 1
+        where = self.log.write_samples(f"nonfinite-step-{self.step}", batch)
+        if self.nonfinite_steps > self.cfg.max_nonfinite_steps:
+            raise NonFiniteError(
+                f"loss {metrics['train/loss']} and gradient norm {metrics['train/grad_norm']} at "
+                f"step {self.step}; {self.nonfinite_steps} steps were not finite, over "
+                f"max_nonfinite_steps={self.cfg.max_nonfinite_steps}. The samples are in {where}"
+            )
+
+    async def _next_batch(self) -> SAWBatch:
+        """Rank 0's next batch, on every rank; with overlap, the one that was sampled ahead."""
+        if self.world.size == 1:
+            return await self._from_source()
+        batch, error = None, None
+        if self.world.leads:
+            try:
+                batch = await self._from_source()
+            except Exception as exc:
+                error = exc
+        told = {"error": repr(error)} if error else batch and batch_to_dict(batch)
+        shared = await self._run(self.world.share, told)
+        if error is not None:
+            raise error
+        return batch or batch_from_dict(shared)
+
+    async def _from_source(self) -> SAWBatch:
+        task, self._ahead = self._ahead, None
+        self._states_before_ahead = None
+        if task is not None:
+            return await task
+        assert self.source is not None
+        return await self._bounded(
+            self.source.next_batch(), "a batch", type(self.source).__name__, self.cfg.batch_timeout_s
+        )
+
+    def _sample_ahead(self) -> None:
+        if self.source is not None and self.world.leads:
+            self._states_before_ahead = self._states()
+            work = self._bounded(
+                self.source.next_batch(),
+                "a batch",
+                type(self.source).__name__,
+                self.cfg.batch_timeout_s,
+            )
+            self._ahead = asyncio.ensure_future(work)
+
+    async def _sampled_ahead(self) -> None:
+        """Waits until the batch that is sampled ahead is whole; its error comes when it is used."""
+        if self._ahead is not None:
+            await asyncio.wait([self._ahead])
+        if self.cfg.overlap:
+            await self._run(self.world.barrier)
+
+    async def _stop_sampling_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+            await asyncio.gather(self._ahead, return_exceptions=True)
+            self._ahead = None
+
+    def _updating(self) -> AbstractAsyncContextManager[None]:
+        return self.publisher.updating() if self.publisher is not None else nullcontext()
+
+    async def _publish(self) -> None:
+        if self.publisher is not None:
+            await self._bounded(
+                self.publisher.publish(ModelWeights(self.model), self.version),
+                f"the publish of version {self.version}",
+                type(self.publisher).__name__,
+                self.cfg.publish_timeout_s,
+            )
+
+    async def _evaluate(self) -> None:
+        if self.evaluate and self.cfg.eval_every and self.step % self.cfg.eval_every == 0:
+            results = dict(await self.evaluate(self.step)) if self.world.leads else {}
+            self.log.write({"eval/step": float(self.step), **results}, step=self.step)
+            await self._run(self.world.barrier)
+
+    def _states(self) -> dict[str, Any]:
+        return {name: dict(part.state_dict()) for name, part in self._stateful.items()}
+
+    async def _save(self) -> None:
+        assert self._checkpoints is not None
+        state = TrainerState(
+            self.step,
+            self.version,
+            self.nonfinite_steps,
+            self._states_before_ahead or self._states(),
+        )
+        await self._run(self._checkpoints.save, self.model, self.optimizer, state)
+
+    def _resume(self) -> None:
+        assert self._checkpoints is not None
+        state = self._checkpoints.resume(self.model, self.optimizer)
+        if state is None:
+            return
+        self.step, self.version = state.step, state.version
+        self.nonfinite_steps = state.nonfinite_steps
+        self.log.rewind(state.step)
+        for name, part in self._stateful.items():
+            if name in state.parts:
+                part.load_state_dict(state.parts[name])
+
+    def close(self) -> None:
+        """Ends the loggers and the compute thread. A closed trainer cannot train on."""
+        self.log.close()
+        self._compute.shutdown(wait=True)
+
+    async def _run(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Computes in the trainer's own thread, so that the event loop can go on sampling."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._compute, functools.partial(work, *args, **kwargs))
+
+    async def _bounded(self, work: Awaitable[T], what: str, whom: str, seconds: float) -> T:
+        try:
+            return await asyncio.wait_for(work, seconds)
+        except DeadlineError:
+            raise
+        except TimeoutError as exc:
+            raise DeadlineError(what, whom, seconds) from exc
+
+
+def _stateful_parts(*parts: Any) -> dict[str, Stateful]:
+    names = ("algorithm", "batch_source")
+    return {n: p for n, p in zip(names, parts, strict=True) if isinstance(p, Stateful)}
+
+
+def _batch_metrics(batch: SAWBatch) -> Metrics:
+    """What the batch source says of its rollouts, where it is a number."""
+    numbers = {k: v for k, v in batch.meta.items() if isinstance(v, (int, float))}
+    counts = batch.counts
+    return {
+        **{k if "/" in k else f"train/{k}": float(v) for k, v in numbers.items()},
+        "train/samples": float(len(batch.items)),
+        "train/action_tokens": float(counts.tokens),
+        "train/turns": float(counts.turns),
+        "train/rollouts": float(counts.rollouts),
+    }

@@ -1,0 +1,66 @@
+"""Fixtures for every test: the real SmolLM2, and settings that keep tests offline and quick."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
+
+# Before anything imports transformers: a test that asks a hub for a file is a broken test.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A busy machine must not turn a right answer into a failure: examples have no deadline.
+settings.register_profile(
+    "ludic",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=DirectoryBasedExampleDatabase(ROOT / ".cache" / "hypothesis"),
+)
+settings.register_profile("thorough", settings.get_profile("ludic"), max_examples=1000)
+settings.load_profile(os.environ.get("LUDIC_HYPOTHESIS_PROFILE", "ludic"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A `gpu` test that was asked for, where there is no GPU, says so instead of failing."""
+    wanted = [item for item in items if item.get_closest_marker("gpu")]
+    if not wanted:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in wanted:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The root of the repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The folder of the real SmolLM2-135M-Instruct; `python -m tools.smollm2` makes it."""
+    from tools import smollm2
+
+    return smollm2.path()
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_path: Path) -> PreTrainedTokenizerFast:
+    """The real SmolLM2 tokenizer, with its ChatML template; shared, so do not change it."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(smollm2_path)
+    return tokenizer

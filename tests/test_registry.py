@@ -1,0 +1,220 @@
+"""Names: registering, finding, listing, and what is said when a name is wrong."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ludic.registry as registry
+from ludic.errors import ConfigError, DuplicateNameError, UnknownNameError
+from ludic.registry import Builtin, Registry
+
+PACKAGE = '''
+class LampEnv:
+    """A lamp that can be switched on.
+
+    More about lamps.
+    """
+
+    def __init__(self, watts: int = 40) -> None:
+        self.watts = watts
+
+number = 3
+'''
+
+
+@pytest.fixture
+def envs() -> Registry:
+    """A registry with one built-in, apart from the global ones."""
+    return Registry(
+        "environment",
+        {"ordered": Builtin("collections:OrderedDict", "A dict that remembers.")},
+        "ludic_tests.envs",
+    )
+
+
+@pytest.fixture
+def installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Another distribution on the path, which announces environments as entry points."""
+    (tmp_path / "lamps.py").write_text(PACKAGE)
+    info = tmp_path / "lamps-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lamps\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[ludic_tests.envs]\n"
+        "lamp = lamps:LampEnv\n"
+        "ordered = lamps:LampEnv\n"
+        "gone = lamps:NoSuchEnv\n"
+        "absent = no_such_module_anywhere:Env\n"
+        "number = lamps:number\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("lamps", None)
+
+
+def test_a_registered_factory_is_called_with_the_arguments(envs: Registry) -> None:
+    envs.register("pair", lambda left, right=2: (left, right))
+    assert envs.make("pair", left=1) == (1, 2)
+
+
+def test_register_is_a_decorator_that_gives_back_what_it_decorates(envs: Registry) -> None:
+    @envs.register("box")
+    class Box:
+        """Holds things.
+
+        And more.
+        """
+
+    assert isinstance(Box(), Box)
+    assert isinstance(envs.make("box"), Box)
+    assert envs.describe()["box"] == "Holds things."
+
+
+def test_a_description_goes_before_the_docstring(envs: Registry) -> None:
+    envs.register("d", dict, description="Said by hand.")
+    assert envs.describe()["d"] == "Said by hand."
+
+
+def test_a_wrong_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        registry.make_env("tictactoe")
+    assert "did you mean 'tic_tac_toe'" in str(caught.value)
+    with pytest.raises(UnknownNameError, match="'react'"):
+        registry.make_agent("reakt")
+    runtime: Any = None
+    with pytest.raises(UnknownNameError, match="'single_agent'"):
+        registry.make_protocol("singel_agent", runtime)
+
+
+@given(name=st.text())
+def test_any_unknown_name_is_an_unknown_name_error(name: str) -> None:
+    registry_of_one = Registry("thing", {"only": Builtin("collections:deque", "")}, "ludic_tests.x")
+    if name != "only":
+        with pytest.raises(UnknownNameError, match="thing"):
+            registry_of_one.get(name)
+
+
+def test_a_name_that_is_taken_cannot_be_registered_again(envs: Registry) -> None:
+    envs.register("mine", dict)
+    with pytest.raises(DuplicateNameError, match=r"'mine' is there already \(registered by"):
+        envs.register("mine", dict)
+    with pytest.raises(DuplicateNameError, match=r"'ordered' is there already \(built in\)"):
+        envs.register("ordered", dict)
+
+
+def test_a_name_taken_back_is_free_again(envs: Registry) -> None:
+    envs.register("mine", dict)
+    envs.unregister("mine")
+    assert "mine" not in envs.names()
+    envs.register("mine", list)
+    with pytest.raises(UnknownNameError):
+        envs.unregister("ordered")
+
+
+@pytest.mark.parametrize("name", ["", "  ", None, 3])
+def test_a_name_must_be_text(envs: Registry, name: Any) -> None:
+    with pytest.raises(ConfigError, match="must be text"):
+        envs.register(name, dict)
+
+
+def test_what_cannot_be_called_cannot_be_registered(envs: Registry) -> None:
+    thing: Any = 3
+    with pytest.raises(ConfigError, match="cannot be called"):
+        envs.register("three", thing)
+
+
+def test_arguments_that_do_not_fit_are_said_with_those_that_do(envs: Registry) -> None:
+    def room(size: int, *, dark: bool = False) -> int:
+        return size
+
+    envs.register("room", room)
+    with pytest.raises(ConfigError, match=r"'room' cannot be made.*'drak'.*size"):
+        envs.make("room", size=3, drak=True)
+
+
+def test_a_type_error_inside_a_factory_is_not_mistaken_for_wrong_arguments(envs: Registry) -> None:
+    def broken() -> None:
+        raise TypeError("inner trouble")
+
+    envs.register("broken", broken)
+    with pytest.raises(TypeError, match="inner trouble"):
+        envs.make("broken")
+
+
+@pytest.mark.usefixtures("installed_package")
+def test_another_packages_entry_point_is_found_listed_and_made(envs: Registry) -> None:
+    assert envs.make("lamp", watts=60).watts == 60
+    assert envs.describe()["lamp"] == "A lamp that can be switched on."
+    with pytest.raises(UnknownNameError, match="'lamp'"):
+        envs.get("lamb")
+
+
+@pytest.mark.usefixtures("installed_package")
+def test_a_broken_entry_point_says_so_and_spoils_no_listing(envs: Registry) -> None:
+    for name, complaint in {
+        "gone": "NoSuchEnv",
+        "absent": "no_such_mod",
+        "number": "be called",
+    }.items():
+        with pytest.raises(ConfigError, match=complaint):
+            envs.get(name)
+        assert "cannot be used" in envs.describe()[name]
+
+
+@pytest.mark.usefixtures("installed_package")
+def test_a_name_from_two_places_is_refused_and_not_chosen_between(envs: Registry) -> None:
+    with pytest.raises(DuplicateNameError, match="built in and the package lamps"):
+        envs.get("ordered")
+
+
+def test_every_built_in_name_has_one_line() -> None:
+    listings = (registry.list_envs(), registry.list_agents(), registry.list_protocols())
+    for listing in listings:
+        assert listing
+        for line in listing.values():
+            assert line
+            assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tic_tac_toe", "tic_tac_toe_two_player", "dataset_qa", "gsm8k", "math", "key_door"],
+)
+def test_a_built_in_environment_is_there(name: str) -> None:
+    from ludic.envs.env import LudicEnv
+
+    factory: Any = registry.ENVS.get(name)
+    assert issubclass(factory, LudicEnv)
+
+
+@pytest.mark.parametrize("name", ["agent", "tool", "react"])
+def test_a_built_in_agent_is_there(name: str) -> None:
+    from ludic.agents import Agent
+
+    factory: Any = registry.AGENTS.get(name)
+    assert issubclass(factory, Agent)
+
+
+@pytest.mark.parametrize("name", ["single_agent", "multi_agent", "delegating"])
+def test_a_built_in_protocol_is_there(name: str) -> None:
+    assert callable(registry.PROTOCOLS.get(name))
+
+
+def test_a_tool_is_the_function_itself() -> None:
+    def add(a: int, b: int) -> int:
+        """Adds."""
+        return a + b
+
+    registry.register_tool("test_registry_add", add)
+    try:
+        assert registry.get_tool("test_registry_add") is add
+        assert registry.list_tools()["test_registry_add"] == "Adds."
+    finally:
+        registry.unregister_tool("test_registry_add")

@@ -1,0 +1,99 @@
+"""Made-up batches for tests of the trainer: a function of a seed and the batch's number."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from ludic.distributed.interfaces import PublishReport, Weights
+from ludic.saw.batch import make_batch
+from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem, TurnSpan
+from ludic.seeding import derive_seed
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithms.reinforce import make_reinforce
+
+VOCAB = 250
+
+
+def synthetic_item(rng: np.random.Generator, rollout: str, group: str, turns: int) -> SAWItem:
+    """A merged item of `turns` turns: random prompts, actions, weights and behaviour."""
+    ids: list[int] = []
+    mask: list[int] = []
+    spans: list[TurnSpan] = []
+    weights: list[float] = []
+    for turn in range(turns):
+        prompt, action = int(rng.integers(2, 6)), int(rng.integers(1, 5))
+        ids += rng.integers(0, VOCAB, prompt + action).tolist()
+        mask += [0] * prompt + [1] * action
+        weight = float(np.float32(rng.normal()))
+        spans.append(TurnSpan(len(weights), len(weights) + action, turn, weight))
+        weights += [weight] * action
+    count = len(weights)
+    return SAWItem(
+        input_ids=np.array(ids, dtype=np.int64),
+        attention_mask=np.ones(len(ids), dtype=np.int8),
+        action_mask=np.array(mask, dtype=np.int8),
+        weight=float("nan"),
+        attachments=SampleAttachments(
+            behavior_logprobs=rng.normal(-5.5, 0.1, count).astype(np.float32),
+            token_weights=np.array(weights, dtype=np.float32),
+            versions=np.zeros(count, dtype=np.int64),
+        ),
+        turns=tuple(spans),
+        rollout_id=rollout,
+        group_id=group,
+        temperature=float(rng.choice([0.7, 1.0])),
+    )
+
+
+def synthetic_batch(seed: int, rollouts: int = 6) -> SAWBatch:
+    rng = np.random.default_rng(seed)
+    items = [
+        synthetic_item(rng, f"{seed}-r{i}", f"{seed}-g{i // 2}", int(rng.integers(1, 4)))
+        for i in range(rollouts)
+    ]
+    return make_batch(items, {"train/reward": float(rng.normal())})
+
+
+class SyntheticSource:
+    """Gives batch after batch, and remembers how many."""
+
+    def __init__(self, seed: int = 0, rollouts: int = 6) -> None:
+        self.seed, self.rollouts, self.count = seed, rollouts, 0
+
+    async def next_batch(self) -> SAWBatch:
+        self.count += 1
+        return synthetic_batch(derive_seed(self.seed, self.count) % 2**31, self.rollouts)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count = int(state["count"])
+
+
+class RecordingPublisher:
+    """Remembers what was published."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+        self.weights: list[dict[str, Any]] = []
+        self.updates = 0
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        self.updates += 1
+        yield
+
+    async def publish(self, weights: Weights, version: int) -> PublishReport:
+        pairs = weights.items() if isinstance(weights, Mapping) else weights
+        self.weights.append({name: tensor.clone() for name, tensor in pairs})
+        self.versions.append(version)
+        return PublishReport(version, 0.0)
+
+
+def reinforce() -> RLAlgorithm:
+    return make_reinforce()
