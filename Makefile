@@ -11,6 +11,10 @@ READY   := $(VENV)/.ludic-ready
 SMOLLM2 := .cache/smollm2/model.safetensors
 TORCH   := $(shell grep '^torch==' constraints.txt)
 UV      := $(shell command -v uv)
+PIP     := $(PY) -m pip install -q --disable-pip-version-check
+WANTED  := -c constraints.txt --group dev -e '.[examples]'
+
+SOURCES := src tools benchmarks tests $(if $(wildcard examples/*.py examples/*/*.py),examples)
 
 # One thread per test process: small matrices are faster that way, and results repeat.
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS)
@@ -60,7 +64,7 @@ format: $(READY)
 
 types: $(READY)
 	@echo "==> mypy --strict"
-	@$(PY) -m mypy
+	@$(PY) -m mypy $(SOURCES)
 
 docs: $(READY)
 	@echo "==> documentation into site/"
@@ -80,18 +84,20 @@ clean:
 	find src tests tools benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch always comes by pip: from the same pin, uv takes a CUDA build twenty times the size.
+# Where uv does not reach the packages (it has settings and certificates of its own), pip does.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("Python 3.11 or newer is needed, this is %d.%d: make PYTHON=/path/to/python3.11" % v[:2])'
 	@test -x $(PY) || { echo "==> virtual environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "==> installing $(TORCH) with pip"
-	@$(PY) -m pip install -q --disable-pip-version-check "pip>=25.1"
-	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt "$(TORCH)"
+	@$(PIP) "pip>=25.1"
+	@$(PIP) -c constraints.txt "$(TORCH)"
 ifneq ($(UV),)
 	@echo "==> installing ludic and the tools for working on it with uv"
-	@VIRTUAL_ENV=$(abspath $(VENV)) $(UV) pip install -q -c constraints.txt --group dev -e '.[examples]'
+	@VIRTUAL_ENV=$(abspath $(VENV)) UV_SYSTEM_CERTS=1 $(UV) pip install -q $(WANTED) \
+	  || { echo "==> uv could not, so with pip"; $(PIP) $(WANTED); }
 else
 	@echo "==> installing ludic and the tools for working on it with pip"
-	@$(PY) -m pip install -q --disable-pip-version-check -c constraints.txt --group dev -e '.[examples]'
+	@$(PIP) $(WANTED)
 endif
 	@touch $@
 

@@ -41,6 +41,9 @@ class TimedCodec:
         self._codec = codec
         self.seconds = 0.0
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._codec, name)
+
     def encode(self, text: str) -> list[int]:
         started = time.thread_time()
         ids: list[int] = self._codec.encode(text)
@@ -103,9 +106,12 @@ def measure(template: HFChatTemplate, episodes: int) -> Cost:
     rollouts = asyncio.run(run_episodes(runtime, episodes))
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     calls = [step for rollout in rollouts for step in rollout.agent_steps]
-    broken = [r.id for r in rollouts if r.error or not r.terminated]
-    if broken or any(step.fork for step in calls):
-        raise RuntimeError(f"the episodes did not go as planned: {broken[:3] or 'forks'}")
+    broken = [r for r in rollouts if r.error or not r.terminated]
+    if broken:
+        raise RuntimeError(f"{broken[0].id} was not played to its end: {broken[0].error}")
+    forks = [step.fork for step in calls if step.fork]
+    if forks:
+        raise RuntimeError(f"{len(forks)} prompts were not extensions: {forks[0]}")
     return Cost(
         steps=sum(len(r.env_steps) for r in rollouts),
         model_calls=len(calls),

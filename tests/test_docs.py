@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import doctest
 import importlib
 import inspect
+import io
 import re
 import sys
 import textwrap
@@ -13,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any
 
 import pytest
 
@@ -39,6 +42,15 @@ class Block:
         words = self.info.split()
         return words[:1] == ["python"] and "no-run" not in words
 
+    @property
+    def is_output(self) -> bool:
+        """Whether it shows what the blocks before it print."""
+        return self.info.split() == ["text", "output"]
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
 
 def blocks_of(text: str) -> list[Block]:
     """Every fenced block of a page, in order."""
@@ -52,18 +64,25 @@ def blocks_of(text: str) -> list[Block]:
     ]
 
 
-def running_code(page: Path) -> list[CodeType]:
-    """The blocks to run, as code that may `await`, with the page's own line numbers."""
-    return [
-        compile(
-            "\n" * block.line + block.code,
-            str(page),
-            "exec",
-            flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT,
-        )
-        for block in blocks_of(page.read_text(encoding="utf-8"))
-        if block.runs
-    ]
+def code_of(block: Block, page: Path) -> CodeType:
+    """A block as code that may `await`, with the page's own line numbers."""
+    source = "\n" * block.line + block.code
+    code: CodeType = compile(source, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    return code
+
+
+async def run_page(page: Path, text: str, names: dict[str, Any]) -> None:
+    """Runs the blocks of a page in one namespace, and compares what it says they print."""
+    printed = io.StringIO()
+    for block in blocks_of(text):
+        if block.is_output:
+            assert block.code.strip() == printed.getvalue().strip()
+            printed = io.StringIO()
+        elif block.runs:
+            with contextlib.redirect_stdout(printed):
+                result = eval(code_of(block, page), names)
+                if inspect.iscoroutine(result):
+                    await result
 
 
 @pytest.fixture
@@ -84,17 +103,26 @@ async def test_every_python_block_of_a_page_runs(
     page: Path, page_module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for code in running_code(page):
-        result = eval(code, page_module.__dict__)
-        if inspect.iscoroutine(result):
-            await result
+    await run_page(page, text_of(page), page_module.__dict__)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_to_a_file_of_the_repository_leads_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text_of(page)):
         if not re.match(r"[a-z]+:", target) and not target.startswith("reference/"):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+async def test_a_page_whose_code_fails_or_prints_something_else_is_noticed() -> None:
+    page = Path("page.md")
+    good = (
+        "```python\nawait __import__('asyncio').sleep(0)\nprint(1)\n```\n```text output\n1\n```\n"
+    )
+    await run_page(page, good, {})
+    with pytest.raises(AssertionError):
+        await run_page(page, good.replace("output\n1", "output\n2"), {})
+    with pytest.raises(ZeroDivisionError):
+        await run_page(page, good.replace("print(1)", "1 / 0"), {})
 
 
 def test_blocks_are_found_with_their_lines_and_their_marks() -> None:

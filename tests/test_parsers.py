@@ -124,7 +124,7 @@ class TestXml:
     parse = staticmethod(xml_parser("move", **REWARDS))
 
     @pytest.mark.parametrize(
-        "text, action",
+        ("text", "action"),
         [
             ("<move>B2</move>", "B2"),
             ("I go <move> B2\n</move> now", "B2"),
@@ -158,7 +158,7 @@ class TestXml:
         assert "move" in (result.obs or "")
 
     @pytest.mark.parametrize(
-        "text, action",
+        ("text", "action"),
         [
             (" <move>B2</move>\n", "B2"),
             ("I go <move>B2</move>", None),
@@ -185,7 +185,7 @@ class TestXml:
 
 class TestThinkPrefix:
     @pytest.mark.parametrize(
-        "text, action",
+        ("text", "action"),
         [
             ("<think>hm</think>B2", "B2"),
             ("\n<think></think>\n B2 ", "B2"),
@@ -217,7 +217,7 @@ BALANCED = st.recursive(
 
 class TestBoxed:
     @pytest.mark.parametrize(
-        "text, inner",
+        ("text", "inner"),
         [
             (r"\boxed{42}", "42"),
             (r"so \boxed{1}, no: \boxed{2}.", "2"),
@@ -247,7 +247,7 @@ class TestBoxed:
 
 class TestJson:
     @pytest.mark.parametrize(
-        "text, action",
+        ("text", "action"),
         [
             ('{"move": "B2"}', "B2"),
             ('```json\n{"move": "B2"}\n```', "B2"),
@@ -281,8 +281,12 @@ class TestJson:
             st.text(),
             st.recursive(
                 st.none() | st.booleans() | st.integers(-(10**18), 10**18) | st.text(),
-                lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+                lambda inner: (
+                    st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+                ),
+                max_leaves=5,
             ),
+            max_size=3,
         )
     )
     def test_any_object_comes_back_as_it_was(self, value: dict[str, Any]) -> None:
@@ -293,7 +297,7 @@ class TestJson:
 
 class TestRegex:
     @pytest.mark.parametrize(
-        "options, text, action",
+        ("options", "text", "action"),
         [
             ({"pattern": r"\d+"}, "a 12 b 3", "12"),
             ({"pattern": r"move (\w+) to (\w+)"}, "move A1 to B2", "A1"),
@@ -313,6 +317,7 @@ class TestRegex:
         parse = regex_parser(r"^(?:a|a|b?)+(?:a+)+$", timeout_s=0.1, **REWARDS)
         result = parse("a" * 5000 + "!")
         assert (result.action, result.reward) == (None, BAD)
+        assert "in time" in (result.obs or "")
 
     @pytest.mark.parametrize("options", [{"pattern": "("}, {"pattern": "a", "group": 1}])
     def test_a_pattern_that_cannot_work_is_refused_when_it_is_made(
@@ -335,7 +340,7 @@ class TestComposition:
     )
 
     @pytest.mark.parametrize(
-        "text, action, reward",
+        ("text", "action", "reward"),
         [
             ("<think>x</think><move>B2</move>", "B2", 0.7),
             ("<move>B2</move>", None, -1.0),
@@ -373,7 +378,7 @@ class TestComposition:
 
 class TestSpecs:
     @pytest.mark.parametrize(
-        "spec, text, action",
+        ("spec", "text", "action"),
         [
             ("text", " B2 ", "B2"),
             ("boxed", r"\boxed{B2}", "B2"),

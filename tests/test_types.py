@@ -218,7 +218,7 @@ class Colour(StrEnum):
 @pytest.mark.parametrize(
     "value",
     [(1, 2), {1}, b"raw", np.int64(3), np.float32(0.5), np.zeros(2), object(), 1j, {1: "one"}],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_json_does_not_have_is_refused_with_its_place(value: Any) -> None:
     rollout = Rollout("r", (), meta={"deep": [0, {"it": value}]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +35,12 @@ def on_files(files: Files, config: Any) -> Files:
     for part in parts():
         files.append(File.generated(config, f"reference/{part}.md", content=page_of(part)))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Takes the marks for the tests off the fences, where Markdown knows only languages."""
+    return re.sub(r"^( *```)(python no-run|text output)$", _language_only, markdown, flags=re.M)
+
+
+def _language_only(fence: re.Match[str]) -> str:
+    return fence[1] + fence[2].split()[0]

@@ -145,7 +145,7 @@ def last_boxed(text: str) -> str | None:
     start += len("\\boxed")
     while start < len(text) and text[start].isspace():
         start += 1
-    if not text.startswith("{", start):
+    if not text.startswith("{", start) or text.find("}", start) < 0:
         return None
     depth = 0
     for match in _BRACES.finditer(text, start):

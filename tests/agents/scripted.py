@@ -1,4 +1,4 @@
-"""Agents over a scripted client and a tiny real tokenizer, for the tests of agents and protocols."""
+"""Agents over a scripted client and a tiny tokenizer, for the tests of agents and protocols."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from ludic.agents import Agent
 from ludic.context import FullDialog
@@ -81,9 +81,13 @@ def template_of(tokenizer: Any, source: str) -> HFChatTemplate:
     return HFChatTemplate(tokenizer, HermesToolParser())
 
 
+@overload
+def scripted_agent(script: Script, **kwargs: Any) -> Agent: ...
+@overload
+def scripted_agent(script: Script, cls: type[A], **kwargs: Any) -> A: ...
 def scripted_agent(
     script: Script,
-    cls: type[A] = Agent,  # type: ignore[assignment]
+    cls: type[Agent] = Agent,
     *,
     template: HFChatTemplate | None = None,
     sampling: SamplingConfig | None = None,
@@ -91,7 +95,7 @@ def scripted_agent(
     parser: Any = None,
     client: dict[str, Any] | None = None,
     **kwargs: Any,
-) -> A:
+) -> Agent:
     """An agent whose model says the script; actions stand in `<move>` tags."""
     template = template or tiny_template()
     return cls(

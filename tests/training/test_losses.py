@@ -54,7 +54,9 @@ class Case:
 
 CASES = {
     "reinforce": Case(lambda a: ReinforceLoss(aggregation=a), objectives.reinforce),
-    "reinforce_baseline": Case(lambda a: ReinforceBaselineLoss(aggregation=a), objectives.reinforce),
+    "reinforce_baseline": Case(
+        lambda a: ReinforceBaselineLoss(aggregation=a), objectives.reinforce
+    ),
     "reinforce_capped": Case(
         lambda a: ReinforceLoss(cap=1.3, aggregation=a), lambda t: objectives.reinforce(t, cap=1.3)
     ),
@@ -126,7 +128,7 @@ def test_a_loss_has_the_value_and_gradient_of_its_reference(
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(
     tokens=token_lists(),
     aggregation=st.sampled_from(AGGREGATIONS),
@@ -159,7 +161,7 @@ WEIGHTED = [name for name in CASES if not name.startswith(("k", "opd"))]
 
 @pytest.mark.parametrize("name", WEIGHTED)
 @given(tokens=token_lists(), aggregation=st.sampled_from(AGGREGATIONS))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_zero_weight_gives_zero_gradient(
     name: str, tokens: list[Token], aggregation: tuple[Aggregation, str]
 ) -> None:
@@ -192,7 +194,9 @@ def _away_from_kinks(tokens: list[Token]) -> list[Token]:
     moved = []
     for token in tokens:
         log_ratio = token.logp - token.behavior
-        near = any(abs(log_ratio - kink) < 1e-3 for kink in (math.log(0.8), math.log(1.2), -0.4, 0.4))
+        near = any(
+            abs(log_ratio - kink) < 1e-3 for kink in (math.log(0.8), math.log(1.2), -0.4, 0.4)
+        )
         moved.append(replace(token, behavior=token.behavior + 0.01) if near else token)
     return moved
 
@@ -233,7 +237,7 @@ def test_the_first_step_on_policy_has_the_gradient_that_the_formula_gives_on_pap
 
 
 @given(tokens=token_lists())
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_a_composite_loss_is_the_weighted_sum_of_its_terms(tokens: list[Token]) -> None:
     surrogate, kl = TokenClippedSurrogateLoss(), TokenKLLoss(estimator="k2")
     whole = CompositeLoss((1.0, surrogate), (0.3, kl), (0.1, EntropyBonus()))
@@ -244,7 +248,8 @@ def test_a_composite_loss_is_the_weighted_sum_of_its_terms(tokens: list[Token]) 
     assert value.item() == pytest.approx(parts.item() - 0.1 * entropy)
     assert stats["loss_EntropyBonus"].total.item() == pytest.approx(-entropy)
     assert {"clip_fraction", "kl_reference", "loss_TokenKLLoss"} <= stats.keys()
-    (slope,) = torch.autograd.grad(value, [policy.entropy])  # type: ignore[list-item]
+    assert policy.entropy is not None
+    (slope,) = torch.autograd.grad(value, policy.entropy)
     assert slope.tolist() == pytest.approx([-0.1 / len(tokens)] * len(tokens))
 
 
@@ -259,7 +264,8 @@ def exact_kls(logits: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tens
     """The gradients by the logits of KL(π‖ref) and of KL(ref‖π), summed over the vocabulary."""
     forward = logits.clone().requires_grad_()
     logp = forward.log_softmax(0)
-    (of_policy,) = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), forward)
+    of_policy_kl = (logp.exp() * (logp - reference)).sum()
+    (of_policy,) = torch.autograd.grad(of_policy_kl, forward, retain_graph=True)
     (of_reference,) = torch.autograd.grad((reference.exp() * (reference - logp)).sum(), forward)
     return of_policy, of_reference
 
@@ -278,7 +284,12 @@ def test_the_expected_gradient_of_a_kl_loss_is_that_of_the_kl_it_names(
     for token in range(5):
         variable = logits.clone().requires_grad_()
         one = Token(
-            logp=0, behavior=behavior[token].item(), weight=0, turn=0, rollout=0, group=0,
+            logp=0,
+            behavior=behavior[token].item(),
+            weight=0,
+            turn=0,
+            rollout=0,
+            group=0,
             reference=reference[token].item(),
         )
         policy, batch = loss_inputs([one])
@@ -368,7 +379,7 @@ def test_a_ratio_that_overflows_does_not_turn_a_zero_weight_into_nan() -> None:
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no gradient as a loss|k2"):
+    with pytest.raises(ConfigError, match="no gradient as a loss"):
         TokenKLLoss(estimator="k1")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="bounds of the ratio"):
         TokenClippedSurrogateLoss(clip=(0.2, 0.2))

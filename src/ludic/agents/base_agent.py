@@ -62,6 +62,9 @@ class Agent:
 
     The n-th model call since `reset` samples with `derive_seed(seed, "call", n)`. `system_prompt`
     is used where `reset` is given none.
+
+    A subclass with another kind of turn overrides `act` and builds it from `begin_turn`,
+    `call_model`, `record` and `conclude`.
     """
 
     def __init__(
@@ -125,12 +128,12 @@ class Agent:
 
     async def act(self) -> ActResult:
         """Takes one turn."""
-        self._begin_turn()
-        call = await self._call_model()
+        self.begin_turn()
+        call = await self.call_model()
         if call is None:
-            return self._out_of_context()
-        self._record(call)
-        return self._conclude(call)
+            return self.out_of_context()
+        self.record(call)
+        return self.conclude(call)
 
     def _begin(self, seed: int | None, conversation_id: str | None) -> None:
         self._seed = seed
@@ -142,11 +145,12 @@ class Agent:
         self._previous_tools: Sequence[Mapping[str, Any]] | None = None
         self._steps.clear()
 
-    def _begin_turn(self) -> None:
+    def begin_turn(self) -> None:
+        """For `act`: a new turn, without steps yet."""
         self._turn += 1
         self._steps.clear()
 
-    async def _call_model(
+    async def call_model(
         self, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> ModelCall | None:
         """Samples one assistant message; None when its prompt leaves no room in the context."""
@@ -178,7 +182,7 @@ class Agent:
             and messages[n] == previous.parsed.message
             and messages[:n] == self._shown
         )
-        new_messages = messages[n + 1 :] if grew else _after_last_assistant(messages)
+        new_messages = messages[n + 1 :] if grew else _unseen(messages, self._shown)
         trace = previous.response.trace
         if trace is None:  # a backend without ids: nothing to extend, and nothing to fork from
             return tuple(self.chat_template.render(messages, tools)), new_messages, None
@@ -230,7 +234,7 @@ class Agent:
                 "a completion", f"model {self.model!r}", self.request_timeout_s or 0.0
             ) from exc
         trace = response.trace
-        if trace is not None and trace.prompt_token_ids != prompt:
+        if trace and trace.prompt_token_ids is not prompt and trace.prompt_token_ids != prompt:
             raise InferenceError(
                 f"model {self.model!r} answered to another prompt than it was sent "
                 f"({len(trace.prompt_token_ids)} tokens, sent {len(prompt)})"
@@ -239,7 +243,7 @@ class Agent:
             raise InferenceError(f"the backend of model {self.model!r} aborted the request")
         return response
 
-    def _record(
+    def record(
         self,
         call: ModelCall,
         tool_messages: tuple[Message, ...] = (),
@@ -261,7 +265,7 @@ class Agent:
             )
         )
 
-    def _conclude(self, call: ModelCall) -> ActResult:
+    def conclude(self, call: ModelCall) -> ActResult:
         """Reads the turn's last message. A completion cut by length gives no action: it gets the
         parser's penalty, if there is one, but never its bonus."""
         parse = self.parser(call.parsed.message["content"])
@@ -269,12 +273,19 @@ class Agent:
             parse = ParseResult(None, min(parse.reward, 0.0), CUT_FEEDBACK)
         return ActResult(tuple(self._steps), parse)
 
-    def _out_of_context(self) -> ActResult:
+    def out_of_context(self) -> ActResult:
+        """For `act`: the turn's result when there was no room for the next call."""
         return ActResult(tuple(self._steps), ParseResult(None), TruncationReason.CONTEXT_WINDOW)
 
 
-def _after_last_assistant(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    for i in range(len(messages) - 1, -1, -1):
-        if messages[i]["role"] == "assistant":
-            return messages[i + 1 :]
-    return messages
+def _unseen(messages: tuple[Message, ...], shown: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The end of a rewritten history that is new in it: what follows the last assistant message,
+    and whatever else was shown before. Messages are told apart as objects, not by their text,
+    since an observation may come twice."""
+    seen = {id(message) for message in shown}
+    start = len(messages)
+    while (
+        start and messages[start - 1]["role"] != "assistant" and id(messages[start - 1]) not in seen
+    ):
+        start -= 1
+    return messages[start:]

@@ -86,14 +86,14 @@ class ToolAgent(Agent):
 
     async def act(self) -> ActResult:
         """Takes one turn: rounds of tool calls, and the message that ends it."""
-        self._begin_turn()
+        self.begin_turn()
         for round_index in range(self.max_tool_rounds + 1):
-            call = await self._call_model(self._schemas)
+            call = await self.call_model(self._schemas)
             if call is None:
-                return self._out_of_context()
+                return self.out_of_context()
             if not _asks_for_tools(call):
-                self._record(call)
-                return self._conclude(call)
+                self.record(call)
+                return self.conclude(call)
             if round_index == self.max_tool_rounds:
                 return self._refuse(call)
             is_last = round_index == self.max_tool_rounds - 1
@@ -104,7 +104,11 @@ class ToolAgent(Agent):
         """Answers every call of the message, malformed ones too, and records the step."""
         results = [ToolResult.failed(error) for error in call.parsed.tool_call_errors]
         messages: list[Message] = [{"role": "tool", "content": r.content} for r in results]
-        answers = await self._answer(call.parsed.tool_calls)
+        try:
+            answers = await self._answer(call.parsed.tool_calls)
+        except BaseException:  # what was sampled is kept, also when its tools were broken off
+            self.record(call)
+            raise
         results += answers
         messages += [
             tool_message(tool_call, answer.content)
@@ -128,7 +132,8 @@ class ToolAgent(Agent):
         finally:
             for task in waiting:
                 task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+            if waiting:
+                await asyncio.gather(*waiting, return_exceptions=True)
         inner_left, outer_left = iter(inner), iter(outer)
         return [
             next(outer_left if c["function"]["name"] in self.external_tools else inner_left)
@@ -165,7 +170,7 @@ class ToolAgent(Agent):
         messages += [tool_message(c, f"Error: {sentence}") for c in call.parsed.tool_calls]
         errors = [*call.parsed.tool_call_errors, *(sentence for _ in call.parsed.tool_calls)]
         self._finish_round(call, messages, errors)
-        result = self._conclude(call)
+        result = self.conclude(call)
         if result.parse.action is not None or call.response.finish_reason is FinishReason.LENGTH:
             return result
         return ActResult(result.steps, ParseResult(None, 0.0, ROUNDS_FEEDBACK))
@@ -174,7 +179,7 @@ class ToolAgent(Agent):
         self, call: ModelCall, messages: Sequence[Message], errors: Sequence[str]
     ) -> None:
         self.ctx.on_tool_results(messages)
-        self._record(call, tuple(messages), tuple(errors))
+        self.record(call, tuple(messages), tuple(errors))
 
 
 def _asks_for_tools(call: ModelCall) -> bool:

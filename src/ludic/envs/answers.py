@@ -5,6 +5,7 @@ Nothing here guesses: a text that does not read as a whole is no number and equa
 
 from __future__ import annotations
 
+import atexit
 import re
 import threading
 from collections.abc import Mapping
@@ -81,9 +82,12 @@ def same_mathematics(answer: str, target: str, *, timeout_s: float = 10.0) -> bo
     """Whether two LaTeX or plain expressions mean the same, by math-verify.
 
     Numbers and equal spellings are settled at once; the rest goes to a process of its own, since
-    an expression can take for ever to simplify. What cannot be read, is longer than
-    `MAX_MATH_CHARS`, or is not settled within `timeout_s` counts as different. Blocks.
+    an expression can take for ever to simplify. What is not spelled the same and cannot be read,
+    is longer than `MAX_MATH_CHARS`, or is not settled within `timeout_s` counts as different.
+    Blocks.
     """
+    if answer.strip() == target.strip():
+        return bool(answer.strip())
     if max(len(answer), len(target)) > MAX_MATH_CHARS:
         return False
     x, y = read_number(answer), read_number(target)
@@ -160,12 +164,16 @@ class _Verifier:
             question = {"answer": answer, "target": target}
             return bool(process.ask(question, timeout_s=timeout_s, what="a verdict"))
         except (DeadlineError, ChildError):
-            if self._process is not None:
-                self._process.close()
-                self._process = None
+            self.stop()
             raise
         finally:
             self._turn.release()
+
+    def stop(self) -> None:
+        """Ends the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
 
     def _started(self) -> JsonProcess:
         process = JsonProcess(f"{__name__}:serve_verdicts", {}, name="the math verifier")
@@ -182,6 +190,7 @@ _START_S = 120.0
 _QUEUE_S = 600.0
 _MEMORY_BYTES = 4 * 1024**3
 _verifier = _Verifier()
+atexit.register(_verifier.stop)
 
 
 def serve_verdicts(setup: Mapping[str, Any]) -> Answerer:

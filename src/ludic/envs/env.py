@@ -19,6 +19,21 @@ All randomness comes from the seed given to `reset`: the same seed and the same 
 same episode.
 
 Most tasks have one agent: subclass `SingleAgentEnv`, which is this contract without the ids.
+
+>>> from ludic.envs import SingleAgentEnv
+>>> class CoinEnv(SingleAgentEnv):
+...     def env_reset(self, *, seed=None):
+...         self.side = "heads" if (seed or 0) % 2 else "tails"
+...         return "Heads or tails?", {}
+...     def env_step(self, action):
+...         return StepOutcome("", reward=float(action == self.side), terminated=True)
+...     def env_current_obs(self):
+...         return "Heads or tails?"
+>>> env = CoinEnv()
+>>> env.reset(seed=1)
+{'agent': ('Heads or tails?', {})}
+>>> env.step({"agent": "heads"})["agent"].reward
+1.0
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ def checked_opening(
     name: str, agent_ids: Sequence[AgentID], result: Any
 ) -> dict[AgentID, tuple[Obs, Info]]:
     """What `reset` returned, if it is `{agent: (obs, info)}` for known agents."""
+    if len(set(agent_ids)) != len(agent_ids):
+        _broken(name, f"agent_ids names an agent twice: {list(agent_ids)}", "name each once")
     if not isinstance(result, Mapping):
         _broken(name, f"reset returned {_kind(result)}", "return {agent_id: (obs, info)}")
     if not result:

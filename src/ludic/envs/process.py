@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 from ludic.envs.env import LudicEnv
 from ludic.envs.json_process import Answerer, ChildError, JsonProcess, resolve
 from ludic.errors import ConfigError, EnvError
+from ludic.registry import ENVS, make_env
 from ludic.types import AgentID, EnvSpec, Info, Obs, StepOutcome
 
 EnvFactory = Callable[..., LudicEnv[Any, Any, Any]]
@@ -29,16 +30,12 @@ def build_env(
         factory: Makes the environment; None looks `spec.kind` up in the registry.
         isolation: Overrides what the environment itself asks for.
     """
-    if (isolation or getattr(factory, "isolation", None)) == "process":
+    made = factory or _registered(spec.kind)
+    if (isolation or getattr(made, "isolation", None)) == "process":
         return ProcessEnv(spec, factory)
-    if factory is None:
-        from ludic.registry import make_env
-
-        env = make_env(spec.kind, **spec.kwargs)
-    else:
-        env = factory(**spec.kwargs)
+    env = factory(**spec.kwargs) if factory else make_env(spec.kind, **spec.kwargs)
     if isolation is None and env.isolation == "process" and not isinstance(env, ProcessEnv):
-        env.close()
+        env.close()  # made by a function, it says only now that it wants to live elsewhere
         return ProcessEnv(spec, factory)
     return env
 
@@ -46,9 +43,9 @@ def build_env(
 class ProcessEnv(LudicEnv[AgentID, Obs, str]):
     """Stands for an environment that is built and run in another process.
 
-    Only JSON crosses over: the spec's arguments, actions, and outcomes. The child finds the
-    environment by its registered name, or by the module and name of `factory`, so that one made
-    in a notebook or as a lambda cannot be isolated. The child starts with the first `reset`; a
+    Only JSON crosses over: the spec's arguments, actions, and outcomes. The child imports the
+    factory (by default the one registered as `spec.kind`) by its module and name, so that one
+    made in a notebook or as a lambda cannot be isolated. The child starts with the first `reset`; a
     runner's deadline kills it. What the environment raises arrives as an `EnvError`.
     """
 
@@ -60,9 +57,8 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
         self.name = spec.kind
         self._timeout_s = timeout_s
         self._setup = {
-            "kind": spec.kind,
+            "factory": _reference(spec.kind, factory or _registered(spec.kind)),
             "kwargs": dict(spec.kwargs),
-            "factory": None if factory is None else _reference(spec.kind, factory),
         }
         try:
             json.dumps(self._setup)
@@ -144,12 +140,7 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
 
 def serve_env(setup: Mapping[str, Any]) -> Answerer:
     """The child's half: builds the environment, then answers for it."""
-    if setup["factory"] is not None:
-        env = resolve(setup["factory"])(**setup["kwargs"])
-    else:
-        from ludic.registry import make_env
-
-        env = make_env(setup["kind"], **setup["kwargs"])
+    env: LudicEnv[Any, Any, Any] = resolve(setup["factory"])(**setup["kwargs"])
     loop = asyncio.new_event_loop()
 
     def finish(value: Any) -> Any:
@@ -186,6 +177,10 @@ def _state(env: LudicEnv[Any, Any, Any]) -> Mapping[str, Any]:
         "task_key": env.task_key(),
         "accepts_partial_actions": bool(env.accepts_partial_actions),
     }
+
+
+def _registered(kind: str) -> EnvFactory:
+    return ENVS.get(kind)
 
 
 def _reference(kind: str, factory: EnvFactory) -> str:

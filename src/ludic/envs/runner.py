@@ -28,6 +28,8 @@ from ludic.types import Action, AgentID, Info, Obs, StepOutcome
 _GRACE_S = 1.0
 """How long an async environment may take to clean up once its deadline has passed."""
 
+_CLOSE_S = 60.0
+
 
 class EnvRunner:
     """Runs the episodes of one environment, one after another.
@@ -105,8 +107,8 @@ class EnvRunner:
 
     async def reset(self, seed: int | None = None) -> Mapping[AgentID, tuple[Obs, Info]]:
         """Begins an episode; what each agent first sees."""
-        if self._state in ("failed", "closed"):
-            raise EnvError(f"environment {self.name} was reset after it {self._state}; make a new")
+        if self._state in ("failed", "abandoned", "closed"):
+            raise EnvError(f"environment {self.name} was {self._state}: make a new one")
         self._ended.clear()
         self._steps = 0
         if self._reset_in_thread:
@@ -115,7 +117,7 @@ class EnvRunner:
             result = self._directly(lambda: self.env.reset(seed=seed), "reset")
         if not isinstance(result, dict) and inspect.isawaitable(result):
             result = await self._awaited(result, "reset")
-        self._agent_ids = tuple(self.env.agent_ids)
+        self._agent_ids = self._directly(lambda: tuple(self.env.agent_ids), "agent_ids")
         try:
             opening = checked_opening(self.name, self._agent_ids, result)
         except EnvError:
@@ -171,7 +173,7 @@ class EnvRunner:
         try:
             if self.env.blocking:
                 result = await self._threads.run(
-                    self.env.close, what="close", whom=self.name, timeout_s=self.step_timeout_s
+                    self.env.close, what="close", whom=self.name, timeout_s=_CLOSE_S
                 )
             else:
                 result = self.env.close()  # type: ignore[func-returns-value]
@@ -183,7 +185,7 @@ class EnvRunner:
     def _check_actions(self, actions: Mapping[AgentID, Action]) -> None:
         if self._state != "running":
             raise EnvError(
-                f"environment {self.name} was stepped while {self._state}; "
+                f"environment {self.name} was stepped when it was {self._state}; "
                 "call reset first, and make a new one after a failure"
             )
         for agent, action in actions.items():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ludic.eval.report import EpisodeResult, EvalReport, Success, reward_above
 from ludic.rollouts import RolloutEngine, RolloutRequest
+from ludic.rollouts.progress import ProgressCallback
 from ludic.seeding import derive_seed
 from ludic.types import Rollout
 
@@ -47,14 +48,14 @@ class RolloutEvaluator:
     concurrency: int = 64
     success: Success = field(default_factory=reward_above)
     agent_id: str | None = None
-    progress: Callable[[int, int], None] | None = None
+    on_progress: ProgressCallback | None = None
 
     async def evaluate(self) -> EvalReport:
         rollouts: list[Rollout] = await self.engine.generate_rollouts(
             self.requests,
             max_steps=self.max_steps,
             concurrency=self.concurrency,
-            progress=self.progress,
+            on_progress=self.on_progress,
         )
         judged = [
             rollout
@@ -76,7 +77,7 @@ async def run_eval(
     name: str = "eval",
     success: Success | None = None,
     agent_id: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> EvalReport:
     """Evaluates on `episodes` held-out episodes of `request`'s environment."""
     evaluator = RolloutEvaluator(
@@ -87,6 +88,6 @@ async def run_eval(
         concurrency=concurrency,
         success=success or reward_above(),
         agent_id=agent_id,
-        progress=progress,
+        on_progress=on_progress,
     )
     return await evaluator.evaluate()

@@ -21,7 +21,7 @@ from ludic.inference.chat_template import ParsedCompletion
 from ludic.inference.jinja_template import JinjaTemplate
 from ludic.inference.respelling import fork_of_history, fork_of_message, same_message
 from ludic.inference.template_probes import Closing, TemplateProbes
-from ludic.inference.token_codec import TokenCodec, literal_pattern, unguard
+from ludic.inference.token_codec import NOTHING, TokenCodec, literal_pattern, unguard
 from ludic.inference.tool_parsers import ToolParser
 from ludic.types import ChatResponse, Fork, ForkReason, Message, TokenTrace, ToolCall
 
@@ -193,12 +193,14 @@ class HFChatTemplate:
     def _end_of_message(self, text: str, start: int, sampled: str, closing: Closing) -> int:
         """Where the assistant message that begins at `start` ends; -1 when it cannot be told."""
         mark = closing.lead + closing.text
-        if closing.token_id is not None and not self._trust_content:
-            return text.find(mark, start)  # content cannot spell the closing token
-        for candidate in (sampled, sampled.rstrip(), sampled.lstrip(), sampled.strip()):
-            if text.startswith(candidate + mark, start):
-                return start + len(candidate)
-        return -1
+        if closing.token_id is None or self._trust_content:
+            trimmed = sampled.strip()
+            after_space = start + len(text[start:]) - len(text[start:].lstrip())
+            for said, at in ((sampled, start), (trimmed, start), (trimmed, after_space)):
+                if text.startswith(said + mark, at):
+                    return at + len(said)
+        # Guarded content cannot spell the closing token: the first one is the template's.
+        return text.find(mark, start) if closing.token_id is not None else -1
 
     def _recall(
         self, messages: Sequence[Message], previous: TokenTrace, tools: Tools
@@ -214,7 +216,9 @@ class HFChatTemplate:
         guarded = self._guarded(messages)
         text = self._text(guarded, tools)
         spelled = self.codec.decode(previous.prompt_token_ids)
-        if _without_space(spelled) != _without_space(unguard(text)):
+        # By way of ids, since a tokenizer may not keep every character of a text.
+        expected = self.codec.decode(self.codec.encode(text))
+        if _without_space(spelled) != _without_space(expected):
             if self.supports_tools and self._made_with_other_tools(guarded, spelled, tools):
                 return Fork(ForkReason.TOOLS_CHANGED, "the tools are not those of the last call")
             return Fork(
@@ -268,28 +272,26 @@ class HFChatTemplate:
                 f"message {index}: this chat template leaves out messages of the role {role!r}"
             )
         safe = self._guard_content(content, role)
-        calls = message.get("tool_calls")
-        if safe is content and not calls:
-            return message
-        changed: dict[str, Any] = {**message, "content": safe}
-        if calls:
-            changed["tool_calls"] = self._guard_value(list(calls))
-        return changed
+        if len(message) == 2:  # nothing but role and content, as most messages are
+            return message if safe is content else {"role": role, "content": safe}
+        return {**{k: self._guard_value(v, role) for k, v in message.items()}, "content": safe}
 
     def _guard_content(self, content: str, role: str) -> str:
         if self._trust_content:
-            return content
+            return self.codec.guard(content, NOTHING)
         # What the model itself wrote may hold special tokens that are no control tokens, such as
         # the mark of a tool call: those are spelled as they were sampled.
         return self.codec.guard(content, self._control_pattern if role == "assistant" else None)
 
-    def _guard_value(self, value: Any) -> Any:
+    def _guard_value(self, value: Any, role: str) -> Any:
         if isinstance(value, str):
-            return self._guard_content(value, "assistant")
+            return self._guard_content(value, role)
         if isinstance(value, Mapping):
-            return {self._guard_value(k): self._guard_value(v) for k, v in value.items()}
+            return {
+                self._guard_value(k, role): self._guard_value(v, role) for k, v in value.items()
+            }
         if isinstance(value, list | tuple):
-            return [self._guard_value(v) for v in value]
+            return [self._guard_value(v, role) for v in value]
         return value
 
 

@@ -21,7 +21,7 @@ class JinjaTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, Any], today: dt.date) -> None:
         self._template = _compile(source, today)
-        self._variables = dict(variables)
+        self._variables = {**self._template.globals, **variables}
 
     def render(
         self,
@@ -40,8 +40,10 @@ class JinjaTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            # What `template.render` does, without its rewriting of tracebacks.
-            return "".join(template.root_render_func(template.new_context(variables)))
+            # What `template.render` does, without its rewriting of tracebacks and second copy of
+            # the variables.
+            context = template.new_context(variables, shared=True)
+            return "".join(template.root_render_func(context))
         except Exception as exc:
             roles = [str(m.get("role")) for m in messages]
             shown = ", ".join(roles if len(roles) <= 8 else [*roles[:3], "…", *roles[-3:]])

@@ -226,7 +226,7 @@ class OpenAIChatClient:
         url = f"{self.base_url}/{path}"
         limit = self._timeout_s if timeout_s is None else timeout_s
         body = {k: v for k, v in {**body, **self._extra_body}.items() if v is not None}
-        connection = self._connect()
+        connection = await self._connect()
         last = ""
         try:
             async with asyncio.timeout(limit), connection.slots:
@@ -273,24 +273,24 @@ class OpenAIChatClient:
                 f"{url} answered HTTP {status} with something other than JSON: {_excerpt(data)}"
             ) from exc
 
-    def _connect(self) -> _Connection:
+    async def _connect(self) -> _Connection:
         if self._closed:
             raise EngineClosedError(f"this client of {self.base_url} is closed")
         loop = asyncio.get_running_loop()
         found = self._connection
         if found is not None and found.loop is loop and not found.session.closed:
             return found
-        if found is not None and found.session.connector is not None:
-            # Its loop is gone or another one; nothing of it can be awaited here.
-            with suppress(RuntimeError):
-                found.session.connector.close()
-            found.session.detach()
         session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None),
             connector=aiohttp.TCPConnector(limit=self._max_concurrency),
         )
-        self._connection = _Connection(loop, session, asyncio.Semaphore(self._max_concurrency))
-        return self._connection
+        made = _Connection(loop, session, asyncio.Semaphore(self._max_concurrency))
+        self._connection = made
+        if found is not None:
+            # Its sockets belong to a loop that may be closed, and then cannot be told so.
+            with suppress(RuntimeError):
+                await found.session.close()
+        return made
 
 
 def _is_plain(sampling: SamplingConfig) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,13 +33,20 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         rules = (
-            (self.temperature >= 0, "temperature", ">= 0"),
+            (0 <= self.temperature < math.inf, "temperature", "finite and >= 0"),
             (0 < self.top_p <= 1, "top_p", "in (0, 1]"),
             (self.top_k >= 0, "top_k", ">= 0 (0 is off)"),
             (0 <= self.min_p <= 1, "min_p", "in [0, 1]"),
-            (self.repetition_penalty > 0, "repetition_penalty", "> 0 (1 is off)"),
+            (math.isfinite(self.presence_penalty), "presence_penalty", "finite (0 is off)"),
+            (math.isfinite(self.frequency_penalty), "frequency_penalty", "finite (0 is off)"),
+            (0 < self.repetition_penalty < math.inf, "repetition_penalty", "> 0 (1 is off)"),
             (self.max_tokens is None or self.max_tokens >= 1, "max_tokens", ">= 1 or None"),
-            (all(self.stop), "stop", "non-empty strings"),
+            (
+                not isinstance(self.stop, str) and all(self.stop),
+                "stop",
+                "a tuple of non-empty strings",
+            ),
+            (all(i >= 0 for i in self.stop_token_ids), "stop_token_ids", "ids >= 0"),
         )
         for ok, name, must in rules:
             if not ok:

@@ -21,7 +21,7 @@ from ludic.errors import (
 )
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.hf_chat_template import HFChatTemplate
-from ludic.inference.sampling import SamplingConfig
+from ludic.inference.token_codec import NOTHING
 from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
 
 
@@ -102,16 +102,17 @@ class ScriptedChatClient:
         self._calls_of[request.conversation_id] = index + 1
         self.calls += 1
         call = ScriptedCall(request, index, self._decode)
+        deadline = asyncio.timeout(request.timeout_s)
         try:
-            async with asyncio.timeout(request.timeout_s):
+            async with deadline:
                 if self._latency_s:
                     await asyncio.sleep(self._latency_s)
                 if self._fault is not None and (error := self._fault(call)) is not None:
                     raise error
                 text = await self._text(call)
         except TimeoutError as exc:
-            if isinstance(exc, DeadlineError) or request.timeout_s is None:
-                raise
+            if not deadline.expired() or request.timeout_s is None:
+                raise  # the script's own
             raise DeadlineError("a completion", "the script", request.timeout_s) from exc
         return self._response(request, text)
 
@@ -162,7 +163,7 @@ class ScriptedChatClient:
 
     def _response(self, request: TokenCompletionRequest, text: str) -> ChatResponse:
         started = time.perf_counter()
-        ids = [*self._codec.encode(text), self._end_id]
+        ids = [*self._codec.encode(self._codec.guard(text, NOTHING)), self._end_id]
         ids, reason = self._limited(ids, request)
         spelled = self._codec.decode(ids[:-1] if ids[-1] == self._end_id else ids)
         self.tokenize_seconds += time.perf_counter() - started
@@ -188,7 +189,8 @@ class ScriptedChatClient:
     ) -> tuple[list[int], FinishReason]:
         """Cuts at the first stop id, stop string or limit; what stops stays in."""
         sampling = request.sampling
-        end = _stop_position(ids, sampling, self._codec.decode)
+        stops = frozenset((*sampling.stop_token_ids, self._end_id))
+        end = _stop_position(ids, stops, sampling.stop, self._codec.decode)
         limits = [n for n in (sampling.max_tokens, self._room(request)) if n is not None]
         limit = min(limits, default=len(ids))
         if end > limit:
@@ -208,20 +210,20 @@ class ScriptedChatClient:
 
 
 def _stop_position(
-    ids: Sequence[int], sampling: SamplingConfig, decode: Callable[[Sequence[int]], str]
+    ids: Sequence[int],
+    stop_ids: frozenset[int],
+    stop: Sequence[str],
+    decode: Callable[[Sequence[int]], str],
 ) -> int:
     """How many tokens there are up to and including the one that stops the completion."""
-    end = len(ids)
-    if sampling.stop_token_ids:
-        stops = frozenset(sampling.stop_token_ids)
-        end = next((i + 1 for i, token in enumerate(ids) if token in stops), end)
-    if sampling.stop and any(s in decode(ids[:end]) for s in sampling.stop):
-        # The shortest prefix that spells a stop string; "spells" only ever turns true.
+    end = next((i + 1 for i, token in enumerate(ids) if token in stop_ids), len(ids))
+    if stop and any(s in decode(ids[:end]) for s in stop):
+        # The shortest prefix that spells a stop string: once it is spelled, it stays spelled.
         low, high = 1, end
         while low < high:
             middle = (low + high) // 2
             spelled = decode(ids[:middle])
-            if any(s in spelled for s in sampling.stop):
+            if any(s in spelled for s in stop):
                 high = middle
             else:
                 low = middle + 1

@@ -62,8 +62,9 @@ class TokenCodec:
         return self._ids[text]
 
     def guard(self, text: str, pattern: re.Pattern[str] | None = None) -> str:
-        """Marks every special token spelled in `text` (those of `pattern`, if given), so that
-        `encode` spells it in ordinary tokens. `unguard` is the inverse."""
+        """Marks every special token spelled in `text` (those of `pattern`, if given; `NOTHING`
+        leaves them all), so that `encode` spells it in ordinary tokens. `unguard` is the inverse.
+        Text that did not come from here must be guarded before it is encoded."""
         if GUARD in text:
             text = text.replace(GUARD, GUARD + GUARD)
         pattern = pattern or self.special_pattern
@@ -103,13 +104,11 @@ class TokenCodec:
 
     def _encode_piece(self, piece: str, first: bool) -> Sequence[int]:
         if GUARD in piece:
-            return array("q", self._literal().encode(unguard(piece), add_special_tokens=False).ids)
+            return array("q", _ids(self._literal(), unguard(piece)))
         if first or not self._anchor:
-            return array("q", self._backend.encode(piece, add_special_tokens=False).ids)
+            return array("q", _ids(self._backend, piece))
         # Some tokenizers mark the beginning of a text: put a special token there and drop it.
-        return array("q", self._backend.encode(self._anchor + piece, add_special_tokens=False).ids)[
-            1:
-        ]
+        return array("q", _ids(self._backend, self._anchor + piece)[1:])
 
     def _encode_whole(self, text: str) -> list[int]:
         if GUARD in text and unguard(text) != text.replace(GUARD + GUARD, GUARD):
@@ -117,7 +116,7 @@ class TokenCodec:
                 "a message spells a special token, and this tokenizer cannot encode it as "
                 "ordinary text: remove it from the content"
             )
-        return list(self._backend.encode(unguard(text), add_special_tokens=False).ids)
+        return _ids(self._backend, unguard(text))
 
     def _literal(self) -> Any:
         """A backend that does not know special tokens, for text that only looks like them."""
@@ -131,17 +130,16 @@ class TokenCodec:
         """Whether encoding piece by piece gives the ids of encoding the whole, on samples."""
         if not self.special_texts:
             return True
-        encode = self._backend.encode
         usable = [t for t in self.special_texts if t not in self._lstrip and t not in self._rstrip]
         anchor = usable[0] if usable else self.special_texts[0]
-        anchored = [encode(anchor + p, add_special_tokens=False).ids for p in _PROBES]
-        bare = [encode(p, add_special_tokens=False).ids for p in _PROBES]
+        anchored = [_ids(self._backend, anchor + p) for p in _PROBES]
+        bare = [_ids(self._backend, p) for p in _PROBES]
         if any(a[1:] != b for a, b in zip(anchored, bare, strict=True)):
             self._anchor = anchor
         self._whole = False
         for token in self.special_texts:
             sample = token.join(("x", *_PROBES, *_PROBES[::-1], ""))
-            if self.encode(sample) != encode(sample, add_special_tokens=False).ids:
+            if self.encode(sample) != _ids(self._backend, sample):
                 return False
         return True
 
@@ -155,6 +153,20 @@ def literal_pattern(texts: Any) -> re.Pattern[str]:
     """Matches any of the texts, the longest first; nothing when there are none."""
     ordered = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) if ordered else r"(?!)")
+
+
+NOTHING = literal_pattern(())
+"""Matches no text."""
+
+
+def _ids(backend: Any, text: str) -> list[int]:
+    try:
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+    except TypeError as exc:
+        raise TemplateError(
+            f"this is no text that can be encoded (a lone surrogate?): {text[:80]!r}"
+        ) from exc
+    return ids
 
 
 def _copy(backend: Any) -> Any:

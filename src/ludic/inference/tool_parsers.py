@@ -8,9 +8,10 @@ text, since the text is the model's.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, overload, runtime_checkable
 
 from ludic.errors import DuplicateNameError, UnknownNameError
 from ludic.types import ToolCall
@@ -135,7 +136,12 @@ class JSONToolParser:
 def read_json(body: str) -> Any:
     """Strict JSON: no NaN, no repeated keys, no lone surrogates; raises `MalformedCallError`."""
     try:
-        value = json.loads(body, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        value = json.loads(
+            body,
+            object_pairs_hook=_unique_keys,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+        )
         if "\\u" in body:  # an escaped lone surrogate is no text that could ever be encoded
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as exc:
@@ -161,6 +167,13 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
         raise MalformedCallError("a tool call's JSON repeats a key, so that its meaning is open")
+    return value
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise MalformedCallError(f"a tool call's JSON holds {digits}, too large for a number")
     return value
 
 
@@ -213,23 +226,24 @@ def _capped(errors: list[str]) -> tuple[str, ...]:
     return (*errors[:MAX_REPORTED], f"and {more} more malformed tool calls")
 
 
+FactoryT = TypeVar("FactoryT", bound=Callable[[], ToolParser])
+
 _PARSERS: dict[str, Callable[[], ToolParser]] = {
     "hermes": HermesToolParser,
     "json": JSONToolParser,
 }
 
 
+@overload
+def register_tool_parser(name: str) -> Callable[[FactoryT], FactoryT]: ...
+@overload
+def register_tool_parser(name: str, factory: FactoryT) -> FactoryT: ...
 def register_tool_parser(
-    name: str, factory: Callable[[], ToolParser] | None = None
-) -> Callable[[], ToolParser] | Callable[[Callable[[], ToolParser]], Callable[[], ToolParser]]:
+    name: str, factory: FactoryT | None = None
+) -> FactoryT | Callable[[FactoryT], FactoryT]:
     """Makes a tool parser known by name; usable as a decorator. A taken name is an error."""
     if factory is None:
-
-        def decorate(made: Callable[[], ToolParser]) -> Callable[[], ToolParser]:
-            register_tool_parser(name, made)
-            return made
-
-        return decorate
+        return lambda made: register_tool_parser(name, made)
     if name in _PARSERS:
         raise DuplicateNameError(f"a tool parser named {name!r} is registered already")
     _PARSERS[name] = factory

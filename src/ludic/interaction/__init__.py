@@ -4,6 +4,7 @@ from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
 from ludic.interaction.bots import Bot, FunctionBot, RandomBot, SequenceBot
 from ludic.interaction.collector import AgentTrack
 from ludic.interaction.delegating import DelegatingProtocol, SubAgent, SubtaskEnv
+from ludic.interaction.episode import Episode, begin_agent, take_turn
 from ludic.interaction.multi_agent import MultiAgentProtocol
 from ludic.interaction.single_agent import SingleAgentSyncProtocol
 
@@ -11,6 +12,7 @@ __all__ = [
     "AgentTrack",
     "Bot",
     "DelegatingProtocol",
+    "Episode",
     "FunctionBot",
     "InteractionProtocol",
     "MultiAgentProtocol",
@@ -21,4 +23,6 @@ __all__ = [
     "SingleAgentSyncProtocol",
     "SubAgent",
     "SubtaskEnv",
+    "begin_agent",
+    "take_turn",
 ]

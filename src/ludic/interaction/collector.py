@@ -70,7 +70,7 @@ class AgentTrack:
     def add_parse_failure(self, act: ActResult) -> tuple[Obs, Info]:
         """Records a turn that gave no action; answers what the agent is to be told."""
         feedback = act.parse.obs or UNREADABLE
-        reward = _parser_reward(act)
+        reward = float(act.parse.reward)
         info = {"parse_error": True, "parse_error_kind": _kind_of_failure(act.steps)}
         self._add_own_step(
             act.steps,
@@ -93,7 +93,7 @@ class AgentTrack:
         if act is None:
             index = max(self._turns - 1, 0)
         else:
-            parser_reward = _parser_reward(act)
+            parser_reward = float(act.parse.reward)
             components["parser"] = components.get("parser", 0.0) + parser_reward
             reward += parser_reward
             index, positions, action = self._turns, self._add_calls(act.steps), act.parse.action
@@ -121,7 +121,7 @@ class AgentTrack:
         if not act.steps:
             self.cut(reason)
             return
-        reward = _parser_reward(act)
+        reward = float(act.parse.reward)
         self._add_own_step(
             act.steps,
             next_obs="",
@@ -242,13 +242,6 @@ class AgentTrack:
         step = self._steps[place]
         assert isinstance(step, EnvironmentStep)
         return step
-
-
-def _parser_reward(act: ActResult) -> float:
-    reward = float(act.parse.reward)
-    if not math.isfinite(reward):
-        raise AgentError(f"the parser gave the reward {reward!r}: it must be a finite number")
-    return reward
 
 
 def _kind_of_failure(steps: Sequence[AgentStep]) -> str:

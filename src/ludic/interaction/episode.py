@@ -4,6 +4,7 @@ environment."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -11,6 +12,7 @@ from ludic.agents.base_agent import ActResult, Agent
 from ludic.envs.env import LudicEnv
 from ludic.envs.runner import EnvRunner
 from ludic.errors import (
+    AgentError,
     ConfigError,
     DeadlineError,
     MissingExtraError,
@@ -120,13 +122,18 @@ class Episode:
             return ("agent",)
 
 
-def begin_agent(agent: Agent, episode: Episode, track: AgentTrack, role: AgentID) -> None:
-    """Resets the agent for this episode, with a seed and a conversation of its own. Its own
-    system prompt goes before the one that the environment suggests for its role."""
+def begin_agent(
+    agent: Agent, episode: Episode, track: AgentTrack, role: AgentID, openings: Openings
+) -> None:
+    """Resets the agent, with a seed and a conversation of its own, and shows it the opening. Its
+    own system prompt goes before the one that the environment suggests for its role."""
     prompt = agent.system_prompt
     if prompt is None:
         prompt = episode.runner.suggested_sysprompt(role)
     agent.reset(prompt, seed=agent_seed(episode.spec, role), conversation_id=track.rollout_id)
+    obs, info = opening_of(openings, role)
+    track.hear_reset(obs)
+    agent.on_env_reset(obs, info)
 
 
 def agent_seed(spec: RunSpec, agent_id: AgentID) -> int | None:
@@ -138,7 +145,13 @@ def agent_seed(spec: RunSpec, agent_id: AgentID) -> int | None:
 async def take_turn(agent: Agent, track: AgentTrack) -> ActResult:
     """Lets the agent act; the model calls of a turn that breaks off are kept."""
     try:
-        return await agent.act()
+        act = await agent.act()
+        if not math.isfinite(act.parse.reward):
+            raise AgentError(
+                f"the parser of agent {track.agent_id!r} gave the reward {act.parse.reward!r}: it "
+                "must be a finite number"
+            )
+        return act
     except BaseException:
         track.add_interrupted(agent.steps_of_turn)
         raise

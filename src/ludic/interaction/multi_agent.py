@@ -118,17 +118,14 @@ class _Game:
         self._cut(TruncationReason.MAX_STEPS)
 
     def _begin(self, openings: Openings) -> None:
-        spec = self.episode.spec
+        seed = self.episode.spec.env_seed
         for agent_id, player in self.players.items():
-            obs, info = opening_of(openings, agent_id)
             track = self.tracks[agent_id]
-            track.hear_reset(obs)
             if isinstance(player, Agent):
-                begin_agent(player, self.episode, track, agent_id)
-                player.on_env_reset(obs, info)
+                begin_agent(player, self.episode, track, agent_id, openings)
             else:
-                seed = spec.env_seed
-                self.tracks[agent_id].collected = False
+                track.collected = False
+                track.hear_reset(opening_of(openings, agent_id)[0])
                 player.reset(seed=None if seed is None else derive_seed(seed, "bot", agent_id))
 
     async def _ask(self, asked: Sequence[AgentID]) -> list[AgentID] | None:

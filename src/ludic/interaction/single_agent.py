@@ -9,7 +9,7 @@ from ludic.envs.env import LudicEnv
 from ludic.errors import ProtocolError
 from ludic.interaction.base import InteractionProtocol, RunSpec
 from ludic.interaction.collector import AgentTrack
-from ludic.interaction.episode import Episode, Openings, begin_agent, opening_of, take_turn
+from ludic.interaction.episode import Episode, Openings, begin_agent, take_turn
 from ludic.types import AgentID, Rollout, TruncationReason
 
 
@@ -48,10 +48,7 @@ async def play_alone(
     agent: Agent, track: AgentTrack, episode: Episode, role: AgentID, openings: Openings
 ) -> None:
     """The loop itself: the turns of the only agent, from the opening to an ending."""
-    begin_agent(agent, episode, track, role)
-    obs, info = opening_of(openings, role)
-    track.hear_reset(obs)
-    agent.on_env_reset(obs, info)
+    begin_agent(agent, episode, track, role, openings)
     step = episode.runner.step
     for _ in range(episode.spec.max_steps):
         act = await take_turn(agent, track)

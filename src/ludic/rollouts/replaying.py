@@ -164,9 +164,8 @@ class _Tape:
         self._next[conversation_id] = number + 1
         return conversation_id, number
 
-    def call_at(self, place: Sequence[Any]) -> AgentStep:
+    def call_at(self, rollout_id: str, number: int) -> AgentStep:
         """The recorded call at a place that `take` gave."""
-        rollout_id, number = place
         return self._calls[rollout_id][number]
 
 
@@ -183,7 +182,7 @@ class _TapeClient:
 
     async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
         place = self._tape.take(request.conversation_id)
-        step = self._tape.call_at(place)
+        step = self._tape.call_at(*place)
         trace = None
         if self._with_tokens:
             if step.trace is None:
@@ -217,7 +216,7 @@ class _TapeTemplate:
         return Fork(ForkReason.TEMPLATE_NOT_EXTENSIBLE)
 
     def parse(self, response: ChatResponse) -> ParsedCompletion:
-        step = self._tape.call_at(response.info["replayed_from"])
+        step = self._tape.call_at(*response.info["replayed_from"])
         calls = tuple(step.message.get("tool_calls", ()))
         # Errors of the tools themselves are recorded in the same place; only calls that could
         # not be read have no tool message that names a call.

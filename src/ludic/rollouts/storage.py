@@ -100,20 +100,17 @@ class RolloutReader:
     def __iter__(self) -> Iterator[Rollout]:
         self.cut = False
         lines = read_lines(self.path)
-        number = 0
         for number, (line, whole) in enumerate(lines, start=1):
             where = f"{self.path}, line {number}"
             if not whole:
-                self._note_cut(where, number - 1)
+                self._note_cut(where, number - 1, lost=bool(line))
                 return
             yield rollout_from_row(parse_line(line, where), where)
 
-    def _note_cut(self, where: str, read: int) -> None:
+    def _note_cut(self, where: str, read: int, *, lost: bool) -> None:
         self.cut = True
-        message = (
-            f"{where}: the file ends in the middle of this line; one rollout is lost, "
-            f"the {read} before it are whole"
-        )
+        what = "the file ends in the middle of this line" if lost else "the file breaks off here"
+        message = f"{where}: {what}; the {read} rollouts before it are whole and were read"
         if self.on_cut == "error":
             raise SerializationError(message)
         warnings.warn(message, CutFileWarning, stacklevel=3)

@@ -37,7 +37,8 @@ def prepare_batch(batch: SAWBatch, algorithm: Algorithm) -> SAWBatch:
         return batch
     step = getattr(algorithm, "prepare", None) or getattr(algorithm, "preprocess", None)
     prepared: SAWBatch = batch if step is None else step(batch)
-    return replace(prepared, meta={**prepared.meta, "prepared": True})
+    name = getattr(algorithm, "name", type(algorithm).__name__)
+    return replace(prepared, meta={**prepared.meta, "prepared": name})
 
 
 def batch_from_rollouts(

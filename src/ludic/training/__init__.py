@@ -7,29 +7,120 @@ assigners and the batch maths, gets by without torch.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ludic.rollouts import Curriculum as Curriculum
+    from ludic.rollouts import EnvSpec as EnvSpec
+    from ludic.rollouts import GRPORequestStrategy as GRPORequestStrategy
+    from ludic.rollouts import IdentityStrategy as IdentityStrategy
+    from ludic.rollouts import InferenceSpec as InferenceSpec
+    from ludic.rollouts import ProtocolSpec as ProtocolSpec
+    from ludic.rollouts import RequestStrategy as RequestStrategy
+    from ludic.rollouts import RolloutEngine as RolloutEngine
+    from ludic.rollouts import RolloutRequest as RolloutRequest
+    from ludic.saw import SampleAttachments as SampleAttachments
+    from ludic.saw import SampleFilter as SampleFilter
+    from ludic.saw import SAWBatch as SAWBatch
+    from ludic.saw import SAWItem as SAWItem
+    from ludic.training.aggregation import Aggregation as Aggregation
+    from ludic.training.aggregation import Constant as Constant
+    from ludic.training.aggregation import GroupMean as GroupMean
+    from ludic.training.aggregation import SequenceMean as SequenceMean
+    from ludic.training.aggregation import TokenMean as TokenMean
+    from ludic.training.aggregation import group_mean as group_mean
+    from ludic.training.aggregation import sequence_mean as sequence_mean
+    from ludic.training.aggregation import token_mean as token_mean
+    from ludic.training.algorithm import RLAlgorithm as RLAlgorithm
+    from ludic.training.algorithms import list_algorithms as list_algorithms
+    from ludic.training.algorithms import make_algorithm as make_algorithm
+    from ludic.training.algorithms import register_algorithm as register_algorithm
+    from ludic.training.algorithms.cispo import make_cispo as make_cispo
+    from ludic.training.algorithms.dr_grpo import make_dr_grpo as make_dr_grpo
+    from ludic.training.algorithms.gmpo import make_gmpo as make_gmpo
+    from ludic.training.algorithms.grpo import make_grpo as make_grpo
+    from ludic.training.algorithms.gspo import make_gspo as make_gspo
+    from ludic.training.algorithms.opd import make_opd as make_opd
+    from ludic.training.algorithms.reinforce import make_reinforce as make_reinforce
+    from ludic.training.algorithms.reinforce_baseline import (
+        make_reinforce_baseline as make_reinforce_baseline,
+    )
+    from ludic.training.algorithms.sapo import make_sapo as make_sapo
+    from ludic.training.algorithms.scalerl import make_scalerl as make_scalerl
+    from ludic.training.algorithms.sft import make_sft as make_sft
+    from ludic.training.algorithms.spo import make_spo as make_spo
+    from ludic.training.batching import DynamicSampling as DynamicSampling
+    from ludic.training.batching import OfflineBatchSource as OfflineBatchSource
+    from ludic.training.batching import RolloutBatchSource as RolloutBatchSource
+    from ludic.training.config import CheckpointConfig as CheckpointConfig
+    from ludic.training.config import TrainerConfig as TrainerConfig
+    from ludic.training.credit_assignment import ConstantCredit as ConstantCredit
+    from ludic.training.credit_assignment import EpisodicReturn as EpisodicReturn
+    from ludic.training.credit_assignment import GroupNormalizedReturn as GroupNormalizedReturn
+    from ludic.training.credit_assignment import HybridNormalizedReturn as HybridNormalizedReturn
+    from ludic.training.credit_assignment import MonteCarloReturn as MonteCarloReturn
+    from ludic.training.credit_assignment import PerStepReward as PerStepReward
+    from ludic.training.loss import CISPOLoss as CISPOLoss
+    from ludic.training.loss import CompositeLoss as CompositeLoss
+    from ludic.training.loss import CorrectedLoss as CorrectedLoss
+    from ludic.training.loss import EntropyBonus as EntropyBonus
+    from ludic.training.loss import GMPOLoss as GMPOLoss
+    from ludic.training.loss import GSPOLoss as GSPOLoss
+    from ludic.training.loss import MaskedCausalLMCrossEntropyLoss as MaskedCausalLMCrossEntropyLoss
+    from ludic.training.loss import MaskedImportance as MaskedImportance
+    from ludic.training.loss import OnPolicyDistillationLoss as OnPolicyDistillationLoss
+    from ludic.training.loss import ReinforceBaselineLoss as ReinforceBaselineLoss
+    from ludic.training.loss import ReinforceLoss as ReinforceLoss
+    from ludic.training.loss import SAPOLoss as SAPOLoss
+    from ludic.training.loss import SequenceClippedSurrogateLoss as SequenceClippedSurrogateLoss
+    from ludic.training.loss import TokenClippedSurrogateLoss as TokenClippedSurrogateLoss
+    from ludic.training.loss import TokenKLLoss as TokenKLLoss
+    from ludic.training.loss import TruncatedImportance as TruncatedImportance
+    from ludic.training.policy_ratio import Objective as Objective
+    from ludic.training.policy_ratio import PolicyLoss as PolicyLoss
+    from ludic.training.policy_ratio import PolicyRatio as PolicyRatio
+    from ludic.training.preprocess import KLInReward as KLInReward
+    from ludic.training.preprocess import chain as chain
+    from ludic.training.preprocess import drop_zero_variance_groups as drop_zero_variance_groups
+    from ludic.training.preprocess import subtract_mean as subtract_mean
+    from ludic.training.scoring import BatchScorer as BatchScorer
+    from ludic.training.scoring import ClientScores as ClientScores
+    from ludic.training.scoring import LocalScores as LocalScores
+    from ludic.training.scoring import ReferenceScorer as ReferenceScorer
+    from ludic.training.scoring import RoutedScores as RoutedScores
+    from ludic.training.scoring import ScoredBatchSource as ScoredBatchSource
+    from ludic.training.scoring import TeacherScorer as TeacherScorer
+    from ludic.training.scoring import TokenScores as TokenScores
+    from ludic.training.task_sampling import UncertainTasks as UncertainTasks
+    from ludic.training.trainer import Trainer as Trainer
+    from ludic.training.types import BatchSource as BatchSource
+    from ludic.training.types import CreditAssigner as CreditAssigner
+    from ludic.training.types import Loss as Loss
+    from ludic.training.types import LossBatch as LossBatch
+    from ludic.training.types import LossStats as LossStats
+    from ludic.training.types import PreprocessFn as PreprocessFn
+    from ludic.training.types import Stat as Stat
+    from ludic.training.types import Stateful as Stateful
+    from ludic.training.types import TokenLogProbs as TokenLogProbs
+    from ludic.training.value_tracker import BetaTracker as BetaTracker
+    from ludic.training.value_tracker import DriftForgetting as DriftForgetting
+    from ludic.training.value_tracker import TrackedAdvantage as TrackedAdvantage
+    from ludic.types import RolloutStepKey as RolloutStepKey
 
 _MODULES: dict[str, tuple[str, ...]] = {
-    "types": (
-        "BatchSource",
-        "CreditAssigner",
-        "Loss",
-        "LossBatch",
-        "LossStats",
-        "PreprocessFn",
-        "Stat",
-        "Stateful",
-        "TokenLogProbs",
+    "ludic.rollouts": (
+        "Curriculum",
+        "EnvSpec",
+        "GRPORequestStrategy",
+        "IdentityStrategy",
+        "InferenceSpec",
+        "ProtocolSpec",
+        "RequestStrategy",
+        "RolloutEngine",
+        "RolloutRequest",
     ),
-    "credit_assignment": (
-        "ConstantCredit",
-        "EpisodicReturn",
-        "GroupNormalizedReturn",
-        "HybridNormalizedReturn",
-        "MonteCarloReturn",
-        "PerStepReward",
-    ),
-    "aggregation": (
+    "ludic.saw": ("SAWBatch", "SAWItem", "SampleAttachments", "SampleFilter"),
+    "ludic.training.aggregation": (
         "Aggregation",
         "Constant",
         "GroupMean",
@@ -39,7 +130,31 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "sequence_mean",
         "token_mean",
     ),
-    "loss": (
+    "ludic.training.algorithm": ("RLAlgorithm",),
+    "ludic.training.algorithms": ("list_algorithms", "make_algorithm", "register_algorithm"),
+    "ludic.training.algorithms.cispo": ("make_cispo",),
+    "ludic.training.algorithms.dr_grpo": ("make_dr_grpo",),
+    "ludic.training.algorithms.gmpo": ("make_gmpo",),
+    "ludic.training.algorithms.grpo": ("make_grpo",),
+    "ludic.training.algorithms.gspo": ("make_gspo",),
+    "ludic.training.algorithms.opd": ("make_opd",),
+    "ludic.training.algorithms.reinforce": ("make_reinforce",),
+    "ludic.training.algorithms.reinforce_baseline": ("make_reinforce_baseline",),
+    "ludic.training.algorithms.sapo": ("make_sapo",),
+    "ludic.training.algorithms.scalerl": ("make_scalerl",),
+    "ludic.training.algorithms.sft": ("make_sft",),
+    "ludic.training.algorithms.spo": ("make_spo",),
+    "ludic.training.batching": ("DynamicSampling", "OfflineBatchSource", "RolloutBatchSource"),
+    "ludic.training.config": ("CheckpointConfig", "TrainerConfig"),
+    "ludic.training.credit_assignment": (
+        "ConstantCredit",
+        "EpisodicReturn",
+        "GroupNormalizedReturn",
+        "HybridNormalizedReturn",
+        "MonteCarloReturn",
+        "PerStepReward",
+    ),
+    "ludic.training.loss": (
         "CISPOLoss",
         "CompositeLoss",
         "CorrectedLoss",
@@ -57,34 +172,40 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "TokenKLLoss",
         "TruncatedImportance",
     ),
-    "policy_ratio": ("Objective", "PolicyLoss", "PolicyRatio"),
-    "preprocess": ("KLInReward", "chain", "drop_zero_variance_groups", "subtract_mean"),
-    "value_tracker": ("BetaTracker", "DriftForgetting", "TrackedAdvantage"),
-    "task_sampling": ("UncertainTasks",),
-    "scoring": (
-        "ClientScorer",
-        "LocalScorer",
-        "RoutedScorer",
-        "ScoredBatchSource",
-        "Scorer",
-        "attach_scores",
+    "ludic.training.policy_ratio": ("Objective", "PolicyLoss", "PolicyRatio"),
+    "ludic.training.preprocess": (
+        "KLInReward",
+        "chain",
+        "drop_zero_variance_groups",
+        "subtract_mean",
     ),
-    "algorithm": ("RLAlgorithm",),
-    "algorithms": ("list_algorithms", "make_algorithm", "register_algorithm"),
-    "algorithms.reinforce": ("make_reinforce",),
-    "algorithms.reinforce_baseline": ("make_reinforce_baseline",),
-    "algorithms.grpo": ("make_grpo",),
-    "algorithms.dr_grpo": ("make_dr_grpo",),
-    "algorithms.gspo": ("make_gspo",),
-    "algorithms.cispo": ("make_cispo",),
-    "algorithms.sapo": ("make_sapo",),
-    "algorithms.gmpo": ("make_gmpo",),
-    "algorithms.scalerl": ("make_scalerl",),
-    "algorithms.spo": ("make_spo",),
-    "algorithms.opd": ("make_opd",),
-    "algorithms.sft": ("make_sft",),
+    "ludic.training.scoring": (
+        "BatchScorer",
+        "ClientScores",
+        "LocalScores",
+        "ReferenceScorer",
+        "RoutedScores",
+        "ScoredBatchSource",
+        "TeacherScorer",
+        "TokenScores",
+    ),
+    "ludic.training.task_sampling": ("UncertainTasks",),
+    "ludic.training.trainer": ("Trainer",),
+    "ludic.training.types": (
+        "BatchSource",
+        "CreditAssigner",
+        "Loss",
+        "LossBatch",
+        "LossStats",
+        "PreprocessFn",
+        "Stat",
+        "Stateful",
+        "TokenLogProbs",
+    ),
+    "ludic.training.value_tracker": ("BetaTracker", "DriftForgetting", "TrackedAdvantage"),
+    "ludic.types": ("RolloutStepKey",),
 }
-_WHERE = {name: f"ludic.training.{module}" for module, names in _MODULES.items() for name in names}
+_WHERE = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = sorted(_WHERE)
 

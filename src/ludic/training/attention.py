@@ -57,6 +57,9 @@ def enable_packed_attention(model: nn.Module, kind: AttentionKind = "auto") -> N
     if before in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
     config._attn_implementation = name
+    device = next(model.parameters()).device
+    if device.type == "cuda" and kind in ("auto", "varlen"):
+        _grouped_varlen_works(device)  # now, since it cannot be tried inside a compiled layer
 
 
 def packed_arguments(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
@@ -106,13 +109,13 @@ def _per_sequence(
     query: Tensor, key: Tensor, value: Tensor, cu: Tensor, longest: int, scale: Any, window: int
 ) -> Tensor:
     """One sequence after another: right everywhere, fast nowhere but on a CPU."""
-    bounds = cu.tolist()
+    # Splitting, unlike slicing, has a backward pass that costs no more than the tokens it holds.
+    lengths = cu.diff().tolist()
     parts = []
-    for start, end in zip(bounds, bounds[1:], strict=False):
-        q, k, v = (t[:, :, start:end] for t in (query, key, value))
-        mask = None
-        if window and end - start > window:
-            place = torch.arange(end - start, device=q.device)
+    for q, k, v in zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True):
+        mask, length = None, q.shape[2]
+        if window and length > window:
+            place = torch.arange(length, device=q.device)
             gap = place[:, None] - place[None, :]
             mask = (gap >= 0) & (gap < window)
         parts.append(
@@ -130,28 +133,72 @@ def _per_sequence(
 
 
 @cache
-def _varlen_takes_gqa() -> bool:
+def _varlen_parameters() -> frozenset[str]:
     from torch.nn.attention.varlen import varlen_attn
 
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, cu: Tensor, longest: int, scale: Any, window: int
 ) -> Tensor:
     """torch's own kernel for sequences of different lengths."""
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and not _grouped_varlen_works(q.device):
+        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+    return _call_varlen(q, k, v, cu, longest, scale, window).unsqueeze(0)
+
+
+def _call_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float | None, window: int
+) -> Tensor:
+    """The call in the words of the torch that is installed; they differ between versions."""
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    extra: dict[str, Any] = {}
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1 and _varlen_takes_gqa():
-        extra["enable_gqa"] = True
-    elif groups > 1:
-        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
-    sides = (window - 1, 0) if window else (-1, 0)
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=sides, **extra)
-    return out.unsqueeze(0)  # type: ignore[union-attr]
+    known, extra = _varlen_parameters(), {}
+    if "window_size" in known:
+        extra["window_size"] = (window - 1, 0) if window else (-1, 0)
+    elif window:
+        raise ConfigError("this torch has no packed attention with a window: update it")
+    if "is_causal" in known:
+        extra["is_causal"] = True  # type: ignore[assignment]
+    if "enable_gqa" in known and q.shape[1] != k.shape[1]:
+        extra["enable_gqa"] = True  # type: ignore[assignment]
+    if "scale" in known:
+        extra["scale"] = scale  # type: ignore[assignment]
+    elif scale is not None:
+        q = q * (scale * q.shape[-1] ** 0.5)
+    return varlen_attn(q, k, v, cu, cu, longest, longest, **extra)  # type: ignore[arg-type, return-value]
+
+
+@cache
+def _grouped_varlen_works(device: torch.device) -> bool:
+    """Whether the kernel takes fewer key heads than query heads; older ones do not say so.
+
+    Seen by trying, forward and backward, since expanding the heads costs memory.
+    """
+    gen = torch.Generator(device).manual_seed(0)
+    made = {"device": device, "dtype": torch.bfloat16, "generator": gen}
+    q, k, v = (torch.randn(48, heads, 64, **made) for heads in (4, 2, 2))  # type: ignore[arg-type]
+    cu = torch.tensor([0, 16, 48], dtype=torch.int32, device=device)
+    results = []
+    for expand in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        keys, values = (
+            t.repeat_interleave(2, dim=1) if expand else t for t in (leaves[1], leaves[2])
+        )
+        try:
+            with torch.enable_grad():
+                out = _call_varlen(leaves[0], keys, values, cu, 32, None, 0)
+                (out * q).sum().backward()
+        except (RuntimeError, ValueError):
+            return False
+        results.append([out, *(leaf.grad for leaf in leaves)])
+    return all(
+        a is not None and b is not None and torch.allclose(a, b, rtol=0.05, atol=0.05)
+        for a, b in zip(*results, strict=True)
+    )
 
 
 @cache

@@ -63,8 +63,8 @@ class TokenKLLoss:
     def __post_init__(self) -> None:
         if self.estimator not in ("k2", "k3"):
             raise ConfigError(
-                f"TokenKLLoss.estimator={self.estimator!r}: must be 'k2' or 'k3'. k1 has no "
-                "gradient as a loss: put it into the reward with KLInReward"
+                f"TokenKLLoss.estimator={self.estimator!r}: must be 'k2' or 'k3'. k1 has "
+                "no gradient as a loss: put it into the reward with KLInReward"
             )
 
     def compute(self, policy: TokenLogProbs, batch: LossBatch) -> tuple[Tensor, LossStats]:

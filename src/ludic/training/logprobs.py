@@ -81,16 +81,24 @@ def action_logits(
     """The whole logits that the log-probs are a softmax of, for losses that ask for them."""
     logits = (rule or LogitRule())(head(hidden).to(_wide(hidden.dtype)))
     logits = logits / temperatures[:, None]
-    mask = _mask(kept.ids, kept.offsets, 0, hidden.shape[0], logits.shape[1]) if kept else None
+    mask = _kept_mask(kept, 0, hidden.shape[0], logits.shape[1])
     return logits if mask is None else logits.masked_fill(mask, -torch.inf)
+
+
+def _kept_mask(kept: KeptIds | None, start: int, end: int, vocab: int) -> Tensor | None:
+    return None if kept is None else _mask(kept.ids, kept.offsets, start, end, vocab)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _mask(ids: Tensor, offsets: Tensor, start: int, end: int, vocab: int) -> Tensor:
+def _mask(
+    ids: Tensor | None, offsets: Tensor | None, start: int, end: int, vocab: int
+) -> Tensor | None:
     """True where an id was cut from the distribution of tokens `start` to `end`."""
+    if ids is None or offsets is None:
+        return None
     counts = offsets[start + 1 : end + 1] - offsets[start:end]
     rows = torch.repeat_interleave(torch.arange(end - start, device=ids.device), counts)
     mask = torch.ones(end - start, vocab, dtype=torch.bool, device=ids.device)
@@ -98,35 +106,45 @@ def _mask(ids: Tensor, offsets: Tensor, start: int, end: int, vocab: int) -> Ten
     return mask & (counts > 0)[:, None]
 
 
-def _reduce(logits: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-normaliser, log-prob and entropy of each row. A logit of -inf is no part of it."""
+def _reduce(
+    logits: Tensor, scales: Tensor, mask: Tensor | None, targets: Tensor, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-normaliser, log-prob and entropy of each row of the head's output."""
+    logits = logits * scales[:, None]
+    if mask is not None:
+        logits = logits.masked_fill(mask, -torch.inf)
     lse = logits.logsumexp(dim=1)
     logprobs = logits.gather(1, targets[:, None]).squeeze(1) - lse
     if not entropy:
         return lse, logprobs, torch.zeros_like(lse)
-    terms = torch.exp(logits - lse[:, None]) * logits
-    return lse, logprobs, lse - torch.where(logits == -torch.inf, 0.0, terms).sum(1)
+    probs = torch.exp(logits - lse[:, None])
+    if mask is not None:
+        logits = logits.masked_fill(mask, 0.0)  # 0 * inf would be NaN
+    return lse, logprobs, lse - (probs * logits).sum(1)
 
 
 def _logit_gradient(
     logits: Tensor,
+    scales: Tensor,
+    mask: Tensor | None,
     targets: Tensor,
     lse: Tensor,
     entropies: Tensor,
     grad_logprobs: Tensor,
     grad_entropies: Tensor | None,
-    scales: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient for the unscaled logits, from those of log-prob and entropy."""
-    logp = logits - lse[:, None]
+    """The gradient for the head's output, in `dtype`, from those of log-prob and entropy."""
+    logp = logits * scales[:, None] - lse[:, None]
     probs = torch.exp(logp)
-    grad = -probs * grad_logprobs[:, None]
+    if mask is not None:
+        probs = probs.masked_fill(mask, 0.0)
+    factor = -grad_logprobs[:, None]
     if grad_entropies is not None:
-        surprise = torch.where(logits == -torch.inf, 0.0, logp + entropies[:, None])
-        grad = grad - probs * surprise * grad_entropies[:, None]
+        factor = factor - (logp + entropies[:, None]) * grad_entropies[:, None]
     ids = torch.arange(logits.shape[1], device=logits.device)
-    grad = grad + torch.where(ids[None, :] == targets[:, None], grad_logprobs[:, None], 0.0)
-    return grad * scales[:, None]
+    hit = torch.where(ids[None, :] == targets[:, None], grad_logprobs[:, None], 0.0)
+    return ((probs * factor + hit) * scales[:, None]).to(dtype)
 
 
 @cache
@@ -165,7 +183,9 @@ class _FusedLogProbs(torch.autograd.Function):
         reduce = _kernel(_reduce, hidden.device)
         parts = [
             reduce(
-                _chunk_logits(hidden, weight, bias, scales, kept_ids, offsets, start, end),
+                _chunk_logits(hidden[start:end], weight, bias, scales.dtype),
+                scales[start:end],
+                _mask(kept_ids, offsets, start, end, len(weight)),
                 targets[start:end],
                 entropy,
             )
@@ -198,18 +218,19 @@ class _FusedLogProbs(torch.autograd.Function):
         for start, end in _ranges(len(hidden), ctx.chunk):
             part = slice(start, end)
             grad = gradient(
-                _chunk_logits(hidden, weight, bias, scales, kept_ids, offsets, start, end),
+                _chunk_logits(hidden[part], weight, bias, wide),
+                scales[part],
+                _mask(kept_ids, offsets, start, end, len(weight)),
                 targets[part],
                 lse[part],
                 entropies[part],
                 grad_logprobs[part],
                 None if grad_entropies is None else grad_entropies[part],
-                scales[part],
+                hidden.dtype,
             )
             if needs_bias:
-                total = grad.sum(0)
+                total = grad.sum(0, dtype=wide)
                 grad_bias = total if grad_bias is None else grad_bias + total
-            grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
             if needs_weight:
@@ -228,22 +249,10 @@ def _ranges(total: int, chunk: int) -> list[tuple[int, int]]:
 
 
 def _chunk_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scales: Tensor,
-    kept_ids: Tensor | None,
-    offsets: Tensor | None,
-    start: int,
-    end: int,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    logits = _matmul(hidden[start:end], weight.t(), scales.dtype)
-    if bias is not None:
-        logits += bias
-    logits *= scales[start:end, None]
-    if kept_ids is not None and offsets is not None:
-        logits.masked_fill_(_mask(kept_ids, offsets, start, end, logits.shape[1]), -torch.inf)
-    return logits
+    logits = _matmul(hidden, weight.t(), dtype)
+    return logits if bias is None else logits.add_(bias)
 
 
 def _checkpointed(
@@ -261,13 +270,10 @@ def _checkpointed(
     chunk = chunk or chunk_tokens(vocab, hidden.device)
 
     def score(part: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-        own = None
-        if kept is not None:
-            offsets = kept.offsets[start : end + 1]
-            own = KeptIds(kept.ids[offsets[0] : offsets[-1]], offsets - offsets[0])
-        logits = action_logits(part, head, temperatures[start:end], kept=own, rule=rule)
-        _, logprobs, entropies = _reduce(logits, targets[start:end], entropy)
-        return logprobs, entropies
+        logits = rule(head(part).to(_wide(hidden.dtype)))
+        mask = _kept_mask(kept, start, end, logits.shape[1])
+        scales = 1.0 / temperatures[start:end]
+        return _reduce(logits, scales, mask, targets[start:end], entropy)[1:]
 
     parts = [
         checkpoint(score, hidden[start:end], start, end, use_reentrant=False)

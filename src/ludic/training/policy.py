@@ -63,7 +63,7 @@ class Policy(nn.Module):
                 use_cache=False,
                 **packed_arguments(micro.cu_seqlens, micro.max_seqlen),
             )[0][0]
-        actions = hidden[micro.action_positions]
+        actions = hidden.index_select(0, micro.action_positions)
         head = head_of(causal)
         logprobs, entropies = token_logprobs(
             actions,
@@ -140,7 +140,7 @@ def _scoring_pass() -> Iterator[None]:
 def _wrap_layer(layer: nn.Module, checkpointing: bool, compiled: bool) -> None:
     """Changes the layer for the trainer's passes only: a sampler sharing it sees the original."""
     original: Callable[..., Any] = getattr(layer.forward, "ludic_original", layer.forward)
-    training = torch.compile(original, dynamic=True) if compiled else original
+    training = torch.compile(original) if compiled else original
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -45,6 +45,9 @@ class PolicyRatio:
         )
 
 
+Clip: TypeAlias = tuple[float, float]
+"""The bounds of a ratio, such as (0.8, 1.2)."""
+
 Objective: TypeAlias = tuple[Float[Tensor, " tokens"], Bool[Tensor, " tokens"] | None]
 """A loss's term for each token, to be maximised, and which of them were clipped (None: no clip)."""
 
@@ -85,8 +88,8 @@ def check_batch(policy: TokenLogProbs, batch: LossBatch) -> None:
 def missing_logprobs(whose: str) -> NotTrainableError:
     """The error for a batch that the reference or teacher of a loss has not scored."""
     return NotTrainableError(
-        f"this loss needs the {whose}'s log-probs, which the batch lacks: wrap the batch source in "
-        f"ScoredBatchSource(source, {whose}=...)"
+        f"this loss needs the {whose}'s log-probs, which the batch lacks: give the batch source "
+        f"scorers=[{whose.capitalize()}Scorer(...)]"
     )
 
 
@@ -179,7 +182,7 @@ def check_bounds(low: float | None, high: float) -> None:
         raise ConfigError(f"bounds of a ratio must be 0 <= low <= high, high > 0: {low}, {high}")
 
 
-def check_clip(clip: tuple[float, float]) -> None:
+def check_clip(clip: Clip) -> None:
     """Raises `ConfigError` unless `clip` is (low, high) with 0 <= low <= 1 <= high."""
     low, high = clip
     if not 0 <= low <= 1 <= high:

@@ -1,7 +1,9 @@
 """Log-probs of a second model, attached to a batch: a reference to stay near, or a teacher.
 
-A scorer gives each item the log-probs that its model has for the item's action tokens, at the
-temperature and over the kept ids that they were sampled with, as the trainer does.
+A `TokenScores` says how likely a model finds the action tokens of items, at the temperature and
+over the kept ids that they were sampled with, as the trainer does: a local model, a client, or
+several by name. `ReferenceScorer` and `TeacherScorer` attach its answers to a batch; they are
+what a batch source takes as `scorers`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,15 +30,15 @@ if TYPE_CHECKING:
 Scores = list[NDArray[np.float32]]
 
 
-class Scorer(Protocol):
-    """Scores the action tokens of items."""
+class TokenScores(Protocol):
+    """A model's log-probs of items' action tokens."""
 
-    async def score(self, items: Sequence[SAWItem]) -> Scores:
+    async def logprobs(self, items: Sequence[SAWItem]) -> Scores:
         """One array per item, with one log-prob per action token."""
         ...
 
 
-class LocalScorer:
+class LocalScores:
     """Scores with a model in this process, through the trainer's own arithmetic.
 
     `model` is a frozen causal LM. With `without_adapter` it is a PEFT model whose base is the
@@ -54,7 +56,7 @@ class LocalScorer:
             model.disable_adapter if without_adapter else nullcontext  # type: ignore[assignment]
         )
 
-    async def score(self, items: Sequence[SAWItem]) -> Scores:
+    async def logprobs(self, items: Sequence[SAWItem]) -> Scores:
         return await asyncio.to_thread(self._score, items)
 
     def _score(self, items: Sequence[SAWItem]) -> Scores:
@@ -79,7 +81,7 @@ class LocalScorer:
 
 
 @dataclass(frozen=True, slots=True)
-class ClientScorer:
+class ClientScores:
     """Scores with any `ChatClient` that returns `prompt_logprobs`: a teacher behind a server.
 
     Most servers report prompt log-probs at temperature 1 whatever is asked; `tempered` says that
@@ -93,7 +95,7 @@ class ClientScorer:
     timeout_s: float = 120.0
     tempered: bool = False
 
-    async def score(self, items: Sequence[SAWItem]) -> Scores:
+    async def logprobs(self, items: Sequence[SAWItem]) -> Scores:
         slots = asyncio.Semaphore(self.concurrency)
 
         async def one(item: SAWItem) -> NDArray[np.float32]:
@@ -113,12 +115,12 @@ class ClientScorer:
         if kept is not None and any(len(ids) for ids in kept):
             raise NotTrainableError(
                 f"{where} was sampled with truncation, which a server cannot score alike: use a "
-                "LocalScorer, or sample without top-p, top-k and min-p"
+                "LocalScores, or sample without top-p, top-k and min-p"
             )
         if item.temperature != 1.0 and not self.tempered:
             raise NotTrainableError(
                 f"{where} was sampled at temperature {item.temperature}, and {self.model!r} is "
-                "scored at 1: sample at 1, use a LocalScorer, or set tempered=True for a server "
+                "scored at 1: sample at 1, use a LocalScores, or set tempered=True for a server "
                 "that applies the temperature to prompt log-probs"
             )
         shown = np.asarray(item.attention_mask, dtype=bool)
@@ -149,48 +151,82 @@ class ClientScorer:
 
 
 @dataclass(frozen=True, slots=True)
-class RoutedScorer:
+class RoutedScores:
     """Several teachers: each item is scored by the one that `route` names, by default the
     rollout's `meta["teacher"]`."""
 
-    scorers: Mapping[str, Scorer]
+    models: Mapping[str, TokenScores]
     route: Callable[[SAWItem], str] = lambda item: str(item.meta.get("teacher"))
 
-    async def score(self, items: Sequence[SAWItem]) -> Scores:
+    async def logprobs(self, items: Sequence[SAWItem]) -> Scores:
         places: dict[str, list[int]] = {}
         for position, item in enumerate(items):
             name = self.route(item)
-            if name not in self.scorers:
+            if name not in self.models:
                 raise UnknownNameError(
-                    f"teacher of rollout {item.rollout_id!r},", name, self.scorers
+                    f"teacher of rollout {item.rollout_id!r},", name, self.models
                 )
             places.setdefault(name, []).append(position)
         scores: Scores = [np.empty(0, dtype=np.float32)] * len(items)
         for name, members in places.items():
-            found = await self.scorers[name].score([items[m] for m in members])
+            found = await self.models[name].logprobs([items[m] for m in members])
             for member, values in zip(members, found, strict=True):
                 scores[member] = values
         return scores
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredBatchSource:
-    """A batch source whose items also carry the reference's and the teacher's log-probs.
+class ReferenceScorer:
+    """Attaches the reference's log-probs, for `TokenKLLoss` and `KLInReward`."""
 
-    It is as resumable as the source inside.
-    """
+    reference: TokenScores
+
+    async def score(self, batch: SAWBatch) -> SAWBatch:
+        """The batch with `reference_logprobs` on every item."""
+        return await _attach(batch, self.reference, "reference_logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherScorer:
+    """Attaches the teacher's log-probs, for `make_opd`."""
+
+    teacher: TokenScores
+
+    async def score(self, batch: SAWBatch) -> SAWBatch:
+        """The batch with `teacher_logprobs` on every item."""
+        return await _attach(batch, self.teacher, "teacher_logprobs")
+
+
+async def _attach(batch: SAWBatch, model: TokenScores, name: str) -> SAWBatch:
+    if not batch.items:
+        return batch
+    items = []
+    for item, scores in zip(batch.items, await model.logprobs(batch.items), strict=True):
+        if not np.isfinite(scores).all():
+            raise BatchError(f"rollout {item.rollout_id!r}: its {name} are not all finite")
+        changes: dict[str, Any] = {name: scores}
+        items.append(replace(item, attachments=replace(item.attachments, **changes)))
+    return make_batch(items, batch.meta)
+
+
+class BatchScorer(Protocol):
+    """What a batch source takes as one of its `scorers`."""
+
+    async def score(self, batch: SAWBatch) -> SAWBatch: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredBatchSource:
+    """Any batch source with scorers behind it; as resumable as the source inside."""
 
     source: BatchSource
-    reference: Scorer | None = None
-    teacher: Scorer | None = None
+    scorers: Sequence[BatchScorer]
 
     async def next_batch(self) -> SAWBatch:
         """The next batch of the source inside, scored."""
         batch = await self.source.next_batch()
-        if self.reference is not None:
-            batch = await attach_scores(batch, self.reference, "reference")
-        if self.teacher is not None:
-            batch = await attach_scores(batch, self.teacher, "teacher")
+        for scorer in self.scorers:
+            batch = await scorer.score(batch)
         return batch
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -201,22 +237,3 @@ class ScoredBatchSource:
         """Hands the state to the source inside."""
         if isinstance(self.source, Stateful) and state["source"] is not None:
             self.source.load_state_dict(state["source"])
-
-
-async def attach_scores(
-    batch: SAWBatch, scorer: Scorer, role: Literal["reference", "teacher"]
-) -> SAWBatch:
-    """The batch with the scorer's log-probs attached to every item, as those of `role`."""
-    if not batch.items:
-        return batch
-    items = []
-    for item, scores in zip(batch.items, await scorer.score(batch.items), strict=True):
-        if not np.isfinite(scores).all():
-            raise BatchError(f"rollout {item.rollout_id!r}: the {role}'s log-probs are not finite")
-        attached = (
-            replace(item.attachments, reference_logprobs=scores)
-            if role == "reference"
-            else replace(item.attachments, teacher_logprobs=scores)
-        )
-        items.append(replace(item, attachments=attached))
-    return make_batch(items, batch.meta)

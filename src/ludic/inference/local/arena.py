@@ -41,6 +41,7 @@ class Arena:
         self.shape, self.length, self.max_capacity = shape, length, max_capacity
         self.sequences: list[Sequence] = []
         self.kv = self._allocate(max(1, min(capacity, max_capacity)))
+        self.generation = 0
 
     def _allocate(self, slots: int) -> Tensor:
         s = self.shape
@@ -55,6 +56,7 @@ class Arena:
     def add(self, sequence: Sequence) -> None:
         """Gives the sequence the next slot."""
         slot = len(self.sequences)
+        self.generation += 1
         if slot == self.capacity:
             grown = self._allocate(min(2 * self.capacity, self.max_capacity))
             grown[:, :, :slot] = self.kv
@@ -68,6 +70,7 @@ class Arena:
         `wipe` clears what was there: values that are not finite must not meet the next tenant.
         """
         slot, last = sequence.slot, len(self.sequences) - 1
+        self.generation += 1
         mover = self.sequences.pop()
         if mover is not sequence:
             n = mover.computed
@@ -150,6 +153,11 @@ class SlotMemory:
         if sequence.arena is None:
             return None
         return sequence.arena.remove(sequence, wipe=wipe)
+
+    @property
+    def generation(self) -> int:
+        """Another number whenever a sequence came, left or moved."""
+        return sum(a.generation for a in self._arenas.values())
 
     @property
     def taken(self) -> int:

@@ -102,15 +102,26 @@ def _grouped(q: Tensor, kv_heads: int) -> Tensor:
 
 @dataclass(slots=True)
 class _DecodeGroup:
-    """One arena's sequences, each with at most one row: attention over the dense slots."""
+    """One arena's sequences, each with at most one row: attention over the dense slots.
+
+    Row `row_of_slot[i]` belongs to slot i. When rows and slots run in parallel, `span` is their
+    slice and nothing has to be gathered.
+    """
 
     arena: Arena
     slots: int
-    row_of_slot: Tensor
+    all_slots: Tensor
     positions: Tensor
-    rows: Tensor | None
-    slot_of_row: Tensor | None
+    span: slice | None
+    rows: Tensor
+    slot_of_row: Tensor
+    row_of_slot: Tensor
     masks: dict[int | None, Tensor]
+
+    def mask(self, dtype: torch.dtype, window: int | None) -> Tensor:
+        if window not in self.masks:
+            self.masks[window] = additive_mask(self.positions, self.arena.length, dtype, window)
+        return self.masks[window]
 
 
 @dataclass(slots=True)
@@ -124,6 +135,11 @@ class _Chunk:
     length: int
     positions: Tensor
     masks: dict[int | None, Tensor]
+
+    def mask(self, dtype: torch.dtype, window: int | None) -> Tensor:
+        if window not in self.masks:
+            self.masks[window] = additive_mask(self.positions, self.length, dtype, window)
+        return self.masks[window]
 
 
 class SlotLayout:
@@ -140,26 +156,40 @@ class SlotLayout:
     def add_decodes(self, arena: Arena, rows: list[int], slots: list[int], at: list[int]) -> None:
         """Rows with the last token of a sequence each; slots without a row compute for nobody."""
         n = max(slots) + 1
+        parallel = slots == list(range(n)) and rows == list(range(rows[0], rows[0] + n))
         row_of_slot, positions = [rows[0]] * n, [0] * n
         for row, slot, position in zip(rows, slots, at, strict=True):
             row_of_slot[slot], positions[slot] = row, position
-        whole = rows == list(range(self.rows)) and slots == rows
         self.decodes.append(
             _DecodeGroup(
                 arena,
                 n,
-                self._index(row_of_slot),
+                torch.arange(n, device=self.device),
                 self._index(positions),
-                None if whole else self._index(rows),
-                None if whole else self._index(slots),
+                slice(rows[0], rows[0] + n) if parallel else None,
+                self._index(rows),
+                self._index(slots),
+                self._index(row_of_slot),
                 {},
             )
         )
 
-    def add_chunk(self, arena: Arena, slot: int, row: int, position: int, length: int, n: int):  # type: ignore[no-untyped-def]
-        """`n` rows from `row` on, the tokens of one slot from `position` on."""
-        at = torch.arange(position, position + n, device=self.device)
-        self.chunks.append(_Chunk(arena, slot, row, row + n, length, at, {}))
+    def add_chunk(
+        self, arena: Arena, slot: int, row: int, position: int, length: int, count: int
+    ) -> None:
+        """`count` rows from `row` on, the tokens of one slot from `position` on."""
+        at = torch.arange(position, position + count, device=self.device)
+        self.chunks.append(_Chunk(arena, slot, row, row + count, length, at, {}))
+
+    def next_token(self) -> None:
+        """Every sequence goes on by one token, in the same row and slot."""
+        for group in self.decodes:
+            group.positions.add_(1)
+            full = group.masks.pop(None, None)
+            group.masks.clear()
+            if full is not None:
+                full[:, 0, 0].scatter_(1, group.positions[:, None], 0.0)
+                group.masks[None] = full
 
     def _index(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)
@@ -167,56 +197,56 @@ class SlotLayout:
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        out = torch.zeros_like(q)
         queries = _grouped(q, self.kv_heads)
+        if len(self.decodes) == 1 and not self.chunks and self.decodes[0].slots == self.rows:
+            return self._attend_group(self.decodes[0], layer, queries, k, v, scale, window)
+        out = torch.zeros_like(q)
         for chunk in self.chunks:
             keys, values = chunk.arena.kv[layer]
-            first, last = int(chunk.start), int(chunk.end)
-            begin = chunk.positions
-            keys[chunk.slot].index_copy_(1, begin, k[first:last].transpose(0, 1))
-            values[chunk.slot].index_copy_(1, begin, v[first:last].transpose(0, 1))
+            rows = slice(chunk.start, chunk.end)
+            keys[chunk.slot].index_copy_(1, chunk.positions, k[rows].transpose(0, 1))
+            values[chunk.slot].index_copy_(1, chunk.positions, v[rows].transpose(0, 1))
         for chunk in self.chunks:
-            if window not in chunk.masks:
-                chunk.masks[window] = additive_mask(
-                    chunk.positions, chunk.length, self.dtype, window
-                )
-            keys, values = chunk.arena.kv[layer]
-            out[chunk.start : chunk.end] = self._attend_chunk(
-                chunk,
-                queries[chunk.start : chunk.end],
-                keys[chunk.slot, :, : chunk.length],
-                values[chunk.slot, :, : chunk.length],
-                chunk.masks[window],
-                scale,
-            )
+            keys, values = chunk.arena.kv[layer, :, chunk.slot, :, : chunk.length]
+            rows = slice(chunk.start, chunk.end)
+            mask = chunk.mask(self.dtype, window)
+            out[rows] = self._attend_chunk(queries[rows], keys, values, mask, scale)
         for group in self.decodes:
-            if window not in group.masks:
-                group.masks[window] = additive_mask(
-                    group.positions, group.arena.length, self.dtype, window
-                )
-            keys, values = group.arena.kv[layer]
-            if group.rows is None:
-                at = (group.row_of_slot, slice(None), group.positions)
-                keys[at], values[at] = k, v
+            attended = self._attend_group(group, layer, queries, k, v, scale, window)
+            if group.span is not None:
+                out[group.span] = attended
             else:
-                where = group.slot_of_row, slice(None), group.positions[group.slot_of_row]
-                keys[where], values[where] = k[group.rows], v[group.rows]
-            picked = queries if group.rows is None else queries[group.row_of_slot]
-            attended = F.scaled_dot_product_attention(
-                picked,
-                keys[: group.slots],
-                values[: group.slots],
-                attn_mask=group.masks[window],
-                scale=scale,
-            ).flatten(1, 2)
-            if group.rows is None:
-                return attended
-            out[group.rows] = attended[group.slot_of_row]
+                out[group.rows] = attended[group.slot_of_row]
         return out
 
-    def _attend_chunk(
-        self, chunk: _Chunk, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
+    def _attend_group(
+        self,
+        group: _DecodeGroup,
+        layer: int,
+        queries: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
+        keys, values = group.arena.kv[layer]
+        if group.span is not None:
+            where = (group.all_slots, slice(None), group.positions)
+            keys[where], values[where] = k[group.span], v[group.span]
+            picked = queries[group.span]
+        else:
+            where = (group.slot_of_row, slice(None), group.positions[group.slot_of_row])
+            keys[where], values[where] = k[group.rows], v[group.rows]
+            picked = queries[group.row_of_slot]
+        return F.scaled_dot_product_attention(
+            picked,
+            keys[: group.slots],
+            values[: group.slots],
+            attn_mask=group.mask(self.dtype, window),
+            scale=scale,
+        ).flatten(1, 2)
+
+    def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
         n, kv_heads, group, dim = q.shape
         if self.exact:
             shape = (n, *k.shape)

@@ -15,6 +15,7 @@ from ludic.inference.local.arena import KVShape, SlotMemory
 from ludic.inference.local.eager import EagerRunner
 from ludic.inference.local.module_view import check_servable, device_and_dtype, module_view
 from ludic.inference.local.prefix_store import PrefixStore
+from ludic.inference.local.row_sizes import candidate_sizes, equal_row_sizes
 from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sequence
 
@@ -42,7 +43,7 @@ class Resolved:
     max_slots: int
     max_context_tokens: int
     deterministic: bool
-    step_rows: int
+    step_rows: tuple[int, ...] | None
     prefix_cache_tokens: int
     device: torch.device
 
@@ -52,6 +53,7 @@ def build_scheduler(
     settings: EngineSettings,
     *,
     decode: Callable[[list[int]], str],
+    spell: Callable[[list[int]], str],
     describe: Callable[[Sequence], str],
     version: int,
 ) -> tuple[Scheduler, Resolved]:
@@ -76,15 +78,15 @@ def build_scheduler(
         max_tokens=resolved.max_context_tokens,
         single_length=graphs,
     )
-    runner = EagerRunner(
-        view, memory, exact=resolved.deterministic, step_rows=resolved.step_rows
-    )
-    check_same_logits(model, runner, shape)
+    check_same_logits(model, EagerRunner(view, memory, None), shape)
+    sizes = _row_sizes(view, model, settings, text, device) if resolved.deterministic else None
+    runner = EagerRunner(view, memory, sizes)
+    resolved = replace(resolved, step_rows=sizes)
     options: dict[str, Any] = {
         "decode": decode,
+        "spell": spell,
         "describe": describe,
-        "step_rows": resolved.step_rows,
-        "prefill_rows": resolved.step_rows if resolved.deterministic else _FAST_PREFILL,
+        "step_rows": sizes[-1] if sizes else _FAST_PREFILL,
         "version": version,
     }
     store = PrefixStore(cache)
@@ -107,7 +109,6 @@ def _resolve(settings: EngineSettings, config: Any, device: torch.device) -> Res
     exact = settings.deterministic
     if exact is None:
         exact = device.type == "cpu"
-    rows = settings.step_rows or settings.max_slots
     if settings.step_rows is not None and settings.step_rows < 2:
         # One row alone takes another code path in most linear algebra libraries.
         raise ConfigError(f"step_rows={settings.step_rows}: must be at least 2")
@@ -116,10 +117,20 @@ def _resolve(settings: EngineSettings, config: Any, device: torch.device) -> Res
         max_slots=settings.max_slots,
         max_context_tokens=wanted,
         deterministic=exact,
-        step_rows=max(rows, 2),
+        step_rows=None,
         prefix_cache_tokens=-1 if cache is None else cache,
         device=device,
     )
+
+
+def _row_sizes(
+    view: Any, model: nn.Module, settings: EngineSettings, config: Any, device: torch.device
+) -> tuple[int, ...]:
+    if settings.step_rows is not None:
+        return (settings.step_rows,)
+    sizes = candidate_sizes(sum(p.numel() for p in model.parameters()), settings.max_slots)
+    positions = int(getattr(config, "max_position_embeddings", 0) or 512)
+    return equal_row_sizes(view, sizes, config.vocab_size, positions, device)
 
 
 def _cache_bytes(device: torch.device) -> int:
@@ -174,7 +185,7 @@ def check_same_logits(model: nn.Module, runner: EagerRunner, shape: KVShape) -> 
     layout = _PlainLayout(shape)
     with torch.inference_mode():
         try:
-            seen = runner.forward(ids, [0, 1, 2, 3], layout, [0, 1, 2, 3], 4)
+            seen = runner.forward(ids, [0, 1, 2, 3], layout, [0, 1, 2, 3])
         except ConfigError:
             raise
         except Exception as exc:
@@ -190,7 +201,6 @@ def check_same_logits(model: nn.Module, runner: EagerRunner, shape: KVShape) -> 
             f"{type(model).__name__} attends through transformers' AttentionInterface in layers "
             f"{sorted(layout.layers)} of {shape.layers}: the in-process engine does not know it"
         )
-    assert seen is not None
     finite = torch.isfinite(wanted)
     spread = wanted[finite].abs().max().item() if bool(finite.any()) else 0.0
     gap = (seen - wanted)[finite].abs().max().item() if bool(finite.any()) else 0.0

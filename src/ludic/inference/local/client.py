@@ -47,8 +47,8 @@ class LocalChatClient:
         max_context_tokens: prompt plus completion; None: what the model takes (on a GPU at most
             4,096, since its slots are allocated at once).
         deterministic: None: on the CPU.
-        step_rows: tokens per step in deterministic mode; None: `max_slots`. Fewer cost less when
-            few requests are in flight.
+        step_rows: tokens per step in deterministic mode; None: a few sizes that give the same bits
+            on this machine, tried when the client is made.
         prefix_cache_tokens: how many tokens of ended sequences are kept; None: 256 MB worth of
             them on the CPU, 4 GB on a GPU. 0 turns the cache off.
         max_queue: how many requests wait inside; `on_full` says what the next one does.
@@ -84,7 +84,12 @@ class LocalChatClient:
             max_slots, max_context_tokens, deterministic, step_rows, prefix_cache_tokens
         )
         scheduler, self.settings = build_scheduler(
-            self._model, settings, decode=self._decode, describe=_describe, version=version
+            self._model,
+            settings,
+            decode=self._decode,
+            spell=self._spell,
+            describe=_describe,
+            version=version,
         )
         self._scheduler = scheduler
         self._vocab = int(self._model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
@@ -291,7 +296,12 @@ class LocalChatClient:
         return DeadlineError("a completion", "the in-process engine", timeout_s)
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+        """The text of a completion: without the tokens that end a turn."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _spell(self, ids: list[int]) -> str:
+        """Every token spelled out, for stop strings."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def _foreign(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Those of `params` that are not the module's own tensors, all checked to fit."""

@@ -1,8 +1,8 @@
 """Runs the model on a flat row of tokens, eagerly, on any device.
 
-Exact: always the same number of rows, so that each row's bits depend on its own sequence only.
-Otherwise as many rows as there are tokens, the head on the rows that need it, and a prompt's chunk
-in one attention problem.
+Exact: a number of rows that is known to give the same bits as any other such number, so that what a
+row becomes depends on its own sequence only. Otherwise as many rows as there are tokens, and a
+prompt's chunk in one attention problem.
 """
 
 from __future__ import annotations
@@ -15,29 +15,119 @@ from torch import Tensor
 
 from ludic.inference.local.arena import SlotMemory
 from ludic.inference.local.attention import SlotLayout, layout_in_use
-from ludic.inference.local.sampler import SamplingRows, sample
+from ludic.inference.local.noise import keyed_uniform
+from ludic.inference.local.sampler import SamplingRows, draw, sample
 from ludic.inference.local.scheduler import Outcome, Work
 
 
-class EagerRunner:
-    """`view` is a `module_view`; rows beyond the work are padding that nobody reads."""
+_AHEAD = 32
+"""For how many tokens the noise of a steady batch is drawn at once."""
 
-    def __init__(self, view: Any, memory: SlotMemory, *, exact: bool, step_rows: int) -> None:
-        self.view, self.memory, self.exact, self.step_rows = view, memory, exact, step_rows
+
+def _plainly_decodes(item: Work) -> bool:
+    s = item.sequence
+    return (
+        item.count == 1
+        and s.computed == len(s.tokens) - 1
+        and s.sampling.temperature > 0
+        and not s.is_special
+        and not s.scores_prompt
+    )
+
+
+class SteadyBatch:
+    """The tensors of a batch that only decodes, carried on from step to step."""
+
+    def __init__(
+        self,
+        generation: int,
+        work: Seq[Work],
+        ids: list[int],
+        positions: list[int],
+        layout: SlotLayout,
+        device: torch.device,
+    ) -> None:
+        n, padding = len(work), len(ids) - len(work)
+        sequences = [item.sequence for item in work]
+        self.generation, self.layout, self.count = generation, layout, n
+        self.ids = torch.tensor([ids], device=device)
+        self.positions = torch.tensor([positions], device=device)
+        temperatures = [1.0 / s.sampling.temperature for s in sequences] + [1.0] * padding
+        self.plain = all(t == 1.0 for t in temperatures)
+        self.inverse_temperature = torch.tensor(temperatures, dtype=torch.float32, device=device)
+        self.keys = torch.tensor([s.key for s in sequences] + [0] * padding, device=device)
+        self.at = torch.tensor([s.generated for s in sequences] + [0] * padding, device=device)
+        self.noise: list[Tensor] = []
+        self.ahead = torch.arange(_AHEAD, device=device)
+
+    def step(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        """Samples, and makes the tokens the next step's input."""
+        if not self.noise:
+            noise = keyed_uniform(self.keys[:, None].expand(-1, _AHEAD), self.at[:, None] + self.ahead)
+            self.noise = list(noise.T.contiguous().flip(0).unbind())
+            self.at += _AHEAD
+        # Multiplying by one changes no bit, so leaving it out changes none either.
+        scaled = logits.float() if self.plain else logits * self.inverse_temperature[:, None]
+        tokens, logprobs = draw(scaled, self.noise.pop())
+        n = self.count
+        self.ids[0, :n] = tokens[:n]
+        self.positions[0, :n] += 1
+        return tokens[:n].tolist(), logprobs[:n].tolist()
+
+
+class EagerRunner:
+    """`view` is a `module_view`; rows beyond the work are padding that nobody reads.
+
+    `row_sizes`: the numbers of rows that may be mixed without changing a bit; None: any number.
+    """
+
+    def __init__(self, view: Any, memory: SlotMemory, row_sizes: Seq[int] | None) -> None:
+        self.view, self.memory, self.row_sizes = view, memory, row_sizes
+        self.exact = row_sizes is not None
         self.device = memory.shape.device
         # A mask of four dimensions is passed through untouched; ours are made in the layout.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
-        self._none = torch.zeros(0, dtype=torch.long, device=self.device)
+        self._steady: SteadyBatch | None = None
 
     def __call__(self, work: Seq[Work]) -> list[Outcome]:
+        if len(work) == self.memory.taken and all(_plainly_decodes(item) for item in work):
+            return self._decode(work)
+        self._steady = None
         total = sum(item.count for item in work)
-        rows = max(self.step_rows, total) if self.exact else total
+        rows = self._rows_for(total)
         ids, positions, layout = self._lay_out(work, rows)
         needed = self._needed_rows(work)
-        logits = self.forward(ids, positions, layout, needed, rows)
-        if logits is None:
-            return [Outcome() for _ in work]
+        # Padded to a size that is known to change no bit; the padding repeats a row.
+        padding = self._rows_for(len(needed)) - len(needed) if needed else 0
+        logits = self.forward(ids, positions, layout, needed + needed[-1:] * padding)
         return self._sample(work, logits, needed)
+
+    def _decode(self, work: Seq[Work]) -> list[Outcome]:
+        """A step in which every sequence takes one token: nothing is built anew while the same
+        sequences go on."""
+        steady = self._steady
+        if steady is None or steady.generation != self.memory.generation:
+            ids, positions, layout = self._lay_out(work, self._rows_for(len(work)))
+            steady = SteadyBatch(
+                self.memory.generation, work, ids, positions, layout, self.device
+            )
+            self._steady = steady
+        else:
+            steady.layout.next_token()
+        with layout_in_use(steady.layout):
+            logits = self.view(
+                input_ids=steady.ids,
+                position_ids=steady.positions,
+                attention_mask=self._no_mask,
+                use_cache=False,
+            ).logits[0]
+        tokens, logprobs = steady.step(logits)
+        return list(map(Outcome, tokens, logprobs))
+
+    def _rows_for(self, tokens: int) -> int:
+        if self.row_sizes is None:
+            return tokens
+        return next(n for n in self.row_sizes if n >= tokens)
 
     def _lay_out(self, work: Seq[Work], rows: int) -> tuple[list[int], list[int], SlotLayout]:
         ids, positions = [0] * rows, [0] * rows
@@ -90,25 +180,24 @@ class EagerRunner:
         return needed
 
     def forward(
-        self, ids: list[int], positions: list[int], layout: Any, needed: list[int], rows: int
-    ) -> Tensor | None:
-        """Logits [rows, vocab] in exact mode, else [needed rows, vocab]; None if nobody asks."""
-        keep: int | Tensor = self._none
-        if needed:
-            keep = 0 if self.exact else torch.tensor(needed, device=self.device)
+        self, ids: list[int], positions: list[int], layout: Any, needed: list[int]
+    ) -> Tensor:
+        """Logits [needed rows, vocab]."""
         with layout_in_use(layout):
-            logits = self.view(
+            logits: Tensor = self.view(
                 input_ids=torch.tensor([ids], device=self.device),
                 position_ids=torch.tensor([positions], device=self.device),
                 attention_mask=self._no_mask,
                 use_cache=False,
-                logits_to_keep=keep,
+                logits_to_keep=torch.tensor(needed, dtype=torch.long, device=self.device),
             ).logits[0]
-        return logits if needed else None
+        return logits
 
     def _sample(self, work: Seq[Work], logits: Tensor, needed: list[int]) -> list[Outcome]:
+        if not needed:
+            return [Outcome() for _ in work]
         n = logits.shape[0]
-        place = {row: row if self.exact else i for i, row in enumerate(needed)}
+        place = {row: i for i, row in enumerate(needed)}
         temperature, keys, at = [1.0] * n, [0] * n, [0] * n
         greedy, special, record, scored = [], [], [], {}
         row, last_rows = 0, []

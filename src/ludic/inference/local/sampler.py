@@ -49,7 +49,9 @@ class Sampled:
 @cache
 def _block(vocab: int) -> int:
     """A divisor of the vocabulary near its square root: sums of blocks find the place quickly."""
-    divisors = [d for d in range(64, min(4096, vocab) + 1) if vocab % d == 0]
+    if vocab <= 4096:
+        return vocab
+    divisors = [d for d in range(64, 4097) if vocab % d == 0]
     return min(divisors, key=lambda d: abs(d - vocab**0.5), default=vocab)
 
 
@@ -61,23 +63,33 @@ def invert(probs: Tensor, uniform: Tensor) -> Tensor:
     """
     rows, vocab = probs.shape
     block = _block(vocab)
+    if block == vocab:
+        return _place(probs, uniform * _BELOW_ONE)
     blocks = probs.view(rows, vocab // block, block)
     sums = blocks.sum(-1).double()
     upto = sums.cumsum(-1)
     target = uniform * _BELOW_ONE * upto[:, -1]
-    index = (upto <= target[:, None]).sum(-1).clamp_(max=vocab // block - 1)
+    index = torch.searchsorted(upto, target[:, None], right=True)[:, 0]
+    index = index.clamp_(max=vocab // block - 1)
     size = sums.gather(1, index[:, None])[:, 0]
     before = upto.gather(1, index[:, None])[:, 0] - size
     fraction = ((target - before) / size).clamp_(0.0, _BELOW_ONE)
-    inner = blocks.gather(1, index[:, None, None].expand(rows, 1, block))[:, 0].double().cumsum(-1)
-    offset = (inner <= (fraction * inner[:, -1])[:, None]).sum(-1).clamp_(max=block - 1)
-    return index * block + offset
+    inner = blocks.gather(1, index[:, None, None].expand(rows, 1, block))[:, 0]
+    return index * block + _place(inner, fraction)
 
 
-def draw(scaled: Tensor, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _place(weights: Tensor, fraction: Tensor) -> Tensor:
+    """The index at which a row's running sum passes `fraction` of its total."""
+    upto = weights.double().cumsum(-1)
+    target = (fraction * upto[:, -1])[:, None]
+    found = torch.searchsorted(upto, target, right=True)[:, 0]
+    return found.clamp_(max=weights.shape[1] - 1)
+
+
+def draw(scaled: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens and log-probs for float32 logits already divided by the temperature."""
     probs = torch.softmax(scaled, -1)
-    tokens = invert(probs, keyed_uniform(keys, positions))
+    tokens = invert(probs, uniform)
     # NaN anywhere in the row makes the whole softmax NaN, and so this log-prob.
     return tokens, probs.gather(1, tokens[:, None])[:, 0].log()
 
@@ -103,7 +115,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
         scaled[row] = one
     for row in rows.record_kept:
         kept[row] = tuple(torch.nonzero(scaled[row] > float("-inf"))[:, 0].tolist())
-    tokens, logprobs = draw(scaled, rows.keys, rows.positions)
+    tokens, logprobs = draw(scaled, keyed_uniform(rows.keys, rows.positions))
     if rows.greedy:
         at = torch.tensor(list(rows.greedy), device=logits.device)
         tokens[at] = scaled[at].argmax(-1)

@@ -59,14 +59,14 @@ class Scheduler:
         store: PrefixStore,
         *,
         decode: Callable[[list[int]], str],
+        spell: Callable[[list[int]], str],
         describe: Callable[[Sequence], str],
         step_rows: int,
-        prefill_rows: int,
         version: int = 0,
     ) -> None:
         self.execute, self.memory, self.store = execute, memory, store
-        self.decode, self.describe = decode, describe
-        self.step_rows, self.prefill_rows = step_rows, prefill_rows
+        self.decode, self.spell, self.describe = decode, spell, describe
+        self.step_rows = step_rows
         self.version = version
         self.admitting = True
         self.waiting: deque[Sequence] = deque()
@@ -178,20 +178,21 @@ class Scheduler:
 
     def _plan(self) -> list[Work]:
         """Full prompt steps first, since they fill the batch; then decoding, with what is left of
-        prompts in the free rows."""
+        prompts in the free rows. A step has at most `step_rows` tokens."""
         decoding = [s for s in self.running if s.computed == len(s.tokens) - 1]
+        decoding.sort(key=_place_in_memory)
         if len(decoding) == len(self.running):
             if len(decoding) > self.step_rows:
-                # More than one step takes: the rest comes first next time.
-                self.running = self.running[self.step_rows :] + self.running[: self.step_rows]
-                decoding = decoding[: self.step_rows]
+                # More than one step takes: those that waited longest go first.
+                decoding = self.running[: self.step_rows]
+                self.running = self.running[self.step_rows :] + decoding
             return [Work(s, 1) for s in decoding]
         prompts = [s for s in self.running if s.computed < len(s.tokens) - 1]
         backlog = sum(len(s.tokens) - s.computed for s in prompts)
-        if backlog >= self.prefill_rows:
-            return self._chunks(prompts, self.prefill_rows)
+        if backlog >= self.step_rows:
+            return self._chunks(prompts, self.step_rows)
         decoding = decoding[: self.step_rows]
-        room = max(self.step_rows - len(decoding), 1 if len(decoding) < self.step_rows else 0)
+        room = self.step_rows - len(decoding)
         return [Work(s, 1) for s in decoding] + self._chunks(prompts, room)
 
     @staticmethod
@@ -206,24 +207,23 @@ class Scheduler:
         return work
 
     def _run(self, work: Seq[Work]) -> None:
-        begin = time.perf_counter()
         try:
             outcomes = self.execute(work)
         except Exception as exc:
             for item in work:
                 self._fail(item.sequence, _step_error(exc, self.describe(item.sequence)))
             return
-        finally:
-            self.counters.busy_seconds += time.perf_counter() - begin
         c = self.counters
         c.steps += 1
         c.slot_steps += len(self.running)
+        # All of them before any is taken: a sequence that leaves makes another move, with all that
+        # is computed of it.
+        for item in work:
+            item.sequence.computed += item.count
         for item, outcome in zip(work, outcomes, strict=True):
-            self._take(item, outcome)
+            self._take(item.sequence, outcome)
 
-    def _take(self, item: Work, outcome: Outcome) -> None:
-        sequence = item.sequence
-        sequence.computed += item.count
+    def _take(self, sequence: Sequence, outcome: Outcome) -> None:
         if sequence.scores_prompt:
             if not sequence.prompt_logprobs:
                 sequence.prompt_logprobs.append(None)
@@ -233,7 +233,7 @@ class Scheduler:
         elif outcome.token is not None:
             sequence.accept(outcome.token, outcome.logprob, self.version, outcome.kept)
             self.counters.generated_tokens += 1
-            if sequence.check_end(self.decode) is not None:
+            if sequence.check_end(self.spell) is not None:
                 self._finish(sequence)
             else:
                 self.memory.place(sequence, len(sequence.tokens))
@@ -262,6 +262,11 @@ class Scheduler:
         self.running.remove(sequence)
         del self._arrays[id(sequence)]
         self.memory.release(sequence, wipe=wipe)
+
+
+def _place_in_memory(sequence: Sequence) -> tuple[int, int]:
+    """Sorted by this, the rows of a step run parallel to the slots."""
+    return (sequence.arena.length if sequence.arena else 0, sequence.slot)
 
 
 def _not_finite(what: str) -> InferenceError:

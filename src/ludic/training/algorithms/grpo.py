@@ -4,8 +4,7 @@ Objective per token, to be maximised, with ρ = exp(logp − logp_behaviour):
 
     min(ρ·A, clip(ρ, 0.8, 1.2)·A),   A = (R − mean_group) / (std_group + 1e-4)
 
-aggregated as a mean within each sequence, then over sequences.
-
+as a mean within each sequence, then over sequences.
 Departures from the paper: a sequence is a turn (`aggregation=SequenceMean("rollout")` for whole
 rollouts); the KL term is off unless `kl_coeff` is set, and then carries sg(ρ).
 """
@@ -19,14 +18,14 @@ import torch
 from ludic.training.aggregation import Aggregation, sequence_mean
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.group_relative import group_relative
-from ludic.training.policy_ratio import Objective, PolicyLoss, PolicyRatio, check_clip
+from ludic.training.policy_ratio import Clip, Objective, PolicyLoss, PolicyRatio, check_clip
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenClippedSurrogateLoss(PolicyLoss):
     """PPO's clipped surrogate on each token's own ratio; `clip` bounds the ratio."""
 
-    clip: tuple[float, float] = (0.8, 1.2)
+    clip: Clip = (0.8, 1.2)
     aggregation: Aggregation = sequence_mean
 
     def __post_init__(self) -> None:
@@ -41,7 +40,7 @@ class TokenClippedSurrogateLoss(PolicyLoss):
 def make_grpo(
     group_size: int = 8,
     *,
-    clip: tuple[float, float] = (0.8, 1.2),
+    clip: Clip = (0.8, 1.2),
     aggregation: Aggregation = sequence_mean,
     normalize_adv: bool = True,
     kl_coeff: float = 0.0,

@@ -1,11 +1,11 @@
 """GSPO (Zheng et al. 2025, "Group Sequence Policy Optimization").
 
-One ratio per sequence, s = exp(mean_t (logp_t − logp_behaviour_t)), and per sequence
+Objective per sequence, with s = exp(mean_t (logp_t − logp_behaviour_t)), averaged over sequences:
 
     min(s·A, clip(s, 1 − 3e-4, 1 + 4e-4)·A),   A = (R − mean_group) / (std_group + 1e-4)
 
-averaged over sequences. Departures from the paper: a sequence is a turn; with `unit="rollout"`
-it is all that the agent wrote in the rollout, and each token keeps its own turn's weight.
+Departures from the paper: a sequence is a turn; with `unit="rollout"` it is all that the agent
+wrote in the rollout, and each token keeps its own turn's weight.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import torch
 from ludic.training.aggregation import Aggregation, SequenceMean, Unit, sequence_mean
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.group_relative import group_relative
-from ludic.training.policy_ratio import Objective, PolicyLoss, PolicyRatio, check_clip
+from ludic.training.policy_ratio import Clip, Objective, PolicyLoss, PolicyRatio, check_clip
+
+CLIP = (1 - 3e-4, 1 + 4e-4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceClippedSurrogateLoss(PolicyLoss):
     """The clipped surrogate on the geometric mean of a sequence's ratios."""
 
-    clip: tuple[float, float] = (1 - 3e-4, 1 + 4e-4)
+    clip: Clip = CLIP
     unit: Unit = "turn"
     aggregation: Aggregation = sequence_mean
 
@@ -42,11 +44,7 @@ class SequenceClippedSurrogateLoss(PolicyLoss):
 
 
 def make_gspo(
-    group_size: int = 8,
-    *,
-    clip: tuple[float, float] = (1 - 3e-4, 1 + 4e-4),
-    unit: Unit = "turn",
-    kl_coeff: float = 0.0,
+    group_size: int = 8, *, clip: Clip = CLIP, unit: Unit = "turn", kl_coeff: float = 0.0
 ) -> RLAlgorithm:
     """Group-relative credit with one clipped ratio per sequence."""
     loss = SequenceClippedSurrogateLoss(clip=clip, unit=unit, aggregation=SequenceMean(unit))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -104,22 +105,25 @@ class OfflineBatchSource:
     async def next_batch(self) -> SAWBatch:
         """The next rows as a batch. Batches do not reach over the end of an epoch: its last one
         may be smaller."""
+        began, drops = self.epoch, Counter[str]()
         while True:
             if self.epochs is not None and self.epoch >= self.epochs:
                 raise StopAsyncIteration(f"{self.epochs} epochs are over")
-            epoch, rollouts = self.epoch, self._take()
+            if self.epoch > began + 1:
+                raise BatchError(f"a whole epoch held nothing to train on: dropped {dict(drops)}")
+            meta = {"epoch": self.epoch, "position": self.position}
             batch = batch_from_rollouts(
-                rollouts,
+                self._take(),
                 self._credit(),
                 sample_filter=self.sample_filter,
                 merge=self.merge,
                 lost_member=self.lost_member,
-                meta={"epoch": epoch, "position": self.position},
+                drops=drops,
+                meta=meta,
             )
             if batch.items:
                 break
-            if self.epoch > epoch + 1:
-                raise BatchError(f"a whole epoch held nothing to train on: {batch.meta['dropped']}")
+            drops = Counter(batch.meta["dropped"])
         for scorer in self.scorers:
             batch = await scorer.score(batch)
         return batch if self.algorithm is None else prepare_batch(batch, self.algorithm)

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import gzip
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ludic.errors import ConfigError, SchemaVersionError, SerializationError
+from ludic.rollouts import CutFileWarning, RolloutWriter, read_rollouts
+from ludic.rollouts.storage import dialogue, rollout_from_row, rollout_row
+from ludic.types import Rollout
+from tests.rollouts.worlds import engine, request
+from tests.saw.drawing import rollouts as drawn_rollouts
+
+SUFFIXES = [".jsonl", ".jsonl.gz"]
+
+
+async def some_rollouts() -> list[Rollout]:
+    return await engine().generate_rollouts(
+        [request(num_episodes=3), request("duel"), request("broken")], 3, 4
+    )
+
+
+def write(path: Path, rollouts: list[Rollout], **options: Any) -> None:
+    with RolloutWriter(path, **options) as writer:
+        for rollout in rollouts:
+            writer.write(rollout)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+async def test_what_is_written_is_read_back_equal(tmp_path: Path, suffix: str) -> None:
+    rollouts = await some_rollouts()
+    write(tmp_path / f"r{suffix}", rollouts)
+    assert list(read_rollouts(tmp_path / f"r{suffix}")) == rollouts
+
+
+@settings(max_examples=25)
+@given(st.lists(drawn_rollouts(), max_size=3))
+def test_any_rollout_survives_a_row(rollouts: list[Rollout]) -> None:
+    for rollout in rollouts:
+        row = json.loads(json.dumps(rollout_row(rollout), allow_nan=False))
+        assert rollout_from_row(row) == rollout
+
+
+async def test_a_reward_that_is_no_number_is_a_null_for_others_and_kept_for_us(
+    tmp_path: Path,
+) -> None:
+    rollout = (await some_rollouts())[0]
+    last = rollout.env_steps[-1]
+    broken = replace(rollout, steps=(*rollout.steps[:-1], replace(last, reward=float("inf"))))
+    write(tmp_path / "r.jsonl", [broken])
+    row = json.loads((tmp_path / "r.jsonl").read_text())
+    assert row["total_reward"] is None
+    assert next(iter(read_rollouts(tmp_path / "r.jsonl"))) == broken
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+async def test_a_file_cut_anywhere_is_read_up_to_the_cut(tmp_path: Path, suffix: str) -> None:
+    rollouts = await some_rollouts()
+    path = tmp_path / f"r{suffix}"
+    sizes = [0]
+    with RolloutWriter(path) as writer:
+        for rollout in rollouts:
+            writer.write(rollout)
+            sizes.append(path.stat().st_size)
+    data = path.read_bytes()
+    for cut in [
+        *range(1, sizes[1], 97),
+        *(s - 1 for s in sizes[1:]),
+        *(s + 1 for s in sizes[1:-1]),
+    ]:
+        path.write_bytes(data[:cut])
+        whole = sum(size <= cut for size in sizes[1:])
+        reader = read_rollouts(path)
+        # A plain line that lacks nothing but its end of line is whole.
+        if suffix == ".jsonl" and cut + 1 in sizes:
+            assert list(reader) == rollouts[: whole + 1]
+            assert not reader.cut
+            continue
+        # A compressed line may lack nothing but the checksum that follows it.
+        if suffix == ".jsonl.gz" and any(cut < size <= cut + 8 for size in sizes):
+            whole += 1
+        with pytest.warns(CutFileWarning, match=f"the {whole} rollouts before it are whole"):
+            assert list(reader) == rollouts[:whole]
+        assert reader.cut
+        with pytest.raises(SerializationError, match=f"line {whole + 1}"):
+            list(read_rollouts(path, on_cut="error"))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+async def test_a_whole_file_is_read_without_a_word(tmp_path: Path, suffix: str) -> None:
+    write(tmp_path / f"r{suffix}", await some_rollouts())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reader = read_rollouts(tmp_path / f"r{suffix}")
+        assert len(list(reader)) == len(list(reader)) == 6
+    assert not reader.cut
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+async def test_appending_cuts_off_what_a_killed_run_left_unfinished(
+    tmp_path: Path, suffix: str
+) -> None:
+    rollouts = await some_rollouts()
+    path = tmp_path / f"r{suffix}"
+    write(path, rollouts[:2])
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.warns(CutFileWarning, match="cut off"):
+        write(path, rollouts[2:], append=True)
+    assert list(read_rollouts(path)) == [rollouts[0], *rollouts[2:]]
+
+
+async def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    write(path, await some_rollouts())
+    with pytest.raises(ConfigError, match="append=True"):
+        RolloutWriter(path)
+
+
+async def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    row = rollout_row((await some_rollouts())[0]) | {"schema": 2}
+    path = tmp_path / "r.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(row).encode() + b"\n"))
+    with pytest.raises(SchemaVersionError, match=r"line 1: schema 2.*reads up to 1"):
+        list(read_rollouts(path))
+
+
+async def test_a_broken_line_that_others_follow_is_an_error(tmp_path: Path) -> None:
+    good = json.dumps(rollout_row((await some_rollouts())[0]))
+    path = tmp_path / "r.jsonl"
+    path.write_text(f"{good}\n{good[:50]}\n{good}\n")
+    with pytest.raises(SerializationError, match="line 2: not JSON"):
+        list(read_rollouts(path))
+
+
+@pytest.mark.parametrize("row", ["{}", "[]", '{"schema": 1}', '{"schema": 1, "rollout": "{}"}'])
+def test_rows_that_hold_no_rollout_are_refused(tmp_path: Path, row: str) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(row + "\n")
+    with pytest.raises(SerializationError, match="line 1"):
+        list(read_rollouts(path))
+
+
+def test_damage_in_the_middle_of_a_compressed_file_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl.gz"
+    path.write_bytes(b"this is no gzip data at all")
+    with pytest.raises(SerializationError, match="damaged"):
+        list(read_rollouts(path))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+async def test_pandas_reads_the_columns(tmp_path: Path, suffix: str) -> None:
+    import pandas as pd
+
+    rollouts = await some_rollouts()
+    write(tmp_path / f"r{suffix}", rollouts)
+    table = pd.read_json(tmp_path / f"r{suffix}", lines=True)
+    assert table["id"].tolist() == [r.id for r in rollouts]
+    assert table["total_reward"].tolist() == [r.total_reward for r in rollouts]
+    assert table["num_tokens"].tolist() == [r.num_tokens for r in rollouts]
+    assert table["messages"][0][0] == {"role": "user", "content": "Guess a digit from 0 to 3."}
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+async def test_datasets_reads_the_columns(tmp_path: Path, suffix: str) -> None:
+    from datasets import load_dataset
+
+    rollouts = await some_rollouts()
+    write(tmp_path / f"r{suffix}", rollouts)
+    table = load_dataset(
+        "json",
+        data_files=str(tmp_path / f"r{suffix}"),
+        split="train",
+        cache_dir=str(tmp_path / "cache"),
+    )
+    assert table["id"] == [r.id for r in rollouts]
+    assert [rollout_from_row(row) for row in table] == rollouts
+
+
+async def test_the_dialogue_holds_every_message_once() -> None:
+    [rollout] = await engine(lambda call: "9").generate_rollouts([request()], 3, 1)
+    roles = [m["role"] for m in dialogue(rollout)]
+    assert roles == ["user", "assistant"] * 3
+
+
+async def test_nothing_is_written_after_the_end(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path / "r.jsonl")
+    writer.close()
+    with pytest.raises(SerializationError, match="closed"):
+        writer.write((await some_rollouts())[0])

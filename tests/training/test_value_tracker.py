@@ -1,0 +1,139 @@
+"""SPO's tracker, its credit, and the curriculum that samples by it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ludic.errors import CheckpointError, ConfigError, CreditError
+from ludic.rollouts.curricula import Curriculum
+from ludic.rollouts.requests import RolloutRequest
+from ludic.training import BetaTracker, DriftForgetting, TrackedAdvantage, UncertainTasks
+from ludic.types import EnvSpec, ProtocolSpec
+from tests.oracles.rollouts import make_rollout
+
+outcomes = st.lists(
+    st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 0.25, 1.0])), min_size=1, max_size=6
+)
+
+
+@given(batches=st.lists(outcomes, max_size=4), rate=st.sampled_from([0.5, 0.9, 1.0]))
+def test_the_tracker_follows_the_recursion_of_the_paper(
+    batches: list[list[tuple[str, float]]], rate: float
+) -> None:
+    tracker = BetaTracker(rate, prior_value=0.5, prior_count=8.0)
+    alpha, beta = dict.fromkeys("abc", 4.0), dict.fromkeys("abc", 4.0)
+    for batch in batches:
+        for task in {key for key, _ in batch}:
+            rewards = [r for key, r in batch if key == task]
+            alpha[task] = rate * alpha[task] + sum(rewards)
+            beta[task] = rate * beta[task] + sum(1 - r for r in rewards)
+        tracker.update(batch)
+    for task in "abc":
+        expected = alpha[task] / (alpha[task] + beta[task])
+        assert tracker.value(task) == pytest.approx(expected)
+
+
+@given(batch=outcomes)
+def test_the_order_of_outcomes_in_a_batch_does_not_matter(batch: list[tuple[str, float]]) -> None:
+    forwards, backwards = BetaTracker(), BetaTracker()
+    forwards.update(batch)
+    backwards.update(batch[::-1])
+    assert all(forwards.value(t) == pytest.approx(backwards.value(t)) for t in "abc")
+
+
+def test_forgetting_by_drift_is_held_in_its_bounds() -> None:
+    forgetting = DriftForgetting()
+    assert forgetting.rate(0.0) == 0.96
+    assert forgetting.rate(0.006) == pytest.approx(2 ** (-0.1))
+    assert forgetting.rate(10.0) == 0.875
+
+
+def test_drift_counts_from_when_the_task_was_last_seen() -> None:
+    tracker = BetaTracker(DriftForgetting(half_life=0.06, lower=0.0, upper=1.0), prior_count=2.0)
+    tracker.update([("a", 1.0)])  # no drift yet: alpha 1 + 1, beta 1
+    tracker.observe_drift(0.06)
+    tracker.update([("a", 1.0)])  # half is forgotten: alpha 1 + 1, beta 0.5
+    assert tracker.value("a") == pytest.approx(2.0 / 2.5)
+    tracker.update([("a", 0.0)])  # no drift since: alpha 2, beta 0.5 + 1
+    assert tracker.value("a") == pytest.approx(2.0 / 3.5)
+
+
+def test_advantages_are_against_the_value_from_before_the_batch_and_normalised() -> None:
+    credit = TrackedAdvantage(BetaTracker(0.9, prior_value=0.5))
+    rollouts = [
+        make_rollout("a", [1.0], task="t"),
+        make_rollout("b", [0.0, 1.0], task="t"),
+        make_rollout("c", [0.0], task="u"),
+    ]
+    weights = credit.compute(rollouts)
+    raw = [0.5, 0.5, -0.5]
+    mean = sum(raw) / 3
+    std = math.sqrt(sum((a - mean) ** 2 for a in raw) / 2)
+    expected = [(a - mean) / (std + 1e-4) for a in raw]
+    assert weights["a", 0] == pytest.approx(expected[0])
+    assert weights["b", 0] == weights["b", 1] == pytest.approx(expected[1])
+    assert weights["c", 0] == pytest.approx(expected[2])
+    assert credit.tracker.value("t") > 0.5 > credit.tracker.value("u")
+
+
+def test_the_state_is_json_and_comes_back() -> None:
+    tracker = BetaTracker(DriftForgetting())
+    tracker.update([("a", 1.0), ("b", 0.25)])
+    tracker.observe_drift(0.01)
+    state = json.loads(json.dumps(tracker.state_dict()))
+    other = BetaTracker(DriftForgetting())
+    other.load_state_dict(state)
+    for both in (tracker, other):
+        both.update([("a", 0.0)])
+    assert other.state_dict() == tracker.state_dict()
+    with pytest.raises(CheckpointError, match="no state of a BetaTracker"):
+        other.load_state_dict({"tasks": {"a": [1.0]}})
+
+
+def test_what_the_tracker_cannot_take_is_refused() -> None:
+    with pytest.raises(CreditError, match=r"task 't': a reward of 2.0"):
+        BetaTracker().update([("t", 2.0)])
+    with pytest.raises(CreditError, match="has no task_key"):
+        TrackedAdvantage().compute([make_rollout("a", [1.0])])
+    with pytest.raises(ConfigError):
+        BetaTracker(0.0)
+    with pytest.raises(ConfigError):
+        BetaTracker().observe_drift(math.nan)
+    with pytest.raises(ConfigError):
+        DriftForgetting(lower=0.9, upper=0.8)
+
+
+def tasks(names: str) -> dict[str, RolloutRequest]:
+    return {name: RolloutRequest(EnvSpec("env"), ProtocolSpec("single_agent")) for name in names}
+
+
+def test_the_curriculum_draws_in_proportion_to_the_uncertainty() -> None:
+    tracker = BetaTracker(1.0, prior_value=0.5, prior_count=1.0)
+    tracker.update([("sure", 1.0)] * 99)
+    curriculum = UncertainTasks(tasks("x") | {"sure": tasks("y")["y"]}, tracker, eps=0.01, seed=1)
+    assert isinstance(curriculum, Curriculum)
+    v = tracker.value("sure")
+    unsure, sure = math.sqrt(0.25) + 0.01, math.sqrt(v * (1 - v)) + 0.01
+    chances = curriculum.probabilities()
+    assert chances == pytest.approx({"x": unsure / (unsure + sure), "sure": sure / (unsure + sure)})
+    drawn = [request.task_key for request in curriculum.next_requests(2000)]
+    spread = math.sqrt(2000 * chances["x"] * chances["sure"])
+    assert abs(drawn.count("x") - 2000 * chances["x"]) < 5 * spread
+
+
+def test_the_curriculum_goes_on_where_it_was() -> None:
+    curriculum = UncertainTasks(tasks("abc"), BetaTracker(), seed=3)
+    curriculum.next_requests(5)
+    state = curriculum.state_dict()
+    ahead = curriculum.next_requests(4)
+    again = UncertainTasks(tasks("abc"), BetaTracker(), seed=3)
+    again.load_state_dict(state)
+    assert again.next_requests(4) == ahead
+    assert len({request.sampling_seed for request in ahead}) == 4
+    with pytest.raises(ConfigError):
+        UncertainTasks({}, BetaTracker())
