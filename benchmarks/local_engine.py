@@ -85,9 +85,9 @@ async def run_engine(client: LocalChatClient, load: Load, vocab: int) -> float:
             assert len(answer.trace.completion_token_ids) == length
             ids = answer.trace.token_ids
 
-    begin = time.process_time()
+    begin = time.perf_counter()
     await asyncio.gather(*(converse(i) for i in range(len(load.lengths))))
-    return time.process_time() - begin
+    return time.perf_counter() - begin
 
 
 # Hugging Face generate
@@ -122,7 +122,7 @@ def run_generate(model: Any, load: Load, vocab: int, turns: int) -> float:
             mask[i, width - len(ids) :] = 1
         lengths = torch.tensor(load.lengths[:, turn], device=device)
         sync()
-        begin = time.process_time()
+        begin = time.perf_counter()
         out = model.generate(
             input_ids=batch.to(device),
             attention_mask=mask.to(device),
@@ -136,7 +136,7 @@ def run_generate(model: Any, load: Load, vocab: int, turns: int) -> float:
             stopping_criteria=StoppingCriteriaList([_RowLengths(width, lengths)]),
         )
         sync()
-        seconds += time.process_time() - begin
+        seconds += time.perf_counter() - begin
         for i, ids in enumerate(histories):
             ids.extend(out[i, width : width + int(lengths[i])].tolist())
     return seconds
@@ -166,24 +166,32 @@ def half_billion() -> Any:
 async def measure(
     name: str, model: Any, client: LocalChatClient, load: Load, *, repeats: int, hf_turns: int
 ) -> tuple[float, float]:
-    """The engine's tokens/s and its speed-up over generate, best of `repeats` each."""
+    """The engine's tokens/s and its speed-up over generate, best of `repeats` each, in turn."""
     vocab = model.config.vocab_size
-    ours = []
-    for _ in range(repeats):
+    hf_repeats = repeats if model.device.type == "cpu" else 1
+    ours, theirs, spent = [], [], {}
+    for i in range(repeats):
         async with client.updating():  # forgets what the last run computed
             pass
         before = client.stats()
         ours.append(await run_engine(client, load, vocab))
-    after = client.stats()
-    theirs = min(run_generate(model, load, vocab, hf_turns) for _ in range(min(repeats, 2)))
+        if ours[-1] == min(ours):
+            after = client.stats()
+            spent = {k: after[k] - before[k] for k in after}
+        if i < hf_repeats:
+            theirs.append(run_generate(model, load, vocab, hf_turns))
     hf_tokens = int(load.lengths[:, :hf_turns].sum())
-    rate, hf_rate = load.tokens / min(ours), hf_tokens / theirs
-    steps = after["steps"] - before["steps"]
-    print(f"{name}: {load.lengths.shape[0]} requests, {load.lengths.shape[1]} turns, {load.tokens} tokens")
-    print(f"  engine   {rate:10,.0f} tokens/s  ({min(ours):.3f} s, {steps:.0f} steps, ", end="")
-    reused = after["reused_tokens"] - before["reused_tokens"]
-    print(f"{reused / (after['prompt_tokens'] - before['prompt_tokens']):.0%} of prompts reused)")
-    print(f"  generate {hf_rate:10,.0f} tokens/s  ({theirs:.3f} s for {hf_turns} turns)")
+    rate, hf_rate = load.tokens / min(ours), hf_tokens / min(theirs)
+    requests, turns = load.lengths.shape
+    reused = spent["reused_tokens"] / spent["prompt_tokens"]
+    host = spent["busy_seconds"] - spent["wait_seconds"] - spent["prefill_seconds"]
+    print(f"{name}: {requests} requests, {turns} turns, {load.tokens} tokens")
+    print(f"  engine   {rate:10,.0f} tokens/s ({min(ours):.3f} s, {reused:.0%} of prompts reused)")
+    print(
+        f"    {spent['steps']:.0f} steps; prefill {spent['prefill_seconds']:.3f} s, waiting for the "
+        f"device {spent['wait_seconds']:.3f} s, the rest of the thread {host:.3f} s"
+    )
+    print(f"  generate {hf_rate:10,.0f} tokens/s ({min(theirs):.3f} s, {hf_turns} of {turns} turns)")
     print(f"  speed-up {rate / hf_rate:10.2f}", flush=True)
     return rate, rate / hf_rate
 
@@ -210,18 +218,154 @@ async def cpu(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def step_times(client: LocalChatClient, rows: int, length: int) -> dict[str, float]:
+    """Milliseconds of a decode step as a graph, whole and without sampling; nobody is in it."""
+    batch = client._scheduler.batch  # type: ignore[attr-defined]
+    rows, length = batch.sizes(rows, length)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    out = {}
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        for name, run in (("step", batch.step), ("forward", batch.step_logits)):
+            for _ in range(5):
+                run(rows, length)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(50):
+                run(rows, length)
+            end.record()
+            end.synchronize()
+            out[name] = begin.elapsed_time(end) / 50
+    return out
+
+
+async def check_on_gpu() -> None:
+    """The graph's log-probs against plain forward passes in float32, over a mixed load."""
+    model = tiny_model(hidden_size=128, layers=3).cuda()
+    rng = np.random.default_rng(0)
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {}, {"top_p": 0.9}, {"top_k": 7}]
+    requests = []
+    for i in range(96):
+        shared = np.random.default_rng(1).integers(0, 258, 80 if i % 3 == 0 else 0).tolist()
+        prompt = shared + rng.integers(0, 258, int(rng.integers(1, 150))).tolist()
+        kind = kinds[i % len(kinds)] if i >= 48 else kinds[i % 3]
+        sampling = SamplingConfig(max_tokens=int(rng.integers(1, 200)), seed=i, **kind)
+        requests.append(TokenCompletionRequest("check", tuple(prompt), sampling))
+    worst = 0.0
+    async with LocalChatClient(model, tiny_tokenizer(), max_slots=32) as client:
+        # The first half alone never leaves the graph; the second has rows sampled outside of it.
+        answers = await asyncio.gather(*(client.complete_tokens(r) for r in requests[:48]))
+        answers += await asyncio.gather(*(client.complete_tokens(r) for r in requests[48:]))
+        assert client.stats()["slots_taken"] == 0
+    for request, answer in zip(requests, answers, strict=True):
+        if request.sampling.truncates:
+            continue
+        trace = answer.trace
+        assert trace is not None and trace.completion_logprobs is not None
+        ids, n = trace.token_ids, len(trace.prompt_token_ids)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids], device="cuda")).logits[0].float()
+        logp = torch.log_softmax(logits / request.sampling.temperature, -1)
+        at = torch.arange(n - 1, len(ids) - 1)
+        wanted = logp[at, list(ids[n:])].cpu()
+        worst = max(worst, float((wanted - torch.tensor(trace.completion_logprobs)).abs().max()))
+    print(f"check, tiny float32 model: log-probs differ from a plain pass by at most {worst:.2e}")
+    if worst > 1e-3:
+        raise SystemExit("the engine's log-probs are wrong on this GPU")
+
+
+async def check_half_billion(model: Any, client: LocalChatClient) -> None:
+    """The same in bfloat16, where two orders of summation differ by some hundredths."""
+    prompts = [user_tokens(i, 0, 40 + i, model.config.vocab_size) for i in range(16)]
+    answers = await asyncio.gather(
+        *(
+            client.complete_tokens(
+                TokenCompletionRequest(
+                    "check",
+                    tuple(p),
+                    SamplingConfig(max_tokens=32, seed=i),
+                    extensions={"ignore_eos": True},
+                )
+            )
+            for i, p in enumerate(prompts)
+        )
+    )
+    gaps = []
+    for answer in answers:
+        trace = answer.trace
+        assert trace is not None
+        ids, n = trace.token_ids, len(trace.prompt_token_ids)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids], device="cuda")).logits[0, n - 1 : -1]
+        logp = torch.log_softmax(logits.float(), -1).cpu()
+        wanted = logp[torch.arange(len(ids) - n), list(ids[n:])]
+        gaps.append((wanted - torch.tensor(trace.completion_logprobs)).abs())
+    gap = torch.cat(gaps)
+    print(f"check, 0.5B bfloat16: log-probs differ by {gap.mean():.4f} on average, {gap.max():.4f} at most")
+    if not gap.mean() < 0.05:
+        raise SystemExit("the engine's log-probs are wrong in bfloat16")
+
+
+async def gpu(args: argparse.Namespace) -> dict[str, Any]:
+    print(torch.cuda.get_device_name())
+    await check_on_gpu()
+    model, tokenizer = half_billion(), tiny_tokenizer()
+    equal = equal_load(128, 256, 128)
+    ragged = ragged_load(256, 200, 1024, turns=args.turns, prompt=64)
+    options: dict[str, Any] = {"prefix_cache_tokens": 400_000}
+    async with LocalChatClient(
+        model, tokenizer, max_slots=128, max_context_tokens=512, **options
+    ) as client:
+        await check_half_billion(model, client)
+        await run_engine(client, equal, model.config.vocab_size)
+        run_generate(model, equal_load(128, 256, 8), model.config.vocab_size, 1)
+        rate, speedup = await measure(
+            "equal", model, client, equal, repeats=args.repeats, hf_turns=1
+        )
+        async with client.updating():
+            for length in (256, 384):
+                times = step_times(client, 128, length)
+                print(f"  graph of 128 rows, {length} tokens: {times['step']:.2f} ms a step, of which "
+                      f"sampling {times['step'] - times['forward']:.2f}")  # fmt: skip
+    longest = int(ragged.lengths.sum(1).max()) + 64 + 16 * args.turns
+    context = -(-longest // 64) * 64
+    print(f"ragged: the longest conversation has {longest} tokens", flush=True)
+    async with LocalChatClient(
+        model, tokenizer, max_slots=256, max_context_tokens=context, **options
+    ) as client:
+        begin = time.perf_counter()
+        await run_engine(client, ragged, model.config.vocab_size)
+        print(f"ragged: first run, captures included: {time.perf_counter() - begin:.2f} s")
+        ragged_rate, ragged_speedup = await measure(
+            "ragged", model, client, ragged, repeats=1, hf_turns=1
+        )
+        async with client.updating():
+            for rows, length in ((8, 1024), (64, 1024), (256, 512), (256, 1024), (256, context)):
+                times = step_times(client, rows, length)
+                print(f"  graph of {rows} rows, {length} tokens: {times['step']:.2f} ms a step, of "
+                      f"which sampling {times['step'] - times['forward']:.2f}")  # fmt: skip
+    return {
+        "speedup_vs_hf": round(speedup, 2),
+        "ragged_speedup_vs_hf": round(ragged_speedup, 2),
+        "tokens_per_s": round(rate),
+        "ragged_tokens_per_s": round(ragged_rate),
+        "gpu": torch.cuda.get_device_name(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads, for both sides")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=4, help="GPU: turns of the ragged load")
     parser.add_argument("--fast", action="store_true", help="CPU: not deterministic")
     args = parser.parse_args()
     print(
         f"torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}, {platform.machine()}"
     )
-    result = asyncio.run(cpu(args))
+    result = asyncio.run(gpu(args) if args.device == "cuda" else cpu(args))
     print(json.dumps({"device": args.device, **result}))
 
 

@@ -334,6 +334,7 @@ def report(measure: Measure) -> None:
 def dense_mfu(bench: Bench, size: str, sequences: int, per_pass: int) -> float:
     """The share of the card's arithmetic that a dense update of 4,096-token sequences uses."""
     length = 4096
+    torch._dynamo.reset()  # compiled for one fixed shape, and far from the limit of recompilations
     model = bench.model(size)
     cfg = bench.config(length * per_pass)
     passes = bench.passes(model, cfg)

@@ -105,7 +105,12 @@ class Registry:
         del self._registered[name]
 
     def get(self, name: str) -> Callable[..., Any]:
-        """The factory behind `name`; `UnknownNameError` answers with the nearest names."""
+        """The factory behind `name`; `UnknownNameError` answers with the nearest names.
+
+        A name of the form `module:attribute` is imported as it stands.
+        """
+        if ":" in name and name not in self._registered:
+            return _load(f"{self.kind} {name!r}", name)
         own = self._registered.get(name)
         builtin = self._builtins.get(name)
         announced = self._announced.get(name, [])

@@ -18,8 +18,13 @@ def test_a_minimal_file_is_a_whole_run():
 def test_overrides_are_toml_values_or_plain_strings():
     run = parse_run(
         MINIMAL,
-        ["training.learning_rate=1e-5", "run.name=mine", "env.kwargs.opponent=perfect",
-         "inference.sampling.stop=['x', 'y']", "training.overlap=true"],
+        [
+            "training.learning_rate=1e-5",
+            "run.name=mine",
+            "env.kwargs.opponent=perfect",
+            "inference.sampling.stop=['x', 'y']",
+            "training.overlap=true",
+        ],
     )
     assert run.training.learning_rate == 1e-5
     assert run.run.name == "mine"
@@ -36,8 +41,11 @@ def test_several_environments_are_a_mix():
 @pytest.mark.parametrize(
     ("text", "overrides", "words"),
     [
-        (MINIMAL + "[training]\nlearning_rat = 3\n", [], ["training.learning_rat",
-         "did you mean 'learning_rate'", "line 4"]),
+        (
+            MINIMAL + "[training]\nlearning_rat = 3\n",
+            [],
+            ["training.learning_rat", "did you mean 'learning_rate'", "line 4"],
+        ),
         (MINIMAL + "[training]\nsteps = 'many'\n", [], ["training.steps", "many", "line 4"]),
         (MINIMAL, ["training.step=3"], ["training.step", "'steps'", "from the command line"]),
         (MINIMAL, ["steps"], ["section.key=value"]),

@@ -27,9 +27,7 @@ def test_a_rate_lies_in_its_interval_and_the_interval_in_the_unit(case):
 
 def test_the_interval_of_a_rate_covers_the_truth_about_as_often_as_it_says():
     rng = np.random.default_rng(0)
-    hits = [
-        proportion(int(rng.binomial(200, 0.3)), 200) for _ in range(2000)
-    ]
+    hits = [proportion(int(rng.binomial(200, 0.3)), 200) for _ in range(2000)]
     coverage = np.mean([e.low <= 0.3 <= e.high for e in hits])
     assert 0.93 <= coverage <= 0.97
 
@@ -47,8 +45,9 @@ def test_the_interval_of_a_mean_holds_the_mean_and_shrinks_with_n():
     assert many.high - many.low < few.high - few.low
 
 
-@given(st.integers(1, 7).flatmap(lambda n: st.tuples(
-    st.just(n), st.integers(0, n), st.integers(1, n))))
+@given(
+    st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n)))
+)
 def test_pass_at_k_equals_the_enumeration_of_all_draws(case):
     n, correct, k = case
     labels = [1] * correct + [0] * (n - correct)

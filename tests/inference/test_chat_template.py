@@ -366,6 +366,27 @@ def test_extending_needs_no_memory_of_the_prompt() -> None:
     assert fresh.extend(dialogue, trace) == template_of("smollm2").extend(dialogue, trace)
 
 
+def test_what_is_remembered_is_bounded_and_forgetting_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ludic.inference import hf_chat_template
+
+    monkeypatch.setattr(hf_chat_template, "_REMEMBERED_CHARS", 300)
+    template = HFChatTemplate(tokenizer_of("smollm2"))
+    games = [[user(f"game {n}")] for n in range(8)]
+    prompts = [template.render(messages) for messages in games]
+    for turn in range(4):
+        for n, messages in enumerate(games):
+            trace, message = continue_from(template, prompts[n], f" move {turn} ")
+            messages += [message, user("next")]
+            ids = template.extend(messages, trace)
+            assert text_after(template, trace, ids) == hf_text("smollm2", messages)
+            assert not isinstance(ids, Fork)
+            prompts[n] = [*trace.token_ids, *ids]
+    assert template._remembered_chars < 2000
+    assert sum(len(r.text) for r in template._remembered.values()) == template._remembered_chars
+
+
 def test_a_prompt_that_was_not_made_of_these_messages_is_a_fork() -> None:
     template = template_of("smollm2")
     trace, message = sample(template, [user("one thing")], "well")
@@ -556,6 +577,7 @@ def test_a_tool_parser_given_by_name_is_a_clear_error() -> None:
         ({"role": "user"}, "content of type NoneType"),
         ({"role": "wizard", "content": "a"}, "message 1 has the role 'wizard'"),
         ({"role": "user", "content": "\ud800"}, "surrogate"),
+        ("hello", "message 1 is str"),
     ],
 )
 def test_a_message_that_cannot_be_rendered_is_named(message: Any, said: str) -> None:

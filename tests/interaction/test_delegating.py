@@ -199,6 +199,22 @@ async def test_the_parents_deadline_ends_its_sub_agents_too() -> None:
     assert children[0].closed == 1
 
 
+async def test_a_sub_agent_past_its_callers_patience_is_broken_off_and_says_so() -> None:
+    async def hang(call: Any) -> str:
+        await asyncio.sleep(3600)
+        return ""
+
+    protocol = DelegatingProtocol(
+        thinker([tool_call("helper", task="a"), move("x")], external_tool_timeout_s=0.05),
+        {"helper": helper(hang)},
+    )
+    parent, child = await play(protocol)
+    assert parent.terminated
+    assert parent.error is None
+    assert parent.agent_steps[0].tool_call_errors == ("tool 'helper' gave no answer within 0.05 s",)
+    assert child.error == "ProtocolError: the sub-agent 'helper' was broken off by its caller"
+
+
 async def test_cancelling_closes_the_sub_agents_environments_too() -> None:
     started = asyncio.Event()
     children: list[Countdown] = []

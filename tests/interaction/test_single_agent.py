@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.agents import Agent, ToolAgent
-from ludic.envs import LudicEnv
+from ludic.envs import LudicEnv, build_env
 from ludic.errors import ConfigError, ProtocolError
 from ludic.inference import SamplingConfig
 from ludic.interaction import RunSpec, SingleAgentSyncProtocol
@@ -17,6 +17,7 @@ from ludic.parsers import ParseResult
 from ludic.seeding import derive_seed
 from ludic.types import (
     EnvironmentStep,
+    EnvSpec,
     Rollout,
     StepOutcome,
     TruncationReason,
@@ -409,3 +410,15 @@ async def test_many_episodes_run_at_the_same_time_without_mixing() -> None:
     rollouts = await asyncio.gather(*map(one, range(20)))
     for i, rollout in enumerate(rollouts):
         assert [s.action for s in rollout.env_steps] == [f"{i}-{k}" for k in range(3)]
+
+
+@pytest.mark.integration
+async def test_an_environment_in_a_process_of_its_own_is_played_like_any_other() -> None:
+    def first_free(call: Any) -> str:
+        return move(call.text.rpartition("Free: ")[2].split()[0])
+
+    spec = EnvSpec("tic_tac_toe", {"opponent": "random"})
+    here = await play(scripted_agent(first_free), build_env(spec))
+    there = await play(scripted_agent(first_free), build_env(spec, isolation="process"))
+    assert here == there
+    assert here.terminated

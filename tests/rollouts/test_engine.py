@@ -4,10 +4,11 @@ import asyncio
 from contextlib import aclosing
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
-from ludic.errors import ConfigError, RolloutError, UnknownNameError
+from ludic.errors import ConfigError, ProtocolError, RolloutError, UnknownNameError
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.scripted_client import ScriptedCall
 from ludic.rollouts import (
@@ -21,16 +22,26 @@ from ludic.rollouts import (
     RolloutWriter,
     read_rollouts,
 )
-from ludic.training.credit_assignment import GroupNormalizedReturn, MonteCarloReturn
+from ludic.saw.assembly import AssignsCredit
+from ludic.training.credit_assignment import GroupNormalizedReturn
 from ludic.types import AgentStep, Rollout
-from tests.rollouts.worlds import ENVS, GuessEnv, engine, protocols, request, runtime
+from tests.rollouts.worlds import (
+    ENVS,
+    PLAIN,
+    DuelEnv,
+    GuessEnv,
+    engine,
+    protocols,
+    request,
+    runtime,
+)
 
 
 class Credit:
     """An algorithm with nothing but credit."""
 
-    def __init__(self, credit_assigner: object = None) -> None:
-        self.credit_assigner = credit_assigner or MonteCarloReturn()  # type: ignore[assignment]
+    def __init__(self, credit_assigner: AssignsCredit) -> None:
+        self.credit_assigner = credit_assigner
 
 
 async def slow_where_the_seed_is_odd(call: ScriptedCall) -> str:
@@ -158,6 +169,18 @@ async def test_an_unknown_name_ends_the_call_at_once() -> None:
         await engine().generate_rollouts([request(protocol=ProtocolSpec("single"))])
 
 
+async def test_a_protocol_that_does_not_fit_the_environment_ends_the_call_at_once() -> None:
+    made: list[DuelEnv] = []
+
+    def duel() -> DuelEnv:
+        made.append(DuelEnv())
+        return made[-1]
+
+    with pytest.raises(ProtocolError, match="MultiAgentProtocol"):
+        await engine(envs={"duel": duel}).generate_rollouts([request("duel", protocol=PLAIN)])
+    assert made[0].closed
+
+
 async def test_a_protocol_by_name_needs_a_runtime() -> None:
     with pytest.raises(ConfigError, match="runtime"):
         await RolloutEngine(ENVS).generate_rollouts([request()])
@@ -234,6 +257,8 @@ async def test_closing_the_stream_stops_what_is_running() -> None:
 
 
 async def test_a_lost_member_is_run_again_where_the_policy_says_so() -> None:
+    failures = 0
+
     def fails_at_first(call: ScriptedCall) -> BaseException | None:
         nonlocal failures
         if "call-0/1/" in (call.request.conversation_id or "") and failures < 2:
@@ -241,7 +266,6 @@ async def test_a_lost_member_is_run_again_where_the_policy_says_so() -> None:
             return ConnectionError("the backend went away")
         return None
 
-    failures = 0
     asked = GRPORequestStrategy(3).expand([request(env_seed=1)])
     running = engine(fault=fails_at_first, lost_member="retry", max_retries=2)
     rollouts = await running.generate_rollouts(asked, 3, 4)
@@ -333,7 +357,7 @@ async def test_a_prompt_that_no_longer_fits_is_an_ending_and_no_failure() -> Non
 
 
 @pytest.mark.parametrize("setting", [{"max_steps": 0}, {"concurrency": 0}])
-async def test_settings_below_one_are_refused(setting: dict[str, int]) -> None:
+async def test_settings_below_one_are_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         await engine().generate_rollouts([request()], **setting)
 

@@ -10,13 +10,23 @@ import pytest
 from ludic.envs import SingleAgentEnv
 from ludic.errors import RolloutError
 from ludic.inference.hf_chat_template import HFChatTemplate
+from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.scripted_client import ScriptedCall, ScriptedChatClient
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.inference.tool_parsers import HermesToolParser
 from ludic.interaction.base import Runtime
 from ludic.registry import register_tool, unregister_tool
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest, replay
-from ludic.types import AgentStep, EnvironmentStep, Info, Obs, Rollout, StepOutcome, TokenTrace
+from ludic.types import (
+    AgentStep,
+    EnvironmentStep,
+    Info,
+    Obs,
+    Rollout,
+    StepOutcome,
+    TokenTrace,
+    to_json,
+)
 from tests.rollouts.worlds import ENVS, engine, protocols, random_digit, request, runtime, template
 
 REGISTRIES: dict[str, Any] = {"env_registry": ENVS, "protocol_registry": protocols()}
@@ -35,13 +45,13 @@ def changed(rollout: Rollout, step: int, **changes: Any) -> Rollout:
 @pytest.mark.parametrize("kind", ["guess", "duel"])
 @pytest.mark.parametrize("mode", ["messages", "template", "model"])
 async def test_an_episode_replays_without_a_divergence(kind: str, mode: str) -> None:
-    options: dict[str, Any] = {
+    modes: dict[str, dict[str, Any]] = {
         "messages": {},
         "template": {"chat_template": template()},
         "model": {"runtime": runtime()},
-    }[mode]
+    }
     rollouts = await play(kind)
-    report = await replay(rollouts, **options, **REGISTRIES)
+    report = await replay(rollouts, **modes[mode], **REGISTRIES)
     assert report.matches, str(report.divergence)
     assert report.steps == sum(len(r.steps) for r in rollouts)
     assert report.tokens == sum(r.num_tokens for r in rollouts)
@@ -97,9 +107,18 @@ async def test_a_prompt_that_the_template_now_spells_otherwise_is_reported() -> 
     assert report.divergence.token == len(prompt) - 1
 
 
-async def test_a_parse_failure_replays_as_one() -> None:
-    from ludic.types import to_json
+async def test_the_sampling_settings_of_the_request_are_used_again() -> None:
+    def warm(call: ScriptedCall) -> str:
+        return f"{random_digit(call)} at {call.request.sampling.temperature}"
 
+    spec = InferenceSpec(SamplingConfig(temperature=0.5, stop=("!",)))
+    [rollout] = await engine(warm).generate_rollouts([request(inference=spec)], 3, 1)
+    assert rollout.agent_steps[0].message["content"].endswith("at 0.5")
+    report = await replay(rollout, runtime=runtime(warm), **REGISTRIES)
+    assert report.matches, str(report.divergence)
+
+
+async def test_a_parse_failure_replays_as_one() -> None:
     protocol = ProtocolSpec("single_agent", {"parser": {"kind": "xml", "tag": "move"}})
 
     def clumsy(call: ScriptedCall) -> str:
@@ -161,7 +180,7 @@ async def test_tools_run_again_and_their_answers_are_compared() -> None:
         assert len(rollout.agent_steps) == 6
         assert rollout.agent_steps[0].tool_messages[0]["content"] == "3"
         for options in ({}, {"chat_template": spelled}, {"runtime": scripted()}):
-            report = await replay(rollout, env_registry=envs, **options)  # type: ignore[arg-type]
+            report = await replay(rollout, env_registry=envs, **options)
             assert report.matches, str(report.divergence)
         handicap = 1
         report = await replay(rollout, env_registry=envs)
@@ -202,7 +221,7 @@ async def test_sub_agents_are_started_again_from_their_own_records() -> None:
     assert [r.agent_id for r in rollouts] == ["agent", "helper"]
     assert rollouts[1].parent_id == rollouts[0].id
     for options in ({}, {"chat_template": spelled}, {"runtime": scripted()}):
-        report = await replay(rollouts, env_registry=envs, **options)  # type: ignore[arg-type]
+        report = await replay(rollouts, env_registry=envs, **options)
         assert report.matches, str(report.divergence)
     with pytest.raises(RolloutError, match="helper"):
         await replay(rollouts[0], env_registry=envs)
@@ -236,7 +255,7 @@ async def test_rollouts_of_two_episodes_are_refused() -> None:
 
 
 @pytest.mark.parametrize("lacks", [{"env": None}, {"protocol": None}, {"env_seed": None}])
-async def test_a_rollout_of_unknown_origin_is_refused(lacks: dict[str, None]) -> None:
+async def test_a_rollout_of_unknown_origin_is_refused(lacks: dict[str, Any]) -> None:
     [rollout] = await play()
     with pytest.raises(RolloutError, match="only rollouts of a RolloutEngine"):
         await replay(replace(rollout, **lacks), **REGISTRIES)

@@ -183,6 +183,28 @@ async def test_datasets_reads_the_columns(tmp_path: Path, suffix: str) -> None:
     assert [rollout_from_row(row) for row in table] == rollouts
 
 
+async def test_datasets_reads_files_in_pieces_in_which_columns_are_first_empty(
+    tmp_path: Path,
+) -> None:
+    from datasets import load_dataset
+
+    fine = await engine().generate_rollouts([request(num_episodes=20)], 3, 4)
+    failed = await engine().generate_rollouts(
+        [request("broken", group_id="g", task_key="t")], 3, 1, prefix="later"
+    )
+    write(tmp_path / "r.jsonl", [*fine, *failed])
+    table = load_dataset(
+        "json",
+        data_files=str(tmp_path / "r.jsonl"),
+        split="train",
+        cache_dir=str(tmp_path / "cache"),
+        chunksize=4096,
+    )
+    assert table["error"][:-1] == [""] * 20
+    assert "fell off" in table["error"][-1]
+    assert table["group_id"][-1] == "g"
+
+
 async def test_the_dialogue_holds_every_message_once() -> None:
     [rollout] = await engine(lambda call: "9").generate_rollouts([request()], 3, 1)
     roles = [m["role"] for m in dialogue(rollout)]

@@ -71,6 +71,7 @@ class DuelEnv(LudicEnv[str, str, str]):
     """Two agents say a number in turns; the larger one wins, and both hear it."""
 
     blocking: ClassVar[bool] = False
+    closed = False
 
     @property
     def agent_ids(self) -> Sequence[str]:
@@ -99,6 +100,9 @@ class DuelEnv(LudicEnv[str, str, str]):
 
     def current_obs(self) -> Mapping[str, str]:
         return dict.fromkeys(self.agent_ids, "look")
+
+    def close(self) -> None:
+        self.closed = True
 
 
 ENVS: dict[str, Callable[..., LudicEnv[Any, Any, Any]]] = {

@@ -32,6 +32,7 @@ from ludic.rollouts import (
     RolloutRequest,
 )
 from ludic.saw import batch_from_rollouts, prepare_batch
+from ludic.seeding import derive_seed
 from ludic.training import (
     Constant,
     GroupNormalizedReturn,
@@ -58,7 +59,6 @@ from ludic.types import (
 pytestmark = pytest.mark.integration
 
 GROUP = 4
-GROUPS = 384
 GROUPS_PER_BATCH = 8
 LENGTH = 3.0
 OBSERVATIONS = ("Choose.", "Pick one, now.")
@@ -107,7 +107,11 @@ def template() -> HFChatTemplate:
 
 
 def model() -> Any:
-    return tiny_model(seed=11, hidden_size=16, layers=1, heads=2, kv_heads=1)
+    """A tiny policy with preferences: fresh weights are all but uniform, which is mostly noise."""
+    policy = tiny_model(seed=11, hidden_size=16, layers=1, heads=2, kv_heads=1)
+    with torch.no_grad():
+        policy.get_input_embeddings().weight.mul_(10)
+    return policy
 
 
 def make_engine(client: Any) -> RolloutEngine:
@@ -116,14 +120,14 @@ def make_engine(client: Any) -> RolloutEngine:
     )
 
 
-def request(number: int) -> RolloutRequest:
+def ask(number: int) -> RolloutRequest:
     # Every id stops: an answer is one token, and none of them counts as cut.
     sampling = SamplingConfig(max_tokens=2, stop_token_ids=tuple(range(TINY_VOCAB_SIZE)))
     return RolloutRequest(
         EnvSpec("two_choices"),
         ProtocolSpec("single_agent", {"parser": "text"}),
         env_seed=number % 2,
-        sampling_seed=number,
+        sampling_seed=derive_seed(0, "group", number),
         inference=InferenceSpec(sampling),
     )
 
@@ -150,7 +154,7 @@ async def walk(seed: int) -> Tree:
 
     async def play(*tokens: int) -> Rollout:
         client.tokens = [*tokens]
-        (rollout,) = await engine.generate_rollouts([request(seed)], 2, 1)
+        (rollout,) = await engine.generate_rollouts([ask(seed)], 2, 1)
         assert rollout.error is None
         return rollout
 
@@ -211,18 +215,22 @@ class World:
 
 async def sample(groups: int) -> list[Rollout]:
     async with LocalChatClient(model(), tiny_tokenizer()) as client:
-        requests = GRPORequestStrategy(GROUP).expand([request(n) for n in range(groups)])
+        requests = GRPORequestStrategy(GROUP).expand([ask(n) for n in range(groups)])
         return await make_engine(client).generate_rollouts(requests, 2, 64)
 
 
-@pytest.fixture(scope="module")
-def world() -> World:
+@pytest.fixture(
+    scope="module",
+    params=[768, pytest.param(4096, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+    ids=lambda groups: f"{groups}_groups",
+)
+def world(request: pytest.FixtureRequest) -> World:
     trees = [asyncio.run(walk(seed)) for seed in range(2)]
     exact = model().double()
     value = sum(expected_return(exact, tree) for tree in trees) / len(trees)
     assert isinstance(value, Tensor)
     value.backward()  # type: ignore[no-untyped-call]
-    return World(asyncio.run(sample(GROUPS)), flat_gradient(exact), value.item())
+    return World(asyncio.run(sample(request.param)), flat_gradient(exact), value.item())
 
 
 def batch_gradient(policy: Policy, rollouts: Sequence[Rollout], algorithm: RLAlgorithm) -> Tensor:
@@ -288,8 +296,8 @@ def test_the_rollouts_vary_in_length_and_fail_to_parse_now_and_then(world: World
     assert lengths == {1, 2}
     assert failures > 0
     mean = sum(r.total_reward for r in world.rollouts) / len(world.rollouts)
-    spread_ = math.sqrt(sum((r.total_reward - mean) ** 2 for r in world.rollouts))
-    assert abs(mean - world.value) < 4 * spread_ / len(world.rollouts)
+    deviation = math.sqrt(sum((r.total_reward - mean) ** 2 for r in world.rollouts))
+    assert abs(mean - world.value) < 4 * deviation / len(world.rollouts)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -303,13 +311,13 @@ def test_the_estimate_agrees_with_the_exact_gradient_within_its_confidence_inter
     # and the seeds are fixed.
     assert ((mean - share * exact).abs() / error).max() < 4.0
     # The test can tell: the interval is far smaller than the gradient.
-    assert error[0] < 0.1 * exact[0]
+    assert error[0] < 0.06 * exact[0]
 
 
 def test_the_interval_tells_the_group_baseline_from_the_whole_gradient(world: World) -> None:
     mean, error = estimates(world, "dr_grpo")
     exact = world.gradient.norm()
-    assert exact - mean[0] > 2 * error[0]
+    assert exact - mean[0] > 4 * error[0]
     # Without std, a group's own mean in the baseline costs exactly that share of RLOO's estimate.
     rloo, _ = estimates(world, "rloo")
     torch.testing.assert_close(mean, rloo * (GROUP - 1) / GROUP, rtol=1e-3, atol=1e-5)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ludic.errors import ConfigError
 
@@ -66,10 +66,12 @@ class SamplingSection(Section):
 
 
 class InferenceSection(Section):
-    """Where tokens come from: the in-process engine, or vLLM servers by address."""
+    """Where tokens come from: the in-process engine, or vLLM. Without addresses in `servers`, a
+    vLLM server is started for the run, by the Python in `vllm_python` (default: this one)."""
 
     backend: Literal["local", "vllm"] = "local"
     servers: list[str] = []
+    vllm_python: str | None = None
     slots: int = Field(64, ge=1)
     max_context_tokens: int | None = Field(None, ge=8)
     deterministic: bool | None = None
@@ -106,11 +108,12 @@ class TrainingSection(Section):
     learning_rate: float = Field(1e-5, gt=0)
     warmup_steps: int = Field(0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    final_lr_ratio: float = Field(0.0, ge=0, le=1)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     micro_token_budget: int = Field(16384, ge=1)
     max_seq_len: int = Field(2048, ge=2)
-    minibatches: int = Field(1, ge=1)
+    mini_batches: int = Field(1, ge=1)
     epochs: int = Field(1, ge=1)
     overlap: bool = False
     gradient_checkpointing: bool = False
@@ -120,14 +123,22 @@ class TrainingSection(Section):
 
 
 class SFTSection(Section):
-    """Supervised steps before the reinforcement: on a file, or on games that the environment's
-    own teacher plays (`data = "synthetic"`)."""
+    """Supervised steps before the reinforcement: on the rows of a file (`data`), or on episodes
+    that a scripted teacher plays (`teacher = "module:function"`, a function of the observation
+    and a `random.Random`)."""
 
-    data: str = "synthetic"
-    examples: int = Field(2000, ge=1)
+    data: str | None = None
+    teacher: str | None = None
+    examples: int = Field(1000, ge=1)
     steps: int = Field(100, ge=0)
     batch_size: int = Field(64, ge=1)
     learning_rate: float = Field(1e-3, gt=0)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SFTSection:
+        if (self.data is None) == (self.teacher is None):
+            raise ValueError("give either a file as `data` or a function as `teacher`")
+        return self
 
 
 class EvalSection(Section):
@@ -244,7 +255,7 @@ def _explain(error: Any, text: str, overridden: Sequence[str]) -> str:
     elif error["type"] == "missing":
         problem = f"{key!r} is missing"
         if key == "env":
-            problem += ": name an environment, as in [env] kind = \"tic_tac_toe\""
+            problem += ': name an environment, as in [env] kind = "tic_tac_toe"'
     else:
         problem = f"{key!r} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
     if key in overridden:

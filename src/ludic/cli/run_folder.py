@@ -1,12 +1,12 @@
 """What a run leaves behind: one folder that says what was run, with what, and how it went.
 
-    run.json          the resolved configuration
-    origin.json       versions, git state, machine, command
-    metrics.jsonl     one line per step
-    rollouts/         every episode, compressed
-    checkpoints/      resumable state; `latest` names the newest whole one
-    eval/             reports, one file per stage
-    summary.json      the figures at the end
+run.json          the resolved configuration
+origin.json       versions, git state, machine, command
+metrics.jsonl     one line per step
+rollouts/         every episode, compressed
+checkpoints/      resumable state; `latest` names the newest whole one
+eval/             reports, one file per stage
+summary.json      the figures at the end
 """
 
 from __future__ import annotations
@@ -82,6 +82,18 @@ class RunFolder:
     def config(self) -> RunConfig:
         """The configuration that the run was started with."""
         return check_run(self.read_json("run.json"), source=str(self.path / "run.json"))
+
+    def weights(self) -> Path:
+        """The model folder of the newest whole checkpoint, of the last stage that has one."""
+        for stage in ("rl", "sft"):
+            latest = self.checkpoints / stage / "latest"
+            if latest.is_file():
+                return latest.parent / latest.read_text(encoding="utf-8").strip() / "model"
+        raise ConfigError(f"{self.path} has no checkpoint yet")
+
+    def has(self, name: str) -> bool:
+        """Whether the file was written."""
+        return (self.path / name).is_file()
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
         """Writes a file under a temporary name and renames it."""

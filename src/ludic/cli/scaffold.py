@@ -8,7 +8,7 @@ from pathlib import Path
 from ludic.errors import ConfigError
 from ludic.registry import list_envs
 
-PYPROJECT = '''\
+PYPROJECT = """\
 [build-system]
 requires = ["setuptools>=77"]
 build-backend = "setuptools.build_meta"
@@ -25,7 +25,7 @@ dependencies = ["ludic-rl"]
 
 [tool.setuptools]
 py-modules = ["{name}"]
-'''
+"""
 
 ENVIRONMENT = '''\
 """An environment: the agent is shown two digits and answers with the larger one."""
@@ -92,7 +92,7 @@ def test_the_teacher_answers_in_the_form_that_the_run_file_asks_for():
     assert teacher(obs, Random(0)).startswith("<answer>")
 '''
 
-RUN = '''\
+RUN = """\
 # Train with `ludic train run.toml`; change anything with `ludic train run.toml section.key=value`.
 
 [run]
@@ -132,15 +132,15 @@ max_seq_len = 256
 
 [eval]
 episodes = 400
-'''
+"""
 
-README = '''\
+README = """\
 # {name}
 
     pytest                      # the environment's own tests
     ludic play {name}:{cls}     # try it by hand
     ludic train run.toml        # cold start, reinforcement, evaluation
-'''
+"""
 
 
 def write(name: str, where: Path) -> str:

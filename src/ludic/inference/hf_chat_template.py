@@ -28,7 +28,7 @@ from ludic.types import ChatResponse, Fork, ForkReason, Message, TokenTrace, Too
 Tools = Sequence[Mapping[str, Any]] | None
 
 ROLES = ("system", "user", "assistant", "tool")
-_REMEMBERED_CHARS = 32_000_000
+_REMEMBERED_CHARS = 64_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,11 @@ class HFChatTemplate:
         )
         self._markers = ("<think>", "</think>", *(tool_parser.markers if tool_parser else ()))
         self._lock = threading.Lock()
-        self._remembered: OrderedDict[tuple[int, ...], _Rendered] = OrderedDict()
+        self._remembered: OrderedDict[int, _Rendered] = OrderedDict()  # by the hash of the ids
         self._remembered_chars = 0
         self._probes = TemplateProbes(self._plain, self._with_tools, self.codec)
+        eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+        self._end_ids = self.codec.special_ids.union(eos)
         named = tokenizer.special_tokens_map
         ends = {named[k] for k in ("bos_token", "eos_token", "pad_token") if named.get(k)}
         self._control_pattern = literal_pattern(self._probes.control_tokens() | ends)
@@ -134,7 +136,7 @@ class HFChatTemplate:
             if not text.startswith(prompt):
                 return fork_of_history(before.text, text)
         completion = previous.completion_token_ids
-        closed = bool(completion) and completion[-1] in self.codec.special_ids
+        closed = bool(completion) and completion[-1] in self._end_ids
         if closed and completion[-1] != closing.token_id:
             ending = self.codec.decode(completion[-1:])
             return Fork(
@@ -168,7 +170,7 @@ class HFChatTemplate:
         else:
             ids = response.trace.completion_token_ids
             offset = len(response.trace.prompt_token_ids)
-            text = self.codec.decode(ids[:-1] if ids and ids[-1] in self.codec.special_ids else ids)
+            text = self.codec.decode(ids[:-1] if ids and ids[-1] in self._end_ids else ids)
         message: Message = {"role": "assistant", "content": text}
         if self.tool_parser is None:
             return ParsedCompletion(message)
@@ -207,7 +209,7 @@ class HFChatTemplate:
     ) -> _Rendered | Fork:
         """The previous prompt's text: remembered, or rendered again and held against its ids."""
         with self._lock:
-            found = self._remembered.get(previous.prompt_token_ids)
+            found = self._remembered.get(hash(previous.prompt_token_ids))
         if found is not None:
             if found.tools is not tools and (found.tools or None) != (tools or None):
                 return Fork(ForkReason.TOOLS_CHANGED, "the tools are not those of the last call")
@@ -239,12 +241,11 @@ class HFChatTemplate:
         return all(content in spelled for content in contents)
 
     def _remember(self, ids: tuple[int, ...], rendered: _Rendered) -> None:
+        key = hash(ids)
         with self._lock:
-            old = self._remembered.pop(ids, None)
-            if old is not None:
-                self._remembered_chars -= len(old.text)
-            self._remembered[ids] = rendered
-            self._remembered_chars += len(rendered.text)
+            old = self._remembered.pop(key, None)
+            self._remembered[key] = rendered
+            self._remembered_chars += len(rendered.text) - (len(old.text) if old else 0)
             while self._remembered_chars > _REMEMBERED_CHARS and len(self._remembered) > 1:
                 _, dropped = self._remembered.popitem(last=False)
                 self._remembered_chars -= len(dropped.text)
@@ -259,6 +260,8 @@ class HFChatTemplate:
         return tuple(self._guarded_message(m, first + i) for i, m in enumerate(messages))
 
     def _guarded_message(self, message: Message, index: int) -> Mapping[str, Any]:
+        if not isinstance(message, dict):
+            raise TemplateError(f"message {index} is {type(message).__name__}: a message is a dict")
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
             raise TemplateError(f"message {index} has the role {role!r}; the roles are {ROLES}")
@@ -331,7 +334,7 @@ def _sources(tokenizer: Any) -> tuple[str, str]:
 
 def _last_assistant(messages: Sequence[Message]) -> int:
     for index in range(len(messages) - 1, 0, -1):
-        if messages[index]["role"] == "assistant":
+        if messages[index].get("role") == "assistant":
             return index
     raise TemplateError(
         "extend needs the conversation with the sampled assistant message in it, after the "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -23,6 +24,8 @@ from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.hf_chat_template import HFChatTemplate
 from ludic.inference.token_codec import NOTHING
 from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
+
+_REMEMBERED_CONVERSATIONS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ class ScriptedChatClient:
         self._latency_s = latency_s
         self._fault = fault
         self._max_context_tokens = max_context_tokens
-        self._calls_of: dict[str | None, int] = {}
+        self._calls_of: OrderedDict[str | None, int] = OrderedDict()
         self._closed = False
         self.calls = 0
         self.tokenize_seconds = 0.0
@@ -98,10 +101,7 @@ class ScriptedChatClient:
         if self._closed:
             raise EngineClosedError("this scripted client is closed")
         self._check(request)
-        index = self._calls_of.get(request.conversation_id, 0)
-        self._calls_of[request.conversation_id] = index + 1
-        self.calls += 1
-        call = ScriptedCall(request, index, self._decode)
+        call = ScriptedCall(request, self._count(request.conversation_id), self._decode)
         deadline = asyncio.timeout(request.timeout_s)
         try:
             async with deadline:
@@ -133,6 +133,16 @@ class ScriptedChatClient:
     async def close(self) -> None:
         """Refuses further requests."""
         self._closed = True
+
+    def _count(self, conversation_id: str | None) -> int:
+        """How many calls the conversation had before this one. Very old conversations are
+        forgotten, so that a long run does not grow."""
+        self.calls += 1
+        index = self._calls_of.pop(conversation_id, 0)
+        self._calls_of[conversation_id] = index + 1
+        if len(self._calls_of) > _REMEMBERED_CONVERSATIONS:
+            self._calls_of.popitem(last=False)
+        return index
 
     def _check(self, request: TokenCompletionRequest) -> None:
         if not request.prompt_token_ids:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from ludic.errors import TemplateError
+from ludic.inference.ascii_words import AsciiWords
 
 GUARD = "\ufdd0"
 """Marks text that only looks like a special token. A code point that Unicode keeps for internal
@@ -23,6 +24,7 @@ use; where a text does hold it, it is doubled, so nothing is lost."""
 _GUARDED = re.compile(f"{GUARD}({GUARD}?)")
 _CACHED_PIECES = 4096
 _LONGEST_CACHED = 16_384
+_LONGEST_DECODED = 512
 _PROBES = ("user\nHi,  you", "\n", " a", "a", "\n\nÉa\t", "\u2581x", "  ")
 
 
@@ -53,9 +55,14 @@ class TokenCodec:
             re.compile(f"({self.special_pattern.pattern})").split if specials else lambda t: [t]
         )
         self._literal_backend: Any = None
+        self._ascii: AsciiWords | None = None
         self._anchor = ""
         self._cached_piece = lru_cache(maxsize=_CACHED_PIECES)(self._encode_piece)
+        self._cached_text = lru_cache(maxsize=_CACHED_PIECES)(self._decode)
         self._whole = not self._pieces_are_exact()
+        self._ascii = None if self._anchor else AsciiWords.of(self._backend)
+        plain = [t.content for t in added.values() if not t.special]
+        self._has_added = literal_pattern(plain).search if plain else None
 
     def special_id(self, text: str) -> int:
         """The id of a special token."""
@@ -87,8 +94,11 @@ class TokenCodec:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the ids, special tokens spelled out."""
-        if not token_ids:
-            return ""
+        if len(token_ids) <= _LONGEST_DECODED:
+            return self._cached_text(tuple(token_ids))
+        return self._decode(token_ids)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
 
     def _pieces(self, text: str) -> list[str]:
@@ -105,6 +115,8 @@ class TokenCodec:
     def _encode_piece(self, piece: str, first: bool) -> Sequence[int]:
         if GUARD in piece:
             return array("q", _ids(self._literal(), unguard(piece)))
+        if self._ascii and piece.isascii() and not (self._has_added and self._has_added(piece)):
+            return array("q", self._ascii.encode(piece))
         if first or not self._anchor:
             return array("q", _ids(self._backend, piece))
         # Some tokenizers mark the beginning of a text: put a special token there and drop it.

@@ -170,7 +170,11 @@ class DelegatingProtocol(InteractionProtocol):
             openings = await episode.reset()
             await play_alone(agent, track, episode, only_role(episode), openings)
 
-        await episode.play(play)
+        try:
+            await episode.play(play)
+        except BaseException:
+            episode.fail(ProtocolError(f"the sub-agent {name!r} was broken off by its caller"))
+            raise
         answer = track.last_action()
         if episode.error is not None:
             raise ToolError(f"the sub-agent {name!r} failed: {episode.error}")

@@ -11,7 +11,13 @@ from typing import Any, TypeAlias, TypeVar
 from ludic.envs.env import LudicEnv
 from ludic.envs.runner import EnvRunner
 from ludic.envs.threads import shared_threads
-from ludic.errors import ConfigError, DeadlineError, MissingExtraError, UnknownNameError
+from ludic.errors import (
+    ConfigError,
+    DeadlineError,
+    MissingExtraError,
+    ProtocolError,
+    UnknownNameError,
+)
 from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
 from ludic.rollouts.planning import Episode
 from ludic.types import Rollout, to_json
@@ -20,7 +26,7 @@ EnvFactory: TypeAlias = Callable[..., LudicEnv[Any, Any, Any]]
 ProtocolFactory: TypeAlias = Callable[..., InteractionProtocol]
 Factory = TypeVar("Factory", bound=Callable[..., Any])
 
-CONFIGURATION_ERRORS = (ConfigError, MissingExtraError, UnknownNameError)
+CONFIGURATION_ERRORS = (ConfigError, MissingExtraError, ProtocolError, UnknownNameError)
 """Errors that would fail every episode alike: they end the call and not one episode."""
 
 _GRACE_S = 5.0
@@ -61,8 +67,7 @@ class EpisodeRunner:
         try:
             protocol = self._make_protocol(episode)
         except BaseException:
-            # A protocol closes its environment; without one it is left to us.
-            await EnvRunner(env, step_timeout_s=self.step_timeout_s).close()
+            await self._close(env)
             raise
         spec = RunSpec(
             episode_id=episode.id,
@@ -77,11 +82,18 @@ class EpisodeRunner:
             # The protocol keeps this deadline itself; this one holds when it does not.
             async with asyncio.timeout(None if limit is None else limit + _GRACE_S) as deadline:
                 return await protocol.run(env, spec)
+        except ProtocolError:
+            await self._close(env)
+            raise
         except TimeoutError as exc:
             if isinstance(exc, DeadlineError) or not deadline.expired():
                 raise
             name = type(protocol).__name__
             raise DeadlineError(f"the end of episode {episode.id}", name, limit or 0.0) from exc
+
+    async def _close(self, env: LudicEnv[Any, Any, Any]) -> None:
+        """A protocol closes its environment; where it never began to, that is left to us."""
+        await EnvRunner(env, step_timeout_s=self.step_timeout_s).close()
 
     async def _make_env(self, episode: Episode) -> LudicEnv[Any, Any, Any]:
         spec = episode.request.env

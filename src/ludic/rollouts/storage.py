@@ -122,18 +122,19 @@ def read_rollouts(path: str | Path, *, on_cut: Literal["warn", "error"] = "warn"
 
 
 def rollout_row(rollout: Rollout) -> dict[str, Any]:
-    """One row of a file: columns of one type each, and the whole rollout as text."""
+    """One row of a file: columns of one type each, and the whole rollout as text. Empty text
+    stands for none: readers that take a file in pieces guess a column's type from the first."""
     reward = rollout.total_reward
     return {
         "schema": SCHEMA,
         "id": rollout.id,
         "episode_id": rollout.episode_id,
         "agent_id": rollout.agent_id,
-        "group_id": rollout.group_id,
-        "task_key": rollout.task_key,
-        "parent_id": rollout.parent_id,
-        "env": rollout.env.kind if rollout.env else None,
-        "protocol": rollout.protocol.kind if rollout.protocol else None,
+        "group_id": rollout.group_id or "",
+        "task_key": rollout.task_key or "",
+        "parent_id": rollout.parent_id or "",
+        "env": rollout.env.kind if rollout.env else "",
+        "protocol": rollout.protocol.kind if rollout.protocol else "",
         "env_seed": rollout.env_seed,
         "sampling_seed": rollout.sampling_seed,
         # Readers of JSON in general know no NaN; the exact value is in `rollout`.
@@ -142,8 +143,8 @@ def rollout_row(rollout: Rollout) -> dict[str, Any]:
         "num_tokens": rollout.num_tokens,
         "terminated": rollout.terminated,
         "truncated": rollout.truncated,
-        "truncation_reason": rollout.truncation_reason,
-        "error": rollout.error,
+        "truncation_reason": rollout.truncation_reason or "",
+        "error": rollout.error or "",
         "messages": [{"role": m["role"], "content": m["content"]} for m in dialogue(rollout)],
         "rollout": to_json(rollout).decode(),
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,23 @@ def save_model(model: nn.Module, world: World) -> Callable[[Path], None]:
         save: Any = getattr(model, "save_pretrained", None)
         if save is None:
             raise CheckpointError(f"{type(model).__name__} has no save_pretrained")
-        save(str(folder), state_dict=state)
+        with _no_progress_bar():
+            save(str(folder), state_dict=state)
 
     return write
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _belongs_to_adapter(name: str) -> bool:

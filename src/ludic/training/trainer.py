@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -96,7 +96,7 @@ class Trainer:
         self._ahead: asyncio.Task[SAWBatch] | None = None
         self._states_before_ahead: dict[str, Any] | None = None
         self._goal = 0
-        self._started = False
+        self._started = self._stopping = False
 
     def train_sync(self, num_steps: int | None = None) -> None:
         """`train` for callers without an event loop."""
@@ -108,7 +108,7 @@ class Trainer:
         raise ConfigError("an event loop is running already: use `await trainer.train(...)`")
 
     async def train(self, num_steps: int | None = None) -> None:
-        """Trains for `num_steps` more steps; without a number, until it is cancelled.
+        """Trains for `num_steps` more steps; without a number, as long as there are batches.
 
         Steps that a resumed checkpoint holds count as done: a script that is run again goes on
         where it was, and trains as many steps in all as one that was never interrupted.
@@ -116,14 +116,19 @@ class Trainer:
         await self.start()
         self._goal = self._goal + num_steps if num_steps is not None else -1
         try:
-            while self._goal < 0 or self.step < self._goal:
-                await self.train_step()
+            with suppress(StopAsyncIteration):  # the source has no more to give
+                while not self._stopping and (self._goal < 0 or self.step < self._goal):
+                    await self.train_step()
             if self._checkpoints and self._checkpoints.last_step != self.step:
                 await self._save()
         finally:
             await self._stop_sampling_ahead()
             if self._checkpoints is not None:
                 await self._run(self._checkpoints.finish)
+
+    def stop(self) -> None:
+        """Lets `train` end after the step that is under way, with a checkpoint if it keeps any."""
+        self._stopping = True
 
     async def start(self) -> None:
         """Resumes where a checkpoint is, and brings the samplers to the trainer's weights."""
@@ -219,10 +224,14 @@ class Trainer:
                 batch = await self._from_source()
             except Exception as exc:
                 error = exc
-        told = {"error": repr(error)} if error else batch and batch_to_dict(batch)
+        told: dict[str, Any] = batch_to_dict(batch) if batch else {"error": repr(error)}
+        if isinstance(error, StopAsyncIteration):
+            told = {"ended": str(error)}
         shared = await self._run(self.world.share, told)
         if error is not None:
             raise error
+        if "ended" in shared:
+            raise StopAsyncIteration(shared["ended"])
         return batch or batch_from_dict(shared)
 
     async def _from_source(self) -> SAWBatch:

@@ -14,6 +14,12 @@ from ludic.inference.sampling import ReturnSpec
 
 from .conftest import ask_all, plain_logprobs, request
 
+MODES = [
+    pytest.param({"deterministic": True}, id="deterministic"),
+    pytest.param({"deterministic": False}, id="fast"),
+    pytest.param({"deterministic": False, "pipelined": True}, id="pipelined"),
+]
+
 
 def mixed_requests(n: int, seed: int = 0) -> list[TokenCompletionRequest]:
     """Prompts of many lengths, some with a common beginning, and every kind of sampling."""
@@ -81,17 +87,17 @@ async def test_repeating_a_conversation_gives_the_same_bits_with_and_without_its
         assert client.stats()["reused_tokens"] == 0
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 async def test_logprobs_equal_a_plain_forward_pass(
-    model: Any, tokenizer: Any, deterministic: bool, temperature: float
+    model: Any, tokenizer: Any, mode: dict[str, bool], temperature: float
 ) -> None:
     rng = random.Random(1)
     prompts = [[rng.randrange(258) for _ in range(rng.randrange(1, 200))] for _ in range(24)]
     requests = [
         request(p, seed=i, max_tokens=80, temperature=temperature) for i, p in enumerate(prompts)
     ]
-    async with LocalChatClient(model, tokenizer, deterministic=deterministic) as client:
+    async with LocalChatClient(model, tokenizer, **mode) as client:
         answers = await ask_all(client, requests)
     for answer in answers:
         assert answer.trace is not None
@@ -100,14 +106,14 @@ async def test_logprobs_equal_a_plain_forward_pass(
         )
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("mode", MODES)
 async def test_prompt_logprobs_equal_a_plain_forward_pass(
-    model: Any, tokenizer: Any, deterministic: bool
+    model: Any, tokenizer: Any, mode: dict[str, bool]
 ) -> None:
     rng = random.Random(2)
     prompt = [rng.randrange(258) for _ in range(150)]
     asked = request(prompt, max_tokens=1, seed=0, returns=ReturnSpec(prompt_logprobs=True))
-    async with LocalChatClient(model, tokenizer, deterministic=deterministic) as client:
+    async with LocalChatClient(model, tokenizer, **mode) as client:
         answers = await ask_all(client, [asked, asked])
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt])).logits[0]

@@ -316,7 +316,8 @@ async def test_masks_are_exact_with_real_templates(kind: str) -> None:
 
     real = HFChatTemplate(tokenizer_of(kind))
     thought = "<think>\nsmall numbers\n</think>\n\nFour." if kind == "qwen3_thinking" else "Four."
-    dialogue = [*DIALOGUE[:2], {**DIALOGUE[2], "content": thought}, *DIALOGUE[3:]]
+    answer: Message = {"role": "assistant", "content": thought}
+    dialogue = [*DIALOGUE[:2], answer, *DIALOGUE[3:]]
     batch = await source([{"messages": dialogue}], chat_template=real).next_batch()
     end = real.codec.decode([real.end_token_id])
     spoken = {}

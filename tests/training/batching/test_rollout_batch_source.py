@@ -184,7 +184,7 @@ async def test_a_resumed_source_goes_on_as_if_it_had_not_stopped() -> None:
 def test_a_state_that_does_not_fit_is_refused() -> None:
     with pytest.raises(CheckpointError, match="no state"):
         source().load_state_dict({"step": 1})
-    with pytest.raises(ConfigError, match="do not fit"):
+    with pytest.raises(CheckpointError, match="do not fit"):
         source().load_state_dict(
             {"step": 1, "episodes": 1, "tokens": 1, "requests": {"given": {}}, "algorithm": None}
         )

@@ -12,8 +12,12 @@ from torch import nn
 from ludic.errors import ConfigError
 from ludic.inference.local import attention
 from ludic.inference.local.arena import KVShape, SlotMemory
+from ludic.inference.local.device_batch import DeviceBatch
 from ludic.inference.local.eager import EagerRunner
+from ludic.inference.local.graphs import GraphCache
 from ludic.inference.local.module_view import check_servable, device_and_dtype, module_view
+from ludic.inference.local.pipelined import PipelinedScheduler
+from ludic.inference.local.prefill import Prefill
 from ludic.inference.local.prefix_store import PrefixStore
 from ludic.inference.local.row_sizes import candidate_sizes, equal_row_sizes
 from ludic.inference.local.scheduler import Scheduler
@@ -23,6 +27,7 @@ _CPU_CACHE_BYTES = 256 << 20
 _GPU_CACHE_BYTES = 4 << 30
 _GPU_CONTEXT = 4096
 _FAST_PREFILL = 512
+_GPU_PREFILL = 32_768
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,7 @@ class EngineSettings:
     deterministic: bool | None
     step_rows: int | None
     prefix_cache_tokens: int | None
+    pipelined: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +76,15 @@ def build_scheduler(
         cache = max(1, _cache_bytes(device) // shape.bytes_per_token)
         resolved = replace(resolved, prefix_cache_tokens=cache)
     attention.register()
-    view = module_view(model)
-    graphs = device.type == "cuda" and not resolved.deterministic
+    pipelined = settings.pipelined
+    if pipelined is None:
+        pipelined = device.type == "cuda" and not resolved.deterministic
+    view = module_view(model, fuse_norms=pipelined and device.type == "cuda")
     memory = SlotMemory(
         shape,
         max_slots=resolved.max_slots,
         max_tokens=resolved.max_context_tokens,
-        single_length=graphs,
+        single_length=pipelined,
     )
     check_same_logits(model, EagerRunner(view, memory, None), shape)
     sizes = _row_sizes(view, model, settings, text, device) if resolved.deterministic else None
@@ -90,7 +98,22 @@ def build_scheduler(
         "version": version,
     }
     store = PrefixStore(cache)
-    return Scheduler(runner, memory, store, **options), resolved
+    if not pipelined:
+        return Scheduler(runner, memory, store, **options), resolved
+    graphs = GraphCache(device, capture=device.type == "cuda")
+    vocab = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
+    batch = DeviceBatch(view, memory.only, resolved.max_slots, vocab, graphs)
+    prefill = Prefill(
+        view,
+        memory.only,
+        trash=resolved.max_slots,
+        vocab=vocab,
+        lengths=batch.lengths,
+        max_tokens=_GPU_PREFILL,
+        graphs=graphs,
+        to_device=batch.to_device,
+    )
+    return PipelinedScheduler(batch, prefill, runner, memory, store, **options), resolved
 
 
 def _resolve(settings: EngineSettings, config: Any, device: torch.device) -> Resolved:

@@ -55,6 +55,9 @@ class LocalChatClient:
         on_update: what becomes of requests in flight when the weights change: "finish" under the
             old ones first, or "continue" under the new ones, with a version span of their own.
         request_timeout_s: the deadline of a request that names none.
+        version: the policy version of the weights as they are.
+        pipelined: whether the host stays a step behind the device, with CUDA graphs where there
+            are any; None: on a GPU, unless deterministic.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class LocalChatClient:
         on_update: Literal["finish", "continue"] = "finish",
         request_timeout_s: float = 600.0,
         version: int = 0,
+        pipelined: bool | None = None,
     ) -> None:
         _check_choice("on_full", on_full, ("wait", "raise"))
         _check_choice("on_update", on_update, ("finish", "continue"))
@@ -81,7 +85,7 @@ class LocalChatClient:
         # The engine decodes in its own thread; a fast tokenizer is not safe to share between two.
         self._tokenizer = copy.deepcopy(tokenizer)
         settings = EngineSettings(
-            max_slots, max_context_tokens, deterministic, step_rows, prefix_cache_tokens
+            max_slots, max_context_tokens, deterministic, step_rows, prefix_cache_tokens, pipelined
         )
         scheduler, self.settings = build_scheduler(
             self._model,

@@ -38,6 +38,7 @@ class Engine:
         self._closing = False
         self._crash: BaseException | None = None
         scheduler.on_admit = gate.leave
+        scheduler.gather = self._gather
         self._thread = threading.Thread(target=self._loop, name="ludic-local-engine", daemon=True)
         self._thread.start()
 
@@ -107,7 +108,7 @@ class Engine:
 
     def _loop(self) -> None:
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._scheduler.in_thread():
                 while self._next():
                     begin = time.perf_counter()
                     self._scheduler.advance()
@@ -140,6 +141,16 @@ class Engine:
                 if scheduler.waiting or scheduler.running:
                     return True
                 self._changed.wait()
+
+    def _gather(self) -> None:
+        """Gives the event loop a moment to hand in what it has at hand."""
+        seen = -1
+        while seen != len(self._inbox) and not self._closing:
+            seen = len(self._inbox)
+            time.sleep(0.001)
+        with self._changed:
+            self._scheduler.waiting.extend(self._inbox)
+            self._inbox.clear()
 
     def _stand_still(self, pause: Pause) -> None:
         """Nothing is sampled until the pause is released, or the engine closes."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,6 +74,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.counters = Counters()
         self.on_admit: Callable[[], None] = lambda: None
+        self.gather: Callable[[], None] = lambda: None
         self._arrays: dict[int, np.ndarray] = {}
 
     @property
@@ -91,11 +93,16 @@ class Scheduler:
     def settle(self) -> None:
         """Waits for whatever a step left in flight; the eager way leaves nothing."""
 
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """Held by the thread that advances, for as long as it lives."""
+        yield
+
     def forget(self) -> None:
         """New weights: nothing that was computed holds any longer."""
         self.store.clear()
         for sequence in self.running:
-            sequence.computed = 0
+            sequence.computed, sequence.started = 0, False
             if sequence.scores_prompt:
                 sequence.prompt_logprobs.clear()
 
@@ -242,8 +249,9 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence) -> None:
         assert sequence.arena is not None
-        kv = sequence.arena.read(sequence.slot, sequence.computed)
-        self.store.add(np.asarray(sequence.tokens[: sequence.computed], dtype=np.int64), kv)
+        known = min(sequence.computed, len(sequence.tokens))
+        kv = sequence.arena.read(sequence.slot, known)
+        self.store.add(np.asarray(sequence.tokens[:known], dtype=np.int64), kv)
         self._leave(sequence)
         self.counters.finished += 1
         info = {

@@ -41,6 +41,7 @@ class Sequence:
     versions: list[tuple[int, int]] = field(default_factory=list)
     kept: list[tuple[int, ...]] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
+    started: bool = False
     cancelled: bool = False
     finished: FinishReason | None = None
     submitted_at: float = field(default_factory=time.monotonic)

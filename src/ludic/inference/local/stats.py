@@ -21,6 +21,8 @@ class Counters:
     admitted: int = 0
     queue_seconds: float = 0.0
     busy_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    wait_seconds: float = 0.0
     updates: int = 0
 
     def as_stats(self, max_slots: int) -> dict[str, float]:
@@ -35,6 +37,8 @@ class Counters:
             "reused_tokens": self.reused_tokens,
             "updates": self.updates,
             "busy_seconds": self.busy_seconds,
+            "prefill_seconds": self.prefill_seconds,
+            "wait_seconds": self.wait_seconds,
             "tokens_per_s": self.generated_tokens / self.busy_seconds if self.busy_seconds else 0.0,
             "occupancy": self.slot_steps / (self.steps * max_slots) if self.steps else 0.0,
             "cache_hit_rate": self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,

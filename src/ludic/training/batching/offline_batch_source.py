@@ -157,6 +157,9 @@ class OfflineBatchSource:
 
     def _find_units(self) -> list[list[int]]:
         """Rows that must share a batch: those of one group."""
+        columns = getattr(self._rows, "column_names", None)
+        if columns is not None and self.row_fn is None and "group_id" not in columns:
+            return [[index] for index in range(len(self._rows))]
         units: dict[Any, list[int]] = {}
         for index in range(len(self._rows)):
             row = self._rows[index]
@@ -164,7 +167,7 @@ class OfflineBatchSource:
                 group = row.group_id
             else:
                 row = row if self.row_fn is None else self.row_fn(row)
-                group = row.get("group_id")
+                group = row.get("group_id") or None
             units.setdefault(index if group is None else ("group", group), []).append(index)
         return list(units.values())
 
@@ -191,8 +194,8 @@ class OfflineBatchSource:
             tools=row.get("tools") or None,
             train_on=self.train_on,
             reward=float(row.get("reward") or 0.0),
-            group_id=row.get("group_id"),
-            task_key=row.get("task_key"),
+            group_id=row.get("group_id") or None,
+            task_key=row.get("task_key") or None,
             meta={} if weight is None else {"weight": float(weight)},
         )
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ludic.errors import ConfigError
+from ludic.errors import CheckpointError, ConfigError
 from ludic.rollouts.curricula import Curriculum
 from ludic.rollouts.requests import RolloutRequest
 from ludic.rollouts.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
@@ -63,9 +63,9 @@ class RequestFeed:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         load = getattr(self.source, "load_state_dict", None)
         if (load is None) != (state is None):
-            raise ConfigError(
-                "the saved state and this run's request_fn do not fit: one of them has a state "
-                "and the other has none"
+            raise CheckpointError(
+                "the checkpoint and this run's request_fn do not fit: one of them has a state and "
+                "the other has none; resume with the request_fn that the run began with"
             )
         if load is not None:
             load(state)

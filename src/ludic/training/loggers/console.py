@@ -8,7 +8,7 @@ from typing import TextIO
 
 DEFAULT = (
     "train/loss",
-    "train/reward",
+    "train/reward_mean",
     "train/grad_norm",
     "train/entropy",
     "train/mismatch_kl",

@@ -1,0 +1,201 @@
+"""From a run's configuration to the library's objects. All that a script would write by hand."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ludic.cli.run_file import ModelSection, RunConfig
+from ludic.distributed import LocalPolicyPublisher, PolicyPublisher
+from ludic.errors import ConfigError, MissingExtraError
+from ludic.inference import HFChatTemplate, InferenceSpec, SamplingConfig
+from ludic.inference.client import ChatClient
+from ludic.inference.tool_parsers import get_tool_parser
+from ludic.interaction import Runtime
+from ludic.rollouts import RolloutRequest
+from ludic.seeding import derive_seed
+from ludic.types import EnvSpec, ProtocolSpec
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model that can be sampled from and, through `publisher`, trained."""
+
+    model: nn.Module
+    tokenizer: Any
+    runtime: Runtime
+    publisher: PolicyPublisher
+
+
+def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Module, Any]:
+    """The run's model and tokenizer; `weights` is a trained checkpoint's `model` folder."""
+    section = config.model
+    if section.name == "tiny":
+        from ludic.inference.tiny import tiny_model, tiny_tokenizer
+
+        options = dict(section.kwargs)
+        tokenizer = tiny_tokenizer(words=options.pop("words", ()))
+        seed = derive_seed(config.run.seed, "model")
+        try:
+            model: nn.Module = tiny_model(seed, vocab_size=len(tokenizer), **options)
+        except TypeError as exc:
+            raise ConfigError(f"model.kwargs does not fit the tiny model: {exc}") from exc
+    else:
+        model, tokenizer = _from_pretrained(section)
+    if section.lora is not None:
+        model = _with_adapter(model, section)
+    if weights is not None:
+        load_weights(model, weights)
+    return model.to(_device(section)), tokenizer
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Takes the weights that a checkpoint holds; they must be those of this model."""
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} holds no weights: has the run saved a checkpoint yet?")
+    state = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    if hasattr(model, "peft_config"):
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, state)
+        return
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    if unexpected or set(missing) - tied:
+        names = [*unexpected, *(set(missing) - tied)]
+        raise ConfigError(f"{folder} is of another model: {names[0]!r} does not fit")
+
+
+def _from_pretrained(section: ModelSection) -> tuple[nn.Module, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, None: "auto"}[section.dtype]
+    options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(section.name, **options)
+        model = AutoModelForCausalLM.from_pretrained(
+            section.name, dtype=dtype, **options, **section.kwargs
+        )
+    except (OSError, ValueError) as exc:
+        reason = str(exc).strip().splitlines()[0]
+        raise ConfigError(
+            f'model.name={section.name!r} is neither "tiny" nor a model that can be loaded from '
+            f"a folder or the hub: {reason}"
+        ) from exc
+    return model, tokenizer
+
+
+def _with_adapter(model: nn.Module, section: ModelSection) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as exc:
+        raise MissingExtraError("peft", "peft") from exc
+    assert section.lora is not None
+    adapter = LoraConfig(
+        r=section.lora.rank,
+        lora_alpha=section.lora.alpha,
+        target_modules=section.lora.target_modules,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, adapter)  # type: ignore[arg-type,return-value]
+
+
+def _device(section: ModelSection) -> torch.device:
+    name = section.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(
+            f"model.device={name!r}, but this machine has no GPU that torch can use: "
+            "set model.device=cpu"
+        )
+    return torch.device(name)
+
+
+def inference_spec(config: RunConfig, temperature: float | None = None) -> InferenceSpec:
+    """The run's sampling settings, at another temperature if asked."""
+    values = config.inference.sampling.model_dump()
+    values["stop"] = tuple(values["stop"])
+    if temperature is not None:
+        values["temperature"] = temperature
+    return InferenceSpec(SamplingConfig(**values))
+
+
+@asynccontextmanager
+async def open_policy(
+    config: RunConfig, *, weights: Path | None = None, folder: Path | None = None
+) -> AsyncIterator[Policy]:
+    """Model, client and publisher, closed at the end. `folder` is where a vLLM server that has
+    to be started finds the model."""
+    model, tokenizer = build_model(config, weights)
+    parser = get_tool_parser(config.model.tool_parser) if config.model.tool_parser else None
+    template = HFChatTemplate(tokenizer, parser)
+    async with AsyncExitStack() as stack:
+        client: ChatClient
+        publisher: PolicyPublisher
+        if config.inference.backend == "local":
+            client, publisher = await _local(config, model, tokenizer, stack)
+        else:
+            from ludic.cli.vllm_backend import open_vllm
+
+            client, publisher = await open_vllm(config, model, tokenizer, stack, folder)
+        runtime = Runtime(client, template, config.model.name, inference_spec(config))
+        yield Policy(model, tokenizer, runtime, publisher)
+
+
+async def _local(
+    config: RunConfig, model: nn.Module, tokenizer: Any, stack: AsyncExitStack
+) -> tuple[ChatClient, PolicyPublisher]:
+    from ludic.inference import LocalChatClient
+
+    client = LocalChatClient(
+        model,
+        tokenizer,
+        max_slots=config.inference.slots,
+        max_context_tokens=config.inference.max_context_tokens,
+        deterministic=config.inference.deterministic,
+    )
+    await stack.enter_async_context(client)
+    return client, LocalPolicyPublisher(client)
+
+
+def requests_of(config: RunConfig) -> Mapping[str, tuple[RolloutRequest, float]]:
+    """One request per environment of the run, with its share, by name."""
+    protocol = ProtocolSpec(config.protocol.kind, config.protocol.kwargs)
+    found: dict[str, tuple[RolloutRequest, float]] = {}
+    for section in config.env:
+        name = section.kind
+        while name in found:
+            name += "+"
+        request = RolloutRequest(EnvSpec(section.kind, section.kwargs), protocol)
+        found[name] = (request, section.weight)
+    return found
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """The function that `module:function` names."""
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as exc:
+        raise ConfigError(f"{name!r} is no function as module:function: {exc}") from exc
+    if not callable(function):
+        raise ConfigError(f"{name!r} is not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def make_importable(folder: Path) -> None:
+    """Lets a run file name modules that lie beside it."""
+    path = str(folder.resolve())
+    if path not in sys.path:
+        sys.path.insert(0, path)

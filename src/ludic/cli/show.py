@@ -1,0 +1,185 @@
+"""What a run shows a person: progress, a table, a plot, one episode in the model's words."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ludic.eval import Estimate, EvalReport
+from ludic.rollouts.progress import Progress as RolloutProgress
+from ludic.rollouts.progress import ProgressCallback
+from ludic.types import AgentStep, Rollout
+
+console = Console(highlight=False)
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def say(text: str) -> None:
+    """One line for the person in front of the screen."""
+    console.print(text)
+
+
+@contextmanager
+def episodes_bar(title: str) -> Iterator[ProgressCallback]:
+    """A progress bar over episodes; on a screen that is none, one line at the end."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+        task = bar.add_task(title, total=None)
+
+        def update(progress: RolloutProgress) -> None:
+            bar.update(task, total=progress.total, completed=progress.finished)
+
+        yield update
+
+
+def stages_table(reports: Mapping[str, EvalReport]) -> Table:
+    """Stages as rows, rates with intervals as columns."""
+    outcomes = _outcomes(reports.values())
+    table = Table(title=None, box=None, pad_edge=False, header_style="bold")
+    table.add_column("")
+    for name in outcomes or ["success"]:
+        table.add_column(name.replace("_", " "), justify="right")
+    table.add_column("parse failure", justify="right")
+    table.add_column("mean reward", justify="right")
+    for stage, report in reports.items():
+        rates = [report.outcome(name) for name in outcomes] or [report.success]
+        failures = report.rate(lambda e: e.parse_failures > 0)
+        reward = report.reward
+        table.add_row(
+            stage.replace("_", " "),
+            *(_percent(rate) for rate in [*rates, failures]),
+            f"{reward.value:+.2f} [dim]{reward.low:+.2f} to {reward.high:+.2f}[/dim]",
+        )
+    return table
+
+
+def _outcomes(reports: Any) -> list[str]:
+    """Outcome names, the usual ones first."""
+    found = {e.outcome for report in reports for e in report.episodes if e.outcome is not None}
+    usual = [name for name in ("win", "draw", "loss", "illegal") if name in found]
+    return usual + sorted(found - set(usual))
+
+
+def _percent(rate: Estimate) -> str:
+    return f"{rate.value:.1%} [dim]{rate.low:.1%} to {rate.high:.1%}[/dim]"
+
+
+def summary_of(reports: Mapping[str, EvalReport]) -> dict[str, Any]:
+    """The headline figure of each stage: wins where the environment knows them, else successes."""
+    metric = "win" if "win" in _outcomes(reports.values()) else "success"
+    summary: dict[str, Any] = {}
+    for stage, report in reports.items():
+        rate = report.outcome("win") if metric == "win" else report.success
+        summary[f"{metric}_{stage}"] = {"value": rate.value, "low": rate.low, "high": rate.high}
+        summary[f"reward_{stage}"] = {
+            "value": report.reward.value,
+            "low": report.reward.low,
+            "high": report.reward.high,
+        }
+    summary["episodes"] = {stage: len(report.episodes) for stage, report in reports.items()}
+    return summary
+
+
+def read_curve(metrics: Path, key: str) -> tuple[list[float], list[float]]:
+    """Steps and values of one metric."""
+    steps, values = [], []
+    if metrics.is_file():
+        for line in metrics.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            value = row.get(key)
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                steps.append(float(row.get("train/step", len(steps) + 1)))
+                values.append(float(value))
+    return steps, values
+
+
+def smoothed(values: Sequence[float], window: int = 8) -> list[float]:
+    """A trailing mean, so that a noisy course can be read."""
+    return [
+        sum(values[max(0, i - window + 1) : i + 1]) / (i + 1 - max(0, i - window + 1))
+        for i in range(len(values))
+    ]
+
+
+def plot_png(path: Path, curve: tuple[list[float], list[float]], summary: dict[str, Any]) -> bool:
+    """Reward over steps beside the stages' rates; False where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    metric = "win" if any(k.startswith("win_") for k in summary) else "success"
+    stages = [k.removeprefix(f"{metric}_") for k in summary if k.startswith(f"{metric}_")]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), width_ratios=(2, 1))
+    steps, values = curve
+    left.plot(steps, values, color="#b8c4d6", linewidth=1, label="each update")
+    left.plot(steps, smoothed(values), color="#1f4e9c", linewidth=2, label="mean of 8")
+    left.set(xlabel="update", ylabel="mean reward of the episodes", title="Learning")
+    left.legend(frameon=False, loc="lower right")
+    rates = [summary[f"{metric}_{stage}"] for stage in stages]
+    heights = [rate["value"] for rate in rates]
+    errors = [
+        [rate["value"] - rate["low"] for rate in rates],
+        [rate["high"] - rate["value"] for rate in rates],
+    ]
+    colours = ["#c9ced6", "#8fa9d1", "#1f4e9c"][-len(stages) :]
+    right.bar(range(len(stages)), heights, yerr=errors, capsize=4, color=colours)
+    right.set_xticks(range(len(stages)), [stage.replace("_", "\n") for stage in stages])
+    right.set(ylim=(0, 1), ylabel=f"{metric} rate, 95 % interval", title="Held-out episodes")
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return True
+
+
+def plot_terminal(curve: tuple[list[float], list[float]], title: str, *, height: int = 8) -> str:
+    """The same course in characters, one column per update or per few of them."""
+    steps, values = curve
+    if len(steps) < 2:
+        return ""
+    width = min(72, len(values))
+    course = smoothed(values)
+    columns = [course[round(i * (len(course) - 1) / max(width - 1, 1))] for i in range(width)]
+    low, high = min(columns), max(columns)
+    scale = (height * 8 - 1) / (high - low) if high > low else 0.0
+    filled = [1 + round((value - low) * scale) for value in columns]
+    rows = []
+    for row in reversed(range(height)):
+        blocks = "".join(BLOCKS[min(max(n - 8 * row, 0), 8)] for n in filled)
+        label = high if row == height - 1 else low if row == 0 else None
+        rows.append(f"{'' if label is None else f'{label:+.2f}':>8} │{blocks}")
+    axis = f"{'':>8} └{'─' * width}\n{'':>9}update {steps[0]:.0f}{steps[-1]:>{width - 8}.0f}"
+    return "\n".join([f"{'':>9} {title}", *rows, axis])
+
+
+def episode_text(rollout: Rollout) -> str:
+    """One episode as a dialogue: what the agent saw, and every word it wrote."""
+    lines: list[str] = []
+    for step in rollout.steps:
+        if isinstance(step, AgentStep):
+            for message in step.new_messages:
+                if message["role"] == "user":
+                    lines += ["", *(f"    {line}" for line in message["content"].splitlines())]
+            lines += ["", f"  [bold]model:[/bold] {_plain(step.message['content'])}"]
+            lines += [f"  tool: {_plain(m['content'])}" for m in step.tool_messages]
+        elif step.terminated or step.truncated:
+            lines += ["", *(f"    {line}" for line in step.next_obs.splitlines())]
+    lines += ["", f"  total reward {rollout.total_reward:+g}"]
+    return "\n".join(lines)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")

@@ -1,0 +1,320 @@
+"""One run from its folder's state to its summary: evaluation, cold start, reinforcement."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ludic.cli.assemble import Policy, open_policy, requests_of
+from ludic.cli.evaluate import eval_plan, evaluate_policy
+from ludic.cli.run_file import RunConfig
+from ludic.cli.run_folder import RunFolder
+from ludic.cli.show import (
+    console,
+    episode_text,
+    episodes_bar,
+    plot_png,
+    plot_terminal,
+    read_curve,
+    say,
+    stages_table,
+    summary_of,
+)
+from ludic.cli.teach import write_lessons
+from ludic.errors import ConfigError
+from ludic.eval import EvalReport
+from ludic.inference import HFChatTemplate
+from ludic.rollouts import FixedMix, RolloutEngine, RolloutWriter
+from ludic.seeding import derive_seed
+from ludic.training import (
+    CheckpointConfig,
+    OfflineBatchSource,
+    RolloutBatchSource,
+    Trainer,
+    TrainerConfig,
+    make_algorithm,
+    make_sft,
+)
+from ludic.training.loggers import ConsoleLogger, Logger, RichLiveLogger
+
+SHOWN = ("train/reward_mean", "train/loss", "train/entropy", "perf/tokens_per_s")
+
+
+class TrainingRun:
+    """One run from its folder's state to its summary. Every stage is skipped that is done."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder) -> None:
+        self.config, self.folder = config, folder
+        self.seed = config.run.seed
+        self.requests = requests_of(config)
+        self.reports: dict[str, EvalReport] = {}
+        self.stopped = False
+        self._trainer: Trainer | None = None
+
+    async def go(self) -> None:
+        started = time.monotonic()
+        say(f"run folder: {self.folder.path}")
+        with _interruptible(self._stop):
+            async with open_policy(self.config, folder=self.folder.path) as policy:
+                size = sum(p.numel() for p in policy.model.parameters())
+                backend = {"local": "in this process", "vllm": "by vLLM"}
+                say(
+                    f"model: {self.config.model.name}, {size:,} parameters; sampled "
+                    f"{backend[self.config.inference.backend]}"
+                )
+                await self._evaluate(policy, "before")
+                version = 0
+                if self.config.sft is not None:
+                    version = await self._sft(policy)
+                    if not self.stopped:
+                        await self._evaluate(policy, "after_sft")
+                if self.config.training.steps and not self.stopped:
+                    await self._reinforce(policy, version)
+                    if not self.stopped:
+                        await self._evaluate(policy, "after_rl")
+                if self.stopped:
+                    say(f"stopped; go on with: ludic train --resume {self.folder.path}")
+                    return
+                await self._conclude(policy, time.monotonic() - started)
+
+    def _stop(self) -> None:
+        say("stopping after this step, with a checkpoint; press Ctrl-C again to end at once")
+        self.stopped = True
+        if self._trainer is not None:
+            self._trainer.stop()
+
+    async def _sft(self, policy: Policy) -> int:
+        sft = self.config.sft
+        assert sft is not None
+        if sft.data is not None:
+            path = Path(sft.data)
+        else:
+            assert sft.teacher is not None
+            path = self.folder.path / "sft.jsonl.gz"
+            if not self.folder.has(path.name):
+                await self._teach(policy, sft.teacher, path)
+        say(f"supervised cold start: {sft.steps} steps on {path.name}")
+        algorithm = make_sft()
+        source = OfflineBatchSource(
+            path,
+            chat_template=policy.runtime.chat_template,
+            algorithm=algorithm,
+            batch_size=sft.batch_size,
+            seed=derive_seed(self.seed, "sft"),
+        )
+        cfg = self._trainer_config("sft", sft.steps, sft.learning_rate, "linear", 0.1)
+        trainer = Trainer(
+            model=policy.model,
+            algo=algorithm,
+            batch_source=source,
+            publisher=policy.publisher,
+            cfg=cfg,
+            loggers=self._loggers(("train/nll", "perf/tokens_per_s"), sft.steps),
+        )
+        await self._train(trainer, sft.steps)
+        return trainer.version
+
+    async def _teach(self, policy: Policy, teacher: str, path: Path) -> None:
+        assert self.config.sft is not None
+        template = policy.runtime.chat_template
+        assert isinstance(template, HFChatTemplate)
+        with episodes_bar(f"synthetic data by {teacher}") as update:
+            await write_lessons(
+                path,
+                teacher,
+                self.requests,
+                template=template,
+                inference=policy.runtime.inference,
+                episodes=self.config.sft.examples,
+                max_steps=self.config.training.max_steps,
+                seed=derive_seed(self.seed, "lessons"),
+                on_progress=update,
+            )
+
+    async def _reinforce(self, policy: Policy, version: int) -> None:
+        training, section = self.config.training, self.config.algorithm
+        try:
+            algorithm = make_algorithm(section.name, **section.kwargs)
+        except TypeError as exc:
+            raise ConfigError(f"algorithm.kwargs does not fit {section.name!r}: {exc}") from exc
+        say(
+            f"reinforcement: {training.steps} updates of {training.rollouts_per_update} episodes, "
+            f"{algorithm.name}"
+        )
+        writer = None
+        if self.config.logging.keep_rollouts:
+            writer = RolloutWriter(self.folder.rollouts / "train.jsonl.gz", append=True)
+        engine = RolloutEngine(
+            runtime=policy.runtime, seed=derive_seed(self.seed, "train"), writer=writer
+        )
+        source = RolloutBatchSource(
+            engine=engine,
+            request_fn=FixedMix(self.requests, seed=derive_seed(self.seed, "train", "env")),
+            algorithm=algorithm,
+            max_steps=training.max_steps,
+            concurrency=training.concurrency,
+            rollouts_per_update=training.rollouts_per_update,
+        )
+        cfg = self._trainer_config(
+            "rl",
+            training.steps,
+            training.learning_rate,
+            training.schedule,
+            training.final_lr_ratio,
+        )
+        trainer = Trainer(
+            model=policy.model,
+            algo=algorithm,
+            batch_source=source,
+            publisher=policy.publisher,
+            cfg=cfg,
+            loggers=self._loggers(SHOWN, training.steps),
+            evaluate=lambda step: self._during(policy, step),
+        )
+        trainer.version = version
+        try:
+            await self._train(trainer, training.steps)
+        finally:
+            if writer is not None:
+                writer.close()
+
+    async def _train(self, trainer: Trainer, steps: int) -> None:
+        self._trainer = trainer
+        try:
+            await trainer.train(steps)
+        finally:
+            trainer.close()
+            self._trainer = None
+
+    def _trainer_config(
+        self, stage: str, steps: int, rate: float, schedule: Any, final_ratio: float
+    ) -> TrainerConfig:
+        training = self.config.training
+        every = training.checkpoint_every or max(steps, 1)
+        rl = stage == "rl"
+        return TrainerConfig(
+            learning_rate=rate,
+            weight_decay=training.weight_decay,
+            max_grad_norm=training.max_grad_norm,
+            schedule=schedule,
+            total_steps=steps if schedule != "constant" else None,
+            final_lr_ratio=final_ratio,
+            warmup_steps=training.warmup_steps if rl else 0,
+            max_seq_len=training.max_seq_len,
+            micro_token_budget=max(training.micro_token_budget, training.max_seq_len),
+            epochs=training.epochs if rl else 1,
+            mini_batches=training.mini_batches if rl else 1,
+            overlap=training.overlap and rl,
+            gradient_checkpointing=training.gradient_checkpointing,
+            seed=derive_seed(self.seed, stage),
+            checkpoint=CheckpointConfig(
+                self.folder.checkpoints / stage, every=every, keep=training.keep_checkpoints
+            ),
+            run_dir=self.folder.path if rl else self.folder.path / stage,
+            eval_every=self.config.eval.every or None,
+        )
+
+    def _loggers(self, keys: Sequence[str], steps: int) -> list[Logger]:
+        loggers: list[Logger] = []
+        for name in self.config.logging.loggers:
+            if name == "live" and console.is_terminal:
+                loggers.append(RichLiveLogger(keys, total_steps=steps, console=console))
+            elif name in ("live", "console"):
+                loggers.append(ConsoleLogger(keys, every=max(steps // 10, 1)))
+            elif name == "wandb":
+                from ludic.training.loggers import WandbLogger
+
+                loggers.append(WandbLogger())
+            else:
+                from ludic.training.loggers import TensorBoardLogger
+
+                loggers.append(TensorBoardLogger(self.folder.path / "tensorboard"))
+        return loggers
+
+    async def _evaluate(self, policy: Policy, stage: str) -> None:
+        """Plays the held-out episodes, unless the folder has their report already."""
+        if self.folder.has(f"eval/{stage}.json"):
+            self.reports[stage] = EvalReport.from_dict(self.folder.read_json(f"eval/{stage}.json"))
+            return
+        with episodes_bar(f"evaluation {stage.replace('_', ' ')}") as update:
+            report = await evaluate_policy(self.config, policy, name=stage, on_progress=update)
+        self.folder.write_json(f"eval/{stage}.json", report.to_dict())
+        self.reports[stage] = report
+
+    async def _during(self, policy: Policy, step: int) -> dict[str, float]:
+        report = await evaluate_policy(self.config, policy, name=f"step-{step}")
+        self.folder.write_json(f"eval/step-{step}.json", report.to_dict())
+        return report.metrics()
+
+    async def _conclude(self, policy: Policy, seconds: float) -> None:
+        summary = {**summary_of(self.reports), "seconds": round(seconds, 1), "seed": self.seed}
+        self.folder.write_json("summary.json", summary)
+        for section in self.config.env:
+            options = ", ".join(f"{k}={v}" for k, v in section.kwargs.items())
+            say(
+                f"\n{section.kind} ({options}), {self.config.eval.episodes} held-out episodes, "
+                "95 % intervals:\n"
+            )
+        console.print(stages_table(self.reports))
+        curve = read_curve(self.folder.metrics, "train/reward_mean")
+        chart = plot_terminal(curve, "mean reward of the training episodes")
+        if chart:
+            console.print("\n" + chart, markup=False)
+        image = self.folder.path / "plot.png"
+        drawn = plot_png(image, curve, summary)
+        await self._show_an_episode(policy)
+        say(
+            f"\n{seconds:.0f} s. Everything is in {self.folder.path}/"
+            + (" (plot.png, summary.json)" if drawn else " (summary.json)")
+        )
+        kind, path = self.config.env[0].kind, self.folder.path
+        say(
+            "\nTry next:\n"
+            f"  ludic play {kind} --model {path}   watch it play\n"
+            f"  ludic play {kind}   play yourself\n"
+            f"  ludic eval {path} eval.episodes=1000   measure again\n"
+            f"  ludic replay {path}/rollouts/train.jsonl.gz   run recorded episodes again\n"
+            "  ludic init my_env   begin an environment of your own"
+        )
+
+    async def _show_an_episode(self, policy: Policy) -> None:
+        """One held-out episode again, a success if there is one, with all that was said."""
+        stage, report = list(self.reports.items())[-1]
+        index = next((i for i, e in enumerate(report.episodes) if e.success), 0)
+        chosen = eval_plan(self.config)[index]
+        engine = RolloutEngine(runtime=policy.runtime)
+        rollouts = await engine.generate_rollouts(
+            [chosen], max_steps=self.config.training.max_steps
+        )
+        say(f"\nOne episode {stage.replace('_', ' ')}:")
+        say(episode_text(rollouts[0]))
+
+
+@contextmanager
+def _interruptible(stop: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C calls `stop`; the second ends the process at once."""
+    loop = asyncio.get_running_loop()
+    pressed = False
+
+    def on_interrupt() -> None:
+        nonlocal pressed
+        if pressed:
+            os._exit(130)
+        pressed = True
+        stop()
+
+    try:
+        loop.add_signal_handler(signal.SIGINT, on_interrupt)
+    except (NotImplementedError, RuntimeError):  # no signals in this thread or system
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)

@@ -1,0 +1,66 @@
+"""`ludic train`: starts a run, or goes on with one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ludic.cli.assemble import make_importable
+from ludic.cli.locate import builtin_runs, find_run
+from ludic.cli.run_file import RunConfig, apply_override, check_run
+from ludic.cli.run_folder import RunFolder
+from ludic.errors import ConfigError
+
+
+def train(
+    run: str | None,
+    overrides: Sequence[str],
+    *,
+    out: Path | None,
+    resume: Path | None,
+    dry_run: bool,
+) -> None:
+    """Starts a run, or goes on with one."""
+    if resume is not None:
+        if run is not None or out is not None:
+            raise ConfigError("--resume takes the run from its folder: give no run file or --out")
+        folder = RunFolder.open(resume)
+        config = _resumed(folder, overrides)
+        _import_from(folder.read_json("origin.json").get("run_file_folder"))
+    else:
+        if run is None:
+            raise ConfigError(f"name a run file, or one of the built-in runs: {builtin_runs()}")
+        config, beside = find_run(run, overrides)
+        make_importable(beside)
+        if dry_run:
+            print(json.dumps(config.model_dump(by_alias=True, mode="json"), indent=2))
+            return
+        folder = RunFolder.create(config, out)
+        origin = folder.read_json("origin.json")
+        folder.write_json("origin.json", {**origin, "run_file_folder": str(beside.resolve())})
+    from ludic.cli.stages import TrainingRun
+
+    asyncio.run(TrainingRun(config, folder).go())
+
+
+def _import_from(folder: str | None) -> None:
+    if folder:
+        make_importable(Path(folder))
+
+
+def _resumed(folder: RunFolder, overrides: Sequence[str]) -> RunConfig:
+    """The run's own configuration. Only more steps may be asked for: anything else would be
+    another run."""
+    data = folder.read_json("run.json")
+    for override in overrides:
+        key = apply_override(data, override)
+        if key not in ("training.steps", "logging.loggers", "training.checkpoint_every"):
+            raise ConfigError(
+                f"{key} cannot change when a run is resumed: start a new run, or change only "
+                "training.steps, training.checkpoint_every or logging.loggers"
+            )
+    config = check_run(data, source=str(folder.path / "run.json"))
+    folder.write_json("run.json", config.model_dump(by_alias=True, mode="json"))
+    return config

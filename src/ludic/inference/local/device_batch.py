@@ -1,0 +1,169 @@
+"""The decode step over fixed buffers: row r is slot r, and the sampled token is the next input.
+
+Nothing comes from the host between two steps of the same sequences, so the host may stay one step
+behind and the device never waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ludic.inference.local.arena import Arena
+from ludic.inference.local.attention import additive_mask, layout_in_use
+from ludic.inference.local.graphs import GraphCache
+from ludic.inference.local.noise import keyed_uniform
+from ludic.inference.local.sampler import draw
+from ludic.inference.local.sequence import Sequence
+
+
+class RowsLayout:
+    """Row r attends to the first `length` tokens of slot r."""
+
+    def __init__(self, kv: Tensor, rows: int, length: int, positions: Tensor) -> None:
+        self.kv, self.rows, self.length, self.positions = kv, rows, length, positions
+        self.slots = torch.arange(rows, device=kv.device)
+        self.masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        keys, values = self.kv[layer]
+        where = (self.slots, slice(None), self.positions)
+        keys[where], values[where] = k, v
+        if window not in self.masks:
+            self.masks[window] = additive_mask(self.positions, self.length, q.dtype, window)
+        rows, heads, dim = q.shape
+        kv_heads = k.shape[1]
+        return F.scaled_dot_product_attention(
+            q.reshape(rows, kv_heads, heads // kv_heads, dim),
+            keys[:rows, :, : self.length],
+            values[:rows, :, : self.length],
+            attn_mask=self.masks[window],
+            scale=scale,
+        ).flatten(1, 2)
+
+
+def row_buckets(most: int) -> list[int]:
+    """Batch sizes with a graph of their own: 8, 16, 32, 64, then every 64."""
+    return sorted({min(n, most) for n in (8, 16, 32, *range(64, most + 64, 64))})
+
+
+def length_buckets(most: int) -> list[int]:
+    """Attended lengths with a graph of their own: powers of two and the middle between them."""
+    lengths, n = [], 128
+    while n < most:
+        lengths += [n, n + n // 2]
+        n *= 2
+    return sorted({x for x in lengths if x < most} | {most})
+
+
+class DeviceBatch:
+    """The state of every slot on the device, and the step that moves all of them on."""
+
+    def __init__(self, view: Any, arena: Arena, slots: int, vocab: int, graphs: GraphCache) -> None:
+        self.view, self.arena, self.graphs = view, arena, graphs
+        device = arena.kv.device
+        self.device = device
+
+        def longs() -> Tensor:
+            return torch.zeros(slots, dtype=torch.long, device=device)
+
+        # One tensor, so that a slot is set or moved by one copy.
+        self.state = torch.zeros(5, slots, dtype=torch.long, device=device)
+        self.ids, self.positions, self.live, self.keys, self.at = self.state.unbind()
+        self.inverse_temperature = torch.ones(slots, dtype=torch.float32, device=device)
+        self.tokens = longs()
+        self.logprobs = torch.zeros(slots, dtype=torch.float32, device=device)
+        self.logits: Tensor | None = None
+        self.vocab = vocab
+        self.row_sizes = row_buckets(slots)
+        self.lengths = length_buckets(arena.length)
+        self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
+
+    def set_rows(self, sequences: list[Sequence]) -> None:
+        """Writes the state of slots whose sequence is ready to decode."""
+        if not sequences:
+            return
+        rows = [
+            [s.tokens[-1] for s in sequences],
+            [s.computed for s in sequences],
+            [1] * len(sequences),
+            [s.key for s in sequences],
+            [s.generated for s in sequences],
+        ]
+        slots = self.to_device([s.slot for s in sequences])
+        self.state[:, slots] = self.to_device(rows)
+        temperatures = [1.0 / (s.sampling.temperature or 1.0) for s in sequences]
+        self.inverse_temperature[slots] = self.to_device(temperatures, torch.float32)
+
+    def move_row(self, source: int, target: int) -> None:
+        """What stood in slot `source` stands in `target` from now on."""
+        self.state[:, target] = self.state[:, source]
+        self.inverse_temperature[target] = self.inverse_temperature[source]
+
+    def clear_row(self, slot: int) -> None:
+        """Nobody decodes in this slot."""
+        self.state[:, slot] = 0
+
+    def to_device(self, values: Any, dtype: torch.dtype = torch.long) -> Tensor:
+        host = torch.tensor(values, dtype=dtype)
+        if self.device.type != "cuda":
+            return host
+        return host.pin_memory().to(self.device, non_blocking=True)
+
+    def sizes(self, rows: int, length: int) -> tuple[int, int]:
+        """The smallest graph that holds so many slots and tokens."""
+        return (
+            next(n for n in self.row_sizes if n >= rows),
+            next(n for n in self.lengths if n >= length),
+        )
+
+    def step(self, rows: int, length: int) -> None:
+        """Computes, samples, and makes the samples the next input: no word from the host."""
+
+        def decode() -> None:
+            scaled = self._forward(rows, length) * self.inverse_temperature[:rows, None]
+            tokens, logprobs = draw(scaled, keyed_uniform(self.keys[:rows], self.at[:rows]))
+            self._carry_on(rows, tokens)
+            self.logprobs[:rows] = logprobs
+
+        self.graphs.run(("decode", rows, length), decode)
+
+    def step_logits(self, rows: int, length: int) -> Tensor:
+        """Computes only; the caller samples, then calls `carry_on`."""
+        if self.logits is None:
+            slots = self.ids.shape[0]
+            dtype = self.arena.kv.dtype
+            self.logits = torch.zeros(slots, self.vocab, dtype=dtype, device=self.device)
+        logits = self.logits
+
+        def compute() -> None:
+            logits[:rows] = self._forward(rows, length)
+
+        self.graphs.run(("logits", rows, length), compute)
+        return logits[:rows]
+
+    def carry_on(self, rows: int, tokens: Tensor) -> None:
+        self._carry_on(rows, tokens)
+
+    def _carry_on(self, rows: int, tokens: Tensor) -> None:
+        live = self.live[:rows]
+        self.tokens[:rows] = tokens
+        self.ids[:rows] = tokens * live
+        self.positions[:rows] += live
+        self.at[:rows] += live
+
+    def _forward(self, rows: int, length: int) -> Tensor:
+        layout = RowsLayout(self.arena.kv, rows, length, self.positions[:rows])
+        with layout_in_use(layout):
+            logits: Tensor = self.view(
+                input_ids=self.ids[None, :rows],
+                position_ids=self.positions[None, :rows],
+                attention_mask=self._no_mask,
+                use_cache=False,
+            ).logits[0]
+        return logits
