@@ -79,6 +79,9 @@ class ScriptedChatClient:
         if latency_s < 0:
             raise ConfigError(f"latency_s={latency_s}: must be >= 0")
         self._script = script
+        self._is_async = inspect.iscoroutinefunction(script) or inspect.iscoroutinefunction(
+            getattr(script, "__call__", None)
+        )
         self._codec = chat_template.codec
         self._end_id = chat_template.end_token_id
         self._cycle = cycle
@@ -102,18 +105,11 @@ class ScriptedChatClient:
             raise EngineClosedError("this scripted client is closed")
         self._check(request)
         call = ScriptedCall(request, self._count(request.conversation_id), self._decode)
-        deadline = asyncio.timeout(request.timeout_s)
-        try:
-            async with deadline:
-                if self._latency_s:
-                    await asyncio.sleep(self._latency_s)
-                if self._fault is not None and (error := self._fault(call)) is not None:
-                    raise error
-                text = await self._text(call)
-        except TimeoutError as exc:
-            if not deadline.expired() or request.timeout_s is None:
-                raise  # the script's own
-            raise DeadlineError("a completion", "the script", request.timeout_s) from exc
+        if self._latency_s or self._is_async:
+            text = await self._within_deadline(call)
+        else:  # there is nothing to wait for
+            self._raise_fault(call)
+            text = self._checked(self._said(call))
         return self._response(request, text)
 
     async def sync_weights(
@@ -154,15 +150,27 @@ class ScriptedChatClient:
                 f"of {limit}"
             )
 
-    async def _text(self, call: ScriptedCall) -> str:
+    async def _within_deadline(self, call: ScriptedCall) -> str:
+        limit = call.request.timeout_s
+        deadline = asyncio.timeout(limit)
+        try:
+            async with deadline:
+                await asyncio.sleep(self._latency_s)
+                self._raise_fault(call)
+                said = self._said(call)
+                return self._checked(await said if inspect.isawaitable(said) else said)
+        except TimeoutError as exc:
+            if not deadline.expired() or limit is None:
+                raise  # the script's own
+            raise DeadlineError("a completion", "the script", limit) from exc
+
+    def _raise_fault(self, call: ScriptedCall) -> None:
+        if self._fault is not None and (error := self._fault(call)) is not None:
+            raise error
+
+    def _said(self, call: ScriptedCall) -> str | Awaitable[str]:
         if callable(self._script):
-            said = self._script(call)
-            text = await said if inspect.isawaitable(said) else said
-            if not isinstance(text, str):
-                raise RequestRejectedError(
-                    f"the policy function answered {type(text).__name__}; it must answer a string"
-                )
-            return text
+            return self._script(call)
         if call.index >= len(self._script) and not self._cycle:
             raise RequestRejectedError(
                 f"the script has {len(self._script)} texts, and conversation "
@@ -170,6 +178,14 @@ class ScriptedChatClient:
                 "function"
             )
         return self._script[call.index % len(self._script)]
+
+    def _checked(self, text: Any) -> str:
+        if not isinstance(text, str):
+            raise RequestRejectedError(
+                f"the policy function answered {type(text).__name__}; it must answer a string, "
+                "or be an async function that does"
+            )
+        return text
 
     def _response(self, request: TokenCompletionRequest, text: str) -> ChatResponse:
         started = time.perf_counter()

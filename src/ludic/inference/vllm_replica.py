@@ -21,9 +21,11 @@ LARGEST_ANSWER = 256 * 1024 * 1024
 class UnreachableError(InferenceError):
     """A server that does not answer: it may come back, or another one may serve."""
 
-    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, status: int | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.status, self.retry_after_s = status, retry_after_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,9 @@ async def ask(
         raise InferenceError(f"{url}: {type(exc).__name__}: {exc}") from exc
     if status in RETRIED_STATUSES:
         raise UnreachableError(
-            f"{url} answered HTTP {status}: {_reason(data)}", retry_after_s(answered)
+            f"{url} answered HTTP {status}: {_reason(data)}",
+            status=status,
+            retry_after_s=retry_after_s(answered),
         )
     if not 200 <= status < 300:
         raise RequestRejectedError(f"{url} answered HTTP {status}: {_reason(data)}")

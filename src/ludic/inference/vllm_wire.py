@@ -191,9 +191,7 @@ def _prompt_logprobs(
     return scores
 
 
-def _spans(
-    found: Any, tokens: int, version: int, first_version: int
-) -> tuple[VersionSpan, ...]:
+def _spans(found: Any, tokens: int, version: int, first_version: int) -> tuple[VersionSpan, ...]:
     if not tokens:
         return ()
     if found is None:
