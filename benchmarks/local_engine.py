@@ -17,6 +17,7 @@ import asyncio
 import json
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,7 @@ def ragged_load(requests: int, mean: float, at_most: int, turns: int, prompt: in
 
 def user_tokens(request: int, turn: int, count: int, vocab: int) -> list[int]:
     """The tokens that a request's turn adds: random, and the same in every run."""
-    return np.random.default_rng([request, turn]).integers(0, vocab, count).tolist()
+    return [int(t) for t in np.random.default_rng([request, turn]).integers(0, vocab, count)]
 
 
 # The engine
@@ -93,7 +94,7 @@ async def run_engine(client: LocalChatClient, load: Load, vocab: int) -> float:
 # Hugging Face generate
 
 
-class _RowLengths(StoppingCriteria):
+class _RowLengths(StoppingCriteria):  # type: ignore[misc]
     """Each row ends at its own length, so that the call ends with the longest of them."""
 
     def __init__(self, prompt: int, lengths: torch.Tensor) -> None:
@@ -108,7 +109,7 @@ def run_generate(model: Any, load: Load, vocab: int, turns: int) -> float:
     """Seconds for the first `turns` turns of the load."""
     device = model.device
     histories: list[list[int]] = [[] for _ in load.lengths]
-    sync = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    sync: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else dict
     seconds = 0.0
     for turn in range(turns):
         for i, ids in enumerate(histories):
@@ -188,10 +189,12 @@ async def measure(
     print(f"{name}: {requests} requests, {turns} turns, {load.tokens} tokens")
     print(f"  engine   {rate:10,.0f} tokens/s ({min(ours):.3f} s, {reused:.0%} of prompts reused)")
     print(
-        f"    {spent['steps']:.0f} steps; prefill {spent['prefill_seconds']:.3f} s, waiting for the "
-        f"device {spent['wait_seconds']:.3f} s, the rest of the thread {host:.3f} s"
+        f"    {spent['steps']:.0f} steps; prefill {spent['prefill_seconds']:.3f} s, waiting for "
+        f"the device {spent['wait_seconds']:.3f} s, the rest of the thread {host:.3f} s"
     )
-    print(f"  generate {hf_rate:10,.0f} tokens/s ({min(theirs):.3f} s, {hf_turns} of {turns} turns)")
+    print(
+        f"  generate {hf_rate:10,.0f} tokens/s ({min(theirs):.3f} s, {hf_turns} of {turns} turns)"
+    )
     print(f"  speed-up {rate / hf_rate:10.2f}", flush=True)
     return rate, rate / hf_rate
 
@@ -199,7 +202,7 @@ async def measure(
 async def cpu(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(args.threads)
     model, tokenizer = tiny_model(max_position_embeddings=2048), tiny_tokenizer()
-    equal = equal_load(64, 64, 64)
+    equal = equal_load(64, 32, 128)
     ragged = ragged_load(64, 48, 256, turns=4, prompt=32)
     async with LocalChatClient(model, tokenizer, deterministic=not args.fast) as client:
         await run_engine(client, equal_load(64, 16, 8), 258)
@@ -218,25 +221,30 @@ async def cpu(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def step_times(client: LocalChatClient, rows: int, length: int) -> dict[str, float]:
+def print_step_times(client: LocalChatClient, rows: int, length: int) -> None:
     """Milliseconds of a decode step as a graph, whole and without sampling; nobody is in it."""
     batch = client._scheduler.batch  # type: ignore[attr-defined]
     rows, length = batch.sizes(rows, length)
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     out = {}
     with torch.inference_mode(), torch.cuda.stream(stream):
         for name, run in (("step", batch.step), ("forward", batch.step_logits)):
             for _ in range(5):
                 run(rows, length)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             begin.record()
             for _ in range(50):
                 run(rows, length)
             end.record()
             end.synchronize()
             out[name] = begin.elapsed_time(end) / 50
-    return out
+    print(
+        f"  graph of {rows} rows, {length} tokens: {out['step']:.2f} ms a step, of which sampling "
+        f"{out['step'] - out['forward']:.2f}",
+        flush=True,
+    )
 
 
 async def check_on_gpu() -> None:
@@ -261,7 +269,8 @@ async def check_on_gpu() -> None:
         if request.sampling.truncates:
             continue
         trace = answer.trace
-        assert trace is not None and trace.completion_logprobs is not None
+        assert trace is not None
+        assert trace.completion_logprobs is not None
         ids, n = trace.token_ids, len(trace.prompt_token_ids)
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([ids], device="cuda")).logits[0].float()
@@ -301,7 +310,10 @@ async def check_half_billion(model: Any, client: LocalChatClient) -> None:
         wanted = logp[torch.arange(len(ids) - n), list(ids[n:])]
         gaps.append((wanted - torch.tensor(trace.completion_logprobs)).abs())
     gap = torch.cat(gaps)
-    print(f"check, 0.5B bfloat16: log-probs differ by {gap.mean():.4f} on average, {gap.max():.4f} at most")
+    print(
+        f"check, 0.5B bfloat16: log-probs differ by {gap.mean():.4f} on average, "
+        f"{gap.max():.4f} at most"
+    )
     if not gap.mean() < 0.05:
         raise SystemExit("the engine's log-probs are wrong in bfloat16")
 
@@ -324,9 +336,7 @@ async def gpu(args: argparse.Namespace) -> dict[str, Any]:
         )
         async with client.updating():
             for length in (256, 384):
-                times = step_times(client, 128, length)
-                print(f"  graph of 128 rows, {length} tokens: {times['step']:.2f} ms a step, of which "
-                      f"sampling {times['step'] - times['forward']:.2f}")  # fmt: skip
+                print_step_times(client, 128, length)
     longest = int(ragged.lengths.sum(1).max()) + 64 + 16 * args.turns
     context = -(-longest // 64) * 64
     print(f"ragged: the longest conversation has {longest} tokens", flush=True)
@@ -341,9 +351,7 @@ async def gpu(args: argparse.Namespace) -> dict[str, Any]:
         )
         async with client.updating():
             for rows, length in ((8, 1024), (64, 1024), (256, 512), (256, 1024), (256, context)):
-                times = step_times(client, rows, length)
-                print(f"  graph of {rows} rows, {length} tokens: {times['step']:.2f} ms a step, of "
-                      f"which sampling {times['step'] - times['forward']:.2f}")  # fmt: skip
+                print_step_times(client, rows, length)
     return {
         "speedup_vs_hf": round(speedup, 2),
         "ragged_speedup_vs_hf": round(ragged_speedup, 2),

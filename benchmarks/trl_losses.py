@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ludic.errors import MissingExtraError
+from ludic.errors import LudicError
 from ludic.saw.items import BatchCounts
 from ludic.training import (
     CISPOLoss,
@@ -86,7 +86,7 @@ def trl_loss(
         from trl.trainer.grpo_config import GRPOConfig
         from trl.trainer.grpo_trainer import GRPOTrainer
     except ImportError as exc:
-        raise MissingExtraError("trl", "examples") from exc
+        raise LudicError("TRL is missing: pip install --no-deps 'trl==1.16.*'") from exc
     defaults = {k: f.default for k, f in GRPOConfig.__dataclass_fields__.items()}
     args = SimpleNamespace(**{**defaults, "steps_per_generation": accumulation, **settings})
     logps = tensors.logps.clone().requires_grad_()

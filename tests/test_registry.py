@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import ludic.registry as registry
@@ -94,6 +94,9 @@ def test_a_wrong_name_is_answered_with_the_nearest() -> None:
 
 
 @given(name=st.text())
+@example(name=":")
+@example(name="0:")
+@example(name="os:system")
 def test_any_unknown_name_is_an_unknown_name_error(name: str) -> None:
     registry_of_one = Registry("thing", {"only": Builtin("collections:deque", "")}, "ludic_tests.x")
     if name != "only":
@@ -172,6 +175,34 @@ def test_a_broken_entry_point_says_so_and_spoils_no_listing(envs: Registry) -> N
 def test_a_name_from_two_places_is_refused_and_not_chosen_between(envs: Registry) -> None:
     with pytest.raises(DuplicateNameError, match="built in and the package lamps"):
         envs.get("ordered")
+
+
+def test_a_class_of_the_right_kind_is_found_by_its_place() -> None:
+    from ludic.envs.tic_tac_toe import TicTacToeEnv
+
+    env = registry.make_env("ludic.envs.tic_tac_toe:TicTacToeEnv", opponent="perfect")
+    assert isinstance(env, TicTacToeEnv)
+
+
+@pytest.mark.parametrize("place", ["os:system", "pickle:loads", "subprocess:Popen", "torch:load"])
+def test_a_place_with_anything_else_is_refused_and_not_called(place: str) -> None:
+    with pytest.raises(ConfigError, match="not a class derived from"):
+        registry.make_env(place)
+    with pytest.raises(ConfigError, match="not a class derived from"):
+        registry.AGENTS.get(place)
+    with pytest.raises(ConfigError, match="not a class derived from"):
+        registry.PROTOCOLS.get(place)
+    with pytest.raises(UnknownNameError):
+        registry.get_tool(place)
+
+
+def test_a_place_that_is_not_there_is_said() -> None:
+    with pytest.raises(ConfigError, match="no_such_module"):
+        registry.make_env("no_such_module:Env")
+    with pytest.raises(ConfigError, match="NoSuchEnv"):
+        registry.make_env("ludic.envs:NoSuchEnv")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        registry.make_env("a..b:Env")
 
 
 def test_every_built_in_name_has_one_line() -> None:

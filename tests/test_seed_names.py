@@ -328,18 +328,10 @@ STILL_TO_COME: dict[str, str] = {
     "examples/tic_tac_toe/generate_synth_data.py": "the examples",
     "examples/tic_tac_toe/sft_tic_tac_toe.py": "the examples",
     "examples/tic_tac_toe/train_tic_tac_toe.py": "the examples",
-    "ludic.distributed.publisher:BroadcastPolicyPublisher": "the vLLM backend",
-    "ludic.distributed:BroadcastPolicyPublisher": "the vLLM backend",
-    "ludic.inference.vllm_client:VLLMChatClient": "the vLLM backend",
-    "ludic.inference.vllm_server": "the vLLM backend",
-    "ludic.inference:VLLMChatClient": "the vLLM backend",
     "ludic.pipeline:PipelineBatchSource": "actors and trainer joined by Redis",
     "src/ludic/cli/calibrate.py": "the command line",
     "src/ludic/cli/push.py": "the command line",
-    "src/ludic/distributed/publisher.py": "the vLLM backend",
     "src/ludic/envs/code_exec/": "code execution environments",
-    "src/ludic/inference/vllm_client.py": "the vLLM backend",
-    "src/ludic/inference/vllm_server.py": "the vLLM backend",
 }
 
 

@@ -2,7 +2,8 @@
 
 Built-in names are found without importing what they stand for until it is asked for. Scripts
 register their own with `register_env` and its siblings; installed packages announce theirs as
-entry points in the groups `ludic.envs`, `ludic.agents`, `ludic.protocols` and `ludic.tools`.
+entry points in the groups `ludic.envs`, `ludic.agents`, `ludic.protocols` and `ludic.tools`. A
+class can also be named by its place, `my_module:MyEnv`.
 
 >>> @register_env("coin", description="Call heads or tails.")
 ... class CoinEnv: ...
@@ -14,6 +15,7 @@ True
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_PLACE = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
+
 
 @dataclass(frozen=True, slots=True)
 class Builtin:
@@ -55,8 +59,11 @@ class _Registered:
 class Registry:
     """One kind of thing by name: built in, registered in this process, or from entry points."""
 
-    def __init__(self, kind: str, builtins: Mapping[str, Builtin], group: str) -> None:
+    def __init__(
+        self, kind: str, builtins: Mapping[str, Builtin], group: str, base: str = ""
+    ) -> None:
         self.kind, self.group = kind, group
+        self._base = base
         self._builtins = dict(builtins)
         self._registered: dict[str, _Registered] = {}
 
@@ -107,10 +114,8 @@ class Registry:
     def get(self, name: str) -> Callable[..., Any]:
         """The factory behind `name`; `UnknownNameError` answers with the nearest names.
 
-        A name of the form `module:attribute` is imported as it stands.
+        A name of the form `module:attribute` is imported, and must be a class of this kind.
         """
-        if ":" in name and name not in self._registered:
-            return _load(f"{self.kind} {name!r}", name)
         own = self._registered.get(name)
         builtin = self._builtins.get(name)
         announced = self._announced.get(name, [])
@@ -127,22 +132,32 @@ class Registry:
             return _load(f"{self.kind} {name!r}", builtin.target)
         if announced:
             return _load(f"{self.kind} {name!r} of {sources[0]}", announced[0].value)
+        if self._base and _PLACE.fullmatch(name):
+            return self._import(name)
         raise UnknownNameError(self.kind, name, self.names())
+
+    def _import(self, place: str) -> Callable[..., Any]:
+        """The class at `module:attribute`. Names also come from stored data, so that only what
+        can be seen to be of this kind is handed out, and never just anything callable."""
+        thing: Any = _load(f"{self.kind} {place!r}", place)
+        base: Any = _load(f"the base of every {self.kind}", self._base)
+        if isinstance(thing, type) and issubclass(thing, base):
+            return thing
+        raise ConfigError(
+            f"{self.kind} {place!r} is not a class derived from {base.__name__}: register a"
+            f" function under a name of its own, with `register_{self.group.split('.')[-1][:-1]}`"
+        )
 
     def make(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the factory behind `name`; arguments it does not take are a `ConfigError`."""
         factory = self.get(name)
         try:
-            signature = inspect.signature(factory)
-        except (TypeError, ValueError):  # some callables written in C have none
             return factory(*args, **kwargs)
-        try:
-            signature.bind(*args, **kwargs)
         except TypeError as exc:
-            raise ConfigError(
-                f"{self.kind} {name!r} cannot be made: {exc}; it takes {signature}"
-            ) from exc
-        return factory(*args, **kwargs)
+            # Reading a signature costs more than most factories: only when the call went wrong.
+            if complaint := _misfit(factory, args, kwargs):
+                raise ConfigError(f"{self.kind} {name!r} cannot be made: {complaint}") from exc
+            raise
 
     def names(self) -> list[str]:
         """Every known name, sorted."""
@@ -171,6 +186,19 @@ class Registry:
         return None
 
 
+def _misfit(factory: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
+    """Why the factory does not take these arguments; None when it does."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # some callables written in C have none
+        return None
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as exc:
+        return f"{exc}; it takes {signature}"
+    return None
+
+
 def _package(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist else entry.value
 
@@ -183,7 +211,7 @@ def _load(what: str, target: str) -> Callable[..., Any]:
             thing = getattr(thing, part)
     except MissingExtraError:  # says itself what to install
         raise
-    except (ImportError, AttributeError) as exc:
+    except (ImportError, AttributeError, ValueError) as exc:
         raise ConfigError(f"{what} cannot be loaded from {target!r}: {exc}") from exc
     if not callable(thing):
         raise ConfigError(f"{what}: {target!r} cannot be called")
@@ -223,6 +251,7 @@ ENVS = Registry(
         ),
     },
     "ludic.envs",
+    base="ludic.envs.env:LudicEnv",
 )
 AGENTS = Registry(
     "agent",
@@ -234,6 +263,7 @@ AGENTS = Registry(
         ),
     },
     "ludic.agents",
+    base="ludic.agents:Agent",
 )
 PROTOCOLS = Registry(
     "protocol",
@@ -251,6 +281,7 @@ PROTOCOLS = Registry(
         ),
     },
     "ludic.protocols",
+    base="ludic.interaction.base:InteractionProtocol",
 )
 TOOLS = Registry("tool", {}, "ludic.tools")
 

@@ -153,6 +153,16 @@ async def test_a_plain_function_runs_in_a_thread_and_a_coroutine_on_the_loop() -
     assert (await run(where_async)).content == "true"
 
 
+async def test_an_object_whose_call_is_async_is_a_tool_too() -> None:
+    class Adder:
+        async def __call__(self, a: int) -> int:
+            return a + 1
+
+    tools = tools_by_name([Tool.of(Adder(), name="increment")])
+    result = await call_tool(tools, call("increment", a=1), timeout_s=5.0)
+    assert (result.content, result.error) == ("2", None)
+
+
 async def test_a_slow_plain_tool_does_not_hold_up_the_event_loop() -> None:
     release = threading.Event()
 

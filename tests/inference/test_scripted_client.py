@@ -151,10 +151,17 @@ async def test_versions_are_stamped_and_only_grow() -> None:
 
 
 async def test_a_slow_script_meets_its_deadline() -> None:
-    client = ScriptedChatClient(["a"], TEMPLATE, latency_s=60)
+    async def slow(call: ScriptedCall) -> str:
+        await asyncio.sleep(60)
+        return "too late"
+
     asked = TokenCompletionRequest("script", PROMPT, timeout_s=0.01)
-    with pytest.raises(DeadlineError, match="a completion from the script"):
-        await client.complete_tokens(asked)
+    for client in (
+        ScriptedChatClient(["a"], TEMPLATE, latency_s=60),
+        ScriptedChatClient(slow, TEMPLATE),
+    ):
+        with pytest.raises(DeadlineError, match="a completion from the script"):
+            await client.complete_tokens(asked)
 
 
 async def test_faults_come_when_they_are_asked_for() -> None:
@@ -168,10 +175,12 @@ async def test_faults_come_when_they_are_asked_for() -> None:
 
 
 async def test_a_time_out_of_the_script_itself_is_not_taken_for_the_deadline() -> None:
-    client = ScriptedChatClient(["a"], TEMPLATE, fault=lambda call: TimeoutError("its own"))
+    async def impatient(call: ScriptedCall) -> str:
+        raise TimeoutError("its own")
+
     asked = TokenCompletionRequest("script", PROMPT, timeout_s=30)
     with pytest.raises(TimeoutError, match="its own"):
-        await client.complete_tokens(asked)
+        await ScriptedChatClient(impatient, TEMPLATE).complete_tokens(asked)
 
 
 async def test_a_closed_client_refuses() -> None:

@@ -31,20 +31,19 @@ COLOURS = ("red", "green", "blue", "white")
 
 
 class ColourBandit(SingleAgentEnv):
-    """A bandit with context: each of four lamps has one lever that pays 1, and one that pays 0.5."""
+    """Four levers: one pays 1, the others 0.5, 0.2 and nothing."""
 
     blocking: ClassVar[bool] = False
+    pays: ClassVar[dict[str, float]] = dict(zip(COLOURS, (0.2, 0.5, 1.0, 0.0), strict=True))
 
     def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
-        self._lamp = Random(seed).randrange(len(COLOURS))
         return self.env_current_obs(), {}
 
     def env_current_obs(self) -> Obs:
-        return COLOURS[self._lamp]
+        return "Pull."
 
     def env_step(self, action: Action) -> StepOutcome:
-        pays = {COLOURS[self._lamp - 1]: 1.0, COLOURS[self._lamp - 2]: 0.5}
-        return StepOutcome("", pays.get(action.strip(), 0.0), terminated=True)
+        return StepOutcome("", self.pays.get(action.strip(), 0.0), terminated=True)
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,11 @@ class World:
 
 
 def bandit() -> World:
-    return World("bandit", ColourBandit, COLOURS, COLOURS, tuple(range(16)), 1.0, 1)
+    return World("bandit", ColourBandit, COLOURS, COLOURS, (0,), 1.0, 1)
 
 
 def key_door() -> World:
-    """The smallest key-and-door worlds, seen whole; their shortest ways are 3 to 6 steps long."""
+    """One small key-and-door world, whose shortest way is 4 steps long."""
     directions = ("north", "south", "west", "east")
     phrases = (
         "You have no key.",
@@ -76,10 +75,10 @@ def key_door() -> World:
         "That is no direction.",
         *(f"You went {d}." for d in directions),
     )
-    make = lambda: KeyDoorEnv(width=3, height=2, wall_density=0.0, max_steps=12)  # noqa: E731
-    seeds = (0, 1, 2, 3)
-    best = sum(make().optimal_return(s) for s in seeds) / len(seeds)
-    return World("key_door", make, (*phrases, *directions), directions, seeds, best, 12)
+    make = lambda: KeyDoorEnv(width=3, height=2, wall_density=0.0, max_steps=8)  # noqa: E731
+    seed = next(s for s in range(100) if len(make().level(s).shortest_solution() or ()) == 4)
+    best = make().optimal_return(seed)
+    return World("key_door", make, (*phrases, *directions), directions, (seed,), best, 8)
 
 
 @dataclass
@@ -106,7 +105,7 @@ async def learn(
     """Teaches a random model the words, then lets it learn the world by itself."""
     tokenizer = tiny_tokenizer(world.words)
     template = HFChatTemplate(tokenizer)
-    model = tiny_model(seed=seed, vocab_size=len(tokenizer))
+    model = lively_model(seed, len(tokenizer))
     await _teach_words(model, template, world, folder / "words")
     spec = InferenceSpec(SamplingConfig(max_tokens=3))
     group = algo.group_size or 1
@@ -119,7 +118,7 @@ async def learn(
             return [
                 RolloutRequest(
                     env=EnvSpec(world.name),
-                    protocol=ProtocolSpec("single_agent", {"parser": "text", "system_prompt": ""}),
+                    protocol=ProtocolSpec("single_agent", {"parser": "text"}),
                     env_seed=world.seeds[(step * (episodes // group) + i) % len(world.seeds)],
                     sampling_seed=derive_seed(seed, "sampling", step, i),
                 )
@@ -154,26 +153,29 @@ def _mean_return(line: dict[str, Any]) -> float:
     return float(line["train/reward_mean"])
 
 
+def lively_model(seed: int, vocab_size: int) -> Any:
+    """A tiny model whose random answers depend on what it reads: the usual initialisation is so
+    small that for many steps it could only learn one answer for everything."""
+    import torch
+
+    model = tiny_model(seed=seed, vocab_size=vocab_size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+    return model
+
+
 async def _teach_words(
-    model: Any, template: HFChatTemplate, world: World, folder: Path, steps: int = 30
+    model: Any, template: HFChatTemplate, world: World, folder: Path, steps: int = 40
 ) -> None:
-    """SFT on random actions: the model learns to speak, not what to say."""
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": observation},
-                {"role": "assistant", "content": action},
-            ]
-        }
-        for observation in _observations(world)
-        for action in world.actions
-    ]
+    """SFT on random walks: the model learns to speak, not what to say."""
     algo = make_sft()
     trainer = Trainer(
         model=model,
         algo=algo,
         batch_source=OfflineBatchSource(
-            rows, chat_template=template, algorithm=algo, batch_size=len(rows)
+            _random_walks(world, 32), chat_template=template, algorithm=algo, batch_size=8
         ),
         cfg=TrainerConfig(
             learning_rate=3e-3, max_seq_len=1024, micro_token_budget=4096, run_dir=folder
@@ -183,9 +185,17 @@ async def _teach_words(
     trainer.close()
 
 
-def _observations(world: World) -> Sequence[str]:
-    env, seen = world.make(), set()
-    for seed in world.seeds:
-        obs, _ = env.env_reset(seed=seed)  # type: ignore[attr-defined]
-        seen.add(obs)
-    return sorted(seen)
+def _random_walks(world: World, count: int) -> Sequence[dict[str, Any]]:
+    env, rng, rows = world.make(), Random(0), []
+    for walk in range(count):
+        obs, _ = env.env_reset(seed=world.seeds[walk % len(world.seeds)])  # type: ignore[attr-defined]
+        messages: list[dict[str, str]] = []
+        for _ in range(world.max_steps):
+            action = rng.choice(world.actions)
+            messages += [{"role": "user", "content": obs}, {"role": "assistant", "content": action}]
+            outcome = env.env_step(action)  # type: ignore[attr-defined]
+            if outcome.terminated or outcome.truncated:
+                break
+            obs = outcome.obs
+        rows.append({"messages": messages})
+    return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from dataclasses import replace
@@ -104,6 +105,23 @@ def test_an_algorithm_is_one_file_of_about_a_page_that_states_its_formula(
     # Distillation has two levels and a reward beside its teacher: its formula takes more room.
     assert len(text.splitlines()) <= (70 if name == "opd" else 50)
     assert "bjective" in text.split('"""')[1] or "A = " in text.split('"""')[1]
+
+
+def test_the_documentation_builds_an_algorithm_in_under_thirty_lines(repo_root: Path) -> None:
+    page = (repo_root / "docs/add_an_algorithm.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    assert "def make_rloo" in code
+    assert len(code.splitlines()) < 30
+
+
+def test_what_is_exported_lazily_is_what_type_checkers_see() -> None:
+    import ludic.training
+
+    source = Path(str(ludic.training.__file__)).read_text()
+    block = next(n for n in ast.parse(source).body if isinstance(n, ast.If))
+    seen = {alias.name for n in block.body if isinstance(n, ast.ImportFrom) for alias in n.names}
+    assert seen == set(ludic.training.__all__)
+    assert all(getattr(ludic.training, name) is not None for name in ludic.training.__all__)
 
 
 def test_listing_algorithms_imports_no_torch() -> None:

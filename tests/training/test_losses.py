@@ -258,6 +258,9 @@ def test_a_composite_asks_for_what_any_of_its_terms_needs() -> None:
     assert whole.needs_entropy
     assert not whole.needs_logits
     assert whole.scope == "rollout"
+    assert whole.preprocess is None
+    with_baseline = CompositeLoss((1.0, ReinforceBaselineLoss()), (0.1, EntropyBonus()))
+    assert with_baseline.preprocess is not None
 
 
 def exact_kls(logits: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

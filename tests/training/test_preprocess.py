@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludic.errors import ConfigError, NotTrainableError
 from ludic.saw.batch import make_batch
 from ludic.saw.building import build_items
-from ludic.saw.items import SAWBatch, SAWItem
+from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem, TurnSpan
 from ludic.training import GroupNormalizedReturn, KLInReward, MonteCarloReturn
 from ludic.training.preprocess import chain, drop_zero_variance_groups, subtract_mean, turn_weights
 from ludic.types import Rollout
@@ -124,3 +125,44 @@ def test_a_chain_runs_each_step_once_from_left_to_right() -> None:
     assert calls == ["first", "second"]
     assert chain(None, None) is None
     assert chain(first) is first
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_kl_in_the_reward_has_the_expected_gradient_of_the_kl_of_whole_rollouts(
+    turns: int,
+) -> None:
+    # Two tokens from a vocabulary of three, in one turn or in two: nine rollouts, each with its
+    # probability, give the expectation as a finite sum.
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(4, 3, generator=generator, dtype=torch.float64).log_softmax(1)
+    logp = logits.log_softmax(1)
+    exact, estimate = torch.zeros(()).double(), torch.zeros(()).double()
+    for first in range(3):
+        for second in range(3):
+            mine = torch.stack([logp[0, first], logp[1 + first, second]])
+            others = torch.stack([reference[0, first], reference[1 + first, second]])
+            exact = exact - 0.3 * mine.sum().exp() * (mine - others).sum()
+            spans = (
+                (TurnSpan(0, 2, 0, 0.0),)
+                if turns == 1
+                else (TurnSpan(0, 1, 0, 0.0), TurnSpan(1, 2, 1, 0.0))
+            )
+            item = SAWItem(
+                input_ids=np.array([7, first, second]),
+                attention_mask=np.ones(3, dtype=np.int8),
+                action_mask=np.array([0, 1, 1], dtype=np.int8),
+                weight=0.0,
+                attachments=SampleAttachments(
+                    behavior_logprobs=mine.detach().numpy().astype(np.float32),
+                    reference_logprobs=others.numpy().astype(np.float32),
+                ),
+                turns=spans,
+                rollout_id="r",
+            )
+            (charged,) = KLInReward(0.3, "rollout")(make_batch([item])).items
+            weights = torch.from_numpy(charged.attachments.token_weights).double()
+            estimate = estimate + mine.detach().sum().exp() * (weights * mine).sum()
+    (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    (found,) = torch.autograd.grad(estimate, logits)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

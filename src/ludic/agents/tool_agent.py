@@ -171,7 +171,7 @@ class ToolAgent(Agent):
         errors = [*call.parsed.tool_call_errors, *(sentence for _ in call.parsed.tool_calls)]
         self._finish_round(call, messages, errors)
         result = self.conclude(call)
-        if result.parse.action is not None or call.response.finish_reason is FinishReason.LENGTH:
+        if result.parse.action is not None:
             return result
         return ActResult(result.steps, ParseResult(None, 0.0, ROUNDS_FEEDBACK))
 

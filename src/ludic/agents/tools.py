@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ludic.envs.threads import EnvThreads
 from ludic.errors import DeadlineError, ToolError
@@ -152,12 +152,16 @@ async def call_tool(
 
 async def _run(tool: Tool, arguments: Mapping[str, Any], timeout_s: float | None) -> Any:
     whom = f"tool {tool.name!r}"
-    if not inspect.iscoroutinefunction(tool.function):
-        call = functools.partial(tool.function, **arguments)
-        return await _threads.run(call, what="an answer", whom=whom, timeout_s=timeout_s)
+    call = functools.partial(tool.function, **arguments)
+    if inspect.iscoroutinefunction(tool.function):
+        answer = call()
+    else:
+        answer = await _threads.run(call, what="an answer", whom=whom, timeout_s=timeout_s)
+        if not inspect.isawaitable(answer):  # an object may turn out to be async when called
+            return answer
     try:
         async with asyncio.timeout(timeout_s) as deadline:
-            return await tool.function(**arguments)
+            return await answer
     except TimeoutError as exc:
         if deadline.expired():
             raise DeadlineError("an answer", whom, timeout_s or 0.0) from exc
@@ -181,8 +185,7 @@ def _arguments_model(
     from pydantic.errors import PydanticUserError
 
     try:
-        hints = get_type_hints(function, include_extras=True)
-        parameters = inspect.signature(function).parameters
+        parameters = inspect.signature(function, eval_str=True).parameters
     except (TypeError, ValueError, NameError) as exc:
         raise ToolError(f"tool {tool_name!r}: its signature cannot be read: {exc}") from exc
     fields: dict[str, Any] = {}
@@ -193,13 +196,13 @@ def _arguments_model(
                 f"tool {tool_name!r}: {parameter} cannot be passed by name; models call tools "
                 "with named arguments only"
             )
-        if name not in hints:
+        if parameter.annotation is parameter.empty:
             raise ToolError(f"tool {tool_name!r}: argument {name!r} has no type annotation")
         default = ... if parameter.default is parameter.empty else parameter.default
         at = f"argument_{i}"
         names[at] = name
         fields[at] = (
-            hints[name],
+            parameter.annotation,
             Field(default, alias=name, description=argument_docs.get(name)),
         )
     try:

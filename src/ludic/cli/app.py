@@ -35,20 +35,22 @@ def train(
     dry_run: DryRun = False,
 ) -> None:
     """Train an agent: cold start if the run has one, reinforcement, evaluation."""
-    from ludic.cli import train as command
+    from ludic.cli.train import train as start
 
+    settings = list(overrides or [])
     if resume is not None and run is not None and "=" in run:
-        run, overrides = None, [run, *(overrides or [])]
-    command.train(run, overrides or [], out=out, resume=resume, dry_run=dry_run)
+        settings.insert(0, run)
+        run = None
+    start(run, settings, out=out, resume=resume, dry_run=dry_run)
 
 
 @app.command()
 def sft(run: Run, overrides: Overrides = None, out: Out = None, dry_run: DryRun = False) -> None:
     """Only the supervised part of a run."""
-    from ludic.cli import train as command
+    from ludic.cli.train import train as start
 
     settings = [*(overrides or []), "training.steps=0"]
-    command.train(run, settings, out=out, resume=None, dry_run=dry_run)
+    start(run, settings, out=out, resume=None, dry_run=dry_run)
 
 
 @app.command("eval")
@@ -65,12 +67,13 @@ def evaluate(
     ] = None,
 ) -> None:
     """Play held-out episodes and report rates with intervals, or compare two reports."""
-    from ludic.cli import evaluate as command
+    from ludic.cli.evaluate import compare as compare_reports
+    from ludic.cli.evaluate import evaluate as start
 
     if compare is not None:
-        command.compare(*compare)
+        compare_reports(*compare)
     else:
-        command.evaluate(run, overrides or [], output=output, pass_at=pass_at or [])
+        start(run, overrides or [], output=output, pass_at=pass_at or [])
 
 
 @app.command()
@@ -85,9 +88,9 @@ def play(
     seed: Annotated[int, typer.Option(help="The episode's seed.")] = 0,
 ) -> None:
     """Play an environment yourself, or watch a model play it."""
-    from ludic.cli import play as command
+    from ludic.cli.play import play as start
 
-    command.play(env, settings or [], model=model, seed=seed)
+    start(env, settings or [], model=model, seed=seed)
 
 
 @app.command()
@@ -102,9 +105,9 @@ def generate(
     ] = None,
 ) -> None:
     """Write rollouts, filtered by rejection, as data that `ludic sft` takes."""
-    from ludic.cli import generate as command
+    from ludic.cli.generate import generate as start
 
-    command.generate(run, overrides or [], output=output, episodes=episodes, keep=keep or [])
+    start(run, overrides or [], output=output, episodes=episodes, keep=keep or [])
 
 
 @app.command()
@@ -117,9 +120,9 @@ def replay(
     ] = None,
 ) -> None:
     """Run recorded episodes again and report the first divergence."""
-    from ludic.cli import replay as command
+    from ludic.cli.replay import replay as start
 
-    command.replay(rollouts, limit=limit, model=model)
+    start(rollouts, limit=limit, model=model)
 
 
 @app.command()
@@ -128,17 +131,17 @@ def doctor(
     overrides: Overrides = None,
 ) -> None:
     """Check the machine and, for a run, that sampler and trainer agree."""
-    from ludic.cli import doctor as command
+    from ludic.cli.doctor import doctor as start
 
-    command.doctor(run, overrides or [])
+    start(run, overrides or [])
 
 
 @app.command()
 def calibrate(run: Run, overrides: Overrides = None) -> None:
     """Find the largest training.micro_token_budget that fits this machine."""
-    from ludic.cli import calibrate as command
+    from ludic.cli.calibrate import calibrate as start
 
-    command.calibrate(run, overrides or [])
+    start(run, overrides or [])
 
 
 @app.command()
@@ -152,7 +155,7 @@ def envs() -> None:
 @app.command()
 def algorithms() -> None:
     """List the algorithms that can be named."""
-    from ludic.training.algorithm import list_algorithms
+    from ludic.training.algorithms import list_algorithms
 
     _print_names(list_algorithms())
 

@@ -91,7 +91,8 @@ def summary_of(reports: Mapping[str, EvalReport]) -> dict[str, Any]:
 
 def read_curve(metrics: Path, key: str) -> tuple[list[float], list[float]]:
     """Steps and values of one metric."""
-    steps, values = [], []
+    steps: list[float] = []
+    values: list[float] = []
     if metrics.is_file():
         for line in metrics.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)

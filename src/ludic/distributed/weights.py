@@ -24,9 +24,7 @@ class ModelWeights:
         self.model = model
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        adapters = {
-            name: module for name, module in self.model.named_modules() if _is_lora(module)
-        }
+        adapters = {name: module for name, module in self.model.named_modules() if _is_lora(module)}
         seen: set[int] = set()
         for name, tensor in self.model.named_parameters():
             if any(part in name for part in _LORA_PARTS):

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from ludic.errors import (
     ConfigError,
@@ -24,6 +24,8 @@ from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.hf_chat_template import HFChatTemplate
 from ludic.inference.token_codec import NOTHING
 from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
+
+T = TypeVar("T")
 
 _REMEMBERED_CONVERSATIONS = 100_000
 
@@ -79,9 +81,6 @@ class ScriptedChatClient:
         if latency_s < 0:
             raise ConfigError(f"latency_s={latency_s}: must be >= 0")
         self._script = script
-        self._is_async = inspect.iscoroutinefunction(script) or inspect.iscoroutinefunction(
-            getattr(script, "__call__", None)
-        )
         self._codec = chat_template.codec
         self._end_id = chat_template.end_token_id
         self._cycle = cycle
@@ -105,12 +104,19 @@ class ScriptedChatClient:
             raise EngineClosedError("this scripted client is closed")
         self._check(request)
         call = ScriptedCall(request, self._count(request.conversation_id), self._decode)
-        if self._latency_s or self._is_async:
-            text = await self._within_deadline(call)
-        else:  # there is nothing to wait for
-            self._raise_fault(call)
-            text = self._checked(self._said(call))
-        return self._response(request, text)
+        started = time.monotonic()
+        if self._latency_s:
+            await _within(asyncio.sleep(self._latency_s), request.timeout_s, started)
+        if self._fault is not None and (error := self._fault(call)) is not None:
+            raise error
+        said = self._said(call)
+        if inspect.isawaitable(said):
+            said = await _within(said, request.timeout_s, started)
+        if not isinstance(said, str):
+            raise RequestRejectedError(
+                f"the policy function answered {type(said).__name__}; it must answer a string"
+            )
+        return self._response(request, said)
 
     async def sync_weights(
         self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
@@ -150,24 +156,6 @@ class ScriptedChatClient:
                 f"of {limit}"
             )
 
-    async def _within_deadline(self, call: ScriptedCall) -> str:
-        limit = call.request.timeout_s
-        deadline = asyncio.timeout(limit)
-        try:
-            async with deadline:
-                await asyncio.sleep(self._latency_s)
-                self._raise_fault(call)
-                said = self._said(call)
-                return self._checked(await said if inspect.isawaitable(said) else said)
-        except TimeoutError as exc:
-            if not deadline.expired() or limit is None:
-                raise  # the script's own
-            raise DeadlineError("a completion", "the script", limit) from exc
-
-    def _raise_fault(self, call: ScriptedCall) -> None:
-        if self._fault is not None and (error := self._fault(call)) is not None:
-            raise error
-
     def _said(self, call: ScriptedCall) -> str | Awaitable[str]:
         if callable(self._script):
             return self._script(call)
@@ -178,14 +166,6 @@ class ScriptedChatClient:
                 "function"
             )
         return self._script[call.index % len(self._script)]
-
-    def _checked(self, text: Any) -> str:
-        if not isinstance(text, str):
-            raise RequestRejectedError(
-                f"the policy function answered {type(text).__name__}; it must answer a string, "
-                "or be an async function that does"
-            )
-        return text
 
     def _response(self, request: TokenCompletionRequest, text: str) -> ChatResponse:
         started = time.perf_counter()
@@ -233,6 +213,20 @@ class ScriptedChatClient:
         text = self._codec.decode(ids)
         self.tokenize_seconds += time.perf_counter() - started
         return text
+
+
+async def _within(waited_for: Awaitable[T], limit: float | None, started: float) -> T:
+    """What is awaited, unless `limit` seconds since `started` pass before it is there."""
+    if limit is None:
+        return await waited_for
+    deadline = asyncio.timeout(limit - (time.monotonic() - started))
+    try:
+        async with deadline:
+            return await waited_for
+    except TimeoutError as exc:
+        if not deadline.expired():
+            raise  # the script's own
+        raise DeadlineError("a completion", "the script", limit) from exc
 
 
 def _stop_position(

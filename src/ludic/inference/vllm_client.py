@@ -22,7 +22,15 @@ from ludic.errors import (
 )
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.retries import Backoff
-from ludic.inference.vllm_replica import Replica, ServerFacts, UnreachableError, ask, learn
+from ludic.inference.vllm_replica import (
+    PROBE_TEXT,
+    Replica,
+    ServerFacts,
+    UnreachableError,
+    ask,
+    check_spelling,
+    learn,
+)
 from ludic.inference.vllm_wire import (
     completions_body,
     generate_body,
@@ -32,7 +40,6 @@ from ludic.inference.vllm_wire import (
 from ludic.types import ChatResponse, FinishReason
 
 _REMEMBERED_CONVERSATIONS = 65536
-_PROBE_TEXT = "Tokenizers agree: 12 + 30 = 42, naïve café, <b>tags</b>\n\tand\n\nlines."
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +144,13 @@ class VLLMChatClient:
             raise InferenceError(f"no vLLM server answers: {self._states()}. Are they up?")
         if tokenizer is not None:
             for replica in known:
-                await self._check_tokenizer(replica, tokenizer, timeout_s)
+                assert replica.facts is not None
+                name = self.model or replica.facts.models[0]
+                body = {"model": name, "prompt": PROBE_TEXT, "add_special_tokens": False}
+                answer = await self.control(
+                    replica, "POST", "/tokenize", body=body, timeout_s=timeout_s
+                )
+                check_spelling(replica.url, list(answer["tokens"]), tokenizer)
 
     async def close(self) -> None:
         """Closes the connections; requests after that are refused."""
@@ -267,7 +280,7 @@ class VLLMChatClient:
             replica = await self._choose(request.conversation_id)
             if replica is not None:
                 try:
-                    return await self._ask_replica(replica, request)
+                    return await self.ask_replica(replica, request)
                 except UnreachableError as exc:
                     failures.append(str(exc))
                     asked = exc.retry_after_s or 0.0
@@ -286,7 +299,7 @@ class VLLMChatClient:
             f"{failures[-1]}. {self._states()}"
         )
 
-    async def _ask_replica(self, replica: Replica, request: TokenCompletionRequest) -> ChatResponse:
+    async def ask_replica(self, replica: Replica, request: TokenCompletionRequest) -> ChatResponse:
         connection = await self._connect()
         facts = replica.facts
         assert facts is not None
@@ -305,7 +318,7 @@ class VLLMChatClient:
                 connection.session, "POST", replica.url + path, body=body, headers=self._headers
             )
         except UnreachableError as exc:
-            if exc.status != 429:
+            if exc.status in (None, 502, 503, 504):  # 500 and 429 are about this one request
                 replica.mark_down(str(exc), self._backoff.pause_s(replica.failures))
             raise
         finally:
@@ -396,20 +409,6 @@ class VLLMChatClient:
                 "one of those names, or start the server with --served-model-name"
             )
         replica.facts = facts
-
-    async def _check_tokenizer(self, replica: Replica, tokenizer: Any, timeout_s: float) -> None:
-        body = {"prompt": _PROBE_TEXT, "add_special_tokens": False}
-        if self.model is not None:
-            body["model"] = self.model
-        answer = await self.control(replica, "POST", "/tokenize", body=body, timeout_s=timeout_s)
-        theirs = list(answer["tokens"])
-        ours = list(tokenizer.encode(_PROBE_TEXT, add_special_tokens=False))
-        if theirs != ours:
-            raise ConfigError(
-                f"the tokenizer does not fit {replica.url}: a probe text is {len(ours)} tokens "
-                f"{ours[:8]}… here and {len(theirs)} tokens {theirs[:8]}… there. Load the tokenizer "
-                "of the model that the server serves"
-            )
 
     def _states(self) -> str:
         return "; ".join(r.describe() for r in self.replicas)

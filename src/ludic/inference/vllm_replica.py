@@ -15,7 +15,7 @@ from ludic.errors import ConfigError, DeadlineError, InferenceError, RequestReje
 from ludic.inference.retries import retry_after_s
 
 RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
-LARGEST_ANSWER = 256 * 1024 * 1024
+PROBE_TEXT = "Tokenizers agree: 12 + 30 = 42, naïve café, <b>tags</b>\n\tand\n\nlines."
 
 
 class UnreachableError(InferenceError):
@@ -163,6 +163,17 @@ async def _generate_is_enabled(
     except RequestRejectedError as exc:
         return "HTTP 403" not in str(exc)
     return True
+
+
+def check_spelling(url: str, theirs: list[int], tokenizer: Any) -> None:
+    """Raises `ConfigError` where a tokenizer spells `PROBE_TEXT` otherwise than the server."""
+    ours = list(tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
+    if theirs != ours:
+        raise ConfigError(
+            f"the tokenizer does not fit {url}: a probe text is {len(ours)} tokens {ours[:8]}… "
+            f"here and {len(theirs)} tokens {theirs[:8]}… there. Load the tokenizer of the model "
+            "that the server serves"
+        )
 
 
 def _reason(data: bytes, limit: int = 600) -> str:

@@ -90,7 +90,7 @@ def completions_body(
     }
     if salt is not None:
         body["cache_salt"] = salt
-    return body | overrides
+    return {**body, **overrides}
 
 
 def _extensions(request: TokenCompletionRequest) -> tuple[dict[str, Any], Mapping[str, Any]]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ludic.errors import BatchError, ConfigError
 from ludic.training.aggregation import Aggregation, token_mean
+from ludic.training.preprocess import chain
 from ludic.training.types import Loss, LossBatch, LossStats, Scope, Stat, TokenLogProbs
 
 SCOPES: tuple[Scope, ...] = ("token", "turn", "rollout")
@@ -22,7 +23,8 @@ def widest(*scopes: Scope) -> Scope:
 class CompositeLoss:
     """Σ coefficient · loss. Each term's share is logged as `loss_<class name>`.
 
-    Statistics that several terms report under one name are taken from the first of them.
+    Statistics that several terms report under one name are taken from the first of them. All
+    terms see the same weights: where one brings a baseline, it is taken off for all.
 
     >>> from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss
     >>> loss = CompositeLoss((1.0, TokenClippedSurrogateLoss()), (0.01, EntropyBonus()))
@@ -34,6 +36,7 @@ class CompositeLoss:
         if not terms:
             raise ConfigError("CompositeLoss needs at least one (coefficient, loss)")
         self.terms = terms
+        self.preprocess = chain(*(getattr(loss, "preprocess", None) for _, loss in terms))
 
     @property
     def needs_logits(self) -> bool:

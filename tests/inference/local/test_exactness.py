@@ -11,14 +11,7 @@ import torch
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local import LocalChatClient
 from ludic.inference.sampling import ReturnSpec
-
-from .conftest import ask_all, plain_logprobs, request
-
-MODES = [
-    pytest.param({"deterministic": True}, id="deterministic"),
-    pytest.param({"deterministic": False}, id="fast"),
-    pytest.param({"deterministic": False, "pipelined": True}, id="pipelined"),
-]
+from tests.inference.local.asking import MODES, ask_all, plain_logprobs, request
 
 
 def mixed_requests(n: int, seed: int = 0) -> list[TokenCompletionRequest]:
@@ -76,7 +69,7 @@ async def test_repeating_a_conversation_gives_the_same_bits_with_and_without_its
             answer = await client.complete_tokens(request(ids, seed=turn, max_tokens=30))
             assert answer.trace is not None
             traces.append(answer.trace)
-            ids = answer.trace.token_ids + (10, 20, 30)
+            ids = (*answer.trace.token_ids, 10, 20, 30)
         return traces
 
     async with LocalChatClient(model, tokenizer) as client:
@@ -90,7 +83,7 @@ async def test_repeating_a_conversation_gives_the_same_bits_with_and_without_its
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 async def test_logprobs_equal_a_plain_forward_pass(
-    model: Any, tokenizer: Any, mode: dict[str, bool], temperature: float
+    model: Any, tokenizer: Any, mode: Any, temperature: float
 ) -> None:
     rng = random.Random(1)
     prompts = [[rng.randrange(258) for _ in range(rng.randrange(1, 200))] for _ in range(24)]
@@ -108,7 +101,7 @@ async def test_logprobs_equal_a_plain_forward_pass(
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_prompt_logprobs_equal_a_plain_forward_pass(
-    model: Any, tokenizer: Any, mode: dict[str, bool]
+    model: Any, tokenizer: Any, mode: Any
 ) -> None:
     rng = random.Random(2)
     prompt = [rng.randrange(258) for _ in range(150)]

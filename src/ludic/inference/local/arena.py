@@ -133,7 +133,7 @@ class SlotMemory:
         return self._arenas[self.lengths[0]]
 
     def place(self, sequence: Sequence, tokens: int) -> None:
-        """Sees to it that the sequence has a slot for `tokens` tokens; what it holds comes along."""
+        """Sees to it that the sequence has a slot for `tokens` tokens, with what it holds."""
         length = self.length_for(tokens)
         old = sequence.arena
         if old is not None and old.length >= length:

@@ -257,5 +257,7 @@ class SlotLayout:
         # One problem for the chunk: the queries that share a key-value head are its rows.
         rows = q.permute(1, 2, 0, 3).reshape(1, kv_heads, group * n, dim)
         full = mask[:, 0].permute(1, 0, 2).expand(group, n, -1).reshape(1, 1, group * n, -1)
-        attended = F.scaled_dot_product_attention(rows, k[None], v[None], attn_mask=full, scale=scale)
+        attended = F.scaled_dot_product_attention(
+            rows, k[None], v[None], attn_mask=full, scale=scale
+        )
         return attended.view(kv_heads, group, n, dim).permute(2, 0, 1, 3).flatten(1, 2)

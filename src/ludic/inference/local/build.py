@@ -79,7 +79,10 @@ def build_scheduler(
     pipelined = settings.pipelined
     if pipelined is None:
         pipelined = device.type == "cuda" and not resolved.deterministic
-    view = module_view(model, fuse_norms=pipelined and device.type == "cuda")
+    # In float32 the fused norm is the same to the bit; in bfloat16 it rounds once less, which is
+    # worth it only where launches are what a step costs.
+    fuse = shape.dtype == torch.float32 or (device.type == "cuda" and pipelined)
+    view = module_view(model, fuse_norms=fuse)
     memory = SlotMemory(
         shape,
         max_slots=resolved.max_slots,
@@ -124,9 +127,7 @@ def _resolve(settings: EngineSettings, config: Any, device: torch.device) -> Res
             raise ConfigError("the model names no longest context: set max_context_tokens")
         wanted = min(limit, _GPU_CONTEXT) if device.type == "cuda" else limit
     if limit and wanted > limit:
-        raise ConfigError(
-            f"max_context_tokens={wanted} is more than the model's {limit} positions"
-        )
+        raise ConfigError(f"max_context_tokens={wanted} is more than the model's {limit} positions")
     if wanted < 2:
         raise ConfigError(f"max_context_tokens={wanted}: a prompt and a completion need 2")
     exact = settings.deterministic
@@ -161,7 +162,12 @@ def _cache_bytes(device: torch.device) -> int:
 
 
 def _kv_shape(model: nn.Module, config: Any, device: torch.device) -> KVShape:
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no attention heads: the in-process engine serves families "
+            "that keep keys and values"
+        )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     _, dtype = device_and_dtype(model)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

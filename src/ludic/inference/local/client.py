@@ -246,7 +246,11 @@ class LocalChatClient:
                 f"max_context_tokens={limit}: shorten the prompt, or raise the limit"
             )
         for i, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab:
+            if (
+                isinstance(token, bool)
+                or not isinstance(token, int)
+                or not 0 <= token < self._vocab
+            ):
                 raise RequestRejectedError(
                     f"prompt_token_ids[{i}] = {token!r} is outside of the vocabulary "
                     f"(0 to {self._vocab - 1})"
@@ -294,7 +298,9 @@ class LocalChatClient:
             async with asyncio.timeout(timeout_s):
                 await self._gate.enter()
         except TimeoutError:
-            raise DeadlineError("a place in the queue", "the in-process engine", timeout_s) from None
+            raise DeadlineError(
+                "a place in the queue", "the in-process engine", timeout_s
+            ) from None
 
     def _late(self, timeout_s: float) -> DeadlineError:
         return DeadlineError("a completion", "the in-process engine", timeout_s)
@@ -309,7 +315,7 @@ class LocalChatClient:
 
     def _foreign(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Those of `params` that are not the module's own tensors, all checked to fit."""
-        own = {**dict(self._model.named_parameters(remove_duplicate=False))}
+        own: dict[str, torch.Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
         own.update(self._model.named_buffers(remove_duplicate=False))
         foreign = {}
         for name, tensor in params.items():
@@ -345,7 +351,9 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
         getattr(tokenizer, "eos_token_id", None),
         getattr(getattr(model, "generation_config", None), "eos_token_id", None),
     ):
-        found.update(value if isinstance(value, list | tuple) else () if value is None else (value,))
+        found.update(
+            value if isinstance(value, list | tuple) else () if value is None else (value,)
+        )
     return frozenset(found)
 
 

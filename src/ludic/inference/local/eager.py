@@ -19,7 +19,6 @@ from ludic.inference.local.noise import keyed_uniform
 from ludic.inference.local.sampler import SamplingRows, draw, sample
 from ludic.inference.local.scheduler import Outcome, Work
 
-
 _AHEAD = 32
 """For how many tokens the noise of a steady batch is drawn at once."""
 
@@ -63,7 +62,9 @@ class SteadyBatch:
     def step(self, logits: Tensor) -> tuple[list[int], list[float]]:
         """Samples, and makes the tokens the next step's input."""
         if not self.noise:
-            noise = keyed_uniform(self.keys[:, None].expand(-1, _AHEAD), self.at[:, None] + self.ahead)
+            noise = keyed_uniform(
+                self.keys[:, None].expand(-1, _AHEAD), self.at[:, None] + self.ahead
+            )
             self.noise = list(noise.T.contiguous().flip(0).unbind())
             self.at += _AHEAD
         # Multiplying by one changes no bit, so leaving it out changes none either.
@@ -108,9 +109,7 @@ class EagerRunner:
         steady = self._steady
         if steady is None or steady.generation != self.memory.generation:
             ids, positions, layout = self._lay_out(work, self._rows_for(len(work)))
-            steady = SteadyBatch(
-                self.memory.generation, work, ids, positions, layout, self.device
-            )
+            steady = SteadyBatch(self.memory.generation, work, ids, positions, layout, self.device)
             self._steady = steady
         else:
             steady.layout.next_token()
@@ -151,8 +150,8 @@ class EagerRunner:
                     at = row + begin - first
                     layout.add_chunk(arena, s.slot, at, begin, length, stop - begin)
             row += item.count
-        for length, (at_rows, slots, at) in decodes.items():
-            layout.add_decodes(self.memory.arena(length), at_rows, slots, at)
+        for length, (its_rows, slots, places) in decodes.items():
+            layout.add_decodes(self.memory.arena(length), its_rows, slots, places)
         return ids, positions, layout
 
     def _pieces(self, first: int, end: int, slot_length: int) -> list[tuple[int, int, int]]:
@@ -170,7 +169,8 @@ class EagerRunner:
     @staticmethod
     def _needed_rows(work: Seq[Work]) -> list[int]:
         """The rows whose logits somebody wants, in order."""
-        needed, row = [], 0
+        needed: list[int] = []
+        row = 0
         for item in work:
             if item.sequence.scores_prompt:
                 needed.extend(range(row, row + item.count))

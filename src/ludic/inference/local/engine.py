@@ -1,4 +1,4 @@
-"""The engine's thread: takes requests in, steps the scheduler, stands still while weights change."""
+"""The engine's thread: takes requests in, steps, and stands still while weights change."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ludic.errors import EngineClosedError, InferenceError, PublishError
+from ludic.errors import EngineClosedError, PublishError
 from ludic.inference.local.queue_gate import QueueGate
 from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sequence
@@ -107,17 +107,18 @@ class Engine:
     # In the thread
 
     def _loop(self) -> None:
-        try:
-            with torch.inference_mode(), self._scheduler.in_thread():
-                while self._next():
-                    begin = time.perf_counter()
-                    self._scheduler.advance()
-                    self._scheduler.counters.busy_seconds += time.perf_counter() - begin
-        except BaseException as exc:
-            # A fault of the engine itself: nobody must be left waiting for it.
-            self._crash = exc
-        finally:
-            self._shut_down()
+        with torch.inference_mode():
+            try:
+                with self._scheduler.in_thread():
+                    while self._next():
+                        begin = time.perf_counter()
+                        self._scheduler.advance()
+                        self._scheduler.counters.busy_seconds += time.perf_counter() - begin
+            except BaseException as exc:
+                # A fault of the engine itself: nobody must be left waiting for it.
+                self._crash = exc
+            finally:
+                self._shut_down()
 
     def _next(self) -> bool:
         """Waits until there is a step to do. False: the engine is closing."""
@@ -179,7 +180,4 @@ class Engine:
         for pause in pauses:
             if not pause.ready:
                 pause.on_ready(self._closed_error())
-        try:
-            self._scheduler.fail_all(self._closed_error)
-        except Exception as exc:  # the memory may be in any state after a crash
-            self._crash = self._crash or InferenceError(str(exc))
+        self._scheduler.abandon(self._closed_error)

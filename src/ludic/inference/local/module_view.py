@@ -8,7 +8,7 @@ the very same parameter dictionaries.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,8 +18,9 @@ from ludic.errors import ConfigError
 ATTENTION_NAME = "ludic_slots"
 
 
-def base_causal_lm(model: nn.Module) -> nn.Module:
+def base_causal_lm(module: nn.Module) -> nn.Module:
     """The Hugging Face module inside compile and PEFT wrappers; adapters stay in place."""
+    model: Any = module
     while True:
         if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner
@@ -32,7 +33,7 @@ def base_causal_lm(model: nn.Module) -> nn.Module:
                     )
             model = model.get_base_model()
         else:
-            return model
+            return cast(nn.Module, model)
 
 
 def check_servable(model: nn.Module) -> None:
@@ -97,7 +98,7 @@ class _FusedRMSNorm(nn.Module):
 
 
 def _is_plain_rms_norm(module: nn.Module) -> bool:
-    """Whether it is the usual norm, scaled by its weight; other kinds name their parts otherwise."""
+    """Whether it is the usual norm, scaled by its weight; other kinds have other names."""
     return (
         type(module).__name__.endswith("RMSNorm")
         and set(module._parameters) == {"weight"}

@@ -51,7 +51,7 @@ class PipelinedScheduler(Scheduler):
             yield
             return
         with torch.cuda.device(self.batch.device):
-            stream = torch.cuda.Stream()
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.default_stream())
             with torch.cuda.stream(stream):
                 yield
@@ -197,7 +197,7 @@ class PipelinedScheduler(Scheduler):
         logprobs.copy_(self.batch.logprobs[:n], non_blocking=cuda)
         done = None
         if cuda:
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         for s in sequences:
             s.computed += 1
@@ -242,6 +242,9 @@ class PipelinedScheduler(Scheduler):
 
     def _leave(self, sequence: Sequence, *, wipe: bool = False) -> None:
         slot, last = sequence.slot, len(self.batch.arena.sequences) - 1
+        # A step in flight computed one token too many. Whatever it wrote, finite or not, must not
+        # meet the slot's next tenant.
+        self.batch.arena.kv[:, :, slot, :, len(sequence.tokens) - 1 : sequence.computed] = 0
         super()._leave(sequence, wipe=wipe)
         if slot != last:
             self.batch.move_row(last, slot)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,9 +120,7 @@ class Prefill:
             if small:
                 self._boxes[count, width] = box
                 dtype = self.arena.kv.dtype
-                box.logits = torch.zeros(
-                    count, self.vocab, dtype=dtype, device=box.table.device
-                )
+                box.logits = torch.zeros(count, self.vocab, dtype=dtype, device=box.table.device)
         else:
             box.table.copy_(fresh.table)
             box.columns.copy_(fresh.columns)

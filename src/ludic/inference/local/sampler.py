@@ -131,7 +131,7 @@ def penalise(
     logits = logits.clone()
     done = torch.tensor(list(completion), dtype=torch.long, device=logits.device)
     if config.repetition_penalty != 1:
-        seen = torch.tensor([*prompt, *completion], dtype=torch.long, device=logits.device).unique()
+        seen = torch.tensor(sorted({*prompt, *completion}), device=logits.device)
         value = logits[seen]
         r = config.repetition_penalty
         logits[seen] = torch.where(value > 0, value / r, value * r)

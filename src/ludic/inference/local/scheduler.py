@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -106,14 +107,14 @@ class Scheduler:
             if sequence.scores_prompt:
                 sequence.prompt_logprobs.clear()
 
-    def fail_all(self, error: Callable[[], BaseException]) -> None:
-        """Ends every request that is here."""
-        for sequence in list(self.running):
-            self._fail(sequence, error())
-        while self.waiting:
-            sequence = self.waiting.popleft()
-            self.on_admit()
+    def abandon(self, error: Callable[[], BaseException]) -> None:
+        """Ends every request that is here, without touching the memory: it may be in any state."""
+        for sequence in self.running:
             sequence.deliver(error())
+        self.running.clear()
+        while self.waiting:
+            self.waiting.popleft().deliver(error())
+            self.on_admit()
 
     # Admission
 
@@ -157,7 +158,10 @@ class Scheduler:
                 common = min(common_prefix(self._arrays[id(other)], tokens), usable)
                 if common <= shared:
                     continue
-                if common - max(shared, other.computed) >= _WORTH_SHARING and not other.scores_prompt:
+                if (
+                    common - max(shared, other.computed) >= _WORTH_SHARING
+                    and not other.scores_prompt
+                ):
                     return False
                 common = min(common, other.computed)
                 if common > shared:
@@ -249,7 +253,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence) -> None:
         assert sequence.arena is not None
-        known = min(sequence.computed, len(sequence.tokens))
+        known = min(sequence.computed, len(sequence.tokens) - 1)
         kv = sequence.arena.read(sequence.slot, known)
         self.store.add(np.asarray(sequence.tokens[:known], dtype=np.int64), kv)
         self._leave(sequence)

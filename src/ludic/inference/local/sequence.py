@@ -75,9 +75,9 @@ class Sequence:
 
     def check_end(self, decode: Callable[[list[int]], str]) -> FinishReason | None:
         """Why the sequence ends with its last token, or None."""
-        if self.tokens[-1] in self.stop_ids:
-            self.finished = FinishReason.STOP
-        elif self.sampling.stop and self._stop_string_in_tail(decode):
+        if self.tokens[-1] in self.stop_ids or (
+            self.sampling.stop and self._stop_string_in_tail(decode)
+        ):
             self.finished = FinishReason.STOP
         elif self.generated >= self.limit:
             self.finished = FinishReason.LENGTH

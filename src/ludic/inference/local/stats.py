@@ -41,6 +41,8 @@ class Counters:
             "wait_seconds": self.wait_seconds,
             "tokens_per_s": self.generated_tokens / self.busy_seconds if self.busy_seconds else 0.0,
             "occupancy": self.slot_steps / (self.steps * max_slots) if self.steps else 0.0,
-            "cache_hit_rate": self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
+            "cache_hit_rate": self.reused_tokens / self.prompt_tokens
+            if self.prompt_tokens
+            else 0.0,
             "queue_seconds_mean": self.queue_seconds / self.admitted if self.admitted else 0.0,
         }

@@ -4,8 +4,7 @@ Objective per sequence, with s = exp(mean_t (logp_t − logp_behaviour_t)), aver
 
     min(s·A, clip(s, 1 − 3e-4, 1 + 4e-4)·A),   A = (R − mean_group) / (std_group + 1e-4)
 
-Departures from the paper: a sequence is a turn; with `unit="rollout"` it is all that the agent
-wrote in the rollout, and each token keeps its own turn's weight.
+Departures: a sequence is a turn, or with `unit="rollout"` all that the agent wrote in a rollout.
 """
 
 from __future__ import annotations

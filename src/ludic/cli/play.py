@@ -1,0 +1,53 @@
+"""`ludic play`: a person at the keyboard, or a trained model to watch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ludic.cli.assemble import make_importable
+from ludic.cli.run_file import apply_override
+from ludic.cli.show import episode_text, say
+from ludic.envs.play import play_by_hand
+from ludic.registry import make_env
+from ludic.types import EnvSpec
+
+
+def play(env: str, settings: Sequence[str], *, model: Path | None, seed: int) -> None:
+    """Plays one episode. `settings` are arguments of the environment, as key=value."""
+    make_importable(Path.cwd())
+    options: dict[str, Any] = {}
+    for setting in settings:
+        apply_override(options, setting)
+    if model is not None:
+        asyncio.run(_watch(EnvSpec(env, options), model, seed))
+        return
+    raise SystemExit(play_by_hand(make_env(env, **options), seed=seed))
+
+
+async def _watch(env: EnvSpec, model: Path, seed: int) -> None:
+    from ludic.cli.assemble import open_policy, requests_of
+    from ludic.cli.locate import locate
+    from ludic.rollouts import RolloutEngine
+    from ludic.seeding import derive_seed
+
+    config, weights = locate(str(model))
+    known = {request.env.kind: request for request, _ in requests_of(config).values()}
+    request = known.get(env.kind) or next(iter(known.values()))
+    kwargs = {**(request.env.kwargs if env.kind in known else {}), **env.kwargs}
+    request = replace(
+        request,
+        env=EnvSpec(env.kind, kwargs),
+        env_seed=derive_seed(seed, "play"),
+        sampling_seed=derive_seed(seed, "play", "sampling"),
+    )
+    async with open_policy(config, weights=weights) as policy:
+        rollouts = await RolloutEngine(runtime=policy.runtime).generate_rollouts(
+            [request], max_steps=config.training.max_steps
+        )
+    for rollout in rollouts:
+        say(f"[bold]{rollout.agent_id}[/bold]" if len(rollouts) > 1 else "")
+        say(episode_text(rollout))

