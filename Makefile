@@ -74,7 +74,8 @@ bench: setup
 	@$(PY) -m benchmarks.run_all $(ARGS)
 
 demo: setup
-	@$(PY) -m tools.demo $(ARGS)
+	@echo "==> ludic train tic-tac-toe $(ARGS)"
+	@$(PY) -m ludic.cli train tic-tac-toe $(ARGS)
 
 constraints: $(READY)
 	@$(PY) -m tools.constraints

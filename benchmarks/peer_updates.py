@@ -42,12 +42,11 @@ def _rows(items: Sequence[SAWItem], device: torch.device) -> dict[str, Tensor]:
         pad = (0, longest - len(item.input_ids))
         act = item.action_mask.astype(bool)
         weight, old = np.zeros(len(act), np.float32), np.zeros(len(act), np.float32)
-        values, logps = item.attachments.token_weights, item.attachments.behavior_logprobs
-        weight[act] = item.weight if values is None else values
+        given, logps = item.attachments.token_weights, item.attachments.behavior_logprobs
+        weight[act] = item.weight if given is None else given
         old[act] = 0.0 if logps is None else logps
-        for key, value in zip(
-            rows, (item.input_ids, item.attention_mask, item.action_mask, weight, old), strict=True
-        ):
+        values: list[Any] = [item.input_ids, item.attention_mask, item.action_mask, weight, old]
+        for key, value in zip(rows, values, strict=True):
             rows[key].append(np.pad(value, pad))
     return {k: torch.from_numpy(np.stack(v)).to(device) for k, v in rows.items()}
 

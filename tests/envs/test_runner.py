@@ -286,6 +286,7 @@ class TestContract:
             ({"a": StepOutcome("", 0.0, truncated="no")}, "truncated='no'"),  # type: ignore[arg-type]
             ({"a": StepOutcome("", 0.0, True, True)}, "both terminated and truncated"),
             ({"a": StepOutcome("", 0.0, info=[])}, "agent 'a' an info"),  # type: ignore[arg-type]
+            ({"a": StepOutcome("", 0.0, info={"x": (1, 2)})}, "could not be stored"),
             (
                 {"a": StepOutcome("", 0.0, reward_components={"x": float("nan")})},
                 "reward component 'x' nan",

@@ -75,7 +75,10 @@ def key_door() -> World:
         "That is no direction.",
         *(f"You went {d}." for d in directions),
     )
-    make = lambda: KeyDoorEnv(width=3, height=2, wall_density=0.0, max_steps=8)  # noqa: E731
+
+    def make() -> KeyDoorEnv:
+        return KeyDoorEnv(width=3, height=2, wall_density=0.0, max_steps=8)
+
     seed = next(s for s in range(100) if len(make().level(s).shortest_solution() or ()) == 4)
     best = make().optimal_return(seed)
     return World("key_door", make, (*phrases, *directions), directions, (seed,), best, 8)
@@ -103,13 +106,17 @@ async def learn(
     seed: int = 0,
 ) -> Outcome:
     """Teaches a random model the words, then lets it learn the world by itself."""
-    tokenizer = tiny_tokenizer(world.words)
+    tokenizer = tiny_tokenizer((*world.words, "user\n", "assistant\n"))
     template = HFChatTemplate(tokenizer)
     model = lively_model(seed, len(tokenizer))
     await _teach_words(model, template, world, folder / "words")
     spec = InferenceSpec(SamplingConfig(max_tokens=3))
     group = algo.group_size or 1
-    async with LocalChatClient(model, tokenizer, max_slots=episodes) as client:
+    # Saying nothing that can be read must cost more than a wrong step, or it is the better policy.
+    parser = {"kind": "regex", "pattern": f"^({'|'.join(world.actions)})$", "error_reward": -0.2}
+    async with LocalChatClient(
+        model, tokenizer, max_slots=episodes, max_context_tokens=256
+    ) as client:
         engine = RolloutEngine(
             {world.name: world.make}, runtime=Runtime(client, template, "tiny", spec), seed=seed
         )
@@ -118,7 +125,7 @@ async def learn(
             return [
                 RolloutRequest(
                     env=EnvSpec(world.name),
-                    protocol=ProtocolSpec("single_agent", {"parser": "text"}),
+                    protocol=ProtocolSpec("single_agent", {"parser": parser}),
                     env_seed=world.seeds[(step * (episodes // group) + i) % len(world.seeds)],
                     sampling_seed=derive_seed(seed, "sampling", step, i),
                 )

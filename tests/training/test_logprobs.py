@@ -14,7 +14,9 @@ from ludic.training.packing import KeptIds
 VOCAB, WIDTH = 23, 7
 
 
-def make(seed: int, tokens: int, *, truncated: bool) -> tuple[Tensor, Tensor, Tensor, KeptIds | None]:
+def make(
+    seed: int, tokens: int, *, truncated: bool
+) -> tuple[Tensor, Tensor, Tensor, KeptIds | None]:
     gen = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, WIDTH, generator=gen, dtype=torch.float64)
     targets = torch.randint(VOCAB, (tokens,), generator=gen)
@@ -53,7 +55,7 @@ def reference(
         if kept is not None and kept.offsets[i] < kept.offsets[i + 1]:
             ids = kept.ids[kept.offsets[i] : kept.offsets[i + 1]]
         logp = logits[ids].log_softmax(0)
-        logprobs.append(logp[(ids == targets[i]).nonzero().item()])
+        logprobs.append(logp[ids == targets[i]].sum())
         entropies.append(-(logp.exp() * logp).sum())
     return torch.stack(logprobs), torch.stack(entropies)
 
@@ -93,7 +95,7 @@ def test_values_and_gradients_are_those_of_whole_logits(
             assert entropies is not None
         else:
             logprobs, entropies = reference(h, head, targets, temperatures, kept, rule)
-        ((logprobs * upstream[0]).sum() + (entropies * upstream[1]).sum()).backward()
+        ((logprobs * upstream[0]).sum() + (entropies * upstream[1]).sum()).backward()  # type: ignore[no-untyped-call]
         grads = [h.grad, *(p.grad for p in head.parameters())]
         results.append([logprobs.detach(), entropies.detach(), *grads])
     for ours, theirs in zip(*results, strict=True):
@@ -105,8 +107,12 @@ def test_the_gradient_passes_the_numerical_check() -> None:
     head = nn.Linear(WIDTH, VOCAB, dtype=torch.float64)
     hidden, targets, temperatures, kept = make(3, 5, truncated=True)
 
-    def both(h: Tensor) -> tuple[Tensor, Tensor | None]:
-        return token_logprobs(h, head, targets, temperatures, kept=kept, entropy=True, chunk=2)
+    def both(h: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = token_logprobs(
+            h, head, targets, temperatures, kept=kept, entropy=True, chunk=2
+        )
+        assert entropy is not None
+        return logprobs, entropy
 
     assert torch.autograd.gradcheck(both, (hidden.requires_grad_(),))
 
@@ -141,7 +147,7 @@ def test_a_head_that_is_more_than_a_matrix_gives_the_same() -> None:
             h, module, targets, temperatures, kept=kept, entropy=True, chunk=4
         )
         assert entropy is not None
-        (logprobs.sum() + (entropy**2).sum()).backward()
+        (logprobs.sum() + (entropy**2).sum()).backward()  # type: ignore[no-untyped-call]
         results.append((logprobs.detach(), entropy.detach(), h.grad, head.weight.grad))
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
@@ -158,7 +164,7 @@ def test_results_of_a_bfloat16_model_are_float32_and_close() -> None:
     ours, _ = token_logprobs(h, narrow, targets, temperatures.float())
     assert ours.dtype == torch.float32
     assert (ours - exact).abs().max() < 0.1
-    ours.sum().backward()
+    ours.sum().backward()  # type: ignore[no-untyped-call]
     assert h.grad is not None
     assert h.grad.dtype == torch.bfloat16
 

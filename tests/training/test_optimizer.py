@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from ludic.distributed.weights import ModelWeights
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.optimizer import MasterAdamW
@@ -168,10 +168,32 @@ def test_a_lora_run_resumes_to_the_bit_and_its_adapter_loads_with_peft(tmp_path:
 
 def test_an_adapter_on_the_head_is_scored_too(tmp_path: Path) -> None:
     model = lora(head=True)
-    trainer = lora_trainer(model, tmp_path, RecordingPublisher())
+    trainer = Trainer(
+        model=model,
+        algo=reinforce(),
+        batch_source=SyntheticSource(),
+        cfg=TrainerConfig(
+            learning_rate=1e-2, max_seq_len=64, micro_token_budget=64, run_dir=tmp_path
+        ),
+    )
     trainer.train_sync(1)
     trainer.close()
     head = [p for n, p in model.named_parameters() if "lm_head.lora_B" in n]
     fresh = [p for n, p in lora(head=True).named_parameters() if "lm_head.lora_B" in n]
     assert head
     assert not torch.equal(head[0], fresh[0])
+    with pytest.raises(PublishError, match="tied"):
+        list(ModelWeights(model))
+
+
+def test_modules_that_an_adapter_trains_whole_are_published_by_their_own_name() -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"])
+    model = get_peft_model(tiny_model(), config)
+    saved = dict(model.named_parameters())[
+        "base_model.model.model.norm.modules_to_save.default.weight"
+    ]
+    with torch.no_grad():
+        saved.fill_(7.0)
+    published = dict(ModelWeights(model))
+    assert published.keys() == {n for n, _ in tiny_model().named_parameters()}
+    assert torch.equal(published["model.norm.weight"], saved)

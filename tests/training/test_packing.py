@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ludic.errors import BatchError
 from ludic.inference.tiny import tiny_model
 from ludic.saw.batch import make_batch
-from ludic.saw.items import BatchCounts, SAWBatch, SAWItem, TurnSpan
+from ludic.saw.items import BatchCounts, SampleAttachments, SAWBatch, SAWItem, TurnSpan
 from ludic.training.packing import Cost, lay_out, pack, plan_micro_batches
 from ludic.training.policy import Policy
 from tests.training.synthetic import synthetic_batch, synthetic_item
@@ -75,16 +75,12 @@ def test_micro_batches_are_balanced_by_cost_and_not_by_count() -> None:
     for i, length in enumerate([1000, 1000, *[100] * 20]):
         mask = np.zeros(length, dtype=np.int8)
         mask[-5:] = 1
-        items.append(
-            SAWItem(rng.integers(0, 9, length), np.ones(length, np.int8), mask, 1.0)
-        )
+        items.append(SAWItem(rng.integers(0, 9, length), np.ones(length, np.int8), mask, 1.0))
         del i
     layout = lay_out(make_batch(items))
     cost = Cost(0.01)
     plan = plan_micro_batches(layout, micro_token_budget=2100, cost=cost, world_size=2)
-    loads = [
-        sum(cost(layout.packed[i].input_ids.size) for m in rank for i in m) for rank in plan
-    ]
+    loads = [sum(cost(layout.packed[i].input_ids.size) for m in rank for i in m) for rank in plan]
     assert max(loads) / min(loads) < 1.05
     assert [sum(i < 2 for m in rank for i in m) for rank in plan] == [1, 1]
 
@@ -156,33 +152,36 @@ def bad(item: SAWItem, **changes: object) -> SAWBatch:
 
 def test_bad_samples_are_named() -> None:
     item = synthetic_batch(2, 1).items[0]
-    length = len(item.input_ids)
+    length, count = len(item.input_ids), int(item.action_mask.sum())
+    first = item.action_mask.copy()
+    first[0] = 1
+    endless = replace(item.attachments, token_weights=np.full(count, np.inf, np.float32))
+    short = replace(item.attachments, behavior_logprobs=np.zeros(1, np.float32))
+    nothing = {
+        "action_mask": np.zeros(length, np.int8),
+        "turns": (),
+        "weight": 1.0,
+        "attachments": SampleAttachments(),
+    }
+    cases: list[tuple[dict[str, object], str]] = [
+        (nothing, "without an action token"),
+        ({"attention_mask": np.ones(length + 1, np.int8)}, "masks of"),
+        ({"action_mask": first}, "first token is an action"),
+        ({"attention_mask": 1 - item.action_mask}, "hidden by the attention mask"),
+        ({"temperature": 0.0}, "temperature 0"),
+        ({"attachments": endless}, "not finite"),
+        ({"attachments": short}, "behavior_logprobs for"),
+        ({"turns": (replace(item.turns[0], end=0),)}, "no turn span"),
+    ]
+    for changes, said in cases:
+        with pytest.raises(BatchError, match=said):
+            lay_out(bad(item, **changes))
     with pytest.raises(BatchError, match=rf"rollout '2-r0'.*{length} tokens.*max_seq_len=4"):
         lay_out(bad(item), max_seq_len=4)
-    with pytest.raises(BatchError, match="without an action token"):
-        lay_out(bad(item, action_mask=np.zeros(length, np.int8), turns=(), weight=1.0,
-                    attachments=type(item.attachments)()))
-    with pytest.raises(BatchError, match="masks of"):
-        lay_out(bad(item, attention_mask=np.ones(length + 1, np.int8)))
-    with pytest.raises(BatchError, match="first token is an action"):
-        first = item.action_mask.copy()
-        first[0] = 1
-        lay_out(bad(item, action_mask=first))
-    with pytest.raises(BatchError, match="hidden by the attention mask"):
-        lay_out(bad(item, attention_mask=1 - item.action_mask))
-    with pytest.raises(BatchError, match="temperature 0"):
-        lay_out(bad(item, temperature=0.0))
-    with pytest.raises(BatchError, match="not finite"):
-        weights = np.full(int(item.action_mask.sum()), np.inf, np.float32)
-        lay_out(bad(item, attachments=replace(item.attachments, token_weights=weights)))
-    with pytest.raises(BatchError, match="behavior_logprobs for"):
-        short = replace(item.attachments, behavior_logprobs=np.zeros(1, np.float32))
-        lay_out(bad(item, attachments=short))
+    kept = replace(item.attachments, kept_token_ids=[np.array([VOCAB_END])] * count)
+    layout = lay_out(bad(item, attachments=kept))
     with pytest.raises(BatchError, match="not among the ids"):
-        count = int(item.action_mask.sum())
-        kept = [np.array([VOCAB_END])] * count
-        attached = replace(item.attachments, kept_token_ids=kept)
-        pack(lay_out(bad(item, attachments=attached)), [0])
+        pack(layout, [0])
 
 
 VOCAB_END = 10_000

@@ -50,9 +50,7 @@ class Fixed:
 
 
 def config(folder: Path, **changes: Any) -> TrainerConfig:
-    base = TrainerConfig(
-        learning_rate=1e-3, max_seq_len=64, micro_token_budget=64, run_dir=folder
-    )
+    base = TrainerConfig(learning_rate=1e-3, max_seq_len=64, micro_token_budget=64, run_dir=folder)
     return replace(base, **changes)
 
 
@@ -127,7 +125,7 @@ def test_a_running_loop_is_told_to_await(tmp_path: Path) -> None:
     async def wrong() -> None:
         trainer.train_sync(1)
 
-    with pytest.raises(ConfigError, match="await trainer.train"):
+    with pytest.raises(ConfigError, match=r"await trainer\.train"):
         asyncio.run(wrong())
     trainer.close()
 
@@ -254,9 +252,7 @@ def test_several_updates_per_batch_see_proximal_logprobs_of_its_beginning(tmp_pa
     algo = RLAlgorithm("mine", ConstantCredit(), loss)  # type: ignore[arg-type]
     batch = synthetic_batch(0, 6)
     cfg = config(tmp_path, epochs=2, mini_batches=3, micro_token_budget=1000, learning_rate=1e-2)
-    trainer = Trainer(
-        model=tiny_model().double(), algo=algo, batch_source=Fixed(batch), cfg=cfg
-    )
+    trainer = Trainer(model=tiny_model().double(), algo=algo, batch_source=Fixed(batch), cfg=cfg)
     trainer.train_sync(1)
     trainer.close()
     assert len(loss.seen) == 6
@@ -387,7 +383,7 @@ def test_evaluation_runs_every_so_many_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes, said",
+    ("changes", "said"),
     [
         ({"micro_token_budget": 10}, "micro_token_budget=10 is below max_seq_len"),
         ({"learning_rate": 0.0}, "learning_rate"),

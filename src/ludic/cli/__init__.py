@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 
 
@@ -18,11 +19,25 @@ def main() -> None:
     except LudicError as exc:
         if debug:
             raise
-        print(f"ludic: {exc}", file=sys.stderr)
-        sys.exit(2)
+        _fail(str(exc))
     except OSError as exc:
         if debug:
             raise
-        where = f" ({exc.filename})" if exc.filename else ""
-        print(f"ludic: {exc.strerror or exc}{where}", file=sys.stderr)
-        sys.exit(2)
+        _fail(_explained(exc))
+
+
+def _fail(sentence: str) -> None:
+    print(f"ludic: {' '.join(sentence.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _explained(exc: OSError) -> str:
+    where = f": {exc.filename}" if exc.filename else ""
+    if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"the disk is full{where}; free some space, then go on with "
+            "`ludic train --resume FOLDER`, or name a folder on another disk with --out"
+        )
+    if exc.errno == errno.EADDRINUSE:
+        return f"{exc.strerror}{where}: name another port, or end what listens on this one"
+    return f"{exc.strerror or exc}{where}"

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ludic.cli.run_file import ModelSection, RunConfig
-from ludic.distributed import LocalPolicyPublisher, PolicyPublisher
+from ludic.distributed import PolicyPublisher
+from ludic.distributed.local import LocalPolicyPublisher
 from ludic.errors import ConfigError, MissingExtraError
 from ludic.inference import HFChatTemplate, InferenceSpec, SamplingConfig
 from ludic.inference.client import ChatClient
@@ -109,7 +110,8 @@ def _with_adapter(model: nn.Module, section: ModelSection) -> nn.Module:
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, adapter)  # type: ignore[arg-type,return-value]
+    wrapped: nn.Module = get_peft_model(model, adapter)
+    return wrapped
 
 
 def _device(section: ModelSection) -> torch.device:
@@ -169,11 +171,17 @@ async def _local(
     return client, LocalPolicyPublisher(client)
 
 
-def requests_of(config: RunConfig) -> Mapping[str, tuple[RolloutRequest, float]]:
-    """One request per environment of the run, with its share, by name."""
-    protocol = ProtocolSpec(config.protocol.kind, config.protocol.kwargs)
+def requests_of(
+    config: RunConfig, *, held_out: bool = False
+) -> Mapping[str, tuple[RolloutRequest, float]]:
+    """One request per environment of the run, with its share, by name; `held_out`: of its
+    evaluation, which may have an environment and a protocol of its own."""
+    envs, part = config.env, config.protocol
+    if held_out:
+        envs, part = config.eval.env or envs, config.eval.protocol or part
+    protocol = ProtocolSpec(part.kind, part.kwargs)
     found: dict[str, tuple[RolloutRequest, float]] = {}
-    for section in config.env:
+    for section in envs:
         name = section.kind
         while name in found:
             name += "+"

@@ -69,7 +69,7 @@ def read_report(path: Path) -> EvalReport:
 
 def eval_plan(config: RunConfig) -> list[RolloutRequest]:
     """The held-out episodes of a run: fixed by its evaluation seed, whatever the run's seed."""
-    mix = list(requests_of(config).values())
+    mix = list(requests_of(config, held_out=True).values())
     share = -(-config.eval.episodes // len(mix))
     plan: list[RolloutRequest] = []
     for index, (request, _) in enumerate(mix):
@@ -82,13 +82,18 @@ def eval_plan(config: RunConfig) -> list[RolloutRequest]:
     return plan
 
 
+def eval_engine(config: RunConfig, policy: Policy) -> RolloutEngine:
+    """Samples as the evaluation does, which may be at another temperature."""
+    inference = inference_spec(config, config.eval.temperature)
+    return RolloutEngine(runtime=replace(policy.runtime, inference=inference))
+
+
 async def evaluate_policy(
     config: RunConfig, policy: Policy, *, name: str, on_progress: ProgressCallback | None = None
 ) -> EvalReport:
     """The held-out episodes with the present policy."""
-    runtime = replace(policy.runtime, inference=inference_spec(config, config.eval.temperature))
     evaluator = RolloutEvaluator(
-        RolloutEngine(runtime=runtime),
+        eval_engine(config, policy),
         eval_plan(config),
         max_steps=config.training.max_steps,
         name=name,

@@ -37,7 +37,7 @@ class RunSection(Section):
 class LoraSection(Section):
     """Train an adapter of this rank instead of all weights (needs the extra `peft`)."""
 
-    rank: int = Field(16, ge=1)
+    rank: int = Field(default=16, ge=1)
     alpha: float = 32.0
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
 
@@ -57,11 +57,11 @@ class ModelSection(Section):
 class SamplingSection(Section):
     """As in `SamplingConfig`; the defaults may be trained on."""
 
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    min_p: float = Field(0.0, ge=0, le=1)
-    max_tokens: int | None = Field(64, ge=1)
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    max_tokens: int | None = Field(default=64, ge=1)
     stop: list[str] = []
 
 
@@ -72,8 +72,8 @@ class InferenceSection(Section):
     backend: Literal["local", "vllm"] = "local"
     servers: list[str] = []
     vllm_python: str | None = None
-    slots: int = Field(64, ge=1)
-    max_context_tokens: int | None = Field(None, ge=8)
+    slots: int = Field(default=64, ge=1)
+    max_context_tokens: int | None = Field(default=None, ge=8)
     deterministic: bool | None = None
     sampling: SamplingSection = SamplingSection()
 
@@ -88,7 +88,12 @@ class PartSection(Section):
 class EnvSection(PartSection):
     """An environment by name. `weight` is its share when a run mixes several."""
 
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(default=1.0, gt=0)
+
+
+def _as_list(value: Any) -> Any:
+    """`[env]` is a list of one; `[[env]]` tables are a mix."""
+    return [value] if isinstance(value, dict) else value
 
 
 class AlgorithmSection(Section):
@@ -99,27 +104,30 @@ class AlgorithmSection(Section):
 
 
 class TrainingSection(Section):
-    """The optimisation, and how much is rolled out for each step of it."""
+    """The optimisation, and how much is rolled out for each step of it. With `past_opponents`, a
+    seat of a game of several is taken, in `past_share` of the episodes, by one of that many
+    earlier policies, the last of those at every `checkpoint_every` steps."""
 
-    steps: int = Field(100, ge=0)
-    rollouts_per_update: int = Field(64, ge=1)
-    max_steps: int = Field(16, ge=1)
-    concurrency: int = Field(64, ge=1)
-    learning_rate: float = Field(1e-5, gt=0)
-    warmup_steps: int = Field(0, ge=0)
+    steps: int = Field(default=100, ge=0)
+    rollouts_per_update: int = Field(default=64, ge=1)
+    max_steps: int = Field(default=16, ge=1)
+    concurrency: int = Field(default=64, ge=1)
+    learning_rate: float = Field(default=1e-5, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    final_lr_ratio: float = Field(0.0, ge=0, le=1)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    micro_token_budget: int = Field(16384, ge=1)
-    max_seq_len: int = Field(2048, ge=2)
-    mini_batches: int = Field(1, ge=1)
-    epochs: int = Field(1, ge=1)
+    final_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    micro_token_budget: int = Field(default=16384, ge=1)
+    max_seq_len: int = Field(default=2048, ge=2)
+    mini_batches: int = Field(default=1, ge=1)
+    epochs: int = Field(default=1, ge=1)
     overlap: bool = False
     gradient_checkpointing: bool = False
-    checkpoint_every: int = Field(50, ge=0)
-    keep_checkpoints: int = Field(2, ge=1)
-    past_opponents: int = Field(0, ge=0)
+    checkpoint_every: int = Field(default=50, ge=0)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    past_opponents: int = Field(default=0, ge=0)
+    past_share: float = Field(default=0.5, ge=0, le=1)
 
 
 class SFTSection(Section):
@@ -129,10 +137,10 @@ class SFTSection(Section):
 
     data: str | None = None
     teacher: str | None = None
-    examples: int = Field(1000, ge=1)
-    steps: int = Field(100, ge=0)
-    batch_size: int = Field(64, ge=1)
-    learning_rate: float = Field(1e-3, gt=0)
+    examples: int = Field(default=1000, ge=1)
+    steps: int = Field(default=100, ge=0)
+    batch_size: int = Field(default=64, ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
 
     @model_validator(mode="after")
     def _one_source(self) -> SFTSection:
@@ -142,13 +150,19 @@ class SFTSection(Section):
 
 
 class EvalSection(Section):
-    """Held-out episodes; `every = 0` evaluates only at the stages' ends."""
+    """Held-out episodes; `every = 0` evaluates only at the stages' ends. `env` and `protocol` are
+    those of the training unless given: a player that learns from itself is measured against
+    others. `outcomes` are the endings to report, as the environment calls them, the one that
+    counts first."""
 
-    episodes: int = Field(400, ge=1)
-    every: int = Field(0, ge=0)
+    env: Annotated[list[EnvSection], BeforeValidator(_as_list)] = []
+    protocol: PartSection | None = None
+    outcomes: list[str] = []
+    episodes: int = Field(default=400, ge=1)
+    every: int = Field(default=0, ge=0)
     seed: int = 1_000_003
-    samples_per_task: int = Field(1, ge=1)
-    temperature: float | None = Field(None, ge=0)
+    samples_per_task: int = Field(default=1, ge=1)
+    temperature: float | None = Field(default=None, ge=0)
 
 
 class LoggingSection(Section):
@@ -158,15 +172,10 @@ class LoggingSection(Section):
     keep_rollouts: bool = True
 
 
-def _as_list(value: Any) -> Any:
-    """`[env]` is a list of one; `[[env]]` tables are a mix."""
-    return [value] if isinstance(value, dict) else value
-
-
 class RunConfig(Section):
     """The whole run, resolved."""
 
-    schema_version: int = Field(SCHEMA, alias="schema")
+    schema_version: int = Field(default=SCHEMA, alias="schema")
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     inference: InferenceSection = InferenceSection()

@@ -41,10 +41,10 @@ def episodes_bar(title: str) -> Iterator[ProgressCallback]:
         yield update
 
 
-def stages_table(reports: Mapping[str, EvalReport]) -> Table:
-    """Stages as rows, rates with intervals as columns."""
-    outcomes = _outcomes(reports.values())
-    table = Table(title=None, box=None, pad_edge=False, header_style="bold")
+def stages_table(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()) -> Table:
+    """Stages as rows, rates with intervals as columns: of `outcomes`, and of others found."""
+    outcomes = [*outcomes, *(o for o in _outcomes(reports.values()) if o not in outcomes)]
+    table = Table(title=None, box=None, pad_edge=False, header_style="bold", leading=1)
     table.add_column("")
     for name in outcomes or ["success"]:
         table.add_column(name.replace("_", " "), justify="right")
@@ -57,7 +57,7 @@ def stages_table(reports: Mapping[str, EvalReport]) -> Table:
         table.add_row(
             stage.replace("_", " "),
             *(_percent(rate) for rate in [*rates, failures]),
-            f"{reward.value:+.2f} [dim]{reward.low:+.2f} to {reward.high:+.2f}[/dim]",
+            f"{reward.value:+.2f}\n[dim]{reward.low:+.2f} to {reward.high:+.2f}[/dim]",
         )
     return table
 
@@ -70,15 +70,18 @@ def _outcomes(reports: Any) -> list[str]:
 
 
 def _percent(rate: Estimate) -> str:
-    return f"{rate.value:.1%} [dim]{rate.low:.1%} to {rate.high:.1%}[/dim]"
+    return f"{rate.value:.1%}\n[dim]{100 * rate.low:.1f} to {100 * rate.high:.1f}[/dim]"
 
 
-def summary_of(reports: Mapping[str, EvalReport]) -> dict[str, Any]:
-    """The headline figure of each stage: wins where the environment knows them, else successes."""
-    metric = "win" if "win" in _outcomes(reports.values()) else "success"
-    summary: dict[str, Any] = {}
+def summary_of(reports: Mapping[str, EvalReport], headline: str | None = None) -> dict[str, Any]:
+    """The headline figure of each stage, the rate of the outcome `headline` (None: of wins where
+    the environment knows them, else of successes), and the mean reward."""
+    if headline is None and "win" in _outcomes(reports.values()):
+        headline = "win"
+    metric = headline or "success"
+    summary: dict[str, Any] = {"headline": metric}
     for stage, report in reports.items():
-        rate = report.outcome("win") if metric == "win" else report.success
+        rate = report.outcome(headline) if headline else report.success
         summary[f"{metric}_{stage}"] = {"value": rate.value, "low": rate.low, "high": rate.high}
         summary[f"reward_{stage}"] = {
             "value": report.reward.value,
@@ -120,7 +123,7 @@ def plot_png(path: Path, curve: tuple[list[float], list[float]], summary: dict[s
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    metric = "win" if any(k.startswith("win_") for k in summary) else "success"
+    metric = summary["headline"]
     stages = [k.removeprefix(f"{metric}_") for k in summary if k.startswith(f"{metric}_")]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), width_ratios=(2, 1))
     steps, values = curve

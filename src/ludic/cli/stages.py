@@ -6,13 +6,15 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ludic.cli.assemble import Policy, open_policy, requests_of
-from ludic.cli.evaluate import eval_plan, evaluate_policy
+from ludic.cli.evaluate import eval_engine, eval_plan, evaluate_policy
+from ludic.cli.opponents import seating
+from ludic.cli.rollout_log import open_rollout_log
 from ludic.cli.run_file import RunConfig
 from ludic.cli.run_folder import RunFolder
 from ludic.cli.show import (
@@ -30,7 +32,7 @@ from ludic.cli.teach import write_lessons
 from ludic.errors import ConfigError
 from ludic.eval import EvalReport
 from ludic.inference import HFChatTemplate
-from ludic.rollouts import FixedMix, RolloutEngine, RolloutWriter
+from ludic.rollouts import RolloutEngine
 from ludic.seeding import derive_seed
 from ludic.training import (
     CheckpointConfig,
@@ -43,6 +45,7 @@ from ludic.training import (
 )
 from ludic.training.loggers import ConsoleLogger, Logger, RichLiveLogger
 
+T = TypeVar("T")
 SHOWN = ("train/reward_mean", "train/loss", "train/entropy", "perf/tokens_per_s")
 
 
@@ -56,6 +59,7 @@ class TrainingRun:
         self.reports: dict[str, EvalReport] = {}
         self.stopped = False
         self._trainer: Trainer | None = None
+        self._playing: asyncio.Task[Any] | None = None
 
     async def go(self) -> None:
         started = time.monotonic()
@@ -68,26 +72,30 @@ class TrainingRun:
                     f"model: {self.config.model.name}, {size:,} parameters; sampled "
                     f"{backend[self.config.inference.backend]}"
                 )
-                await self._evaluate(policy, "before")
-                version = 0
-                if self.config.sft is not None:
-                    version = await self._sft(policy)
-                    if not self.stopped:
-                        await self._evaluate(policy, "after_sft")
-                if self.config.training.steps and not self.stopped:
-                    await self._reinforce(policy, version)
-                    if not self.stopped:
-                        await self._evaluate(policy, "after_rl")
+                await self._stages(policy)
                 if self.stopped:
                     say(f"stopped; go on with: ludic train --resume {self.folder.path}")
                     return
                 await self._conclude(policy, time.monotonic() - started)
+
+    async def _stages(self, policy: Policy) -> None:
+        """What is left of the run, as far as it gets before it is stopped."""
+        version = 0
+        await self._evaluate(policy, "before")
+        if self.config.sft is not None and not self.stopped:
+            version = await self._sft(policy)
+            await self._evaluate(policy, "after_sft")
+        if self.config.training.steps and not self.stopped:
+            await self._reinforce(policy, version)
+            await self._evaluate(policy, "after_rl")
 
     def _stop(self) -> None:
         say("stopping after this step, with a checkpoint; press Ctrl-C again to end at once")
         self.stopped = True
         if self._trainer is not None:
             self._trainer.stop()
+        if self._playing is not None:
+            self._playing.cancel()  # these episodes are cheap to play again
 
     async def _sft(self, policy: Policy) -> int:
         sft = self.config.sft
@@ -98,7 +106,9 @@ class TrainingRun:
             assert sft.teacher is not None
             path = self.folder.path / "sft.jsonl.gz"
             if not self.folder.has(path.name):
-                await self._teach(policy, sft.teacher, path)
+                await self._unless_stopped(self._teach(policy, sft.teacher, path))
+                if self.stopped:
+                    return 0
         say(f"supervised cold start: {sft.steps} steps on {path.name}")
         algorithm = make_sft()
         source = OfflineBatchSource(
@@ -117,7 +127,7 @@ class TrainingRun:
             cfg=cfg,
             loggers=self._loggers(("train/nll", "perf/tokens_per_s"), sft.steps),
         )
-        await self._train(trainer, sft.steps)
+        await self._train(trainer, lambda: trainer.train(sft.steps))
         return trainer.version
 
     async def _teach(self, policy: Policy, teacher: str, path: Path) -> None:
@@ -147,47 +157,45 @@ class TrainingRun:
             f"reinforcement: {training.steps} updates of {training.rollouts_per_update} episodes, "
             f"{algorithm.name}"
         )
-        writer = None
-        if self.config.logging.keep_rollouts:
-            writer = RolloutWriter(self.folder.rollouts / "train.jsonl.gz", append=True)
-        engine = RolloutEngine(
-            runtime=policy.runtime, seed=derive_seed(self.seed, "train"), writer=writer
-        )
-        source = RolloutBatchSource(
-            engine=engine,
-            request_fn=FixedMix(self.requests, seed=derive_seed(self.seed, "train", "env")),
-            algorithm=algorithm,
-            max_steps=training.max_steps,
-            concurrency=training.concurrency,
-            rollouts_per_update=training.rollouts_per_update,
-        )
-        cfg = self._trainer_config(
-            "rl",
-            training.steps,
-            training.learning_rate,
-            training.schedule,
-            training.final_lr_ratio,
-        )
-        trainer = Trainer(
-            model=policy.model,
-            algo=algorithm,
-            batch_source=source,
-            publisher=policy.publisher,
-            cfg=cfg,
-            loggers=self._loggers(SHOWN, training.steps),
-            evaluate=lambda step: self._during(policy, step),
-        )
-        trainer.version = version
-        try:
-            await self._train(trainer, training.steps)
-        finally:
-            if writer is not None:
-                writer.close()
+        async with seating(self.config, policy, self.folder.path) as seats:
+            engine = RolloutEngine(runtime=seats.runtime, seed=derive_seed(self.seed, "train"))
+            source = RolloutBatchSource(
+                engine=engine,
+                request_fn=seats.curriculum,
+                algorithm=algorithm,
+                max_steps=training.max_steps,
+                concurrency=training.concurrency,
+                rollouts_per_update=training.rollouts_per_update,
+            )
+            trainer = Trainer(
+                model=policy.model,
+                algo=algorithm,
+                batch_source=source,
+                publisher=policy.publisher,
+                cfg=self._trainer_config(
+                    "rl",
+                    training.steps,
+                    training.learning_rate,
+                    training.schedule,
+                    training.final_lr_ratio,
+                ),
+                loggers=self._loggers(SHOWN, training.steps),
+                evaluate=lambda step: self._during(policy, step),
+            )
+            trainer.version = version
+            await trainer.start()
+            with ExitStack() as stack:
+                if self.config.logging.keep_rollouts:
+                    log = open_rollout_log(self.folder.rollouts / "train.jsonl.gz", source.step)
+                    engine.writer = stack.enter_context(log)
+                await self._train(trainer, lambda: seats.train(trainer, training.steps))
 
-    async def _train(self, trainer: Trainer, steps: int) -> None:
+    async def _train(self, trainer: Trainer, work: Callable[[], Awaitable[None]]) -> None:
         self._trainer = trainer
+        if self.stopped:
+            trainer.stop()
         try:
-            await trainer.train(steps)
+            await work()
         finally:
             trainer.close()
             self._trainer = None
@@ -242,10 +250,26 @@ class TrainingRun:
         if self.folder.has(f"eval/{stage}.json"):
             self.reports[stage] = EvalReport.from_dict(self.folder.read_json(f"eval/{stage}.json"))
             return
+        if self.stopped:
+            return
         with episodes_bar(f"evaluation {stage.replace('_', ' ')}") as update:
-            report = await evaluate_policy(self.config, policy, name=stage, on_progress=update)
-        self.folder.write_json(f"eval/{stage}.json", report.to_dict())
-        self.reports[stage] = report
+            work = evaluate_policy(self.config, policy, name=stage, on_progress=update)
+            report = await self._unless_stopped(work)
+        if report is not None:
+            self.folder.write_json(f"eval/{stage}.json", report.to_dict())
+            self.reports[stage] = report
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """What `work` gives; None where the run was stopped meanwhile."""
+        self._playing = task = asyncio.create_task(work)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if not self.stopped:
+                raise
+            return None
+        finally:
+            self._playing = None
 
     async def _during(self, policy: Policy, step: int) -> dict[str, float]:
         report = await evaluate_policy(self.config, policy, name=f"step-{step}")
@@ -253,15 +277,21 @@ class TrainingRun:
         return report.metrics()
 
     async def _conclude(self, policy: Policy, seconds: float) -> None:
-        summary = {**summary_of(self.reports), "seconds": round(seconds, 1), "seed": self.seed}
+        outcomes = self.config.eval.outcomes
+        headline = outcomes[0] if outcomes else None
+        summary = {
+            **summary_of(self.reports, headline),
+            "seconds": round(seconds, 1),
+            "seed": self.seed,
+        }
         self.folder.write_json("summary.json", summary)
-        for section in self.config.env:
+        for section in self.config.eval.env or self.config.env:
             options = ", ".join(f"{k}={v}" for k, v in section.kwargs.items())
             say(
                 f"\n{section.kind} ({options}), {self.config.eval.episodes} held-out episodes, "
                 "95 % intervals:\n"
             )
-        console.print(stages_table(self.reports))
+        console.print(stages_table(self.reports, outcomes))
         curve = read_curve(self.folder.metrics, "train/reward_mean")
         chart = plot_terminal(curve, "mean reward of the training episodes")
         if chart:
@@ -287,9 +317,9 @@ class TrainingRun:
         """One held-out episode again, a success if there is one, with all that was said."""
         stage, report = list(self.reports.items())[-1]
         index = next((i for i, e in enumerate(report.episodes) if e.success), 0)
-        chosen = eval_plan(self.config)[index]
-        engine = RolloutEngine(runtime=policy.runtime)
-        rollouts = await engine.generate_rollouts(
+        plan = eval_plan(self.config)
+        chosen = plan[index * len(plan) // len(report.episodes)]
+        rollouts = await eval_engine(self.config, policy).generate_rollouts(
             [chosen], max_steps=self.config.training.max_steps
         )
         say(f"\nOne episode {stage.replace('_', ' ')}:")

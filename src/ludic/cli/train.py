@@ -54,12 +54,15 @@ def _resumed(folder: RunFolder, overrides: Sequence[str]) -> RunConfig:
     """The run's own configuration. Only more steps may be asked for: anything else would be
     another run."""
     data = folder.read_json("run.json")
+    free = {"training.steps", "training.checkpoint_every", "logging.loggers"}
+    if folder.config().training.past_opponents:
+        free.remove("training.checkpoint_every")  # it also says when a past opponent is taken
     for override in overrides:
         key = apply_override(data, override)
-        if key not in ("training.steps", "logging.loggers", "training.checkpoint_every"):
+        if key not in free:
             raise ConfigError(
                 f"{key} cannot change when a run is resumed: start a new run, or change only "
-                "training.steps, training.checkpoint_every or logging.loggers"
+                f"{', '.join(sorted(free))}"
             )
     config = check_run(data, source=str(folder.path / "run.json"))
     folder.write_json("run.json", config.model_dump(by_alias=True, mode="json"))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -60,7 +61,7 @@ def meta_parameters() -> Iterator[None]:
             empty = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
             self._parameters[name] = empty
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -74,7 +75,7 @@ def load_sharded(model: nn.Module, folder: str | Path, device: torch.device) -> 
     Every rank reads only its own rows; parameters without memory get it first. Raises
     `CheckpointError` where the folder lacks a tensor, or has one of another shape.
     """
-    model._apply(  # the route by which FSDP2 hears of new storage
+    model._apply(  # type: ignore[no-untyped-call] # how FSDP2 hears of new storage
         lambda t: torch.empty_like(t, device=device) if t.device.type == "meta" else t.to(device)
     )
     files = _tensor_files(Path(folder))

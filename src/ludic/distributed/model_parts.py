@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from ludic.errors import ConfigError
@@ -19,6 +21,12 @@ def head_of(causal: nn.Module) -> nn.Module:
     if head is None:
         raise ConfigError(f"{type(causal).__name__} has no output embeddings: no language model")
     return head  # type: ignore[no-any-return]
+
+
+def vocabulary_size(causal: nn.Module) -> int:
+    """How many logits the head gives."""
+    weight: Any = head_of(causal).weight
+    return int(weight.shape[0])
 
 
 def backbone_of(causal: nn.Module) -> nn.Module:

@@ -39,18 +39,22 @@ class ServerUpdate:
 
     async def greet(self) -> None:
         """Finds out whether the server is there and can be updated."""
+        replica = self.replica
         try:
-            facts = await self.client.relearn(self.replica, CLEAN_UP_TIMEOUT_S)
+            # One that was away may be another by now; the others are only asked how many they are.
+            if replica.facts is None or replica.lost or replica.out is not None:
+                await self.client.relearn(replica, CLEAN_UP_TIMEOUT_S)
+            facts = replica.facts
+            if facts is not None and not facts.updates:
+                raise ConfigError(
+                    f"{replica.url} (vLLM {facts.vllm_version}) has no routes for weight updates: "
+                    "start it with `python -m ludic.inference.vllm_server`, which sets "
+                    "VLLM_SERVER_DEV_MODE=1; vLLM before 0.26 has none at all"
+                )
+            world = await self._ask("GET", "/get_world_size", seconds=CLEAN_UP_TIMEOUT_S)
         except (UnreachableError, DeadlineError) as exc:
             self.lose(f"it did not answer when a publish began: {exc}")
             return
-        if not facts.updates:
-            raise ConfigError(
-                f"{self.replica.url} (vLLM {facts.vllm_version}) has no routes for weight updates: "
-                "start it with `python -m ludic.inference.vllm_server`, which sets "
-                "VLLM_SERVER_DEV_MODE=1; vLLM before 0.26 has none at all"
-            )
-        world = await self._ask("GET", "/get_world_size")
         self.workers = int(world["world_size"])
         self.stage = Stage.GREETED
 

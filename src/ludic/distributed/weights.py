@@ -7,9 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ludic.errors import CheckpointError
+from ludic.errors import CheckpointError, PublishError
 
-_LORA_PARTS = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
+_LEFT_OUT = (
+    ".lora_A.",
+    ".lora_B.",
+    ".lora_embedding_A.",
+    ".lora_embedding_B.",
+    ".original_module.",
+)
 
 
 class ModelWeights:
@@ -25,17 +31,22 @@ class ModelWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         adapters = {name: module for name, module in self.model.named_modules() if _is_lora(module)}
-        seen: set[int] = set()
-        for name, tensor in self.model.named_parameters():
-            if any(part in name for part in _LORA_PARTS):
+        first: dict[int, str] = {}
+        for name, tensor in self.model.named_parameters(remove_duplicate=False):
+            if any(part in name for part in _LEFT_OUT):
                 continue
-            owner = name.rsplit(".base_layer.", 1)
+            owner, _, rest = name.rpartition(".base_layer.")
+            adapter = adapters.get(owner) if rest == "weight" else None
+            if id(tensor) in first:
+                if adapter is not None:
+                    raise PublishError(
+                        f"{plain_name(name)} has an adapter but is tied to {first[id(tensor)]}: "
+                        "merged they would differ; untie them, or take the adapter off"
+                    )
+                continue
+            first[id(tensor)] = plain_name(name)
             value = whole(tensor)
-            if len(owner) == 2 and owner[1] == "weight" and owner[0] in adapters:
-                value = _merged(adapters[owner[0]], value)
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield plain_name(name), value
+            yield plain_name(name), value if adapter is None else _merged(adapter, value)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -67,7 +78,9 @@ def local_rows(tensor: Tensor) -> tuple[Tensor | None, int | None, tuple[int, ..
 
 def plain_name(name: str) -> str:
     """A parameter's name without what PEFT puts around it."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    before, saved, after = name.partition(".modules_to_save.")
+    return f"{before}.{after.partition('.')[2]}" if saved else name
 
 
 def _is_lora(module: nn.Module) -> bool:
@@ -81,8 +94,8 @@ def _merged(module: nn.Module, base: Tensor) -> Tensor:
     for adapter in module.active_adapters:  # type: ignore[union-attr]
         if adapter not in module.lora_A:  # type: ignore[operator]
             continue
-        a = whole(module.lora_A[adapter].weight).float()  # type: ignore[index]
-        b = whole(module.lora_B[adapter].weight).float()  # type: ignore[index]
+        a = whole(module.lora_A[adapter].weight).float()  # type: ignore[index, union-attr]
+        b = whole(module.lora_B[adapter].weight).float()  # type: ignore[index, union-attr]
         delta = (b @ a) * module.scaling[adapter]  # type: ignore[index]
         result += delta.t() if getattr(module, "fan_in_fan_out", False) else delta
     return result.to(base.dtype)

@@ -8,8 +8,8 @@ import numbers
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
-from ludic.errors import EnvError
-from ludic.types import AgentID, Info, Obs, StepOutcome
+from ludic.errors import EnvError, SerializationError
+from ludic.types import AgentID, Info, Obs, StepOutcome, check_json
 
 
 def checked_opening(
@@ -137,6 +137,14 @@ def _check_text(name: str, where: str, agent: AgentID, obs: Any) -> None:
 def _check_info(name: str, where: str, agent: AgentID, info: Any) -> None:
     if not isinstance(info, Mapping):
         _broken(name, f"{where} gave agent {agent!r} an info that is {_kind(info)}", "give a dict")
+    try:
+        check_json(info, "info")
+    except SerializationError as exc:
+        _broken(
+            name,
+            f"{where} gave agent {agent!r} facts that could not be stored: {exc}",
+            "give plain numbers, strings, lists and dicts",
+        )
 
 
 def _unknown(name: str, where: str, agent: Any, agent_ids: Sequence[AgentID]) -> NoReturn:

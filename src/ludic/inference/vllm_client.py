@@ -251,9 +251,11 @@ class VLLMChatClient:
     ) -> Any:
         """One exchange with a server's control routes, its status checked."""
         connection = await self._connect()
+        # A connection of its own: a stale one would pass for a server that is gone.
+        headers = {**self._headers, "Connection": "close"}
         url = replica.url + path
         return await ask(
-            connection.session, method, url, body=body, timeout_s=timeout_s, headers=self._headers
+            connection.session, method, url, body=body, timeout_s=timeout_s, headers=headers
         )
 
     async def relearn(self, replica: Replica, timeout_s: float) -> ServerFacts:

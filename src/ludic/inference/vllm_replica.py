@@ -96,6 +96,8 @@ async def ask(
             async with session.request(method, url, json=body, headers=headers) as response:
                 data = await response.read()
                 status, answered = response.status, response.headers
+                if status >= 500:
+                    response.close()  # the server closes after such an answer: not to be reused
     except TimeoutError as exc:
         raise DeadlineError("an answer", f"{method} {url}", timeout_s or 0.0) from exc
     except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as exc:

@@ -112,7 +112,7 @@ def _per_sequence(
     # Splitting, unlike slicing, has a backward pass that costs no more than the tokens it holds.
     lengths = cu.diff().tolist()
     parts = []
-    for q, k, v in zip(*(t.split(lengths, dim=2) for t in (query, key, value)), strict=True):
+    for q, k, v in zip(*(torch.split(t, lengths, 2) for t in (query, key, value)), strict=True):
         mask, length = None, q.shape[2]
         if window and length > window:
             place = torch.arange(length, device=q.device)
@@ -179,8 +179,10 @@ def _grouped_varlen_works(device: torch.device) -> bool:
     Seen by trying, forward and backward, since expanding the heads costs memory.
     """
     gen = torch.Generator(device).manual_seed(0)
-    made = {"device": device, "dtype": torch.bfloat16, "generator": gen}
-    q, k, v = (torch.randn(48, heads, 64, **made) for heads in (4, 2, 2))  # type: ignore[arg-type]
+    q, k, v = (
+        torch.randn(48, heads, 64, device=device, dtype=torch.bfloat16, generator=gen)
+        for heads in (4, 2, 2)
+    )
     cu = torch.tensor([0, 16, 48], dtype=torch.int32, device=device)
     results = []
     for expand in (False, True):
@@ -191,7 +193,7 @@ def _grouped_varlen_works(device: torch.device) -> bool:
         try:
             with torch.enable_grad():
                 out = _call_varlen(leaves[0], keys, values, cu, 32, None, 0)
-                (out * q).sum().backward()
+                (out * q).sum().backward()  # type: ignore[no-untyped-call]
         except (RuntimeError, ValueError):
             return False
         results.append([out, *(leaf.grad for leaf in leaves)])

@@ -63,7 +63,7 @@ def token_logprobs(
         chunk = chunk or chunk_tokens(head.out_features, hidden.device)
         scales = rule.scale / temperatures.to(_wide(hidden.dtype))
         ids, offsets = (kept.ids, kept.offsets) if kept else (None, None)
-        logprobs, entropies = _FusedLogProbs.apply(
+        logprobs, entropies = _FusedLogProbs.apply(  # type: ignore[no-untyped-call]
             hidden, head.weight, head.bias, targets, scales, ids, offsets, entropy, chunk
         )
         return logprobs, entropies if entropy else None
@@ -191,10 +191,9 @@ class _FusedLogProbs(torch.autograd.Function):
             )
             for start, end in _ranges(len(hidden), chunk)
         ]
-        empty = scales.new_zeros(0)
-        lse, logprobs, entropies = (torch.cat([empty, *c]) for c in zip(*parts, strict=True)) if (
-            parts
-        ) else (empty, empty, empty.clone())
+        lse, logprobs, entropies = (
+            torch.cat([scales.new_zeros(0), *(part[i] for part in parts)]) for i in range(3)
+        )
         ctx.save_for_backward(
             hidden, weight, bias, targets, scales, kept_ids, offsets, lse, entropies
         )
@@ -205,9 +204,7 @@ class _FusedLogProbs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
-    ) -> Any:
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> Any:
         hidden, weight, bias, targets, scales, kept_ids, offsets, lse, entropies = ctx.saved_tensors
         gradient, wide = _kernel(_logit_gradient, hidden.device), scales.dtype
         if grad_logprobs is None:

@@ -57,7 +57,8 @@ class MasterAdamW:
         for parameter, master in fresh:
             master.grad = parameter.grad.float()  # type: ignore[union-attr]
         if more:
-            torch._foreach_add_([m.grad for _, m in more], [p.grad for p, _ in more])
+            sums = [m.grad for _, m in more if m.grad is not None]
+            torch._foreach_add_(sums, [p.grad for p, _ in more if p.grad is not None])
         for parameter, _ in self._narrow:
             parameter.grad = None
 
@@ -69,7 +70,7 @@ class MasterAdamW:
         """The norm over all trained parameters and, where they are sharded, all ranks."""
         norm = torch.nn.utils.get_total_norm(self.gradients())
         whole = getattr(norm, "full_tensor", None)
-        return whole() if whole is not None else norm  # type: ignore[no-any-return]
+        return whole() if whole is not None else norm
 
     @torch.no_grad()
     def step(self, learning_rate: float, scale: float = 1.0) -> None:

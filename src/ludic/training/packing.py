@@ -152,14 +152,14 @@ def lay_out(batch: SAWBatch, *, max_seq_len: int | None = None) -> Layout:
             f"a batch of {len(batch.items)} samples without an action token: nothing to train on "
             f"(dropped by filters: {dropped}); loosen the filters or sample more"
         )
-    lengths = [
-        np.zeros(max(len(names), 1), dtype=np.int64) for names in (turns, rollouts, groups)
-    ]
+    lengths = [np.zeros(max(len(names), 1), dtype=np.int64) for names in (turns, rollouts, groups)]
     for p in packed:
         np.add.at(lengths[0], p.turn_ids, 1)
         lengths[1][p.rollout_id] += p.actions.size
         lengths[2][p.group_id] += p.actions.size
-    return Layout(tuple(batch.items), tuple(packed), *lengths, batch.counts)
+    return Layout(
+        tuple(batch.items), tuple(packed), lengths[0], lengths[1], lengths[2], batch.counts
+    )
 
 
 def _check_item(
@@ -171,9 +171,7 @@ def _check_item(
 ) -> None:
     name, length = describe(item, index), len(item.input_ids)
     if len(keep) != length or len(actions) != length:
-        raise BatchError(
-            f"{name}: {length} input ids, but masks of {len(keep)} and {len(actions)}"
-        )
+        raise BatchError(f"{name}: {length} input ids, but masks of {len(keep)} and {len(actions)}")
     if max_seq_len is not None and int(keep.sum()) > max_seq_len:
         raise BatchError(
             f"{name} has {int(keep.sum())} tokens, over max_seq_len={max_seq_len}: raise the "

@@ -17,6 +17,7 @@ from ludic.distributed.model_parts import (
     base_causal_lm,
     decoder_layers,
     head_of,
+    vocabulary_size,
 )
 from ludic.errors import ConfigError
 from ludic.training.attention import AttentionKind, enable_packed_attention, packed_arguments
@@ -103,7 +104,7 @@ def check_split(model: nn.Module, device: torch.device) -> None:
     Families that treat hidden states or logits in ways unknown here are refused this way.
     """
     causal = base_causal_lm(model)
-    vocab = int(head_of(causal).weight.shape[0])  # type: ignore[union-attr, arg-type]
+    vocab = vocabulary_size(causal)
     ids = torch.arange(8, device=device)[None] % vocab
     bounds = torch.tensor([0, 8], dtype=torch.int32, device=device)
     places = torch.arange(8, device=device)[None]
@@ -151,4 +152,4 @@ def _wrap_layer(layer: nn.Module, checkpointing: bool, compiled: bool) -> None:
         return training(*args, **kwargs)
 
     forward.ludic_original = original  # type: ignore[attr-defined]
-    layer.forward = forward  # type: ignore[method-assign]
+    layer.forward = forward

@@ -241,7 +241,10 @@ class Trainer:
             return await task
         assert self.source is not None
         return await self._bounded(
-            self.source.next_batch(), "a batch", type(self.source).__name__, self.cfg.batch_timeout_s
+            self.source.next_batch(),
+            "a batch",
+            type(self.source).__name__,
+            self.cfg.batch_timeout_s,
         )
 
     def _sample_ahead(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -112,7 +113,7 @@ class Passes:
         if self.world.group is not None:
             dist.all_reduce(values, group=self.world.group)
         flat = values.cpu().numpy()
-        return [flat[a:b] for a, b in zip(places[:-1], places[1:], strict=True)]
+        return [flat[a:b] for a, b in pairwise(places)]
 
 
 @dataclass(frozen=True, slots=True)

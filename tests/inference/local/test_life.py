@@ -129,13 +129,13 @@ async def test_closing_ends_what_is_running_and_what_waits(
 async def test_the_event_loop_never_waits_for_a_step(model: Any, tokenizer: Any) -> None:
     """While a step is held up, the loop goes on turning."""
     async with LocalChatClient(model, tokenizer) as client:
-        inner, turns = client._scheduler.execute, 0
+        inner, turns = client._scheduler.advance, 0
 
-        def held_up(work: Any) -> Any:
+        def held_up() -> None:
             time.sleep(0.3)
-            return inner(work)
+            inner()
 
-        client._scheduler.execute = held_up
+        client._scheduler.advance = held_up  # type: ignore[method-assign]
         task = asyncio.create_task(client.complete_tokens(request([1], max_tokens=1, seed=0)))
         while not task.done():
             await asyncio.sleep(0.001)

@@ -14,6 +14,7 @@ from ludic.inference.local import attention
 from ludic.inference.local.arena import KVShape, SlotMemory
 from ludic.inference.local.device_batch import DeviceBatch
 from ludic.inference.local.eager import EagerRunner
+from ludic.inference.local.forward import Forward
 from ludic.inference.local.graphs import GraphCache
 from ludic.inference.local.module_view import check_servable, device_and_dtype, module_view
 from ludic.inference.local.pipelined import PipelinedScheduler
@@ -89,9 +90,10 @@ def build_scheduler(
         max_tokens=resolved.max_context_tokens,
         single_length=pipelined,
     )
-    check_same_logits(model, EagerRunner(view, memory, None), shape)
-    sizes = _row_sizes(view, model, settings, text, device) if resolved.deterministic else None
-    runner = EagerRunner(view, memory, sizes)
+    forward = Forward(view, device)
+    check_same_logits(model, forward, shape)
+    sizes = _row_sizes(forward, model, settings, text, device) if resolved.deterministic else None
+    runner = EagerRunner(forward, memory, sizes)
     resolved = replace(resolved, step_rows=sizes)
     options: dict[str, Any] = {
         "decode": decode,
@@ -105,9 +107,9 @@ def build_scheduler(
         return Scheduler(runner, memory, store, **options), resolved
     graphs = GraphCache(device, capture=device.type == "cuda")
     vocab = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
-    batch = DeviceBatch(view, memory.only, resolved.max_slots, vocab, graphs)
+    batch = DeviceBatch(forward, memory.only, resolved.max_slots, vocab, graphs)
     prefill = Prefill(
-        view,
+        forward,
         memory.only,
         trash=resolved.max_slots,
         vocab=vocab,
@@ -148,13 +150,17 @@ def _resolve(settings: EngineSettings, config: Any, device: torch.device) -> Res
 
 
 def _row_sizes(
-    view: Any, model: nn.Module, settings: EngineSettings, config: Any, device: torch.device
+    forward: Forward,
+    model: nn.Module,
+    settings: EngineSettings,
+    config: Any,
+    device: torch.device,
 ) -> tuple[int, ...]:
     if settings.step_rows is not None:
         return (settings.step_rows,)
     sizes = candidate_sizes(sum(p.numel() for p in model.parameters()), settings.max_slots)
     positions = int(getattr(config, "max_position_embeddings", 0) or 512)
-    return equal_row_sizes(view, sizes, config.vocab_size, positions, device)
+    return equal_row_sizes(forward, sizes, config.vocab_size, positions, device)
 
 
 def _cache_bytes(device: torch.device) -> int:
@@ -172,6 +178,23 @@ def _kv_shape(model: nn.Module, config: Any, device: torch.device) -> KVShape:
     _, dtype = device_and_dtype(model)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return KVShape(config.num_hidden_layers, kv_heads, head_dim, dtype, device)
+
+
+def _direct_is_same(
+    forward: Forward,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    layout: _PlainLayout,
+    wanted: torch.Tensor,
+) -> bool:
+    """Whether trunk and head alone are all there is: no scaling, no capping after the head."""
+    forward.direct = True
+    try:
+        return torch.equal(forward(ids, positions, layout), wanted)
+    except Exception:  # whatever is odd about it, the whole module works
+        return False
+    finally:
+        forward.direct = False
 
 
 class _PlainLayout:
@@ -204,17 +227,18 @@ class _PlainLayout:
         return out[0].transpose(0, 1)
 
 
-def check_same_logits(model: nn.Module, runner: EagerRunner, shape: KVShape) -> None:
+def check_same_logits(model: nn.Module, forward: Forward, shape: KVShape) -> None:
     """Runs four tokens through the module and through the engine's view of it.
 
     A family whose layers do not attend through transformers' interface, or whose attention has a
     term of its own, shows here, before it could sample from another distribution.
     """
-    ids = [1, 2, 3, 0]
+    ids = torch.tensor([[1, 2, 3, 0]], device=shape.device)
+    positions = torch.arange(4, device=shape.device)[None]
     layout = _PlainLayout(shape)
     with torch.inference_mode():
         try:
-            seen = runner.forward(ids, [0, 1, 2, 3], layout, [0, 1, 2, 3])
+            seen = forward(ids, positions, layout)
         except ConfigError:
             raise
         except Exception as exc:
@@ -223,8 +247,8 @@ def check_same_logits(model: nn.Module, runner: EagerRunner, shape: KVShape) -> 
                 f"({type(exc).__name__}: {exc}): it needs a causal LM that attends through "
                 "transformers' AttentionInterface"
             ) from exc
-        mode = torch.tensor([ids], device=shape.device)
-        wanted = model(input_ids=mode, use_cache=False).logits[0]
+        wanted = model(input_ids=ids, use_cache=False).logits[0]
+        forward.direct = _direct_is_same(forward, ids, positions, layout, seen)
     if layout.layers != set(range(shape.layers)):
         raise ConfigError(
             f"{type(model).__name__} attends through transformers' AttentionInterface in layers "

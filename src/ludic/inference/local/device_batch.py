@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ludic.inference.local.arena import Arena
-from ludic.inference.local.attention import additive_mask, layout_in_use
+from ludic.inference.local.attention import additive_mask
+from ludic.inference.local.forward import Forward
 from ludic.inference.local.graphs import GraphCache
 from ludic.inference.local.noise import keyed_uniform
 from ludic.inference.local.sampler import draw
@@ -64,8 +65,10 @@ def length_buckets(most: int) -> list[int]:
 class DeviceBatch:
     """The state of every slot on the device, and the step that moves all of them on."""
 
-    def __init__(self, view: Any, arena: Arena, slots: int, vocab: int, graphs: GraphCache) -> None:
-        self.view, self.arena, self.graphs = view, arena, graphs
+    def __init__(
+        self, forward: Forward, arena: Arena, slots: int, vocab: int, graphs: GraphCache
+    ) -> None:
+        self.forward, self.arena, self.graphs = forward, arena, graphs
         device = arena.kv.device
         self.device = device
 
@@ -82,7 +85,6 @@ class DeviceBatch:
         self.vocab = vocab
         self.row_sizes = row_buckets(slots)
         self.lengths = length_buckets(arena.length)
-        self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
 
     def set_rows(self, sequences: list[Sequence]) -> None:
         """Writes the state of slots whose sequence is ready to decode."""
@@ -159,11 +161,4 @@ class DeviceBatch:
 
     def _forward(self, rows: int, length: int) -> Tensor:
         layout = RowsLayout(self.arena.kv, rows, length, self.positions[:rows])
-        with layout_in_use(layout):
-            logits: Tensor = self.view(
-                input_ids=self.ids[None, :rows],
-                position_ids=self.positions[None, :rows],
-                attention_mask=self._no_mask,
-                use_cache=False,
-            ).logits[0]
-        return logits
+        return self.forward(self.ids[None, :rows], self.positions[None, :rows], layout)

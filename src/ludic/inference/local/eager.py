@@ -8,13 +8,13 @@ prompt's chunk in one attention problem.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ludic.inference.local.arena import SlotMemory
-from ludic.inference.local.attention import SlotLayout, layout_in_use
+from ludic.inference.local.attention import SlotLayout
+from ludic.inference.local.forward import Forward
 from ludic.inference.local.noise import keyed_uniform
 from ludic.inference.local.sampler import SamplingRows, draw, sample
 from ludic.inference.local.scheduler import Outcome, Work
@@ -48,7 +48,7 @@ class SteadyBatch:
     ) -> None:
         n, padding = len(work), len(ids) - len(work)
         sequences = [item.sequence for item in work]
-        self.generation, self.layout, self.count = generation, layout, n
+        self.generation, self.work, self.layout, self.count = generation, work, layout, n
         self.ids = torch.tensor([ids], device=device)
         self.positions = torch.tensor([positions], device=device)
         temperatures = [1.0 / s.sampling.temperature for s in sequences] + [1.0] * padding
@@ -77,51 +77,49 @@ class SteadyBatch:
 
 
 class EagerRunner:
-    """`view` is a `module_view`; rows beyond the work are padding that nobody reads.
+    """Rows beyond the work are padding that nobody reads.
 
     `row_sizes`: the numbers of rows that may be mixed without changing a bit; None: any number.
     """
 
-    def __init__(self, view: Any, memory: SlotMemory, row_sizes: Seq[int] | None) -> None:
-        self.view, self.memory, self.row_sizes = view, memory, row_sizes
+    def __init__(self, forward: Forward, memory: SlotMemory, row_sizes: Seq[int] | None) -> None:
+        self.forward, self.memory, self.row_sizes = forward, memory, row_sizes
         self.exact = row_sizes is not None
         self.device = memory.shape.device
-        # A mask of four dimensions is passed through untouched; ours are made in the layout.
-        self._no_mask = torch.zeros(1, 1, 1, 1, device=self.device)
         self._steady: SteadyBatch | None = None
 
     def __call__(self, work: Seq[Work]) -> list[Outcome]:
-        if len(work) == self.memory.taken and all(_plainly_decodes(item) for item in work):
-            return self._decode(work)
         self._steady = None
+        return self._general(work)
+
+    def decode(self, work: Seq[Work]) -> tuple[list[int], list[float]] | None:
+        """A step in which every sequence takes one plainly sampled token, or None when it is not
+        of that kind. Nothing is built anew while the same sequences go on."""
+        steady, now = self._steady, self.memory.generation
+        if steady is not None and steady.work is work and steady.generation == now:
+            steady.layout.next_token()
+        elif len(work) == self.memory.taken and all(_plainly_decodes(item) for item in work):
+            ids, positions, layout = self._lay_out(work, self._rows_for(len(work)))
+            steady = SteadyBatch(now, work, ids, positions, layout, self.device)
+            self._steady = steady
+        else:
+            return None
+        return steady.step(self.forward(steady.ids, steady.positions, steady.layout))
+
+    def _general(self, work: Seq[Work]) -> list[Outcome]:
         total = sum(item.count for item in work)
         rows = self._rows_for(total)
         ids, positions, layout = self._lay_out(work, rows)
         needed = self._needed_rows(work)
         # Padded to a size that is known to change no bit; the padding repeats a row.
         padding = self._rows_for(len(needed)) - len(needed) if needed else 0
-        logits = self.forward(ids, positions, layout, needed + needed[-1:] * padding)
+        logits = self.forward(
+            torch.tensor([ids], device=self.device),
+            torch.tensor([positions], device=self.device),
+            layout,
+            torch.tensor(needed + needed[-1:] * padding, dtype=torch.long, device=self.device),
+        )
         return self._sample(work, logits, needed)
-
-    def _decode(self, work: Seq[Work]) -> list[Outcome]:
-        """A step in which every sequence takes one token: nothing is built anew while the same
-        sequences go on."""
-        steady = self._steady
-        if steady is None or steady.generation != self.memory.generation:
-            ids, positions, layout = self._lay_out(work, self._rows_for(len(work)))
-            steady = SteadyBatch(self.memory.generation, work, ids, positions, layout, self.device)
-            self._steady = steady
-        else:
-            steady.layout.next_token()
-        with layout_in_use(steady.layout):
-            logits = self.view(
-                input_ids=steady.ids,
-                position_ids=steady.positions,
-                attention_mask=self._no_mask,
-                use_cache=False,
-            ).logits[0]
-        tokens, logprobs = steady.step(logits)
-        return list(map(Outcome, tokens, logprobs))
 
     def _rows_for(self, tokens: int) -> int:
         if self.row_sizes is None:
@@ -178,20 +176,6 @@ class EagerRunner:
                 needed.append(row + item.count - 1)
             row += item.count
         return needed
-
-    def forward(
-        self, ids: list[int], positions: list[int], layout: Any, needed: list[int]
-    ) -> Tensor:
-        """Logits [needed rows, vocab]."""
-        with layout_in_use(layout):
-            logits: Tensor = self.view(
-                input_ids=torch.tensor([ids], device=self.device),
-                position_ids=torch.tensor([positions], device=self.device),
-                attention_mask=self._no_mask,
-                use_cache=False,
-                logits_to_keep=torch.tensor(needed, dtype=torch.long, device=self.device),
-            ).logits[0]
-        return logits
 
     def _sample(self, work: Seq[Work], logits: Tensor, needed: list[int]) -> list[Outcome]:
         if not needed:

@@ -212,9 +212,7 @@ class PipelinedScheduler(Scheduler):
             flight.done.synchronize()
         self.counters.wait_seconds += time.perf_counter() - begin
         tokens, logprobs = flight.tokens.tolist(), flight.logprobs.tolist()
-        for sequence, token, logprob in zip(flight.sequences, tokens, logprobs, strict=True):
-            if sequence.arena is not None:
-                self._take(sequence, Outcome(token, logprob))
+        self.take_drawn(flight.sequences, tokens, logprobs)
 
     def _step_and_wait(self) -> None:
         rows, length = self._sizes()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ludic.inference.local.arena import Arena
-from ludic.inference.local.attention import NEG_INF, layout_in_use
+from ludic.inference.local.attention import NEG_INF
+from ludic.inference.local.forward import Forward
 from ludic.inference.local.graphs import GraphCache
 from ludic.inference.local.scheduler import Work
 
@@ -79,7 +79,7 @@ class Prefill:
 
     def __init__(
         self,
-        view: Any,
+        forward: Forward,
         arena: Arena,
         *,
         trash: int,
@@ -89,11 +89,10 @@ class Prefill:
         graphs: GraphCache,
         to_device: Callable[..., Tensor],
     ) -> None:
-        self.view, self.arena, self.trash, self.vocab = view, arena, trash, vocab
+        self.forward, self.arena, self.trash, self.vocab = forward, arena, trash, vocab
         self.lengths, self.max_tokens, self.graphs = lengths, max_tokens, graphs
         self.to_device = to_device
         self._boxes: dict[tuple[int, int], _Rectangle] = {}
-        self._no_mask = torch.zeros(1, 1, 1, 1, device=arena.kv.device)
 
     def batches(self, work: Seq[Work]) -> list[list[Work]]:
         """Chunks of like width together, each batch within the token budget."""
@@ -155,15 +154,9 @@ class Prefill:
         return _Rectangle(count, width, table, columns)
 
     def _forward(self, box: _Rectangle, length: int) -> Tensor:
-        with layout_in_use(RectangleLayout(self.arena.kv, box, length)):
-            logits: Tensor = self.view(
-                input_ids=box.table[0].reshape(1, -1),
-                position_ids=box.table[1].reshape(1, -1),
-                attention_mask=self._no_mask,
-                use_cache=False,
-                logits_to_keep=box.columns[1],
-            ).logits[0]
-        return logits
+        ids, positions, _ = box.table
+        layout = RectangleLayout(self.arena.kv, box, length)
+        return self.forward(ids.reshape(1, -1), positions.reshape(1, -1), layout, box.columns[1])
 
 
 def _width(tokens: int) -> int:

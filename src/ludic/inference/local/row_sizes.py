@@ -7,14 +7,12 @@ sizes are tried when an engine is made, and those that agree to the last bit may
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ludic.errors import ConfigError
-from ludic.inference.local.attention import layout_in_use
+from ludic.inference.local.forward import Forward
 
 _LARGEST = ((2_000_000, 1024), (20_000_000, 256))
 """Up to so many parameters, steps of so many rows; larger models are as quick with 64."""
@@ -38,7 +36,7 @@ def candidate_sizes(parameters: int, max_slots: int) -> tuple[int, ...]:
 
 @torch.inference_mode()
 def equal_row_sizes(
-    view: Any, sizes: tuple[int, ...], vocab: int, max_position: int, device: torch.device
+    forward: Forward, sizes: tuple[int, ...], vocab: int, max_position: int, device: torch.device
 ) -> tuple[int, ...]:
     """Those of `sizes` whose rows are the same bits as in the largest, wherever they stand.
 
@@ -47,28 +45,20 @@ def equal_row_sizes(
     largest = max(sizes)
     ids = (torch.arange(largest, device=device) * 7919) % vocab
     at = (torch.arange(largest, device=device) * 31) % max_position
-    wanted = _logits(view, ids, at)
-    turned = _logits(view, ids.roll(5), at.roll(5)).roll(-5, 0)
+    wanted = _logits(forward, ids, at)
+    turned = _logits(forward, ids.roll(5), at.roll(5)).roll(-5, 0)
     if not _same(wanted, turned):
         raise ConfigError(
             "on this machine a row's bits depend on its place in the batch, so the deterministic "
             "mode cannot be promised: set deterministic=False"
         )
-    return tuple(n for n in sizes if _same(_logits(view, ids[:n], at[:n]), wanted[:n]))
+    return tuple(n for n in sizes if _same(_logits(forward, ids[:n], at[:n]), wanted[:n]))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
 
-def _logits(view: Any, ids: Tensor, at: Tensor) -> Tensor:
-    with layout_in_use(_OwnKeyLayout()):
-        out = view(
-            input_ids=ids[None],
-            position_ids=at[None],
-            attention_mask=torch.zeros(1, 1, 1, 1, device=ids.device),
-            use_cache=False,
-            logits_to_keep=0,
-        )
+def _logits(forward: Forward, ids: Tensor, at: Tensor) -> Tensor:
     # The sampler's reductions are part of what must agree.
-    return F.softmax(out.logits[0].float(), -1)
+    return F.softmax(forward(ids[None], at[None], _OwnKeyLayout()).float(), -1)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -48,15 +49,21 @@ class Outcome:
     scored: Seq[float] = ()
 
 
-Execute = Callable[[Seq[Work]], Seq[Outcome]]
+class Runner(Protocol):
+    """Runs the model on chosen tokens. `decode` is the short way for a step in which every sequence
+    takes one plainly sampled token; it answers None when the step is not of that kind."""
+
+    def __call__(self, work: Seq[Work]) -> Seq[Outcome]: ...
+
+    def decode(self, work: Seq[Work]) -> tuple[list[int], list[float]] | None: ...
 
 
 class Scheduler:
-    """Continuous batching over a `SlotMemory`; `execute` runs the model on the chosen tokens."""
+    """Continuous batching over a `SlotMemory`; `runner` computes the chosen tokens."""
 
     def __init__(
         self,
-        execute: Execute,
+        runner: Runner,
         memory: SlotMemory,
         store: PrefixStore,
         *,
@@ -66,7 +73,7 @@ class Scheduler:
         step_rows: int,
         version: int = 0,
     ) -> None:
-        self.execute, self.memory, self.store = execute, memory, store
+        self.runner, self.memory, self.store = runner, memory, store
         self.decode, self.spell, self.describe = decode, spell, describe
         self.step_rows = step_rows
         self.version = version
@@ -77,6 +84,8 @@ class Scheduler:
         self.on_admit: Callable[[], None] = lambda: None
         self.gather: Callable[[], None] = lambda: None
         self._arrays: dict[int, np.ndarray] = {}
+        self._steady: list[Work] | None = None
+        self._steady_since = -1
 
     @property
     def has_work(self) -> bool:
@@ -102,6 +111,7 @@ class Scheduler:
     def forget(self) -> None:
         """New weights: nothing that was computed holds any longer."""
         self.store.clear()
+        self._steady = None
         for sequence in self.running:
             sequence.computed, sequence.started = 0, False
             if sequence.scores_prompt:
@@ -190,6 +200,9 @@ class Scheduler:
     def _plan(self) -> list[Work]:
         """Full prompt steps first, since they fill the batch; then decoding, with what is left of
         prompts in the free rows. A step has at most `step_rows` tokens."""
+        if self._steady is not None and self._steady_since == self.memory.generation:
+            return self._steady
+        self._steady = None
         decoding = [s for s in self.running if s.computed == len(s.tokens) - 1]
         decoding.sort(key=_place_in_memory)
         if len(decoding) == len(self.running):
@@ -197,7 +210,11 @@ class Scheduler:
                 # More than one step takes: those that waited longest go first.
                 decoding = self.running[: self.step_rows]
                 self.running = self.running[self.step_rows :] + decoding
-            return [Work(s, 1) for s in decoding]
+                return [Work(s, 1) for s in decoding]
+            # The same work until somebody comes, goes or moves.
+            self._steady = [Work(s, 1) for s in decoding]
+            self._steady_since = self.memory.generation
+            return self._steady
         prompts = [s for s in self.running if s.computed < len(s.tokens) - 1]
         backlog = sum(len(s.tokens) - s.computed for s in prompts)
         if backlog >= self.step_rows:
@@ -219,7 +236,8 @@ class Scheduler:
 
     def _run(self, work: Seq[Work]) -> None:
         try:
-            outcomes = self.execute(work)
+            drawn = self.runner.decode(work) if work is self._steady else None
+            outcomes = self.runner(work) if drawn is None else ()
         except Exception as exc:
             for item in work:
                 self._fail(item.sequence, _step_error(exc, self.describe(item.sequence)))
@@ -231,8 +249,33 @@ class Scheduler:
         # is computed of it.
         for item in work:
             item.sequence.computed += item.count
-        for item, outcome in zip(work, outcomes, strict=True):
-            self._take(item.sequence, outcome)
+        if drawn is not None:
+            self.take_drawn([item.sequence for item in work], *drawn)
+        else:
+            for item, outcome in zip(work, outcomes, strict=True):
+                self._take(item.sequence, outcome)
+
+    def take_drawn(self, sequences: Seq[Sequence], tokens: Seq[int], logprobs: Seq[float]) -> None:
+        """Takes a plain token for each sequence that is still here: `_take`, but quick."""
+        version, counters = self.version, self.counters
+        for s, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            arena = s.arena
+            if arena is None:
+                continue
+            if logprob != logprob or s.returns.kept_ids or s.sampling.stop:
+                self._take(s, Outcome(token, logprob))
+                continue
+            known = s.tokens
+            known.append(token)
+            s.logprobs.append(logprob)
+            counters.generated_tokens += 1
+            if not s.versions or s.versions[-1][1] != version:
+                s.versions.append((s.generated - 1, version))
+            if token in s.stop_ids or len(known) - s.prompt_len >= s.limit:
+                s.check_end(self.spell)
+                self._finish(s)
+            elif len(known) > arena.length:
+                self.memory.place(s, len(known))
 
     def _take(self, sequence: Sequence, outcome: Outcome) -> None:
         if sequence.scores_prompt:

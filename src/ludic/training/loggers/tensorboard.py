@@ -17,7 +17,7 @@ class TensorBoardLogger:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as exc:
             raise MissingExtraError("tensorboard", "tensorboard") from exc
-        self._writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(folder))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """One point per metric."""

@@ -1,0 +1,43 @@
+"""The rollouts of a run on disk, without those of steps that a resumed run takes again."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+
+from ludic.rollouts import RolloutWriter, read_rollouts
+from ludic.rollouts.storage import CutFileWarning
+
+
+def open_rollout_log(path: Path, step: int) -> RolloutWriter:
+    """A writer that goes on behind the episodes of the steps before `step`."""
+    with warnings.catch_warnings():
+        # A kill may leave half a line, and what it was of is sampled again.
+        warnings.simplefilter("ignore", CutFileWarning)
+        if path.exists():
+            _forget_from(path, step)
+        return RolloutWriter(path, append=True)
+
+
+def _forget_from(path: Path, step: int) -> None:
+    temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    forgotten = 0
+    try:
+        with RolloutWriter(temporary) as writer:
+            for rollout in read_rollouts(path):
+                if _step_of(rollout.episode_id) < step:
+                    writer.write(rollout)
+                else:
+                    forgotten += 1
+        if forgotten:
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _step_of(episode_id: str) -> int:
+    """Episodes of a batch source are named step-N/… or step-N-round-M/…"""
+    match = re.match(r"step-(\d+)", episode_id)
+    return int(match[1]) if match else -1

@@ -1,0 +1,212 @@
+"""Self-play: a policy that meets itself, and a pool of what it was before.
+
+`SelfPlay` decides who sits where; `PastPolicies` holds the earlier weights and samples from them.
+The two meet in a name: a seat with the client "past-0" is played by whatever the pool keeps there.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from ludic.errors import CheckpointError, ConfigError
+from ludic.interaction import Runtime
+from ludic.rollouts import RolloutRequest
+from ludic.rollouts.curricula import seeded
+from ludic.seeding import derive_seed
+from ludic.types import AgentID, ProtocolSpec, Rollout
+
+OPPONENT = "opponent"
+"""Where a request's `meta`, and so its rollouts', say which past policy sat on the other seat."""
+
+
+def past_name(slot: int) -> str:
+    """The name under which a protocol finds the past policy in `slot`."""
+    return f"past-{slot}"
+
+
+class SelfPlay:
+    """A curriculum for an environment of several agents, all of them played by the policy.
+
+    In `past_share` of the episodes, once there is a past policy, one seat is taken by it: which
+    policy and which seat come from the seed. That seat leaves no rollout and is not trained on.
+    `slots` is how many past policies there are; whoever refreshes the pool sets it.
+    """
+
+    def __init__(
+        self,
+        request: RolloutRequest,
+        seats: Sequence[AgentID],
+        *,
+        past_share: float = 0.5,
+        seed: int = 0,
+    ) -> None:
+        if len(seats) < 2:
+            raise ConfigError(
+                f"self-play needs an environment of several agents; {request.env.kind!r} has "
+                f"{list(seats)}"
+            )
+        if not 0 <= past_share <= 1:
+            raise ConfigError(f"SelfPlay(past_share={past_share}): must be in [0, 1]")
+        self._request, self._seats = request, tuple(seats)
+        self._past_share, self._seed = past_share, seed
+        self._given = 0
+        self.slots: Sequence[str] = ()
+        """What each slot holds, such as "step-20"; an empty pool is only self-play."""
+
+    def next_requests(self, count: int) -> list[RolloutRequest]:
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> RolloutRequest:
+        number = self._given
+        self._given += 1
+        request = seeded(self._request, "self-play", number, self._seed)
+        rng = Random(derive_seed(self._seed, "seating", number))
+        # All three are drawn every time, so that one answer does not move the others.
+        draw, seat, slot = rng.random(), rng.randrange(len(self._seats)), rng.random()
+        if not self.slots or draw >= self._past_share:
+            return request
+        taken = int(slot * len(self.slots))
+        kwargs = dict(request.protocol.kwargs)
+        opponent = {"client": past_name(taken)}
+        kwargs["seats"] = {**kwargs.get("seats", {}), self._seats[seat]: opponent}
+        return replace(
+            request,
+            protocol=ProtocolSpec(request.protocol.kind, kwargs),
+            meta={**request.meta, OPPONENT: self.slots[taken]},
+        )
+
+    def report(self, rollouts: Sequence[Rollout]) -> None:
+        """Who sits where does not depend on who wins."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"given": self._given}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._given = int(state["given"])
+
+
+class PastPolicies:
+    """The newest `size` snapshots of a model, taken every `every` steps, each in a copy of its own
+    that is sampled from in this process.
+
+    What it holds at a step depends on the step alone. The trained weights of every snapshot lie in
+    `folder`/step-N, so that a resumed run meets the same opponents as one never interrupted.
+    Memory: `size` further copies of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        runtime: Runtime,
+        tokenizer: Any,
+        folder: str | Path,
+        *,
+        size: int,
+        every: int,
+        max_slots: int = 64,
+        max_context_tokens: int | None = None,
+        deterministic: bool | None = None,
+    ) -> None:
+        if size < 1 or every < 1:
+            raise ConfigError(f"PastPolicies(size={size}, every={every}): both must be >= 1")
+        from ludic.inference import LocalChatClient
+
+        self._model, self._folder = model, Path(folder)
+        self._size, self._every = size, every
+        self._copies = [copy.deepcopy(model).eval() for _ in range(size)]
+        self._clients = [
+            LocalChatClient(
+                module,
+                tokenizer,
+                max_slots=max_slots,
+                max_context_tokens=max_context_tokens,
+                deterministic=deterministic,
+            )
+            for module in self._copies
+        ]
+        self._holds: list[int | None] = [None] * size
+        self.runtimes: Mapping[str, Runtime] = {
+            past_name(slot): replace(runtime, client=client, model=past_name(slot), others={})
+            for slot, client in enumerate(self._clients)
+        }
+        """For `Runtime.others`: the past policies by name."""
+
+    async def __aenter__(self) -> Self:
+        self._stack = AsyncExitStack()
+        for client in self._clients:
+            await self._stack.enter_async_context(client)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+    async def bring_to(self, step: int) -> list[str]:
+        """Makes the pool what it is at `step`, before that step is sampled; says what each slot
+        holds. At a step that is due, the model as it stands becomes a snapshot."""
+        newest = step // self._every
+        if step == newest * self._every:
+            self._write(step)
+        wanted = range(max(0, newest - self._size + 1), newest + 1)
+        for number in wanted:
+            await self._load(number % self._size, number * self._every)
+        return [f"step-{held}" for held in self._holds if held is not None]
+
+    def next_due(self, step: int) -> int:
+        """The first step after `step` at which a snapshot is due."""
+        return (step // self._every + 1) * self._every
+
+    def _file(self, step: int) -> Path:
+        return self._folder / f"step-{step:08d}" / "weights.safetensors"
+
+    def _write(self, step: int) -> None:
+        from safetensors.torch import save_file
+
+        path = self._file(step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{os.getpid()}.{path.name}")
+        try:
+            save_file(_trained(self._model), temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    async def _load(self, slot: int, step: int) -> None:
+        if self._holds[slot] == step:
+            return
+        from safetensors.torch import load_file
+
+        path = self._file(step)
+        try:
+            weights = load_file(path)
+        except (OSError, ValueError) as exc:
+            raise CheckpointError(
+                f"the past policy of step {step} cannot be read from {path}: {exc}; a run can only "
+                "go on with the opponents it had"
+            ) from exc
+        mine = {n: p for n, p in self._copies[slot].named_parameters() if n in weights}
+        if mine.keys() != weights.keys():
+            raise CheckpointError(f"{path} holds the weights of another model")
+        async with self._clients[slot].updating(version=step):
+            with torch.no_grad():
+                for name, parameter in mine.items():
+                    parameter.copy_(weights[name])
+        self._holds[slot] = step
+
+
+def _trained(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What training changes: all weights, or the adapter's."""
+    return {
+        name: parameter.detach().to("cpu", copy=True).contiguous()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }

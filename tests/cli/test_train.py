@@ -1,0 +1,120 @@
+"""`ludic train` and `ludic sft`: from a run file to a folder that says how it went."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ludic.rollouts import read_rollouts
+from tests.cli.conftest import Ludic
+
+pytestmark = pytest.mark.integration
+
+
+def test_a_run_leaves_a_folder_that_says_what_was_run_and_how_it_went(trained: Path) -> None:
+    summary = json.loads((trained / "summary.json").read_text())
+    assert summary["headline"] == "right"
+    for stage in ("before", "after_sft", "after_rl"):
+        rate = summary[f"right_{stage}"]
+        assert 0 <= rate["low"] <= rate["value"] <= rate["high"] <= 1
+        report = json.loads((trained / "eval" / f"{stage}.json").read_text())
+        assert len(report["episodes"]) == summary["episodes"][stage] == 8
+        right = sum(episode["outcome"] == "right" for episode in report["episodes"])
+        assert rate["value"] == right / 8
+    assert summary["seed"] == 0
+    assert json.loads((trained / "run.json").read_text())["training"]["steps"] == 4
+    origin = json.loads((trained / "origin.json").read_text())
+    assert {"python", "torch", "transformers"} <= origin["versions"].keys()
+    assert origin["command"][1:3] == ["train", "letters.toml"]
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert [line["train/step"] for line in lines] == [1, 2, 3, 4]
+    assert (trained / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(read_rollouts(trained / "rollouts" / "train.jsonl.gz"))) == 4 * 8
+    assert (trained / "checkpoints" / "rl" / "latest").read_text() == "step-00000004"
+
+
+def test_training_changes_the_weights_in_both_stages(trained: Path) -> None:
+    def weights(stage: str, step: int) -> bytes:
+        model = trained / "checkpoints" / stage / f"step-{step:08d}" / "model"
+        return (model / "model.safetensors").read_bytes()
+
+    assert len({weights("sft", 11), weights("sft", 12), weights("rl", 3), weights("rl", 4)}) == 4
+
+
+def test_the_built_in_run_reports_wins_even_where_there_are_none(
+    ludic: Ludic, tmp_path: Path
+) -> None:
+    small = [
+        "model.kwargs.hidden_size=16",
+        "model.kwargs.layers=1",
+        "model.kwargs.heads=2",
+        "model.kwargs.kv_heads=1",
+        "sft.examples=4",
+        "sft.steps=1",
+        "sft.batch_size=4",
+        "training.steps=1",
+        "training.rollouts_per_update=4",
+        "algorithm.kwargs.group_size=2",
+        "eval.episodes=4",
+    ]
+    done = ludic("train", "tic-tac-toe", *small, "--out", "run")
+    assert done.code == 0, done.err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert {"win_before", "win_after_sft", "win_after_rl"} <= summary.keys()
+    for word in ("win", "draw", "loss", "illegal", "parse failure", "Try next"):
+        assert word in done.out
+
+
+def test_a_dry_run_prints_the_resolved_run_and_makes_nothing(
+    ludic: Ludic, letters: Path, tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    done = ludic("train", letters, "training.learning_rate=1e-4", "--dry-run")
+    resolved = json.loads(done.out)
+    assert done.code == 0
+    assert resolved["training"]["learning_rate"] == 1e-4
+    assert resolved["env"] == [{"kind": "letters:Letters", "kwargs": {}, "weight": 1.0}]
+    assert resolved["eval"]["seed"] == 1_000_003
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_a_dry_run_prints_is_itself_a_run(ludic: Ludic, letters: Path) -> None:
+    from ludic.cli.run_file import check_run, load_run
+
+    resolved = json.loads(ludic("train", letters, "--dry-run").out)
+    assert check_run(resolved) == load_run(letters)
+
+
+def test_sft_is_the_supervised_part_alone(ludic: Ludic, letters: Path, tmp_path: Path) -> None:
+    done = ludic("sft", letters, "--out", "taught")
+    assert done.code == 0, done.err
+    folder = tmp_path / "taught"
+    assert (folder / "checkpoints" / "sft" / "latest").is_file()
+    assert not (folder / "checkpoints" / "rl").exists()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert "right_after_sft" in summary
+    assert "right_after_rl" not in summary
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(
+    ludic: Ludic, letters: Path, tmp_path: Path, trained: Path
+) -> None:
+    def weights(folder: Path) -> bytes:
+        model = folder / "checkpoints" / "rl" / "step-00000004" / "model"
+        return (model / "model.safetensors").read_bytes()
+
+    ludic("train", letters, "run.seed=1", "--out", "other")
+    assert weights(tmp_path / "other") != weights(trained)
+
+
+def test_evaluation_during_training_is_in_the_metrics(
+    ludic: Ludic, letters: Path, tmp_path: Path
+) -> None:
+    done = ludic("train", letters, "eval.every=2", "training.steps=2", "--out", "run")
+    assert done.code == 0, done.err
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    measured = [json.loads(line) for line in lines if "eval/success" in line]
+    assert [line["eval/step"] for line in measured] == [2]
+    assert (tmp_path / "run" / "eval" / "step-2.json").is_file()

@@ -1,0 +1,56 @@
+"""Short ways to ask for completions, and to score them as a trainer would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.sampling import ReturnSpec, SamplingConfig
+from ludic.types import ChatResponse, TokenTrace
+
+PROMPT = tuple(range(60, 80))
+
+
+def request(
+    prompt: Sequence[int] = PROMPT,
+    *,
+    max_tokens: int | None = 8,
+    seed: int | None = 1,
+    conversation: str | None = None,
+    timeout_s: float | None = 60.0,
+    returns: ReturnSpec | None = None,
+    endless: bool = False,
+    **sampling: Any,
+) -> TokenCompletionRequest:
+    return TokenCompletionRequest(
+        "tiny",
+        tuple(prompt),
+        SamplingConfig(max_tokens=max_tokens, seed=seed, **sampling),
+        returns or ReturnSpec(),
+        conversation_id=conversation,
+        timeout_s=timeout_s,
+        extensions={"ignore_eos": True} if endless else {},
+    )
+
+
+@torch.no_grad()
+def scored(model: torch.nn.Module, trace: TokenTrace, temperature: float = 1.0) -> list[float]:
+    """The log-probs of the completion under `model`, in one plain forward pass."""
+    ids = torch.tensor([trace.token_ids])
+    logits = model(input_ids=ids).logits[0].float() / temperature
+    start = len(trace.prompt_token_ids)
+    rows = logits[start - 1 : -1].log_softmax(-1)
+    return [float(v) for v in rows.gather(-1, ids[0, start:, None])[:, 0]]
+
+
+def trace_of(response: ChatResponse) -> TokenTrace:
+    assert response.trace is not None
+    return response.trace
+
+
+def largest_gap(ours: Sequence[float], theirs: Sequence[float] | None) -> float:
+    assert theirs is not None
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,98 @@
+"""Real vLLM servers on loopback with a tiny model, shared by the tests that need them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.distributed.weights import ModelWeights
+from ludic.inference.tiny import tiny_model, tiny_tokenizer
+from ludic.inference.vllm_client import VLLMChatClient
+from ludic.inference.vllm_server import ServerSettings, VLLMServer, free_port
+
+ROOT = Path(__file__).resolve().parents[3]
+VLLM_PYTHON = os.environ.get("LUDIC_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
+NAME = "tiny"
+
+
+def server_model(seed: int = 0) -> Qwen2ForCausalLM:
+    """The model that the servers hold at first; vLLM's CPU attention wants heads of 32."""
+    return tiny_model(seed, hidden_size=64, heads=2, kv_heads=1)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    server_model().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tiny_server(folder: Path, log: Path, **settings: Any) -> VLLMServer:
+    """A server of the tiny model, not started."""
+    wanted: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 32, "port": free_port()}
+    wanted |= {"env": {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}, **settings}
+    found = ServerSettings(str(folder), served_name=NAME, **wanted)
+    return VLLMServer(found, python=VLLM_PYTHON, log=log, start_timeout_s=300)
+
+
+@pytest.fixture(scope="session")
+def two_servers(
+    model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[VLLMServer, VLLMServer]]:
+    """Two servers that start at the same time. Only `test_replicas.py` may end the second."""
+    logs = tmp_path_factory.mktemp("logs")
+    first, second = (tiny_server(model_folder, logs / f"{n}.log") for n in ("first", "second"))
+    try:
+        first.start()
+        second.start()
+        first.wait_until_healthy()
+        second.wait_until_healthy()
+        yield first, second
+    finally:
+        first.stop()
+        second.stop()
+
+
+@pytest.fixture(scope="session")
+def server(two_servers: tuple[VLLMServer, VLLMServer]) -> VLLMServer:
+    return two_servers[0]
+
+
+@pytest.fixture
+async def client(server: VLLMServer) -> AsyncIterator[VLLMChatClient]:
+    async with VLLMChatClient(server.url, model=NAME) as found:
+        yield found
+
+
+@pytest.fixture
+def model() -> Qwen2ForCausalLM:
+    return server_model()
+
+
+@pytest.fixture
+async def publisher(client: VLLMChatClient, model: Qwen2ForCausalLM) -> BroadcastPolicyPublisher:
+    """A publisher whose servers have `model` as version 0, whatever a test before left there."""
+    found = BroadcastPolicyPublisher(client, timeout_s=60)
+    await found.publish(ModelWeights(model), 0)
+    return found
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
