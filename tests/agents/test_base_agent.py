@@ -125,7 +125,7 @@ async def test_a_completion_cut_by_length_is_no_action_even_if_it_would_parse() 
     assert act.steps[0].finish_reason is FinishReason.LENGTH
     assert act.steps[0].message["content"] == move("a")
     assert act.parse.action is None
-    assert act.parse.reward == 0.0, "no bonus for a cut answer"
+    assert act.parse.reward == -0.5, "no bonus for a cut answer"
     assert act.parse.obs is not None
     assert "cut off" in act.parse.obs
 
@@ -135,6 +135,16 @@ async def test_a_cut_completion_keeps_the_parsers_penalty() -> None:
     agent.reset()
     agent.on_env_reset("Begin.", {})
     assert (await agent.act()).parse.reward == -0.5
+
+
+async def test_running_on_costs_as_much_as_not_answering() -> None:
+    costs = []
+    for text in (move("a") * 3, "nothing"):
+        agent = scripted_agent([text], sampling=SamplingConfig(max_tokens=12))
+        agent.reset()
+        agent.on_env_reset("Begin.", {})
+        costs.append((await agent.act()).parse.reward)
+    assert costs[0] == costs[1] < 0
 
 
 async def test_after_a_cut_completion_the_prompt_still_extends_the_sampled_tokens() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from ludic.cli import _explained
+from ludic.rollouts import RolloutWriter
+from ludic.types import Rollout
 from tests.cli.conftest import Ludic, Outcome
 
 pytestmark = pytest.mark.integration
@@ -74,13 +76,30 @@ def test_unknown_parts_of_a_run_are_named(ludic: Ludic, letters: Path) -> None:
         return ludic("train", letters, *overrides, "--out", "run-" + overrides[0].split("=")[0])
 
     check(tried("algorithm.name=grop"), "'grop'", "'grpo'")
-    check(tried("algorithm.kwargs.groups=3"), "algorithm.kwargs", "groups")
+    check(tried("algorithm.kwargs.groups=3"), "'grpo'", "'groups'")
     check(tried("protocol.kind=single"), "'single'", "'single_agent'")
     check(tried("protocol.kwargs.parser=xmll"), "xmll")
     check(tried("sft.teacher=letters:nobody"), "letters:nobody")
     check(tried("model.kwargs.size=3"), "model.kwargs", "size")
     check(tried("model.name=no/such-model"), "no/such-model", "tiny")
     check(tried("training.rollouts_per_update=7"), "rollouts_per_update=7", "group_size=4")
+
+
+def test_what_is_wrong_is_found_before_anything_is_made(
+    ludic: Ludic, letters: Path, tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.rglob("*.json"))
+    for override in (
+        "env.kind=chess",
+        "env.kwargs.wrong=1",
+        "algorithm.name=grop",
+        "training.rollouts_per_update=7",
+        "sft.teacher=letters:nobody",
+        "model.device=cuda:9",
+    ):
+        check(ludic("train", letters, override, "--out", "run"))
+        check(ludic("train", letters, override, "--dry-run"))
+    assert sorted(tmp_path.rglob("*.json")) == before
 
 
 def test_a_missing_extra_is_named(
@@ -140,16 +159,24 @@ def test_a_resume_of_a_changed_run_json_that_does_not_fit_the_checkpoint_is_refu
     check(ludic("train", "--resume", folder), "another model")
 
 
-def test_a_full_disk_is_said_with_the_way_to_go_on(
-    ludic: Ludic, trained: Path, tmp_path: Path
+def test_a_disk_that_fills_up_while_sampling_is_said_with_the_way_to_go_on(
+    ludic: Ludic, letters: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "copy"
-    shutil.copytree(trained, folder)
-    shutil.rmtree(folder / "checkpoints" / "rl")
-    log = folder / "rollouts" / "train.jsonl.gz"
-    log.unlink()
-    log.symlink_to("/dev/full")  # every write to it finds the disk full
-    check(ludic("train", "--resume", folder), "disk is full", "--resume")
+    monkeypatch.setattr("ludic.cli.rollout_log.RolloutWriter", _FullDisk)
+    done = ludic("train", letters, "--out", "run")
+    check(done, "disk is full", "--resume")
+    monkeypatch.undo()
+    monkeypatch.chdir(letters.parent)
+    done = ludic("train", "--resume", "run")
+    assert done.code == 0, done.err
+
+
+class _FullDisk(RolloutWriter):
+    """A writer to a device that has no room left."""
+
+    def write(self, rollout: Rollout) -> None:
+        with open("/dev/full", "wb", buffering=0) as file:
+            file.write(b"x")
 
 
 def test_a_disk_that_fills_up_at_a_checkpoint_leaves_the_last_good_one(

@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
+from ludic.agents.base_agent import CUT_FEEDBACK
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.envs import LudicEnv, SingleAgentEnv
 from ludic.envs.key_door import KeyDoorEnv
@@ -106,14 +107,19 @@ async def learn(
     seed: int = 0,
 ) -> Outcome:
     """Teaches a random model the words, then lets it learn the world by itself."""
-    tokenizer = tiny_tokenizer((*world.words, "user\n", "assistant\n"))
+    tokenizer = tiny_tokenizer((*world.words, "user\n", "assistant\n", CUT_FEEDBACK))
     template = HFChatTemplate(tokenizer)
     model = lively_model(seed, len(tokenizer))
     await _teach_words(model, template, world, folder / "words")
     spec = InferenceSpec(SamplingConfig(max_tokens=3))
     group = algo.group_size or 1
     # Saying nothing that can be read must cost more than a wrong step, or it is the better policy.
-    parser = {"kind": "regex", "pattern": f"^({'|'.join(world.actions)})$", "error_reward": -0.2}
+    parser = {
+        "kind": "regex",
+        "pattern": f"^({'|'.join(world.actions)})$",
+        "error_reward": -0.2,
+        "feedback": "?",
+    }
     async with LocalChatClient(
         model, tokenizer, max_slots=episodes, max_context_tokens=256
     ) as client:
@@ -125,7 +131,7 @@ async def learn(
             return [
                 RolloutRequest(
                     env=EnvSpec(world.name),
-                    protocol=ProtocolSpec("single_agent", {"parser": parser}),
+                    protocol=ProtocolSpec("single_agent", {"parser": parser, "system_prompt": "."}),
                     env_seed=world.seeds[(step * (episodes // group) + i) % len(world.seeds)],
                     sampling_seed=derive_seed(seed, "sampling", step, i),
                 )
@@ -196,7 +202,7 @@ def _random_walks(world: World, count: int) -> Sequence[dict[str, Any]]:
     env, rng, rows = world.make(), Random(0), []
     for walk in range(count):
         obs, _ = env.env_reset(seed=world.seeds[walk % len(world.seeds)])  # type: ignore[attr-defined]
-        messages: list[dict[str, str]] = []
+        messages = [{"role": "system", "content": "."}]
         for _ in range(world.max_steps):
             action = rng.choice(world.actions)
             messages += [{"role": "user", "content": obs}, {"role": "assistant", "content": action}]

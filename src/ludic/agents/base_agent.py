@@ -266,11 +266,13 @@ class Agent:
         )
 
     def conclude(self, call: ModelCall) -> ActResult:
-        """Reads the turn's last message. A completion cut by length gives no action: it gets the
-        parser's penalty, if there is one, but never its bonus."""
+        """Reads the turn's last message. A completion cut by length gives no action, even if its
+        text would parse: it gets what the parser gives to no answer at all, and never a bonus."""
         parse = self.parser(call.parsed.message["content"])
         if call.response.finish_reason is FinishReason.LENGTH:
-            parse = ParseResult(None, min(parse.reward, 0.0), CUT_FEEDBACK)
+            # Were it free to run on, a policy would learn to, wherever its other prospects are bad.
+            penalty = min(parse.reward, self.parser("").reward, 0.0)
+            parse = ParseResult(None, penalty, CUT_FEEDBACK)
         return ActResult(tuple(self._steps), parse)
 
     def out_of_context(self) -> ActResult:

@@ -144,6 +144,17 @@ def calibrate(run: Run, overrides: Overrides = None) -> None:
     start(run, overrides or [])
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def serve(context: typer.Context) -> None:
+    """Serve a model with vLLM, ready for live weight updates (`ludic serve --help`)."""
+    from ludic.inference.vllm_server import main
+
+    raise SystemExit(main(context.args))
+
+
 @app.command()
 def envs() -> None:
     """List the environments that can be named."""

@@ -116,12 +116,16 @@ def _with_adapter(model: nn.Module, section: ModelSection) -> nn.Module:
 
 def _device(section: ModelSection) -> torch.device:
     name = section.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
+    try:
+        device = torch.device(name)
+    except RuntimeError as exc:
+        raise ConfigError(f"model.device={name!r} is no device that torch knows") from exc
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             f"model.device={name!r}, but this machine has no GPU that torch can use: "
             "set model.device=cpu"
         )
-    return torch.device(name)
+    return device
 
 
 def inference_spec(config: RunConfig, temperature: float | None = None) -> InferenceSpec:
@@ -188,6 +192,26 @@ def requests_of(
         request = RolloutRequest(EnvSpec(section.kind, section.kwargs), protocol)
         found[name] = (request, section.weight)
     return found
+
+
+def check_parts(config: RunConfig) -> None:
+    """Raises for a part that is not there or does not fit, before anything is made or trained."""
+    from ludic.envs import build_env
+    from ludic.training import make_algorithm
+    from ludic.training.batching.requests import group_size_of
+
+    _device(config.model)
+    size = group_size_of(make_algorithm(config.algorithm.name, **config.algorithm.kwargs)) or 1
+    episodes = config.training.rollouts_per_update
+    if episodes % size:
+        raise ConfigError(
+            f"training.rollouts_per_update={episodes} is not a multiple of group_size={size}: a "
+            "batch holds whole groups"
+        )
+    if config.sft is not None and config.sft.teacher is not None:
+        load_function(config.sft.teacher)
+    for section in (*config.env, *config.eval.env):
+        build_env(EnvSpec(section.kind, section.kwargs))
 
 
 def load_function(name: str) -> Callable[..., Any]:

@@ -29,7 +29,6 @@ from ludic.cli.show import (
     summary_of,
 )
 from ludic.cli.teach import write_lessons
-from ludic.errors import ConfigError
 from ludic.eval import EvalReport
 from ludic.inference import HFChatTemplate
 from ludic.rollouts import RolloutEngine
@@ -149,10 +148,7 @@ class TrainingRun:
 
     async def _reinforce(self, policy: Policy, version: int) -> None:
         training, section = self.config.training, self.config.algorithm
-        try:
-            algorithm = make_algorithm(section.name, **section.kwargs)
-        except TypeError as exc:
-            raise ConfigError(f"algorithm.kwargs does not fit {section.name!r}: {exc}") from exc
+        algorithm = make_algorithm(section.name, **section.kwargs)
         say(
             f"reinforcement: {training.steps} updates of {training.rollouts_per_update} episodes, "
             f"{algorithm.name}"

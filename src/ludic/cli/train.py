@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ludic.cli.assemble import make_importable
+from ludic.cli.assemble import check_parts, make_importable
 from ludic.cli.locate import builtin_runs, find_run
 from ludic.cli.run_file import RunConfig, apply_override, check_run
 from ludic.cli.run_folder import RunFolder
@@ -34,6 +34,7 @@ def train(
             raise ConfigError(f"name a run file, or one of the built-in runs: {builtin_runs()}")
         config, beside = find_run(run, overrides)
         make_importable(beside)
+        check_parts(config)
         if dry_run:
             print(json.dumps(config.model_dump(by_alias=True, mode="json"), indent=2))
             return

@@ -88,6 +88,7 @@ def tiny_model(
     heads: int = 4,
     kv_heads: int = 2,
     max_position_embeddings: int = 1024,
+    initializer_range: float = 0.02,
 ) -> Qwen2ForCausalLM:
     """A small Qwen2 with random float32 weights and tied embeddings, the same for the same seed.
 
@@ -104,6 +105,7 @@ def tiny_model(
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         max_position_embeddings=max_position_embeddings,
+        initializer_range=initializer_range,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=TINY_VOCAB_SIZE - 1,

@@ -206,3 +206,29 @@ async def test_a_prompt_being_scored_starts_again_after_an_update(tokenizer: Any
             shift(model)
         answer = await task
     assert len(answer.info["prompt_logprobs"]) == 60
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_crowd_with_one_prompt_survives_many_updates(tokenizer: Any, mode: Any) -> None:
+    """Requests wait for a prefix that is being computed again while more of them arrive."""
+    model = tiny_model()
+    asks = [request([*range(40), i], max_tokens=15, seed=i, ignore_eos=True) for i in range(20)]
+    async with LocalChatClient(
+        model, tokenizer, max_slots=8, on_update="continue", **mode
+    ) as client:
+        tasks = [asyncio.create_task(client.complete_tokens(a)) for a in asks]
+        version = 0
+        while not all(task.done() for task in tasks):
+            version += 1
+            async with client.updating(version=version):
+                pass
+            await asyncio.sleep(0.05)
+        answers = await asyncio.gather(*tasks)
+    for answer in answers:
+        assert answer.trace is not None
+        assert answer.trace.completion_logprobs == pytest.approx(
+            plain_logprobs(model, answer), abs=1e-5
+        )
+        spans = answer.trace.version_spans
+        assert [s.start for s in spans[1:]] == [s.end for s in spans[:-1]]
+        assert [s.version for s in spans] == sorted({s.version for s in spans})

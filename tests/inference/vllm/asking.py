@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import aiohttp
 import torch
 
 from ludic.inference.client import TokenCompletionRequest
@@ -44,6 +47,26 @@ def scored(model: torch.nn.Module, trace: TokenTrace, temperature: float = 1.0) 
     start = len(trace.prompt_token_ids)
     rows = logits[start - 1 : -1].log_softmax(-1)
     return [float(v) for v in rows.gather(-1, ids[0, start:, None])[:, 0]]
+
+
+async def running(url: str) -> int:
+    """How many requests the server itself says that it is working on."""
+    async with aiohttp.ClientSession() as session, session.get(url + "/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    counts = [line for line in lines if line.startswith("vllm:num_requests_running")]
+    return int(sum(float(line.rsplit(" ", 1)[1]) for line in counts))
+
+
+async def until_running(url: str, wanted: int, seconds: float = 20.0) -> None:
+    """Waits until the server works on exactly so many requests."""
+    deadline = time.monotonic() + seconds
+    found = -1
+    while time.monotonic() < deadline:
+        found = await running(url)
+        if found == wanted:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{url} works on {found} requests, not on {wanted}")
 
 
 def trace_of(response: ChatResponse) -> TokenTrace:

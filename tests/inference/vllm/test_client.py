@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,14 @@ from ludic.inference.vllm_client import VLLMChatClient
 from ludic.inference.vllm_extensions import VLLMExtensions
 from ludic.inference.vllm_server import VLLMServer, free_port
 from ludic.types import FinishReason
-from tests.inference.vllm.asking import PROMPT, largest_gap, request, scored, trace_of
+from tests.inference.vllm.asking import (
+    PROMPT,
+    largest_gap,
+    request,
+    scored,
+    trace_of,
+    until_running,
+)
 from tests.inference.vllm.conftest import NAME, tiny_server
 
 pytestmark = pytest.mark.vllm
@@ -118,7 +124,7 @@ async def test_a_deadline_ends_a_request_and_frees_the_server(
 ) -> None:
     with pytest.raises(DeadlineError, match="a completion"):
         await client.complete_tokens(request(max_tokens=400, endless=True, timeout_s=0.05))
-    await _server_runs_nothing(client)
+    await until_running(client.replicas[0].url, 0)
 
 
 async def test_a_cancelled_request_ends_on_the_server(client: VLLMChatClient) -> None:
@@ -126,31 +132,13 @@ async def test_a_cancelled_request_ends_on_the_server(client: VLLMChatClient) ->
         asyncio.create_task(client.complete_tokens(request(max_tokens=480, seed=n, endless=True)))
         for n in range(4)
     ]
-    await asyncio.sleep(0.3)
+    await until_running(client.replicas[0].url, 4)
     for task in tasks:
         task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(r, asyncio.CancelledError) for r in results)
-    await _server_runs_nothing(client)
+    await until_running(client.replicas[0].url, 0)
     assert trace_of(await client.complete_tokens(request())).completion_token_ids
-
-
-async def _server_runs_nothing(client: VLLMChatClient) -> None:
-    """Waits until the server's own count of requests is zero, far sooner than they would end."""
-    import aiohttp
-
-    deadline = time.monotonic() + 20
-    running = -1.0
-    async with aiohttp.ClientSession() as session:
-        while time.monotonic() < deadline:
-            async with session.get(client.replicas[0].url + "/metrics") as answer:
-                lines = (await answer.text()).splitlines()
-            counts = [x for x in lines if x.startswith("vllm:num_requests_running")]
-            running = sum(float(x.rsplit(" ", 1)[1]) for x in counts)
-            if running == 0:
-                return
-            await asyncio.sleep(0.1)
-    raise AssertionError(f"{running} requests still run on the server")
 
 
 async def test_the_older_route_gives_the_same_tokens(client: VLLMChatClient) -> None:

@@ -21,7 +21,7 @@ from ludic.errors import DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm_client import VLLMChatClient
 from ludic.types import TokenTrace
-from tests.inference.vllm.asking import largest_gap, request, scored, trace_of
+from tests.inference.vllm.asking import largest_gap, request, scored, trace_of, until_running
 from tests.inference.vllm.conftest import server_model
 
 pytestmark = pytest.mark.vllm
@@ -59,20 +59,19 @@ async def test_an_update_over_sixteen_running_requests_loses_none_and_names_ever
     prompts = [tuple(range(30 + n, 50 + n)) for n in range(16)]
     tasks = [
         asyncio.create_task(
-            client.complete_tokens(request(p, max_tokens=400, seed=n, endless=True))
+            client.complete_tokens(request(p, max_tokens=480, seed=n, endless=True))
         )
         for n, p in enumerate(prompts)
     ]
-    await asyncio.sleep(0.5)
-    assert not any(task.done() for task in tasks)
+    await until_running(client.replicas[0].url, 16)
     await publisher.publish(ModelWeights(newer), 1)
     traces = [trace_of(r) for r in await asyncio.gather(*tasks)]
-    assert all(len(t.completion_token_ids) == 400 for t in traces)
+    assert all(len(t.completion_token_ids) == 480 for t in traces)
     for trace in traces:
         spans = trace.version_spans
         assert [s.version for s in spans] == [0, 1]
         assert spans[0].start == 0
-        assert spans[-1].end == 400
+        assert spans[-1].end == 480
         assert all(a.end == b.start for a, b in pairwise(spans))
         assert trace.completion_logprobs is not None
         # Each token's log-prob is that of the weights which its span names: what was computed
@@ -172,9 +171,9 @@ async def test_what_arrives_torn_or_bent_is_never_used(
 ) -> None:
     broken = BroadcastPolicyPublisher(client, plane=plane)
     running = asyncio.create_task(
-        client.complete_tokens(request(max_tokens=200, seed=2, endless=True))
+        client.complete_tokens(request(max_tokens=480, seed=2, endless=True))
     )
-    await asyncio.sleep(0.2)
+    await until_running(client.replicas[0].url, 1)
     with pytest.raises(PublishError, match=says):
         await broken.publish(ModelWeights(server_model(seed=9)), 1)
     trace = trace_of(await running)

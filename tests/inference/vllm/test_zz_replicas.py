@@ -16,7 +16,7 @@ from ludic.distributed.weights import ModelWeights
 from ludic.errors import InferenceError, PublishError
 from ludic.inference.vllm_client import VLLMChatClient
 from ludic.inference.vllm_server import VLLMServer
-from tests.inference.vllm.asking import largest_gap, request, scored, trace_of
+from tests.inference.vllm.asking import largest_gap, request, scored, trace_of, until_running
 from tests.inference.vllm.conftest import NAME, server_model
 
 pytestmark = pytest.mark.vllm
@@ -74,14 +74,13 @@ async def test_a_server_that_dies_costs_no_request_and_comes_back_by_a_publish(
 
     # In the middle of requests: those it had are asked again elsewhere.
     tasks = [
-        asyncio.create_task(pair.complete_tokens(request(max_tokens=300, seed=n, endless=True)))
+        asyncio.create_task(pair.complete_tokens(request(max_tokens=480, seed=n, endless=True)))
         for n in range(12)
     ]
-    await asyncio.sleep(0.4)
-    assert pair.replicas[1].in_flight > 0
+    await until_running(victim.url, 6)
     victim.kill()
     traces = [trace_of(r) for r in await asyncio.gather(*tasks)]
-    assert all(len(t.completion_token_ids) == 300 for t in traces)
+    assert all(len(t.completion_token_ids) == 480 for t in traces)
     assert pair.retries > 0
 
     # A publish goes on without it, and says so.
@@ -102,15 +101,15 @@ async def test_a_server_that_dies_costs_no_request_and_comes_back_by_a_publish(
 
     # In the middle of an update: the other one is updated, and requests go there.
     running = [
-        asyncio.create_task(pair.complete_tokens(request(max_tokens=200, seed=n, endless=True)))
+        asyncio.create_task(pair.complete_tokens(request(max_tokens=480, seed=n, endless=True)))
         for n in range(8)
     ]
-    await asyncio.sleep(0.2)
+    await until_running(victim.url, 4)
     fatal = BroadcastPolicyPublisher(pair, plane=FatalPlane(victim), timeout_s=60)
     report = await fatal.publish(ModelWeights(model), 8)
     assert report.details["servers"] == [survivor.url]
     assert victim.url in report.details["lost"]
-    assert all(len(trace_of(r).completion_token_ids) == 200 for r in await asyncio.gather(*running))
+    assert all(len(trace_of(r).completion_token_ids) == 480 for r in await asyncio.gather(*running))
     await _serves(pair, model, 8)
 
 

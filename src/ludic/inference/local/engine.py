@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -23,7 +23,6 @@ class Pause:
     on_ready: Callable[[BaseException | None], None]
     ready: bool = False
     released: bool = False
-    changed: bool = field(default=False)
 
 
 class Engine:
@@ -138,8 +137,6 @@ class Engine:
                         continue
                     return True
                 if scheduler.has_work:
-                    return True
-                if scheduler.waiting or scheduler.running:
                     return True
                 self._changed.wait()
 

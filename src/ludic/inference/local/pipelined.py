@@ -15,7 +15,7 @@ from torch import Tensor
 from ludic.inference.local.device_batch import DeviceBatch
 from ludic.inference.local.prefill import Prefill
 from ludic.inference.local.sampler import Sampled, SamplingRows, sample
-from ludic.inference.local.scheduler import Outcome, Scheduler, Work, _step_error
+from ludic.inference.local.scheduler import Outcome, Scheduler, Work, step_error
 from ludic.inference.local.sequence import Sequence
 
 _JOIN_AFTER_STEPS = 12
@@ -108,11 +108,12 @@ class PipelinedScheduler(Scheduler):
             # Requests arrive one by one from the event loop: a moment brings the rest of them.
             self.gather()
         while True:
+            # First those that are here: others may be waiting for what they compute.
+            self._compute_prompts()
             before = len(self.running)
             self._admit()
             if len(self.running) == before:
                 return
-            self._compute_prompts()
 
     def _compute_prompts(self) -> None:
         begin = time.perf_counter()
@@ -138,7 +139,7 @@ class PipelinedScheduler(Scheduler):
             tokens, logprobs = found.tokens.tolist(), found.logprobs.tolist()
         except Exception as exc:
             for item in work:
-                self._fail(item.sequence, _step_error(exc, self.describe(item.sequence)))
+                self._fail(item.sequence, step_error(exc, self.describe(item.sequence)))
             return
         samples = [item.samples for item in work]
         for item in work:
@@ -236,7 +237,7 @@ class PipelinedScheduler(Scheduler):
     def _fail_running(self, exc: Exception) -> None:
         self._flights.clear()
         for sequence in list(self.running):
-            self._fail(sequence, _step_error(exc, self.describe(sequence)))
+            self._fail(sequence, step_error(exc, self.describe(sequence)))
 
     def _leave(self, sequence: Sequence, *, wipe: bool = False) -> None:
         slot, last = sequence.slot, len(self.batch.arena.sequences) - 1

@@ -240,7 +240,7 @@ class Scheduler:
             outcomes = self.runner(work) if drawn is None else ()
         except Exception as exc:
             for item in work:
-                self._fail(item.sequence, _step_error(exc, self.describe(item.sequence)))
+                self._fail(item.sequence, step_error(exc, self.describe(item.sequence)))
             return
         c = self.counters
         c.steps += 1
@@ -331,7 +331,8 @@ def _not_finite(what: str) -> InferenceError:
     )
 
 
-def _step_error(exc: Exception, what: str) -> InferenceError | OutOfMemoryError:
+def step_error(exc: Exception, what: str) -> InferenceError | OutOfMemoryError:
+    """What a request hears when the step that it was in raised."""
     if isinstance(exc, torch.OutOfMemoryError | MemoryError):
         return OutOfMemoryError(
             f"the device ran out of memory while computing {what}: lower max_slots, "
