@@ -89,6 +89,15 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_back(tmp_path: Path) -> 
         torch.testing.assert_close(back[name], four[name], rtol=1e-6, atol=1e-9)
 
 
+def test_a_model_without_memory_is_filled_from_its_folder_rank_by_rank(tmp_path: Path) -> None:
+    tiny_model().double().save_pretrained(tmp_path / "model")
+    out = tmp_path / "two.safetensors"
+    run_ranks("two_ranks.py", out, 2, "float64", "-", tmp_path / "model")
+    alone = train_alone(tmp_path / "alone", 2, torch.float64)
+    for name, tensor in load_file(out).items():
+        torch.testing.assert_close(tensor, alone[name], rtol=1e-6, atol=1e-9)
+
+
 def test_a_mesh_outside_torchrun_says_how_to_start() -> None:
     with pytest.raises(ConfigError, match="torchrun"):
         init_mesh("cpu")

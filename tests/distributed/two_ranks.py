@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from ludic.distributed.fsdp import init_mesh
+from ludic.distributed.fsdp import init_mesh, meta_parameters
 from ludic.distributed.local import Rank0OnlyPublisher
 from ludic.distributed.weights import ModelWeights
 from ludic.distributed.world import World
@@ -18,11 +18,16 @@ from ludic.training.trainer import Trainer
 from tests.training.synthetic import RecordingPublisher, SyntheticSource, reinforce
 
 
-def main(out: Path, steps: int, dtype: str, checkpoints: str) -> None:
+def main(out: Path, steps: int, dtype: str, checkpoints: str, init_from: str = "-") -> None:
     torch.set_num_threads(1)
     mesh = init_mesh("cpu", timeout_s=60)
     world = World.of(mesh, torch.device("cpu"))
-    model = tiny_model().to(getattr(torch, dtype))
+    if init_from == "-":
+        model = tiny_model().to(getattr(torch, dtype))
+    else:  # other weights than those in the folder, and no memory for them
+        with meta_parameters():
+            model = tiny_model(seed=1).to(getattr(torch, dtype))
+        assert {p.device.type for p in model.parameters()} == {"meta"}
     inner = RecordingPublisher()
     trainer = Trainer(
         model=model,
@@ -37,6 +42,7 @@ def main(out: Path, steps: int, dtype: str, checkpoints: str) -> None:
             checkpoint=CheckpointConfig(checkpoints, every=2) if checkpoints != "-" else None,
         ),
         mesh=mesh,
+        init_from=None if init_from == "-" else init_from,
     )
     trainer.train_sync(steps)
     weights = {name: tensor.clone() for name, tensor in ModelWeights(model)}
@@ -48,4 +54,4 @@ def main(out: Path, steps: int, dtype: str, checkpoints: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -143,6 +143,8 @@ async def open_policy(
 ) -> AsyncIterator[Policy]:
     """Model, client and publisher, closed at the end. `folder` is where a vLLM server that has
     to be started finds the model."""
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
     model, tokenizer = build_model(config, weights)
     parser = get_tool_parser(config.model.tool_parser) if config.model.tool_parser else None
     template = HFChatTemplate(tokenizer, parser)

@@ -27,11 +27,13 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    """Which run this is, and where it is kept."""
+    """Which run this is, and where it is kept. The same `seed` and `threads` on a CPU give the
+    same run, to the bit; without `threads`, torch takes as many as there are cores."""
 
     name: str = "run"
     seed: int = 0
     folder: str = "runs"
+    threads: int | None = Field(None, ge=1)
 
 
 class LoraSection(Section):

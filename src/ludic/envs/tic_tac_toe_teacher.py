@@ -10,8 +10,8 @@ _CORNERS = ("A1", "C1", "A3", "C3")
 
 
 def random_legal(obs: str, rng: Random) -> str:
-    """A free cell of the board in `obs`, named in tags after what kind of cell it is."""
+    """A sentence that names a free cell of the board in `obs`, and what kind of cell it is."""
     free = [cell for cell in obs.rpartition("Free:")[2].split() if cell in CELLS]
     cell = rng.choice(free)
-    kind = "The centre" if cell == "B2" else "A corner" if cell in _CORNERS else "An edge"
-    return f"{kind}: <move>{cell}</move>"
+    kind = "centre" if cell == "B2" else "corner" if cell in _CORNERS else "edge"
+    return f"I take the {kind} {cell}."

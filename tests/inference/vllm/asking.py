@@ -12,6 +12,7 @@ import torch
 
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
+from ludic.inference.vllm_replica import Replica
 from ludic.types import ChatResponse, TokenTrace
 
 PROMPT = tuple(range(60, 80))
@@ -23,7 +24,7 @@ def request(
     max_tokens: int | None = 8,
     seed: int | None = 1,
     conversation: str | None = None,
-    timeout_s: float | None = 60.0,
+    timeout_s: float | None = 300.0,
     returns: ReturnSpec | None = None,
     endless: bool = False,
     **sampling: Any,
@@ -57,16 +58,25 @@ async def running(url: str) -> int:
     return int(sum(float(line.rsplit(" ", 1)[1]) for line in counts))
 
 
-async def until_running(url: str, wanted: int, seconds: float = 20.0) -> None:
-    """Waits until the server works on exactly so many requests."""
+async def until_idle(url: str, seconds: float = 60.0) -> None:
+    """Waits until the server works on nothing."""
     deadline = time.monotonic() + seconds
     found = -1
     while time.monotonic() < deadline:
         found = await running(url)
-        if found == wanted:
+        if found == 0:
             return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"{url} works on {found} requests, not on {wanted}")
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"{url} still works on {found} requests")
+
+
+async def until_in_flight(replica: Replica, wanted: int, seconds: float = 60.0) -> None:
+    """Waits until the client has given a server so many requests, and it has had time to begin."""
+    deadline = time.monotonic() + seconds
+    while replica.in_flight < wanted and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    assert replica.in_flight >= wanted
+    await asyncio.sleep(0.1)
 
 
 def trace_of(response: ChatResponse) -> TokenTrace:

@@ -43,7 +43,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Pa
 def tiny_server(folder: Path, log: Path, **settings: Any) -> VLLMServer:
     """A server of the tiny model, not started."""
     wanted: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 32, "port": free_port()}
-    wanted |= {"env": {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}, **settings}
+    # Threads that are bound to cores wait for whoever else has them.
+    env = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+    wanted |= {"env": env, **settings}
     found = ServerSettings(str(folder), served_name=NAME, **wanted)
     return VLLMServer(found, python=VLLM_PYTHON, log=log, start_timeout_s=300)
 
@@ -85,7 +87,7 @@ def model() -> Qwen2ForCausalLM:
 @pytest.fixture
 async def publisher(client: VLLMChatClient, model: Qwen2ForCausalLM) -> BroadcastPolicyPublisher:
     """A publisher whose servers have `model` as version 0, whatever a test before left there."""
-    found = BroadcastPolicyPublisher(client, timeout_s=60)
+    found = BroadcastPolicyPublisher(client, timeout_s=120)
     await found.publish(ModelWeights(model), 0)
     return found
 

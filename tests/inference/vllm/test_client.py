@@ -24,11 +24,12 @@ from tests.inference.vllm.asking import (
     request,
     scored,
     trace_of,
-    until_running,
+    until_idle,
+    until_in_flight,
 )
 from tests.inference.vllm.conftest import NAME, tiny_server
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 
 async def test_tokens_go_in_and_come_out_with_log_probs(client: VLLMChatClient) -> None:
@@ -124,7 +125,7 @@ async def test_a_deadline_ends_a_request_and_frees_the_server(
 ) -> None:
     with pytest.raises(DeadlineError, match="a completion"):
         await client.complete_tokens(request(max_tokens=400, endless=True, timeout_s=0.05))
-    await until_running(client.replicas[0].url, 0)
+    await until_idle(client.replicas[0].url)
 
 
 async def test_a_cancelled_request_ends_on_the_server(client: VLLMChatClient) -> None:
@@ -132,12 +133,12 @@ async def test_a_cancelled_request_ends_on_the_server(client: VLLMChatClient) ->
         asyncio.create_task(client.complete_tokens(request(max_tokens=480, seed=n, endless=True)))
         for n in range(4)
     ]
-    await until_running(client.replicas[0].url, 4)
+    await until_in_flight(client.replicas[0], 4)
     for task in tasks:
         task.cancel()
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(r, asyncio.CancelledError) for r in results)
-    await until_running(client.replicas[0].url, 0)
+    await until_idle(client.replicas[0].url)
     assert trace_of(await client.complete_tokens(request())).completion_token_ids
 
 

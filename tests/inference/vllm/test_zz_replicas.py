@@ -16,10 +16,10 @@ from ludic.distributed.weights import ModelWeights
 from ludic.errors import InferenceError, PublishError
 from ludic.inference.vllm_client import VLLMChatClient
 from ludic.inference.vllm_server import VLLMServer
-from tests.inference.vllm.asking import largest_gap, request, scored, trace_of, until_running
+from tests.inference.vllm.asking import largest_gap, request, scored, trace_of, until_in_flight
 from tests.inference.vllm.conftest import NAME, server_model
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 Servers = tuple[VLLMServer, VLLMServer]
 
@@ -63,7 +63,6 @@ class FatalPlane(SharedMemoryPlane):
         return None
 
 
-@pytest.mark.timeout(600)
 async def test_a_server_that_dies_costs_no_request_and_comes_back_by_a_publish(
     pair: VLLMChatClient, two_servers: Servers
 ) -> None:
@@ -77,7 +76,7 @@ async def test_a_server_that_dies_costs_no_request_and_comes_back_by_a_publish(
         asyncio.create_task(pair.complete_tokens(request(max_tokens=480, seed=n, endless=True)))
         for n in range(12)
     ]
-    await until_running(victim.url, 6)
+    await until_in_flight(pair.replicas[1], 6)
     victim.kill()
     traces = [trace_of(r) for r in await asyncio.gather(*tasks)]
     assert all(len(t.completion_token_ids) == 480 for t in traces)
@@ -104,7 +103,7 @@ async def test_a_server_that_dies_costs_no_request_and_comes_back_by_a_publish(
         asyncio.create_task(pair.complete_tokens(request(max_tokens=480, seed=n, endless=True)))
         for n in range(8)
     ]
-    await until_running(victim.url, 4)
+    await until_in_flight(pair.replicas[1], 4)
     fatal = BroadcastPolicyPublisher(pair, plane=FatalPlane(victim), timeout_s=60)
     report = await fatal.publish(ModelWeights(model), 8)
     assert report.details["servers"] == [survivor.url]

@@ -1,0 +1,69 @@
+"""Publishing where nothing travels, and where one rank speaks for all."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from ludic.distributed import LocalPolicyPublisher, ModelWeights, Rank0OnlyPublisher, World
+from ludic.errors import PublishError
+from ludic.inference.local import LocalChatClient
+from ludic.inference.tiny import tiny_model, tiny_tokenizer
+from tests.training.synthetic import RecordingPublisher
+
+
+class Client:
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+        self.held = 0
+
+    @asynccontextmanager
+    async def updating(self) -> AsyncIterator[None]:
+        self.held += 1
+        yield
+        self.held -= 1
+
+    async def set_version(self, version: int) -> None:
+        self.versions.append(version)
+
+
+async def test_a_shared_module_is_held_while_it_changes_and_then_named() -> None:
+    client = Client()
+    publisher = LocalPolicyPublisher(client)
+    async with publisher.updating():
+        assert client.held == 1
+    report = await publisher.publish({}, 3)
+    assert client.versions == [3]
+    assert (report.version, report.verified, report.bytes) == (3, True, 0)
+
+
+async def test_the_real_engine_takes_versions_and_pauses() -> None:
+    async with LocalChatClient(tiny_model(), tiny_tokenizer(), max_slots=2) as client:
+        publisher = LocalPolicyPublisher(client)
+        async with publisher.updating():
+            pass
+        await publisher.publish({}, 4)
+        assert await client.get_policy_version() == 4
+
+
+async def test_rank_0_sends_copies_of_what_was_gathered() -> None:
+    inner, model = RecordingPublisher(), tiny_model()
+    report = await Rank0OnlyPublisher(inner, World()).publish(ModelWeights(model), 2)
+    assert report.version == 2
+    for name, parameter in model.named_parameters():
+        assert torch.equal(inner.weights[0][name], parameter)
+        assert inner.weights[0][name].data_ptr() != parameter.data_ptr()
+
+
+async def test_what_goes_wrong_at_rank_0_is_raised() -> None:
+    class Failing(RecordingPublisher):
+        async def publish(self, weights: object, version: int) -> object:  # type: ignore[override]
+            raise PublishError("the server refused")
+
+    with pytest.raises(PublishError, match="the server refused"):
+        await Rank0OnlyPublisher(Failing(), World()).publish({}, 1)
+    with pytest.raises(PublishError, match="no publisher"):
+        Rank0OnlyPublisher(None, World())
