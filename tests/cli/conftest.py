@@ -156,7 +156,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,7 +17,7 @@ from ludic.rollouts import RolloutWriter
 from ludic.types import Rollout
 from tests.cli.conftest import Ludic, Outcome
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 
 def check(done: Outcome, *words: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from ludic.rollouts import read_rollouts
 from tests.cli.conftest import LETTERS, RUN, started
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
 def written(where: Path) -> Path:
@@ -39,7 +39,7 @@ def finish(where: Path) -> str:
     begun = (where / "run" / "origin.json").is_file()
     arguments = ["--resume", "run"] if begun else ["letters.toml", "--out", "run"]
     with started(where, "train", *arguments) as process:
-        text, _ = process.communicate(timeout=180)
+        text, _ = process.communicate(timeout=300)
     assert process.returncode == 0, text
     return text
 
@@ -111,8 +111,8 @@ def test_a_kill_within_a_step_is_made_up_for(tmp_path: Path, trained: Path) -> N
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=30)
     log = where / "run" / "rollouts" / "train.jsonl.gz"
-    half = log.read_bytes()
-    log.write_bytes(half + half[: len(half) // 3])  # as if a later step had been under way
+    whole = log.read_bytes()
+    log.write_bytes(whole + whole[:100])  # as a kill in the middle of a write leaves it
     finish(where)
     assert result(where / "run") == result(trained)
 
@@ -124,7 +124,7 @@ def test_ctrl_c_stops_after_the_step_with_a_checkpoint_and_the_run_can_go_on(
     with started(where, "train", "letters.toml", "--out", "run") as process:
         line_with(process, "step      1  reward")
         process.send_signal(signal.SIGINT)
-        text, _ = process.communicate(timeout=60)
+        text, _ = process.communicate(timeout=200)
     assert process.returncode == 0, text
     assert "ludic train --resume run" in text
     assert "Traceback" not in text
@@ -142,7 +142,7 @@ def test_ctrl_c_during_an_evaluation_does_not_begin_the_next_stage(tmp_path: Pat
         line_with(process, "parameters")
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-        text, _ = process.communicate(timeout=60)
+        text, _ = process.communicate(timeout=200)
     assert process.returncode == 0, text
     assert "--resume" in text
     assert "supervised" not in text
@@ -162,5 +162,5 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         line_with(process, "press Ctrl-C again")
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
     assert process.returncode == 130

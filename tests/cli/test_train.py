@@ -10,7 +10,7 @@ import pytest
 from ludic.rollouts import read_rollouts
 from tests.cli.conftest import Ludic
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 
 def test_a_run_leaves_a_folder_that_says_what_was_run_and_how_it_went(trained: Path) -> None:

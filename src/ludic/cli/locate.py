@@ -37,10 +37,16 @@ def locate(run: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path | N
         config, beside = find_run(run, overrides)
         make_importable(beside)
         return config, None
+    config, folder = open_folder(run, overrides)
+    return config, folder.weights()
+
+
+def open_folder(run: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, RunFolder]:
+    """The configuration of the run in a folder, whose modules can then be imported."""
     folder = RunFolder.open(run)
     data = folder.read_json("run.json")
     for override in overrides:
         apply_override(data, override)
     config = check_run(data, source=str(folder.path / "run.json"))
     make_importable(Path(folder.read_json("origin.json").get("run_file_folder", ".")))
-    return config, folder.weights()
+    return config, folder

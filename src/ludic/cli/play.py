@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.cli.assemble import make_importable
+from ludic.cli.locate import locate, open_folder
 from ludic.cli.run_file import apply_override
 from ludic.cli.show import episode_text, say
 from ludic.envs.play import play_by_hand
@@ -17,11 +18,16 @@ from ludic.types import EnvSpec
 
 
 def play(env: str, settings: Sequence[str], *, model: Path | None, seed: int) -> None:
-    """Plays one episode. `settings` are arguments of the environment, as key=value."""
+    """Plays one episode of an environment, or of that of a run folder. `settings` are arguments
+    of the environment, as key=value."""
     make_importable(Path.cwd())
     options: dict[str, Any] = {}
     for setting in settings:
         apply_override(options, setting)
+    if Path(env).is_dir():
+        config, _ = open_folder(env)
+        section = (config.eval.env or config.env)[0]
+        env, options = section.kind, {**section.kwargs, **options}
     if model is not None:
         asyncio.run(_watch(EnvSpec(env, options), model, seed))
         return
@@ -30,12 +36,12 @@ def play(env: str, settings: Sequence[str], *, model: Path | None, seed: int) ->
 
 async def _watch(env: EnvSpec, model: Path, seed: int) -> None:
     from ludic.cli.assemble import open_policy, requests_of
-    from ludic.cli.locate import locate
     from ludic.rollouts import RolloutEngine
     from ludic.seeding import derive_seed
 
     config, weights = locate(str(model))
-    known = {request.env.kind: request for request, _ in requests_of(config).values()}
+    mixes = (requests_of(config), requests_of(config, held_out=True))
+    known = {request.env.kind: request for mix in mixes for request, _ in mix.values()}
     request = known.get(env.kind) or next(iter(known.values()))
     kwargs = {**(request.env.kwargs if env.kind in known else {}), **env.kwargs}
     request = replace(

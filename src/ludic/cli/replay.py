@@ -10,7 +10,7 @@ from pathlib import Path
 from ludic.cli.assemble import make_importable, open_policy
 from ludic.cli.locate import locate
 from ludic.cli.show import say
-from ludic.errors import ConfigError, RolloutError
+from ludic.errors import ConfigError, RolloutError, UnknownNameError
 from ludic.interaction import Runtime
 from ludic.rollouts import read_rollouts
 from ludic.rollouts import replay as replay_episode
@@ -27,7 +27,7 @@ def replay(path: Path, *, limit: int, model: Path | None) -> None:
 
 async def _replay(path: Path, limit: int, model: Path | None) -> int:
     episodes = _episodes(path, limit)
-    diverged = steps = tokens = 0
+    diverged = steps = tokens = others = 0
     async with AsyncExitStack() as stack:
         runtime: Runtime | None = None
         if model is not None:
@@ -37,6 +37,11 @@ async def _replay(path: Path, limit: int, model: Path | None) -> int:
         for rollouts in episodes:
             try:
                 report = await replay_episode(rollouts, runtime=runtime)
+            except UnknownNameError as exc:
+                if exc.kind != "client":
+                    raise
+                others += 1  # the record has no word of what the other model said
+                continue
             except RolloutError as exc:
                 say(f"{rollouts[0].episode_id}: cannot be replayed: {exc}")
                 diverged += 1
@@ -45,9 +50,11 @@ async def _replay(path: Path, limit: int, model: Path | None) -> int:
             if report.divergence is not None:
                 diverged += 1
                 say(f"{rollouts[0].episode_id}: {report.divergence}")
-    same = len(episodes) - diverged
+    same = len(episodes) - diverged - others
     what = f"{steps} steps" + (f", {tokens} tokens" if model else "")
     say(f"{same} of {len(episodes)} episodes are the same again ({what} compared)")
+    if others:
+        say(f"{others} episodes were played with other models too, and cannot be run again")
     return 1 if diverged else 0
 
 

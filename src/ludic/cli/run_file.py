@@ -33,7 +33,7 @@ class RunSection(Section):
     name: str = "run"
     seed: int = 0
     folder: str = "runs"
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(default=None, ge=1)
 
 
 class LoraSection(Section):
@@ -91,6 +91,12 @@ class EnvSection(PartSection):
     """An environment by name. `weight` is its share when a run mixes several."""
 
     weight: float = Field(default=1.0, gt=0)
+
+
+class ProtocolSection(PartSection):
+    """How agents and environment meet: a protocol by name, with its arguments."""
+
+    kind: str = "single_agent"
 
 
 def _as_list(value: Any) -> Any:
@@ -158,7 +164,7 @@ class EvalSection(Section):
     counts first."""
 
     env: Annotated[list[EnvSection], BeforeValidator(_as_list)] = []
-    protocol: PartSection | None = None
+    protocol: ProtocolSection | None = None
     outcomes: list[str] = []
     episodes: int = Field(default=400, ge=1)
     every: int = Field(default=0, ge=0)
@@ -182,7 +188,7 @@ class RunConfig(Section):
     model: ModelSection = ModelSection()
     inference: InferenceSection = InferenceSection()
     env: Annotated[list[EnvSection], BeforeValidator(_as_list), Field(min_length=1)]
-    protocol: PartSection = PartSection(kind="single_agent")
+    protocol: ProtocolSection = ProtocolSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     training: TrainingSection = TrainingSection()
     sft: SFTSection | None = None

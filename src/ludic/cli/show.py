@@ -22,8 +22,8 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def say(text: str) -> None:
-    """One line for the person in front of the screen."""
-    console.print(text)
+    """One line for the person in front of the screen; paths stay whole, to be copied."""
+    console.print(text, soft_wrap=True)
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def stages_table(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()
         table.add_row(
             stage.replace("_", " "),
             *(_percent(rate) for rate in [*rates, failures]),
-            f"{reward.value:+.2f}\n[dim]{reward.low:+.2f} to {reward.high:+.2f}[/dim]",
+            f"{reward.value:+.2f}\n[dim]{reward.low:+.1f} to {reward.high:+.1f}[/dim]",
         )
     return table
 
@@ -70,7 +70,7 @@ def _outcomes(reports: Any) -> list[str]:
 
 
 def _percent(rate: Estimate) -> str:
-    return f"{rate.value:.1%}\n[dim]{100 * rate.low:.1f} to {100 * rate.high:.1f}[/dim]"
+    return f"{rate.value:.1%}\n[dim]{100 * rate.low:.0f} to {100 * rate.high:.0f}[/dim]"
 
 
 def summary_of(reports: Mapping[str, EvalReport], headline: str | None = None) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def plot_terminal(curve: tuple[list[float], list[float]], title: str, *, height:
     steps, values = curve
     if len(steps) < 2:
         return ""
-    width = min(72, len(values))
+    width = min(console.width - 12, 68, len(values))
     course = smoothed(values)
     columns = [course[round(i * (len(course) - 1) / max(width - 1, 1))] for i in range(width)]
     low, high = min(columns), max(columns)

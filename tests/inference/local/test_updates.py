@@ -29,7 +29,7 @@ async def test_with_finish_requests_in_flight_end_under_the_old_version(
     tokenizer: Any, mode: Any
 ) -> None:
     model, old = tiny_model(), tiny_model()
-    asks = [request([i, 3, 4], max_tokens=60, seed=i, ignore_eos=True) for i in range(12)]
+    asks = [request([i, 3, 4], max_tokens=30, seed=i, ignore_eos=True) for i in range(12)]
     async with LocalChatClient(model, tokenizer, max_slots=4, **mode) as client:
         tasks = [asyncio.create_task(client.complete_tokens(a)) for a in asks]
         await until(lambda: client.stats()["running"] == 4)
@@ -42,7 +42,7 @@ async def test_with_finish_requests_in_flight_end_under_the_old_version(
     for answer in answers:
         assert answer.trace is not None
         (span,) = answer.trace.version_spans
-        assert (span.start, span.end) == (0, 60)
+        assert (span.start, span.end) == (0, 30)
         versions.add(span.version)
         module = old if span.version == 0 else model
         assert answer.trace.completion_logprobs == pytest.approx(
@@ -56,7 +56,7 @@ async def test_with_continue_requests_go_on_under_a_span_of_the_new_version(
     tokenizer: Any, mode: Any
 ) -> None:
     model, old = tiny_model(), tiny_model()
-    asks = [request([i, 3, 4], max_tokens=400, seed=i, ignore_eos=True) for i in range(6)]
+    asks = [request([i, 3, 4], max_tokens=150, seed=i, ignore_eos=True) for i in range(6)]
     async with LocalChatClient(model, tokenizer, on_update="continue", **mode) as client:
         tasks = [asyncio.create_task(client.complete_tokens(a)) for a in asks]
         await until(lambda: client.stats()["generated_tokens"] > 60)
@@ -71,7 +71,7 @@ async def test_with_continue_requests_go_on_under_a_span_of_the_new_version(
         assert answer.trace is not None
         first, second = answer.trace.version_spans
         assert (first.start, first.version) == (0, 0)
-        assert (second.end, second.version) == (400, 7)
+        assert (second.end, second.version) == (150, 7)
         assert first.end == second.start
         cut, logprobs = first.end, answer.trace.completion_logprobs
         assert logprobs is not None
@@ -126,7 +126,7 @@ async def test_an_update_that_waits_too_long_gives_up_and_the_engine_goes_on(
 ) -> None:
     async with LocalChatClient(model, tokenizer) as client:
         task = asyncio.create_task(
-            client.complete_tokens(request([1], max_tokens=1000, seed=0, ignore_eos=True))
+            client.complete_tokens(request([1], max_tokens=300, seed=0, ignore_eos=True))
         )
         await until(lambda: client.stats()["running"] == 1)
         with pytest.raises(DeadlineError, match="before an update"):
@@ -134,7 +134,7 @@ async def test_an_update_that_waits_too_long_gives_up_and_the_engine_goes_on(
                 pytest.fail("it cannot have been ready")
         answer = await task
         assert answer.trace is not None
-        assert len(answer.trace.completion_token_ids) == 1000
+        assert len(answer.trace.completion_token_ids) == 300
 
 
 async def test_the_trainers_module_keeps_its_mode_and_its_configuration(
@@ -198,7 +198,7 @@ async def test_a_lora_adapter_is_sampled_from_unmerged(tokenizer: Any, mode: Any
 async def test_a_prompt_being_scored_starts_again_after_an_update(tokenizer: Any) -> None:
     model = tiny_model()
     ask = request(
-        range(60), max_tokens=300, seed=0, ignore_eos=True, returns=ReturnSpec(prompt_logprobs=True)
+        range(60), max_tokens=60, seed=0, ignore_eos=True, returns=ReturnSpec(prompt_logprobs=True)
     )
     async with LocalChatClient(model, tokenizer, on_update="continue") as client:
         task = asyncio.create_task(client.complete_tokens(ask))

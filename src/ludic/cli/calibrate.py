@@ -1,0 +1,32 @@
+"""`ludic calibrate`: how many tokens of a run fit into one forward and backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ludic.cli.assemble import build_model
+from ludic.cli.locate import locate
+from ludic.cli.show import say
+from ludic.training import TrainerConfig, make_algorithm
+from ludic.training.calibrate import calibrate as find_budget
+
+
+def calibrate(run: str, overrides: Sequence[str]) -> None:
+    """Tries real updates of the run's model and prints the setting to use."""
+    config, weights = locate(run, overrides)
+    model, _ = build_model(config, weights)
+    training = config.training
+    found = find_budget(
+        model,
+        make_algorithm(config.algorithm.name, **config.algorithm.kwargs).loss,
+        TrainerConfig(
+            max_seq_len=training.max_seq_len,
+            micro_token_budget=max(training.micro_token_budget, training.max_seq_len),
+            gradient_checkpointing=training.gradient_checkpointing,
+        ),
+    )
+    gib = 2**30
+    say(
+        f"training.micro_token_budget={found.micro_token_budget}: the peak is "
+        f"{found.peak_bytes / gib:.1f} of {found.total_bytes / gib:.1f} GiB"
+    )

@@ -1,0 +1,72 @@
+"""`ludic init` writes a package whose tests pass and whose run trains at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Ludic, environment
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+FEW = [
+    "sft.examples=8",
+    "sft.steps=2",
+    "sft.batch_size=4",
+    "training.steps=2",
+    "training.rollouts_per_update=8",
+    "eval.episodes=4",
+]
+
+
+def test_a_new_package_passes_its_own_tests(ludic: Ludic, tmp_path: Path) -> None:
+    done = ludic("init", "my_env")
+    assert done.code == 0, done.err
+    assert "cd my_env && ludic train run.toml" in done.out
+    tested = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."],
+        cwd=tmp_path / "my_env",
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert tested.returncode == 0, tested.stdout
+    assert "3 passed" in tested.stdout
+
+
+def test_a_new_package_trains_at_once(
+    ludic: Ludic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ludic("init", "larger")
+    monkeypatch.chdir(tmp_path / "larger")
+    done = ludic("train", "run.toml", *FEW, "--out", "first")
+    assert done.code == 0, done.err
+    summary = json.loads((tmp_path / "larger" / "first" / "summary.json").read_text())
+    assert any(key.endswith("_after_rl") for key in summary)
+    assert ludic("play", "larger:Larger", stdin="5\n").code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "word"), [("my-env", "'my-env'"), ("class", "'class'"), ("tic_tac_toe", "exists")]
+)
+def test_a_name_that_cannot_be_a_package_is_refused(
+    ludic: Ludic, tmp_path: Path, name: str, word: str
+) -> None:
+    done = ludic("init", name)
+    assert done.code == 2
+    assert word in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_not_written_over(ludic: Ludic, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    done = ludic("init", "mine")
+    assert done.code == 2
+    assert "exists already" in done.err
+    assert list((tmp_path / "mine").iterdir()) == []
