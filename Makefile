@@ -66,7 +66,7 @@ vllm: $(READY)
 vllm-install:
 	@echo "==> the CPU build of vLLM into $(VLLM_VENV): minutes, and 3.5 GB"
 	@test -x $(VLLM_PY) || $(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_PIP) "pip>=25.1" "setuptools>=77"
+	@$(VLLM_PIP) "pip>=25.1" "setuptools>=77,<81"
 	@$(VLLM_PIP) "$(TORCH)"
 ifneq ($(UV),)
 	@VIRTUAL_ENV=$(abspath $(VLLM_VENV)) UV_SYSTEM_CERTS=1 $(UV) pip install -q "$(VLLM)" "$(TORCH)" || $(VLLM_PIP) "$(VLLM)" "$(TORCH)"

@@ -164,39 +164,43 @@ def half_billion() -> Any:
         return Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
 
 
-async def measure(
-    name: str, model: Any, client: LocalChatClient, load: Load, *, repeats: int, hf_turns: int
-) -> tuple[float, float]:
-    """The engine's tokens/s and its speed-up over generate, best of `repeats` each, in turn."""
+def time_generate(model: Any, load: Load, *, turns: int, repeats: int) -> float:
+    """generate's tokens/s over the first `turns` turns, best of `repeats`."""
     vocab = model.config.vocab_size
-    hf_repeats = repeats if model.device.type == "cpu" else 1
-    ours, theirs, spent = [], [], {}
-    for i in range(repeats):
+    seconds = min(run_generate(model, load, vocab, turns) for _ in range(repeats))
+    return float(load.lengths[:, :turns].sum()) / seconds
+
+
+async def time_engine(client: LocalChatClient, load: Load, vocab: int, *, repeats: int) -> float:
+    """The engine's tokens/s, best of `repeats`, with the parts of the best run printed."""
+    times: list[float] = []
+    spent: dict[str, float] = {}
+    for _ in range(repeats):
         async with client.updating():  # forgets what the last run computed
             pass
         before = client.stats()
-        ours.append(await run_engine(client, load, vocab))
-        if ours[-1] == min(ours):
+        times.append(await run_engine(client, load, vocab))
+        if times[-1] == min(times):
             after = client.stats()
             spent = {k: after[k] - before[k] for k in after}
-        if i < hf_repeats:
-            theirs.append(run_generate(model, load, vocab, hf_turns))
-    hf_tokens = int(load.lengths[:, :hf_turns].sum())
-    rate, hf_rate = load.tokens / min(ours), hf_tokens / min(theirs)
-    requests, turns = load.lengths.shape
     reused = spent["reused_tokens"] / spent["prompt_tokens"]
     host = spent["busy_seconds"] - spent["wait_seconds"] - spent["prefill_seconds"]
-    print(f"{name}: {requests} requests, {turns} turns, {load.tokens} tokens")
-    print(f"  engine   {rate:10,.0f} tokens/s ({min(ours):.3f} s, {reused:.0%} of prompts reused)")
+    print(f"  engine: {min(times):.3f} s, {reused:.0%} of prompts reused")
     print(
         f"    {spent['steps']:.0f} steps; prefill {spent['prefill_seconds']:.3f} s, waiting for "
         f"the device {spent['wait_seconds']:.3f} s, the rest of the thread {host:.3f} s"
     )
-    print(
-        f"  generate {hf_rate:10,.0f} tokens/s ({min(theirs):.3f} s, {hf_turns} of {turns} turns)"
-    )
+    return load.tokens / min(times)
+
+
+def compared(name: str, load: Load, rate: float, hf_rate: float) -> float:
+    """Prints one load's comparison; answers the speed-up."""
+    requests, turns = load.lengths.shape
+    print(f"{name}: {requests} requests, {turns} turns, {load.tokens} tokens")
+    print(f"  engine   {rate:10,.0f} tokens/s")
+    print(f"  generate {hf_rate:10,.0f} tokens/s")
     print(f"  speed-up {rate / hf_rate:10.2f}", flush=True)
-    return rate, rate / hf_rate
+    return rate / hf_rate
 
 
 async def cpu(args: argparse.Namespace) -> dict[str, Any]:
@@ -204,15 +208,15 @@ async def cpu(args: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = tiny_model(max_position_embeddings=2048), tiny_tokenizer()
     equal = equal_load(64, 32, 128)
     ragged = ragged_load(64, 48, 256, turns=4, prompt=32)
+    run_generate(model, equal_load(8, 16, 4), 258, 1)
     async with LocalChatClient(model, tokenizer, deterministic=not args.fast) as client:
         await run_engine(client, equal_load(64, 16, 8), 258)
-        run_generate(model, equal_load(8, 16, 4), 258, 1)
-        rate, speedup = await measure(
-            "equal", model, client, equal, repeats=args.repeats, hf_turns=1
-        )
-        ragged_rate, ragged_speedup = await measure(
-            "ragged", model, client, ragged, repeats=args.repeats, hf_turns=4
-        )
+        rate = await time_engine(client, equal, 258, repeats=args.repeats)
+        hf_rate = time_generate(model, equal, turns=1, repeats=args.repeats)
+        speedup = compared("equal", equal, rate, hf_rate)
+        ragged_rate = await time_engine(client, ragged, 258, repeats=args.repeats)
+        hf_rate = time_generate(model, ragged, turns=4, repeats=args.repeats)
+        ragged_speedup = compared("ragged", ragged, ragged_rate, hf_rate)
     return {
         "speedup_vs_hf": round(speedup, 2),
         "ragged_speedup_vs_hf": round(ragged_speedup, 2),
@@ -324,16 +328,20 @@ async def gpu(args: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = half_billion(), tiny_tokenizer()
     equal = equal_load(128, 256, 128)
     ragged = ragged_load(256, 200, 1024, turns=args.turns, prompt=64)
+    vocab = model.config.vocab_size
+    # generate first, before there is an engine in the process that it could be slowed by.
+    run_generate(model, equal_load(128, 256, 8), vocab, 1)
+    hf_equal = time_generate(model, equal, turns=1, repeats=2)
+    print(f"generate, 128 requests: {128 / hf_equal * 1000:.1f} ms a step", flush=True)
+    hf_ragged = time_generate(model, ragged, turns=1, repeats=1)
     options: dict[str, Any] = {"prefix_cache_tokens": 400_000}
     async with LocalChatClient(
         model, tokenizer, max_slots=128, max_context_tokens=512, **options
     ) as client:
         await check_half_billion(model, client)
-        await run_engine(client, equal, model.config.vocab_size)
-        run_generate(model, equal_load(128, 256, 8), model.config.vocab_size, 1)
-        rate, speedup = await measure(
-            "equal", model, client, equal, repeats=args.repeats, hf_turns=1
-        )
+        await run_engine(client, equal, vocab)
+        rate = await time_engine(client, equal, vocab, repeats=args.repeats)
+        speedup = compared("equal", equal, rate, hf_equal)
         async with client.updating():
             for length in (256, 384):
                 print_step_times(client, 128, length)
@@ -344,11 +352,10 @@ async def gpu(args: argparse.Namespace) -> dict[str, Any]:
         model, tokenizer, max_slots=256, max_context_tokens=context, **options
     ) as client:
         begin = time.perf_counter()
-        await run_engine(client, ragged, model.config.vocab_size)
+        await run_engine(client, ragged, vocab)
         print(f"ragged: first run, captures included: {time.perf_counter() - begin:.2f} s")
-        ragged_rate, ragged_speedup = await measure(
-            "ragged", model, client, ragged, repeats=1, hf_turns=1
-        )
+        ragged_rate = await time_engine(client, ragged, vocab, repeats=1)
+        ragged_speedup = compared("ragged", ragged, ragged_rate, hf_ragged)
         async with client.updating():
             for rows, length in ((8, 1024), (64, 1024), (256, 512), (256, 1024), (256, context)):
                 print_step_times(client, rows, length)

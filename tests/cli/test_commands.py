@@ -53,7 +53,9 @@ def test_eval_of_a_run_file_measures_the_untrained_model(
     done = ludic("eval", letters, "--output", "before.json")
     assert done.code == 0, done.err
     untrained = json.loads((tmp_path / "before.json").read_text())
-    assert untrained["episodes"] == json.loads((trained / "eval/before.json").read_text())["episodes"]
+    assert (
+        untrained["episodes"] == json.loads((trained / "eval/before.json").read_text())["episodes"]
+    )
 
 
 def test_compare_pairs_two_reports_seed_by_seed(ludic: Ludic, trained: Path) -> None:
@@ -62,7 +64,9 @@ def test_compare_pairs_two_reports_seed_by_seed(ludic: Ludic, trained: Path) -> 
     assert "success: B - A = " in done.out
     assert "paired permutation test p = " in done.out
     same = ludic("eval", "--compare", trained, trained)
-    assert "success: B - A = +0.000 [+0.000, +0.000], paired permutation test p = 1.0000" in same.out
+    assert (
+        "success: B - A = +0.000 [+0.000, +0.000], paired permutation test p = 1.0000" in same.out
+    )
 
 
 def test_reports_on_other_seeds_are_not_compared(
@@ -77,7 +81,9 @@ def test_reports_on_other_seeds_are_not_compared(
 def test_generate_keeps_what_passes_and_counts_the_rest(
     ludic: Ludic, trained: Path, tmp_path: Path
 ) -> None:
-    done = ludic("generate", trained, "--episodes", 40, "--keep", "success", "--output", "good.jsonl")
+    done = ludic(
+        "generate", trained, "--episodes", 40, "--keep", "success", "--output", "good.jsonl"
+    )
     assert done.code == 0, done.err
     kept = list(read_rollouts(tmp_path / "good.jsonl"))
     assert all(rollout.total_reward > 0 for rollout in kept)
@@ -106,9 +112,7 @@ def test_replay_runs_recorded_episodes_again(ludic: Ludic, trained: Path, tmp_pa
     assert "5 of 5 episodes are the same again" in done.out
 
 
-def test_replay_with_the_model_compares_token_by_token(
-    ludic: Ludic, trained: Path
-) -> None:
+def test_replay_with_the_model_compares_token_by_token(ludic: Ludic, trained: Path) -> None:
     ludic("generate", trained, "--episodes", 4, "--output", "some.jsonl.gz")
     done = ludic("replay", "some.jsonl.gz", "--model", trained)
     assert done.code == 0, done.out + done.err
@@ -154,9 +158,7 @@ def test_play_with_a_model_shows_its_words(ludic: Ludic, trained: Path) -> None:
     assert again.out == done.out
 
 
-def test_play_takes_the_environment_of_a_run_folder(
-    ludic: Ludic, trained: Path
-) -> None:
+def test_play_takes_the_environment_of_a_run_folder(ludic: Ludic, trained: Path) -> None:
     done = ludic("play", trained, stdin="A\n")
     assert done.code == 0, done.err
     assert "Right." in done.out

@@ -45,31 +45,11 @@ class Seating:
 @asynccontextmanager
 async def seating(config: RunConfig, policy: Policy, folder: Path) -> AsyncIterator[Seating]:
     """The run's players. Past policies are kept in `folder`/pool."""
-    seed = derive_seed(config.run.seed, "train", "env")
-    requests = requests_of(config)
     training = config.training
     if not training.past_opponents:
-        yield Seating(policy.runtime, FixedMix(requests, seed=seed))
+        yield Seating(policy.runtime, FixedMix(requests_of(config), seed=_seed(config)))
         return
-    if len(requests) > 1:
-        raise ConfigError("training.past_opponents works with one environment, not with a mix")
-    if not training.checkpoint_every:
-        raise ConfigError(
-            "training.past_opponents takes a past policy at every checkpoint: set "
-            "training.checkpoint_every to more than 0"
-        )
-    (request, _) = next(iter(requests.values()))
-    if request.protocol.kind != "multi_agent":
-        raise ConfigError(
-            f"training.past_opponents needs protocol.kind='multi_agent', not "
-            f"{request.protocol.kind!r}"
-        )
-    curriculum = SelfPlay(
-        request,
-        [str(agent) for agent in build_env(request.env).agent_ids],
-        past_share=training.past_share,
-        seed=seed,
-    )
+    curriculum = _self_play(config)
     pool = PastPolicies(
         policy.model,
         policy.runtime,
@@ -83,3 +63,32 @@ async def seating(config: RunConfig, policy: Policy, folder: Path) -> AsyncItera
     )
     async with pool:
         yield Seating(replace(policy.runtime, others=pool.runtimes), curriculum, pool)
+
+
+def check_seating(config: RunConfig) -> None:
+    """Raises where the run's settings do not allow for past opponents, and it asks for them."""
+    if config.training.past_opponents:
+        _self_play(config)
+
+
+def _self_play(config: RunConfig) -> SelfPlay:
+    requests = requests_of(config)
+    request, _ = next(iter(requests.values()))
+    if len(requests) > 1:
+        raise ConfigError("training.past_opponents works with one environment, not with a mix")
+    if not config.training.checkpoint_every:
+        raise ConfigError(
+            "training.past_opponents takes a past policy at every checkpoint: set "
+            "training.checkpoint_every to more than 0"
+        )
+    if request.protocol.kind != "multi_agent":
+        raise ConfigError(
+            f"training.past_opponents needs protocol.kind='multi_agent', not "
+            f"{request.protocol.kind!r}"
+        )
+    seats = [str(agent) for agent in build_env(request.env).agent_ids]
+    return SelfPlay(request, seats, past_share=config.training.past_share, seed=_seed(config))
+
+
+def _seed(config: RunConfig) -> int:
+    return derive_seed(config.run.seed, "train", "env")

@@ -255,6 +255,8 @@ def apply_override(data: dict[str, Any], override: str) -> str:
     table: Any = data
     for name in tables:
         table = table.setdefault(name, {})
+        if isinstance(table, list) and len(table) == 1:
+            table = table[0]  # a mix of one environment, as a resolved run has it
         if not isinstance(table, dict):
             raise ConfigError(f"override {override!r}: {name!r} is not a table")
     table[last] = value

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ludic.cli.assemble import check_parts, make_importable
 from ludic.cli.locate import builtin_runs, find_run
+from ludic.cli.opponents import check_seating
 from ludic.cli.run_file import RunConfig, apply_override, check_run
 from ludic.cli.run_folder import RunFolder
 from ludic.errors import ConfigError
@@ -35,6 +36,7 @@ def train(
         config, beside = find_run(run, overrides)
         make_importable(beside)
         check_parts(config)
+        check_seating(config)
         if dry_run:
             print(json.dumps(config.model_dump(by_alias=True, mode="json"), indent=2))
             return

@@ -277,25 +277,27 @@ class VLLMChatClient:
     # Inside
 
     async def _complete(self, request: TokenCompletionRequest, failures: list[str]) -> ChatResponse:
+        failed: set[Replica] = set()
         for attempt in range(self._max_retries + 1):
-            asked = 0.0
-            replica = await self._choose(request.conversation_id)
+            pause_s = 0.0
+            replica = await self._choose(request.conversation_id, failed)
             if replica is not None:
                 try:
                     return await self.ask_replica(replica, request)
                 except UnreachableError as exc:
                     failures.append(str(exc))
-                    asked = exc.retry_after_s or 0.0
-                    if self._another(replica) and not asked:
-                        self.retries += 1
-                        continue
+                    failed.add(replica)
+                    if exc.retry_after_s or not self._another(replica):
+                        pause_s = self._backoff.pause_s(attempt, exc.retry_after_s)
             else:
                 failures.append(f"no server is in rotation: {self._states()}")
-                if all(r.out is not None for r in self.replicas):
+                waited_for = [r.retry_at for r in self.replicas if r.out is None]
+                if not waited_for:
                     break
+                pause_s = max(0.0, min(waited_for) - time.monotonic())
             if attempt < self._max_retries:
                 self.retries += 1
-                await asyncio.sleep(self._backoff.pause_s(attempt, asked))
+                await asyncio.sleep(pause_s)
         raise InferenceError(
             f"no server could serve the request in {len(failures)} tries; the last failure: "
             f"{failures[-1]}. {self._states()}"
@@ -346,10 +348,13 @@ class VLLMChatClient:
             )
         return limit - length
 
-    async def _choose(self, conversation: str | None) -> Replica | None:
-        """The conversation's server where it can serve, else the least loaded one that can."""
+    async def _choose(self, conversation: str | None, failed: set[Replica]) -> Replica | None:
+        """The conversation's server where it can serve, else the least loaded one that can; one
+        that failed the request before comes last."""
         home = self._homes.get(conversation) if conversation is not None else None
-        ordered = sorted(self.replicas, key=lambda r: (r is not home, r.in_flight, r.served))
+        # Among equals the one that served least, so that a quiet run spreads as well.
+        by_use = sorted(self.replicas, key=lambda r: r.served)
+        ordered = sorted(by_use, key=lambda r: (r in failed, r is not home, r.in_flight))
         for replica in ordered:
             if replica.out is not None or time.monotonic() < replica.retry_at:
                 continue

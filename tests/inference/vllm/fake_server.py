@@ -1,0 +1,134 @@
+"""A stand-in for a vLLM server that fails on demand, as a real one will not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from ludic.distributed.checksums import checksums
+from ludic.distributed.shared_memory import open_shared
+
+Handler = Callable[[web.Request], Any]
+
+ROUTES = (
+    *("/v1/models", "/version", "/openapi.json", "/health"),
+    *("/inference/v1/generate", "/v1/completions", "/pause", "/resume"),
+    *("/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc"),
+    *("/reset_prefix_cache", "/get_world_size", "/weight_info"),
+)
+
+
+@dataclass
+class FakeVLLM:
+    """Answers like vLLM, except where `faults` has an answer for the path."""
+
+    routes: tuple[str, ...] = ROUTES
+    faults: dict[str, Handler] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+    version: str = "default"
+    paused: bool = False
+    active: bool = False
+    staged: dict[str, list[Any]] = field(default_factory=dict)
+    bodies: list[Any] = field(default_factory=list)
+    url: str = ""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self.calls[request.path] += 1
+        if request.path in self.faults:
+            found = self.faults[request.path](request)
+            found = await found if asyncio.iscoroutine(found) else found
+            if isinstance(found, web.StreamResponse):
+                return found
+            if found is not None:
+                return web.json_response(found)
+        if request.path not in self.routes:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        body = await request.json() if request.can_read_body else None
+        return web.json_response(self._reply(request.path, body))
+
+    def _reply(self, path: str, body: Any) -> Any:
+        if path == "/v1/models":
+            return {"data": [{"id": "tiny", "max_model_len": 128}]}
+        if path == "/version":
+            return {"version": "0.32.0"}
+        if path == "/openapi.json":
+            return {"paths": {route: {} for route in self.routes}}
+        if path in ("/inference/v1/generate", "/v1/completions"):
+            return self._completion(path, body)
+        if path == "/get_world_size":
+            return {"world_size": 1}
+        if path == "/weight_info":
+            return {"weight_version": self.version}
+        if path == "/collective_rpc":
+            return {"results": [{"tensors": self.staged, "applied": 0}]}
+        self._control(path, body)
+        return {"message": "done"}
+
+    def _control(self, path: str, body: Any) -> None:
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+        elif path == "/start_weight_update":
+            self.active = True
+        elif path == "/update_weights" and body["update_info"]["plane"] == "shared_memory":
+            from pathlib import Path
+
+            pairs = dict(open_shared(Path(body["update_info"]["path"])))
+            sums = checksums(pairs.items())
+            self.staged = {
+                name: [str(sums[name]), str(t.dtype).split(".")[-1], list(t.shape)]
+                for name, t in pairs.items()
+            }
+        elif path == "/finish_weight_update":
+            self.active, self.staged = False, {}
+            self.version = (body or {}).get("weight_version", self.version)
+
+    def _completion(self, path: str, body: Any) -> Any:
+        self.bodies.append(body)
+        if not body:
+            return {"choices": []}
+        ids = [7, 8, 9]
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "token_ids": ids}
+        if path == "/v1/completions":
+            choice |= {"text": "abc", "logprobs": {"token_logprobs": [-1.0, -2.0, -3.0]}}
+        else:
+            choice["logprobs"] = {"content": [{"token_id": i, "logprob": -1.0} for i in ids]}
+            choice["weight_versions"] = [{"version": self.version, "start": 0, "end": 3}]
+        return {"choices": [choice]}
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[FakeVLLM]:
+        app = web.Application()
+        app.router.add_route("*", "/{tail:.*}", self.answer)
+        server = TestServer(app)
+        await server.start_server()
+        self.url = str(server.make_url("")).rstrip("/")
+        try:
+            yield self
+        finally:
+            await server.close()
+
+
+def failing(status: int, times: int = 10**9, **headers: str) -> Handler:
+    """Answers with an error so many times, then as usual."""
+    left = [times]
+
+    def answer(_: web.Request) -> Any:
+        if left[0] <= 0:
+            return None
+        left[0] -= 1
+        body = {"error": {"message": f"made to fail with {status}"}}
+        return web.json_response(body, status=status, headers=headers)
+
+    return answer
+
+
+async def hanging(_: web.Request) -> Any:
+    """Never answers."""
+    await asyncio.sleep(3600)
