@@ -182,18 +182,18 @@ class _FullDisk(RolloutWriter):
 def test_a_disk_that_fills_up_at_a_checkpoint_leaves_the_last_good_one(
     ludic: Ludic, letters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import ludic.training.checkpoint as checkpoint
+    from ludic.training.state_shards import write_shard
 
-    written, write = 0, checkpoint.write_shard
+    written = 0
 
     def full(*args: Any) -> Any:
         nonlocal written
         written += 1
         if written > 3:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(*args)
+        return write_shard(*args)
 
-    monkeypatch.setattr(checkpoint, "write_shard", full)
+    monkeypatch.setattr("ludic.training.checkpoint.write_shard", full)
     done = ludic("train", letters, "--out", "run")
     check(done, "could not write a checkpoint", "step-00000003", "Free some space")
     assert (tmp_path / "run/checkpoints/sft/latest").read_text() == "step-00000003"

@@ -125,12 +125,11 @@ def test_replay_reports_the_first_divergence_of_a_changed_record(
 ) -> None:
     shutil.copy(trained.parent / "letters.py", tmp_path)
     ludic("generate", trained, "--episodes", 8, "--keep", "success", "--output", "some.jsonl")
-    lines = (tmp_path / "some.jsonl").read_text()
-    changed = lines.replace('"right"', '"wrong"').replace('\\"right\\"', '\\"wrong\\"')
-    (tmp_path / "changed.jsonl").write_text(changed)
+    recorded = (tmp_path / "some.jsonl").read_text()
+    (tmp_path / "changed.jsonl").write_text(recorded.replace("Right.", "Wrong."))
     done = ludic("replay", "changed.jsonl")
     assert done.code == 1
-    assert "'result': 'wrong'" in done.out
+    assert "was 'Wrong.' and is now 'Right.'" in done.out
     assert "0 of " in done.out
 
 

@@ -1,5 +1,7 @@
 """A run file is checked before anything starts, and its errors say what to write instead."""
 
+from pathlib import Path
+
 import pytest
 
 from ludic.cli.run_file import load_run, parse_run
@@ -8,14 +10,14 @@ from ludic.errors import ConfigError
 MINIMAL = '[env]\nkind = "tic_tac_toe"\n'
 
 
-def test_a_minimal_file_is_a_whole_run():
+def test_a_minimal_file_is_a_whole_run() -> None:
     run = parse_run(MINIMAL)
     assert run.env[0].kind == "tic_tac_toe"
     assert run.model.name == "tiny"
     assert run.protocol.kind == "single_agent"
 
 
-def test_overrides_are_toml_values_or_plain_strings():
+def test_overrides_are_toml_values_or_plain_strings() -> None:
     run = parse_run(
         MINIMAL,
         [
@@ -33,7 +35,7 @@ def test_overrides_are_toml_values_or_plain_strings():
     assert run.training.overlap is True
 
 
-def test_several_environments_are_a_mix():
+def test_several_environments_are_a_mix() -> None:
     run = parse_run('[[env]]\nkind = "a"\n[[env]]\nkind = "b"\nweight = 2.0\n')
     assert [(env.kind, env.weight) for env in run.env] == [("a", 1.0), ("b", 2.0)]
 
@@ -59,14 +61,16 @@ def test_several_environments_are_a_mix():
         (MINIMAL + "[training]\nlearning_rate = -1.0\n", [], ["greater than 0", "line 4"]),
     ],
 )
-def test_a_wrong_run_is_one_error_that_says_what_to_write(text, overrides, words):
+def test_a_wrong_run_is_one_error_that_says_what_to_write(
+    text: str, overrides: list[str], words: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_run(text, overrides)
     for word in words:
         assert word in str(caught.value)
 
 
-def test_a_missing_or_binary_file_is_said_so(tmp_path):
+def test_a_missing_or_binary_file_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
         load_run(tmp_path / "none.toml")
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
@@ -74,7 +78,7 @@ def test_a_missing_or_binary_file_is_said_so(tmp_path):
         load_run(tmp_path / "binary.toml")
 
 
-def test_all_problems_are_named_at_once():
+def test_all_problems_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_run(MINIMAL + "[training]\nstep = 1\nlr = 1\n")
     assert "training.step" in str(caught.value)

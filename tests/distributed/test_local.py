@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ludic.distributed import LocalPolicyPublisher, ModelWeights, Rank0OnlyPublisher, World
+from ludic.distributed.interfaces import PublishReport, Weights
 from ludic.errors import PublishError
 from ludic.inference.local import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
@@ -60,7 +61,7 @@ async def test_rank_0_sends_copies_of_what_was_gathered() -> None:
 
 async def test_what_goes_wrong_at_rank_0_is_raised() -> None:
     class Failing(RecordingPublisher):
-        async def publish(self, weights: object, version: int) -> object:  # type: ignore[override]
+        async def publish(self, weights: Weights, version: int) -> PublishReport:
             raise PublishError("the server refused")
 
     with pytest.raises(PublishError, match="the server refused"):

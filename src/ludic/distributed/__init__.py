@@ -10,6 +10,7 @@ from ludic.distributed.interfaces import LazyWeights, PolicyPublisher, PublishRe
 if TYPE_CHECKING:
     from ludic.distributed.fsdp import init_mesh, load_sharded, meta_parameters, shard_policy
     from ludic.distributed.local import LocalPolicyPublisher, Rank0OnlyPublisher
+    from ludic.distributed.publisher import BroadcastPolicyPublisher
     from ludic.distributed.weights import ModelWeights
     from ludic.distributed.world import World
 
@@ -25,7 +26,21 @@ _LAZY = {
     "shard_policy": "ludic.distributed.fsdp",
 }
 
-__all__ = ["LazyWeights", "PolicyPublisher", "PublishReport", "Weights", *_LAZY]
+__all__ = [
+    "BroadcastPolicyPublisher",
+    "LazyWeights",
+    "LocalPolicyPublisher",
+    "ModelWeights",
+    "PolicyPublisher",
+    "PublishReport",
+    "Rank0OnlyPublisher",
+    "Weights",
+    "World",
+    "init_mesh",
+    "load_sharded",
+    "meta_parameters",
+    "shard_policy",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -34,6 +34,7 @@ class ServerUpdate:
 
     def __init__(self, client: VLLMChatClient, replica: Replica, timeout_s: float) -> None:
         self.client, self.replica, self.timeout_s = client, replica, timeout_s
+        self.clean_up_s = min(CLEAN_UP_TIMEOUT_S, timeout_s)
         self.stage = Stage.NEW
         self.workers = 1
 
@@ -43,7 +44,7 @@ class ServerUpdate:
         try:
             # One that was away may be another by now; the others are only asked how many they are.
             if replica.facts is None or replica.lost or replica.out is not None:
-                await self.client.relearn(replica, CLEAN_UP_TIMEOUT_S)
+                await self.client.relearn(replica, self.clean_up_s)
             facts = replica.facts
             if facts is not None and not facts.updates:
                 raise ConfigError(
@@ -51,7 +52,7 @@ class ServerUpdate:
                     "start it with `python -m ludic.inference.vllm_server`, which sets "
                     "VLLM_SERVER_DEV_MODE=1; vLLM before 0.26 has none at all"
                 )
-            world = await self._ask("GET", "/get_world_size", seconds=CLEAN_UP_TIMEOUT_S)
+            world = await self._ask("GET", "/get_world_size", seconds=self.clean_up_s)
         except (UnreachableError, DeadlineError) as exc:
             self.lose(f"it did not answer when a publish began: {exc}")
             return
@@ -116,9 +117,7 @@ class ServerUpdate:
             await self._ask("POST", "/resume")
         except (InferenceError, DeadlineError) as exc:
             self.lose(f"it failed while it applied version {version}: {exc}")
-            # Whoever waits for it is better off elsewhere.
-            with suppress(InferenceError, DeadlineError):
-                await self._ask("POST", "/pause?mode=abort", seconds=CLEAN_UP_TIMEOUT_S)
+            await self._send_away()
             return
         self.replica.version = version
         self.replica.out = None
@@ -133,17 +132,23 @@ class ServerUpdate:
             if self.stage is Stage.STARTED:
                 with suppress(UnreachableError):
                     await self._discard()
-            await self._ask("POST", "/resume", seconds=CLEAN_UP_TIMEOUT_S)
+            await self._ask("POST", "/resume", seconds=self.clean_up_s)
             self.stage = Stage.UNDONE
         except (InferenceError, DeadlineError) as exc:
             self.lose(f"it could not be resumed after a failed publish: {exc}")
+            await self._send_away()
+
+    async def _send_away(self) -> None:
+        """Ends the server's requests, so that whoever waits for them asks elsewhere."""
+        with suppress(InferenceError, DeadlineError):
+            await self._ask("POST", "/pause?mode=abort", seconds=self.clean_up_s)
 
     async def _discard(self) -> None:
         body = {"update_info": {"plane": "discard"}}
         with suppress(InferenceError):
             # Refused when a failed part has closed the update already.
-            await self._ask("POST", "/update_weights", body, CLEAN_UP_TIMEOUT_S)
-            await self._ask("POST", "/finish_weight_update", None, CLEAN_UP_TIMEOUT_S)
+            await self._ask("POST", "/update_weights", body, self.clean_up_s)
+            await self._ask("POST", "/finish_weight_update", None, self.clean_up_s)
 
     async def _tell(self, path: str, what: str, body: Any = None) -> bool:
         """Whether the server did it; a server that is gone is lost, a refusal is raised."""

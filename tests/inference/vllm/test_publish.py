@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -49,7 +50,7 @@ async def test_a_publish_changes_what_the_server_samples_from(
     assert report.bytes == sum(t.numel() * 4 for t in newer.parameters())
     assert report.details["canary_max"] <= 1e-3
     await assert_serves(client, newer, 7)
-    assert not list(shared_folder().glob("ludic-weights-*"))
+    assert not list(shared_folder().glob(f"ludic-weights-{os.getpid()}-*"))
 
 
 async def test_an_update_over_sixteen_running_requests_loses_none_and_names_every_token(

@@ -1,0 +1,86 @@
+"""How well does a model play? Held-out games, with intervals.
+
+    python examples/tic_tac_toe/eval_tic_tac_toe_vllm.py --model runs/tic_tac_toe/grpo
+    python examples/tic_tac_toe/eval_tic_tac_toe_vllm.py --model Qwen/Qwen2.5-7B-Instruct \\
+        --server http://127.0.0.1:8000
+
+With a server, vLLM plays under the name --model; without one, the model plays in this process.
+"""
+
+import argparse
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ludic.eval import report_table, run_eval
+from ludic.inference import (
+    HFChatTemplate,
+    InferenceSpec,
+    LocalChatClient,
+    SamplingConfig,
+    VLLMChatClient,
+)
+from ludic.interaction import Runtime
+from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest
+
+SYSTEM = "You play Tic-Tac-Toe. Answer with one free cell, such as <move>B2</move>."
+
+
+async def evaluate(args: argparse.Namespace) -> None:
+    """Plays, prints a table, and writes every game's result where asked."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    game = RolloutRequest(
+        env=EnvSpec("tic_tac_toe", {"opponent": args.opponent, "mark": "random"}),
+        protocol=ProtocolSpec(
+            "single_agent",
+            {
+                "system_prompt": SYSTEM,
+                "parser": {"kind": "xml", "tag": "move", "error_reward": -1.0},
+                "context": {"kind": "windowed", "max_turns": 1},
+            },
+        ),
+    )
+    async with AsyncExitStack() as stack:
+        if args.server:
+            client = await stack.enter_async_context(VLLMChatClient([args.server], args.model))
+            await client.connect(tokenizer=tokenizer)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(args.model)
+            model.to("cuda" if torch.cuda.is_available() else "cpu")
+            client = LocalChatClient(model, tokenizer, max_context_tokens=256)
+            await stack.enter_async_context(client)
+        sampling = SamplingConfig(temperature=args.temperature, max_tokens=args.max_tokens)
+        runtime = Runtime(client, HFChatTemplate(tokenizer), args.model, InferenceSpec(sampling))
+        report = await run_eval(
+            RolloutEngine(runtime=runtime),
+            game,
+            episodes=args.games,
+            max_steps=6,
+            seed=args.seed,
+            name=args.model,
+        )
+    Console().print(report_table([report]))
+    if args.output:
+        args.output.write_text(json.dumps(report.to_dict(), indent=2), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Evaluates a model at Tic-Tac-Toe.")
+    parser.add_argument("--model", default="runs/tic_tac_toe/grpo")
+    parser.add_argument("--server", help="the address of a vLLM server; default: this process")
+    parser.add_argument("--opponent", choices=["random", "mixed", "perfect"], default="mixed")
+    parser.add_argument("--games", type=int, default=400)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--max-tokens", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=1_000_003)
+    parser.add_argument("--output", type=Path)
+    asyncio.run(evaluate(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Evaluators play held-out seeds, judge whom they are told to, and repeat themselves."""
+
+from __future__ import annotations
+
+import re
+from random import Random
+
+from ludic.eval import Evaluator, RolloutEvaluator, eval_requests, run_eval
+from ludic.inference import HFChatTemplate, ScriptedChatClient
+from ludic.inference.scripted_client import ScriptedCall
+from ludic.inference.tiny import tiny_tokenizer
+from ludic.interaction import Runtime
+from ludic.rollouts import RolloutEngine, RolloutRequest
+from ludic.rollouts.progress import Progress
+from ludic.types import EnvSpec, ProtocolSpec
+
+PARSER = {"parser": {"kind": "xml", "tag": "move"}}
+ONE = RolloutRequest(EnvSpec("tic_tac_toe"), ProtocolSpec("single_agent", PARSER))
+TWO = RolloutRequest(EnvSpec("tic_tac_toe_two_player"), ProtocolSpec("multi_agent", PARSER))
+
+
+def random_move(call: ScriptedCall) -> str:
+    free = re.findall("[ABC][123]", call.text.rpartition("Free:")[2])
+    return f"<move>{Random(call.request.sampling.seed).choice(free)}</move>"
+
+
+def engine(script: object = random_move) -> RolloutEngine:
+    template = HFChatTemplate(tiny_tokenizer())
+    client = ScriptedChatClient(script, template)  # type: ignore[arg-type]
+    return RolloutEngine(runtime=Runtime(client, template, "script"))
+
+
+def test_requests_have_seeds_of_their_own_and_samples_of_a_task_share_the_environments() -> None:
+    requests = eval_requests(ONE, 12, seed=4, samples_per_task=3)
+    assert len({r.sampling_seed for r in requests}) == 12
+    assert len({r.env_seed for r in requests}) == 4
+    assert [r.env_seed for r in requests[:3]] == [requests[0].env_seed] * 3
+    assert eval_requests(ONE, 12, seed=4, samples_per_task=3) == requests
+    assert not {r.env_seed for r in requests} & {r.env_seed for r in eval_requests(ONE, 12, seed=5)}
+
+
+async def test_an_evaluation_repeats_itself_at_any_concurrency() -> None:
+    def play(concurrency: int) -> object:
+        return run_eval(
+            engine(), ONE, episodes=10, max_steps=9, seed=1, concurrency=concurrency, name="e"
+        )
+
+    first = await play(1)  # type: ignore[misc]
+    assert await play(10) == first  # type: ignore[misc]
+    assert len(first.episodes) == 10
+    assert {e.outcome for e in first.episodes} <= {"win", "draw", "loss"}
+
+
+async def test_what_does_not_parse_or_end_stays_in_the_denominator() -> None:
+    report = await run_eval(engine(lambda call: "no"), ONE, episodes=5, max_steps=2)
+    assert report.success.value == 0.0
+    assert report.rates()["parse_failure"].value == 1.0
+    assert report.rates()["truncated"].value == 1.0
+    assert all(e.truncation == "max_steps" for e in report.episodes)
+
+
+async def test_a_seat_can_be_judged_alone() -> None:
+    requests = eval_requests(TWO, 6, seed=0)
+    both = RolloutEvaluator(engine(), requests, max_steps=9)
+    only_x = RolloutEvaluator(engine(), requests, max_steps=9, agent_id="X")
+    assert len((await both.evaluate()).episodes) == 12
+    assert len((await only_x.evaluate()).episodes) == 6
+
+
+async def test_success_is_what_the_caller_says_it_is() -> None:
+    report = await run_eval(
+        engine(), ONE, episodes=8, max_steps=9, success=lambda rollout: rollout.total_reward >= 0
+    )
+    assert report.success.value == report.outcome("win").value + report.outcome("draw").value
+
+
+async def test_progress_is_told_up_to_the_last_episode() -> None:
+    seen: list[Progress] = []
+    evaluator: Evaluator = RolloutEvaluator(
+        engine(), eval_requests(ONE, 4, seed=0), max_steps=9, on_progress=seen.append
+    )
+    await evaluator.evaluate()
+    assert (seen[-1].finished, seen[-1].total) == (4, 4)

@@ -1,0 +1,171 @@
+"""A report counts every episode, says what went wrong with it, and survives a file."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from ludic.errors import ConfigError
+from ludic.eval import EpisodeResult, EvalReport, compare, report_table, reward_above
+from ludic.types import (
+    AgentStep,
+    EnvironmentStep,
+    FinishReason,
+    Rollout,
+    TokenTrace,
+    TruncationReason,
+)
+
+
+def episode(seed: int, success: bool = False, **facts: object) -> EpisodeResult:
+    values = {"env_seed": seed, "task_key": None, "reward": float(success), "success": success}
+    return EpisodeResult(**{**values, **facts})  # type: ignore[arg-type]
+
+
+def call(turn: int, tokens: int, finish: FinishReason = FinishReason.STOP) -> AgentStep:
+    trace = TokenTrace((1,), tuple(range(tokens)))
+    message = {"role": "assistant", "content": "x"}
+    return AgentStep(turn, (), message, finish, trace)  # type: ignore[arg-type]
+
+
+def test_a_rollout_is_read_for_all_that_a_report_says() -> None:
+    rollout = Rollout(
+        id="r",
+        env_seed=7,
+        steps=(
+            call(0, 5, FinishReason.LENGTH),
+            EnvironmentStep(
+                0, (0,), "o", None, "o", -0.1, stepped=False, info={"parse_error": True}
+            ),
+            call(1, 3),
+            EnvironmentStep(
+                1,
+                (2,),
+                "o",
+                "a",
+                "end",
+                1.0,
+                truncated=True,
+                truncation_reason=TruncationReason.MAX_STEPS,
+                info={"result": "win"},
+            ),
+        ),
+    )
+    found = EpisodeResult.of(rollout, reward_above())
+    assert found == EpisodeResult(
+        env_seed=7,
+        task_key=None,
+        reward=0.9,
+        success=True,
+        outcome="win",
+        turns=2,
+        tokens=8,
+        parse_failures=1,
+        cut_completions=1,
+        truncation="max_steps",
+    )
+
+
+def test_an_episode_that_failed_is_no_success_whatever_it_earned() -> None:
+    steps = (call(0, 1), EnvironmentStep(0, (0,), "o", "a", "o", 5.0))
+    found = EpisodeResult.of(Rollout(id="r", steps=steps, error="EnvError: gone"), reward_above())
+    assert not found.success
+    assert found.error == "EnvError: gone"
+
+
+def test_every_rate_has_all_episodes_in_its_denominator() -> None:
+    report = EvalReport(
+        "mixed",
+        (
+            episode(0, True, outcome="win"),
+            episode(1, outcome="loss", parse_failures=2),
+            episode(2, truncation="max_steps", cut_completions=1),
+            episode(3, error="EnvError: gone"),
+        ),
+    )
+    rates = report.rates()
+    expected = {
+        "success": 0.25,
+        "outcome/win": 0.25,
+        "outcome/loss": 0.25,
+        "parse_failure": 0.25,
+        "cut_completion": 0.25,
+        "truncated": 0.25,
+        "error": 0.25,
+    }
+    assert {name: rate.value for name, rate in rates.items()} == expected
+    assert all(rate.n == 4 for rate in rates.values())
+    assert report.metrics()["eval/episodes"] == 4
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.booleans(), st.floats(-5, 5)), max_size=30))
+def test_a_report_is_the_same_after_json(rows: list[tuple[int, bool, float]]) -> None:
+    report = EvalReport("r", tuple(episode(s, ok, reward=reward) for s, ok, reward in rows))
+    assert EvalReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
+def test_pass_at_k_is_over_tasks_with_their_samples() -> None:
+    results = [episode(0, True), episode(0), episode(1), episode(1)]
+    report = EvalReport("r", tuple(results))
+    assert report.pass_at(1).value == pytest.approx(0.25)
+    assert report.pass_at(2).value == pytest.approx(0.5)
+    assert report.pass_at(2).n == 2
+    with pytest.raises(ConfigError, match="samples per task"):
+        report.pass_at(3)
+
+
+def test_a_task_key_goes_before_the_seed() -> None:
+    results = (episode(0, True, task_key="sum"), episode(1, task_key="sum"))
+    assert EvalReport("r", results).pass_at(2).value == 1.0
+
+
+def test_a_comparison_pairs_by_seed_whatever_the_order() -> None:
+    a = EvalReport("a", tuple(episode(s) for s in range(8)))
+    b = EvalReport("b", tuple(episode(s, s > 1) for s in reversed(range(8))))
+    found = compare(a, b)
+    assert found["success"].difference.value == pytest.approx(0.75)
+    # Six pairs differ, all one way: 2 of 64 sign patterns are as extreme.
+    assert found["success"].p_value == pytest.approx(2 / 64)
+    assert found["reward"].difference.value == pytest.approx(0.75)
+    mirrored = compare(b, a)
+    assert mirrored["success"].difference.value == pytest.approx(-0.75)
+    assert mirrored["success"].p_value == found["success"].p_value
+
+
+def test_samples_of_one_task_are_paired_in_their_order() -> None:
+    a = EvalReport("a", (episode(0, True), episode(0)))
+    b = EvalReport("b", (episode(0), episode(0, True)))
+    assert compare(a, b)["success"].difference.value == 0.0
+
+
+def test_reports_on_other_seeds_are_refused() -> None:
+    a = EvalReport("a", (episode(0), episode(1)))
+    b = EvalReport("b", (episode(0), episode(2)))
+    with pytest.raises(ConfigError, match="2 episodes have no partner"):
+        compare(a, b)
+
+
+def test_the_table_has_a_column_per_report_and_zero_where_an_outcome_never_came() -> None:
+    a = EvalReport("first", (episode(0, True, outcome="win"),))
+    b = EvalReport("second", (episode(0, outcome="loss"),))
+    console = Console(file=io.StringIO(), width=120)
+    console.print(report_table([a, b]))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    rows = {line.split("  ")[0].strip(): line for line in text.splitlines()}
+    assert "first (n=1)" in text
+    assert "second (n=1)" in text
+    assert "100.0%" in rows["win"]
+    assert "0.0%" in rows["win"]
+    assert "mean reward" in rows
+
+
+def test_a_report_without_episodes_knows_nothing() -> None:
+    empty = EvalReport("none", ())
+    assert math.isnan(empty.success.value)
+    assert (empty.success.low, empty.success.high) == (0.0, 1.0)

