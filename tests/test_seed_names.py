@@ -316,20 +316,13 @@ RENAMED: dict[str, str] = {
 }
 
 STILL_TO_COME: dict[str, str] = {
-    "docs/cli.md": "the command line",
     "examples/code_exec/": "code execution environments",
     "examples/fsdp2_training/train_math_fsdp2.py": "the examples",
     "examples/gsm8k/eval_gsm8k_vllm.py": "the examples",
     "examples/gsm8k/train_gsm8k.py": "the examples",
     "examples/pipeline_rl/run_actor.py": "the examples",
     "examples/pipeline_rl/run_trainer.py": "the examples",
-    "examples/rejection_sampling.py": "the examples",
-    "examples/tic_tac_toe/eval_tic_tac_toe_vllm.py": "the examples",
-    "examples/tic_tac_toe/generate_synth_data.py": "the examples",
-    "examples/tic_tac_toe/sft_tic_tac_toe.py": "the examples",
-    "examples/tic_tac_toe/train_tic_tac_toe.py": "the examples",
     "ludic.pipeline:PipelineBatchSource": "actors and trainer joined by Redis",
-    "src/ludic/cli/calibrate.py": "the command line",
     "src/ludic/cli/push.py": "the command line",
     "src/ludic/envs/code_exec/": "code execution environments",
 }

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ludic.eval import report_table, run_eval
 from ludic.inference import (
+    ChatClient,
     HFChatTemplate,
     InferenceSpec,
     LocalChatClient,
@@ -46,14 +47,17 @@ async def evaluate(args: argparse.Namespace) -> None:
         ),
     )
     async with AsyncExitStack() as stack:
+        client: ChatClient
         if args.server:
-            client = await stack.enter_async_context(VLLMChatClient([args.server], args.model))
-            await client.connect(tokenizer=tokenizer)
+            remote = VLLMChatClient([args.server], model=args.model)
+            await stack.enter_async_context(remote)
+            await remote.connect(tokenizer=tokenizer)
+            client = remote
         else:
             model = AutoModelForCausalLM.from_pretrained(args.model)
             model.to("cuda" if torch.cuda.is_available() else "cpu")
-            client = LocalChatClient(model, tokenizer, max_context_tokens=256)
-            await stack.enter_async_context(client)
+            local = LocalChatClient(model, tokenizer, max_context_tokens=256)
+            client = await stack.enter_async_context(local)
         sampling = SamplingConfig(temperature=args.temperature, max_tokens=args.max_tokens)
         runtime = Runtime(client, HFChatTemplate(tokenizer), args.model, InferenceSpec(sampling))
         report = await run_eval(

@@ -16,7 +16,7 @@ from ludic.envs import TicTacToeEnv
 SYSTEM = "You play Tic-Tac-Toe. Answer with one free cell, such as <move>B2</move>."
 
 
-def play(seed: int) -> list[dict[str, object]]:
+def play(seed: int) -> list[dict[str, list[dict[str, str]]]]:
     """One game against the random opponent: a row for every move of ours."""
     rng, rows, over = Random(seed), [], False
     env = TicTacToeEnv(opponent="random", mark="random")
@@ -36,7 +36,7 @@ def play(seed: int) -> list[dict[str, object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Writes synthetic Tic-Tac-Toe moves.")
-    parser.add_argument("--games", type=int, default=500)
+    parser.add_argument("--games", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/tic_tac_toe/moves.jsonl"))
     args = parser.parse_args()

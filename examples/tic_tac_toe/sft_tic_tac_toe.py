@@ -10,6 +10,7 @@ tokenizer that the other scripts here take as --model.
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,11 +30,13 @@ WORDS = [
 ]
 
 
-def load(name: str):
+def load(name: str) -> tuple[Any, Any]:
     """A model and its tokenizer: the tiny one, or any from a folder or the hub."""
     if name == "tiny":
         tokenizer = tiny_tokenizer(words=WORDS)
-        model = tiny_model(vocab_size=len(tokenizer), hidden_size=128, kv_heads=4, initializer_range=0.1)
+        model = tiny_model(
+            vocab_size=len(tokenizer), hidden_size=128, kv_heads=4, initializer_range=0.1
+        )
         return model, tokenizer
     return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
 
@@ -43,7 +46,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--data", type=Path, default=Path("runs/tic_tac_toe/moves.jsonl"))
     parser.add_argument("--output", type=Path, default=Path("runs/tic_tac_toe/sft"))
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-3)
     args = parser.parse_args()

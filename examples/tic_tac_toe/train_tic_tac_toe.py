@@ -17,8 +17,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ludic.distributed import BroadcastPolicyPublisher, LocalPolicyPublisher
+from ludic.distributed import BroadcastPolicyPublisher, LocalPolicyPublisher, PolicyPublisher
 from ludic.inference import (
+    ChatClient,
     HFChatTemplate,
     InferenceSpec,
     LocalChatClient,
@@ -55,14 +56,17 @@ async def train(args: argparse.Namespace) -> None:
     algorithm = make_grpo(group_size=args.group_size)
 
     async with AsyncExitStack() as stack:
+        client: ChatClient
+        publisher: PolicyPublisher
         if args.server:
-            client = await stack.enter_async_context(VLLMChatClient([args.server], args.model))
-            await client.connect(tokenizer=tokenizer)
-            publisher = BroadcastPolicyPublisher(client)
+            remote = VLLMChatClient([args.server], model=args.model)
+            await stack.enter_async_context(remote)
+            await remote.connect(tokenizer=tokenizer)
+            client, publisher = remote, BroadcastPolicyPublisher(remote)
         else:
-            client = LocalChatClient(model, tokenizer, max_context_tokens=256)
-            await stack.enter_async_context(client)
-            publisher = LocalPolicyPublisher(client)
+            local = LocalChatClient(model, tokenizer, max_context_tokens=256)
+            await stack.enter_async_context(local)
+            client, publisher = local, LocalPolicyPublisher(local)
         sampling = SamplingConfig(temperature=1.0, max_tokens=args.max_tokens)
         runtime = Runtime(client, HFChatTemplate(tokenizer), args.model, InferenceSpec(sampling))
         source = RolloutBatchSource(
@@ -78,9 +82,7 @@ async def train(args: argparse.Namespace) -> None:
             algo=algorithm,
             batch_source=source,
             publisher=publisher,
-            cfg=TrainerConfig(
-                learning_rate=args.lr, max_seq_len=512, run_dir=args.output / "log"
-            ),
+            cfg=TrainerConfig(learning_rate=args.lr, max_seq_len=512, run_dir=args.output / "log"),
             loggers=[ConsoleLogger(["train/reward_mean", "train/loss", "train/entropy"])],
         )
         await trainer.train(args.steps)

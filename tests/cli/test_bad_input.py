@@ -15,7 +15,7 @@ import pytest
 from ludic.cli import _explained
 from ludic.rollouts import RolloutWriter
 from ludic.types import Rollout
-from tests.cli.conftest import Ludic, Outcome
+from tests.cli.conftest import RUN, Ludic, Outcome
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -80,6 +80,9 @@ def test_unknown_parts_of_a_run_are_named(ludic: Ludic, letters: Path) -> None:
     check(tried("protocol.kind=single"), "'single'", "'single_agent'")
     check(tried("protocol.kwargs.parser=xmll"), "xmll")
     check(tried("sft.teacher=letters:nobody"), "letters:nobody")
+    letters.write_text(letters.read_text().replace('teacher = "letters:teacher"', 'data = "x"'))
+    check(tried("sft.data=nowhere.jsonl"), "nowhere.jsonl", "no such file")
+    letters.write_text(RUN)
     check(tried("model.kwargs.size=3"), "model.kwargs", "size")
     check(tried("model.name=no/such-model"), "no/such-model", "tiny")
     check(tried("training.rollouts_per_update=7"), "rollouts_per_update=7", "group_size=4")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludic.distributed.checksums import checksum, checksums, not_finite
+from ludic.distributed.checksums import _sum_on_gpu, checksum, checksums, not_finite
 
 shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3)
 types = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])
@@ -73,3 +73,16 @@ def test_only_what_is_not_finite_is_named() -> None:
         ("whole", torch.arange(3)),
     ]
     assert not_finite(pairs) == ["nan", "inf"]
+
+
+@given(st.integers(1, 300), st.integers(0, 1000))
+def test_every_way_of_summing_gives_the_same_number(size: int, seed: int) -> None:
+    tensor = drawn([size], torch.int64, seed) * (2**50 + 3)
+    plain = 8 * size + sum(int(w) * (2 * i + 1) for i, w in enumerate(tensor.tolist()))
+    assert int(checksum(tensor)) == (plain + 2**63) % 2**64 - 2**63
+    assert int(_sum_on_gpu(tensor, 8 * size)) == int(checksum(tensor))
+
+
+def test_both_ways_of_summing_agree_over_several_chunks() -> None:
+    tensor = drawn([(1 << 20) + 77], torch.int64, 1) * (2**50 + 3)
+    assert int(_sum_on_gpu(tensor, 8 * tensor.numel())) == int(checksum(tensor))

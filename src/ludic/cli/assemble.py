@@ -210,8 +210,11 @@ def check_parts(config: RunConfig) -> None:
             f"training.rollouts_per_update={episodes} is not a multiple of group_size={size}: a "
             "batch holds whole groups"
         )
-    if config.sft is not None and config.sft.teacher is not None:
-        load_function(config.sft.teacher)
+    if config.sft is not None:
+        if config.sft.teacher is not None:
+            load_function(config.sft.teacher)
+        elif not Path(config.sft.data or "").is_file():
+            raise ConfigError(f"sft.data={config.sft.data!r}: there is no such file")
     for section in (*config.env, *config.eval.env):
         build_env(EnvSpec(section.kind, section.kwargs))
 

@@ -98,9 +98,20 @@ RUN = """\
 [run]
 name = "{name}"
 seed = 0
+threads = 1                     # with the seed, fixes every bit of a run on the CPU
 
 [model]
 name = "tiny"                   # the embedded model; or a folder, or a name on the hub
+
+[model.kwargs]                  # of the tiny model; without them, every byte is a token
+initializer_range = 0.1
+words = [                       # whole tokens, which keep its texts short
+  "system\\n", "user\\n", "assistant\\n",
+  "Name the larger digit.", " or ", "<answer>", "</answer>",
+]
+
+[inference]
+max_context_tokens = 64         # prompt and answer together
 
 [env]
 kind = "{name}:{cls}"           # or just "{name}", once the package is installed
@@ -111,7 +122,7 @@ kwargs = {{ parser = {{ kind = "xml", tag = "answer", error_reward = -0.1 }} }}
 
 [inference.sampling]
 temperature = 1.0
-max_tokens = 24
+max_tokens = 6
 
 [sft]                           # a cold start: the tiny model knows no form yet
 teacher = "{name}:teacher"
@@ -132,6 +143,7 @@ max_seq_len = 256
 
 [eval]
 episodes = 400
+outcomes = ["right", "wrong"]   # what the environment calls its endings; the first one counts
 """
 
 README = """\

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _CHUNK = 1 << 20
@@ -28,36 +30,53 @@ def checksums(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
 
 @torch.no_grad()
 def checksum(tensor: Tensor) -> Tensor:
-    """Σ wᵢ·(2i+1) mod 2⁶⁴ over the 8-byte words of the tensor: a changed word always changes it,
-    since odd numbers have inverses, and so does an exchange of two that differ by more than their
-    places can hide. Stays on the device."""
+    """The tensor's size in bytes plus Σ wᵢ·(2i+1) over its 8-byte words, mod 2⁶⁴.
+
+    A changed word always changes it, since odd numbers have inverses; exchanged words do, since
+    their factors differ. It tells accidents, not forgeries. Stays on the device.
+    """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8
     words = _as_words(flat[:whole])
-    if whole < flat.numel():
+    if whole < flat.numel():  # short of a word: zeros to the end
         tail = torch.zeros(8, dtype=torch.uint8, device=flat.device)
         tail[: flat.numel() - whole] = flat[whole:]
         words = torch.cat([words, tail.view(torch.int64)])
-    total = torch.full((), flat.numel(), dtype=torch.int64, device=flat.device)
-    odd = _odd_numbers(flat.device)
-    for start in range(0, words.numel(), _CHUNK):
-        chunk = words[start : start + _CHUNK]
-        total = total + (chunk * odd[: chunk.numel()]).sum() + 2 * start * chunk.sum()
-    return total
+    if words.device.type == "cpu":
+        return torch.tensor(_sum_on_cpu(words.numpy(), flat.numel()), dtype=torch.int64)
+    return _sum_on_gpu(words, flat.numel())
 
 
 @torch.no_grad()
 def not_finite(pairs: Iterable[tuple[str, Tensor]]) -> list[str]:
     """The names of those that hold a NaN or an infinity."""
-    names: list[str] = []
-    flags: list[Tensor] = []
-    for name, tensor in pairs:
-        if tensor.is_floating_point():
-            names.append(name)
-            # A sum is one pass; it is not finite where an element is not, or where it overflows,
-            # which float64 does not.
-            flags.append(torch.isfinite(tensor.sum(dtype=torch.float64)).cpu())
-    return [name for name, ok in zip(names, flags, strict=True) if not bool(ok)]
+    floating = [(name, tensor) for name, tensor in pairs if tensor.is_floating_point()]
+    # A sum is one quick pass, and finite only where every element is; it may overflow by itself.
+    sums = [tensor.sum().float() for _, tensor in floating]
+    if len({total.device for total in sums}) == 1:
+        sums = list(torch.stack(sums).cpu())  # one wait for the device, not one per tensor
+    suspects = [pair for pair, total in zip(floating, sums, strict=True) if not total.isfinite()]
+    return [name for name, tensor in suspects if not bool(torch.isfinite(tensor).all())]
+
+
+def _sum_on_cpu(words: NDArray[np.int64], total: int) -> int:
+    """The weighted sum in one pass of one thread: torch's threads wait for each other at every
+    step, which costs more than the sum where the machine is busy."""
+    odd = _odd_numbers(torch.device("cpu")).numpy()
+    for start in range(0, words.size, _CHUNK):
+        chunk = words[start : start + _CHUNK]
+        total += int(np.dot(chunk, odd[: chunk.size])) + 2 * start * int(chunk.sum())
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def _sum_on_gpu(words: Tensor, total: int) -> Tensor:
+    """The same without leaving the device: torch's integers wrap around as well."""
+    odd = _odd_numbers(words.device)
+    found = torch.full((), total, dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), _CHUNK):
+        chunk = words[start : start + _CHUNK]
+        found = found + (chunk * odd[: chunk.numel()]).sum() + 2 * start * chunk.sum()
+    return found
 
 
 def _as_words(flat: Tensor) -> Tensor:

@@ -14,16 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
 
 from ludic.distributed.broadcast_group import BroadcastGroup
 from ludic.distributed.checksums import checksums
 from ludic.distributed.ipc_handles import open_handle
 from ludic.distributed.shared_memory import open_shared
+from ludic.errors import MissingExtraError
+
+try:
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+except ImportError as exc:
+    raise MissingExtraError("vllm", "vllm") from exc
 
 _NEVER_SENT = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 

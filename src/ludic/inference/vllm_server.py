@@ -126,6 +126,10 @@ def command_line(settings: ServerSettings, build: VLLMBuild) -> list[str]:
             command += [flag, str(value)]
     if build.numbers >= (0, 32):  # before that the routes were always there
         command.append("--enable-scale-out")
+    if build.cpu:
+        # Seeded requests whose prompt is computed in parts end the CPU build's engine (0.32:
+        # "CPU Generator does not use offset"), and every request of a run has a seed.
+        command.append("--no-enable-chunked-prefill")
     if settings.eager if settings.eager is not None else build.cpu:
         command.append("--enforce-eager")
     return command + list(settings.extra)

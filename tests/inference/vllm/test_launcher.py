@@ -29,7 +29,7 @@ CUDA = VLLMBuild("py", "0.26.0", cpu=False, has_plugin=False)
 def test_the_cpu_build_gets_its_flags() -> None:
     command = command_line(ServerSettings("m", max_model_len=64), CPU)
     assert command[:3] == ["py", "-m", "vllm.entrypoints.openai.api_server"]
-    for flag in ("--enable-scale-out", "--enforce-eager"):
+    for flag in ("--enable-scale-out", "--enforce-eager", "--no-enable-chunked-prefill"):
         assert flag in command
     for flag, value in (
         ("--host", "127.0.0.1"),
