@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -118,3 +119,27 @@ def test_evaluation_during_training_is_in_the_metrics(
     measured = [json.loads(line) for line in lines if "eval/success" in line]
     assert [line["eval/step"] for line in measured] == [2]
     assert (tmp_path / "run" / "eval" / "step-2.json").is_file()
+
+
+def test_a_finished_run_can_go_on_for_more_steps_and_is_measured_again(
+    ludic: Ludic, trained: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(trained, folder)
+    before = (folder / "eval" / "after_rl.json").read_text()
+    done = ludic("train", "--resume", folder, "training.steps=8", "training.checkpoint_every=4")
+    assert done.code == 0, done.err
+    assert (folder / "checkpoints" / "rl" / "latest").read_text() == "step-00000008"
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 8
+    assert (folder / "eval" / "after_rl.json").read_text() != before
+
+
+def test_resuming_a_finished_run_trains_nothing_and_says_the_same(
+    ludic: Ludic, trained: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(trained, folder)
+    done = ludic("train", "--resume", folder)
+    assert done.code == 0, done.err
+    before, after = (json.loads((path / "summary.json").read_text()) for path in (trained, folder))
+    assert {**before, "seconds": 0} == {**after, "seconds": 0}

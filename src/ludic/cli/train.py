@@ -57,8 +57,9 @@ def _resumed(folder: RunFolder, overrides: Sequence[str]) -> RunConfig:
     """The run's own configuration. Only more steps may be asked for: anything else would be
     another run."""
     data = folder.read_json("run.json")
+    before = folder.config()
     free = {"training.steps", "training.checkpoint_every", "logging.loggers"}
-    if folder.config().training.past_opponents:
+    if before.training.past_opponents:
         free.remove("training.checkpoint_every")  # it also says when a past opponent is taken
     for override in overrides:
         key = apply_override(data, override)
@@ -68,5 +69,8 @@ def _resumed(folder: RunFolder, overrides: Sequence[str]) -> RunConfig:
                 f"{', '.join(sorted(free))}"
             )
     config = check_run(data, source=str(folder.path / "run.json"))
+    if config.training.steps != before.training.steps:
+        for stale in ("eval/after_rl.json", "summary.json"):
+            (folder.path / stale).unlink(missing_ok=True)
     folder.write_json("run.json", config.model_dump(by_alias=True, mode="json"))
     return config

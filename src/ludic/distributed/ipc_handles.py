@@ -52,7 +52,7 @@ def open_handle(handle: dict[str, Any], device: torch.device) -> Tensor:
         torch.Size(handle["size"]),
         tuple(handle["stride"]),
         handle["offset"],
-        torch.UntypedStorage,
+        torch.storage.TypedStorage,
         getattr(torch, handle["dtype"]),
         index,
         _bytes(handle["handle"]),

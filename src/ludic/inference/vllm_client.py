@@ -156,6 +156,8 @@ class VLLMChatClient:
         """Closes the connections; requests after that are refused."""
         self._closed = True
         connection, self._connection = self._connection, None
+        for task in list(self._learning.values()):
+            task.cancel()
         if connection is not None:
             await connection.session.close()
 
@@ -358,8 +360,13 @@ class VLLMChatClient:
         for replica in ordered:
             if replica.out is not None or time.monotonic() < replica.retry_at:
                 continue
-            if (replica.lost or replica.facts is None) and not await self._revive(replica):
-                continue
+            if replica.lost or replica.facts is None:
+                revival = self._revive(replica)
+                if any(r.facts is not None and not r.lost and r.out is None for r in ordered):
+                    continue  # nobody waits for one that is away while another serves
+                await asyncio.shield(revival)
+                if replica.lost or replica.facts is None or replica.out is not None:
+                    continue
             if conversation is not None:
                 self._homes[conversation] = replica
                 self._homes.move_to_end(conversation)
@@ -373,16 +380,14 @@ class VLLMChatClient:
             r is not failed and r.out is None and r.down_since is None for r in self.replicas
         )
 
-    async def _revive(self, replica: Replica) -> bool:
-        """Whether a server that was away, or never asked, may serve. Asked once for all callers."""
+    def _revive(self, replica: Replica) -> asyncio.Task[None]:
+        """Finds out, once for all callers, whether a server that was away may serve again."""
         task = self._learning.get(replica)
         if task is None:
             task = asyncio.create_task(self._welcome(replica))
             self._learning[replica] = task
             task.add_done_callback(lambda _: self._learning.pop(replica, None))
-        # Shielded: the first caller's cancellation must not fail the others.
-        await asyncio.shield(task)
-        return replica.down_since is None and replica.out is None and replica.facts is not None
+        return task
 
     async def _welcome(self, replica: Replica) -> None:
         was_lost = replica.lost

@@ -180,9 +180,8 @@ class _Checkup:
             if not sampling.truncates:
                 raise
             # A backend that cannot say which ids it kept is refused by the trainer as well.
-            return DoctorRow(
-                setting, 0, 0.0, 0.0, self.budget, f"cannot be trained on: {exc}"[:160]
-            )
+            why = str(exc).partition(":")[0]
+            return DoctorRow(setting, 0, 0.0, 0.0, self.budget, f"cannot be trained on: {why}")
         ours = (
             await self.scores.logprobs(items)
             if together

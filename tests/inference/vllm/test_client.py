@@ -106,6 +106,13 @@ async def test_without_a_limit_a_completion_fills_the_context(client: VLLMChatCl
     assert response.finish_reason is FinishReason.LENGTH
 
 
+async def test_many_long_seeded_prompts_at_once_are_all_served(client: VLLMChatClient) -> None:
+    # More than one step's worth of prompt tokens: in parts, they would end the CPU engine.
+    asked = [request([65 + n] * 450, max_tokens=2, seed=n) for n in range(12)]
+    responses = await asyncio.gather(*map(client.complete_tokens, asked))
+    assert all(trace_of(r).completion_logprobs for r in responses)
+
+
 async def test_bad_requests_are_refused_one_by_one_while_others_are_served(
     client: VLLMChatClient,
 ) -> None:

@@ -208,8 +208,36 @@ async def test_a_server_that_comes_back_with_other_weights_stays_out() -> None:
         await asyncio.sleep(0.02)
         for seed in range(6):
             await client.complete_tokens(request(seed=seed))
+            await asyncio.sleep(0.02)
         assert client.replicas[0].out is None
         assert "came back with version 0 instead of version 5" in str(client.replicas[1].out)
+
+
+async def test_nobody_waits_for_a_server_that_is_away_while_another_serves() -> None:
+    async with (
+        FakeVLLM().serving() as first,
+        FakeVLLM().serving() as second,
+        VLLMChatClient([first.url, second.url], backoff=QUICK) as client,
+    ):
+        client.replicas[0].mark_down("gone", 0.0)
+        first.faults["/v1/models"] = hanging
+        for seed in range(3):
+            await client.complete_tokens(request(seed=seed, timeout_s=5))
+        assert client.replicas[1].served == 3
+        del first.faults["/v1/models"]
+
+
+async def test_a_server_that_is_well_again_serves_again() -> None:
+    async with (
+        FakeVLLM().serving() as first,
+        FakeVLLM().serving() as second,
+        VLLMChatClient([first.url, second.url], backoff=QUICK) as client,
+    ):
+        client.replicas[0].mark_down("gone", 0.0)
+        for seed in range(20):
+            await client.complete_tokens(request(seed=seed))
+            await asyncio.sleep(0.01)
+        assert client.replicas[0].served > 0
 
 
 async def test_a_request_that_an_update_aborted_is_asked_elsewhere() -> None:
