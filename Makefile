@@ -55,7 +55,7 @@ test-gpu: setup
 
 test-vllm: setup vllm
 	@echo "==> the tests against a real vLLM server"
-	@LUDIC_VLLM_PYTHON=$(abspath $(VLLM_PY)) OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "vllm and not slow" $(ARGS)
+	@LUDIC_VLLM_PYTHON=$(abspath $(VLLM_PY)) OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "vllm and not slow" tests/inference/vllm $(ARGS)
 
 # vLLM wants packages of its own, so it lives apart; Ludic is there for the plugin's entry point.
 # What pip takes for torchvision and its kin does not fit the CPU build of torch and breaks vLLM.

@@ -22,7 +22,6 @@ from ludic.distributed.canary import (
     differences,
     is_sharded,
     prompt_logprobs,
-    vocabulary_of,
 )
 from ludic.distributed.checksums import checksums, not_finite
 from ludic.distributed.interfaces import PublishReport, Weights
@@ -212,7 +211,9 @@ class BroadcastPolicyPublisher:
         model = weights.model if isinstance(weights, ModelWeights) else None
         if model is None or is_sharded(model):
             return {}
-        tokens = self.canary_prompt or canary_tokens(vocabulary_of(model))
+        if self.canary_prompt is None:
+            self.canary_prompt = await asyncio.to_thread(canary_tokens, model)
+        tokens = self.canary_prompt
         budget = self.budget or MismatchBudget.for_dtype(next(model.parameters()).dtype)
         ours = await asyncio.to_thread(prompt_logprobs, model, tokens)
         worst, scored = (0.0, 0.0), 0
