@@ -317,19 +317,21 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     """All parts that fit the device."""
     results = Results()
     if args.device == "cuda":
-        await results.part(
-            "half_billion",
-            lambda: measure(
-                "half_billion", lambda: qwen2_half_billion("cuda"), args, Sizes(), results
-            ),
-            420,
-        )
-        torch.cuda.empty_cache()
-        await results.part(
-            "smollm2",
-            lambda: measure("smollm2", lambda: smollm2("cuda", args.gguf), args, None, results),
-            240,
-        )
+        if "half_billion" in args.models:
+            await results.part(
+                "half_billion",
+                lambda: measure(
+                    "half_billion", lambda: qwen2_half_billion("cuda"), args, Sizes(), results
+                ),
+                420,
+            )
+            torch.cuda.empty_cache()
+        if "smollm2" in args.models:
+            await results.part(
+                "smollm2",
+                lambda: measure("smollm2", lambda: smollm2("cuda", args.gguf), args, None, results),
+                240,
+            )
     else:
         tiny = tiny_model(hidden_size=64, heads=2, kv_heads=1), tiny_tokenizer()
         sizes = Sizes(
@@ -344,6 +346,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure a real vLLM through Ludic's client.")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--python", help="the Python that has vLLM; else LUDIC_VLLM_PYTHON")
+    parser.add_argument(
+        "--models", nargs="+", default=["half_billion", "smollm2"], help="on a GPU: which of them"
+    )
     parser.add_argument("--gguf", type=Path, default=Path("/opt/kit/smollm2.gguf"))
     args = parser.parse_args()
     own = ROOT / ".venv-vllm/bin/python"

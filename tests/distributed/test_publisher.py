@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ludic.distributed.broadcast_group import BroadcastGroup
-from ludic.distributed.canary import MismatchBudget
+from ludic.distributed.canary import MismatchBudget, canary_tokens
 from ludic.distributed.planes import BroadcastPlane, IPCPlane, SharedMemoryPlane
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.distributed.shared_memory import open_shared, shared_folder, write_shared
@@ -190,8 +190,9 @@ async def test_bad_weights_disturb_nobody(client: VLLMChatClient, fakes: Fakes) 
 async def test_a_canary_out_of_budget_fails_the_publish(
     client: VLLMChatClient, fakes: Fakes
 ) -> None:
+    tokens = canary_tokens(tiny_model())
+
     def scores(_: Any) -> Any:
-        tokens = [(7 + 7919 * i) % 258 for i in range(24)]
         rows = [None, *({str(t): {"logprob": -30.0}} for t in tokens[1:])]
         choice = {"token_ids": [1], "finish_reason": "length"}
         return {"choices": [choice], "prompt_logprobs": rows}
