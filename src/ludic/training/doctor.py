@@ -127,10 +127,16 @@ async def run_doctor(
         raise ConfigError("the doctor needs the whole model on one rank: load it without FSDP2")
     if requests < 2:
         raise ConfigError(f"run_doctor(requests={requests}): at least 2, to compare with one")
+    room = client.max_context_tokens
+    if room is not None:  # half of a small context is left for the answers
+        max_tokens = min(max_tokens, max(room // 2, 1))
     checkup = _Checkup(
         client=client,
         name=model_name,
-        prompts=_prompts(tokenizer, requests),
+        prompts=tuple(
+            ids if room is None else ids[: max(room - max_tokens, 1)]
+            for ids in _prompts(tokenizer, requests)
+        ),
         max_tokens=max_tokens,
         timeout_s=timeout_s,
         scores=LocalScores(model),
