@@ -53,7 +53,4 @@ def _start(
         max_num_seqs=config.inference.slots,
     )
     say("starting a vLLM server for this run; that takes a minute")
-    server = VLLMServer(settings, python=config.inference.vllm_python)
-    server.start()
-    server.wait_until_healthy()
-    return server
+    return VLLMServer(settings, python=config.inference.vllm_python).__enter__()
