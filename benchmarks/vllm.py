@@ -106,13 +106,13 @@ def qwen2_half_billion(device: str) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def smollm2(device: str, gguf: Path) -> tuple[Any, Any]:
+def smollm2(device: str, gguf: Path | None) -> tuple[Any, Any]:
     """The real SmolLM2: its folder where it is there, else made from the GGUF file."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from tools import smollm2 as tool
 
-    if tool.is_ready():
+    if gguf is None or tool.is_ready():
         folder = tool.path()
     else:
         folder = Path(tempfile.mkdtemp(prefix="smollm2-"))
@@ -349,7 +349,7 @@ def main() -> int:
     parser.add_argument(
         "--models", nargs="+", default=["half_billion", "smollm2"], help="on a GPU: which of them"
     )
-    parser.add_argument("--gguf", type=Path, default=Path("/opt/kit/smollm2.gguf"))
+    parser.add_argument("--gguf", type=Path, help="SmolLM2's file, where its folder is not made")
     args = parser.parse_args()
     own = ROOT / ".venv-vllm/bin/python"
     if args.python is None and "LUDIC_VLLM_PYTHON" not in os.environ and args.device == "cpu":
