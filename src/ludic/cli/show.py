@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +22,13 @@ from ludic.types import AgentStep, Rollout
 
 console = Console(highlight=False)
 BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def command_name() -> str:
+    """How to call this command from here: by its name, or by where its environment keeps it."""
+    if shutil.which("ludic"):
+        return "ludic"
+    return os.path.relpath(Path(sys.executable).parent / "ludic")
 
 
 def say(text: str) -> None:

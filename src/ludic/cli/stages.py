@@ -18,6 +18,7 @@ from ludic.cli.rollout_log import open_rollout_log
 from ludic.cli.run_file import RunConfig
 from ludic.cli.run_folder import RunFolder
 from ludic.cli.show import (
+    command_name,
     console,
     episode_text,
     episodes_bar,
@@ -73,7 +74,7 @@ class TrainingRun:
                 )
                 await self._stages(policy)
                 if self.stopped:
-                    say(f"stopped; go on with: ludic train --resume {self.folder.path}")
+                    say(f"stopped; go on with: {command_name()} train --resume {self.folder.path}")
                     return
                 await self._conclude(policy, time.monotonic() - started)
 
@@ -300,13 +301,14 @@ class TrainingRun:
             + (" (plot.png, summary.json)" if drawn else " (summary.json)")
         )
         kind, path = self.config.env[0].kind, self.folder.path
+        ludic = command_name()
         say(
             "\nTry next:\n"
-            f"  ludic play {kind} --model {path}   watch it play\n"
-            f"  ludic play {kind}   play yourself\n"
-            f"  ludic eval {path} eval.episodes=1000   measure again\n"
-            f"  ludic replay {path}/rollouts/train.jsonl.gz   run recorded episodes again\n"
-            "  ludic init my_env   begin an environment of your own"
+            f"  {ludic} play {kind} --model {path}   watch it play\n"
+            f"  {ludic} play {kind}   play yourself\n"
+            f"  {ludic} eval {path} eval.episodes=1000   measure again\n"
+            f"  {ludic} replay {path}/rollouts/train.jsonl.gz   run recorded episodes again\n"
+            f"  {ludic} init my_env   begin an environment of your own"
         )
 
     async def _show_an_episode(self, policy: Policy) -> None:
