@@ -207,11 +207,12 @@ def test_doctor_finds_a_sampler_that_is_not_the_trainer(
     assert "over the budget" in done.out
 
 
-def test_calibrate_needs_a_gpu_and_says_so(ludic: Ludic, letters: Path) -> None:
+def test_calibrate_needs_a_gpu_and_says_so(
+    ludic: Ludic, letters: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU: tests/training/test_calibrate.py measures it")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = ludic("calibrate", letters)
     assert done.code == 2
     assert "GPU" in done.err
