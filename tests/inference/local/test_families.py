@@ -23,10 +23,10 @@ SIZES: dict[str, Any] = {
 }
 
 
-def family(name: str) -> Any:
+def family(name: str, **changes: Any) -> Any:
     import transformers
 
-    options = dict(SIZES)
+    options = SIZES | changes
     if name == "GPT2":
         options = {"vocab_size": 258, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
         options |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

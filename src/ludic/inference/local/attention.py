@@ -23,16 +23,29 @@ from torch import Tensor
 
 from ludic.errors import ConfigError
 from ludic.inference.local.arena import Arena
-from ludic.inference.local.module_view import ATTENTION_NAME
 
+ATTENTION_NAME = "ludic_slots"
 NEG_INF = float("-inf")
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosines and sines, [rows, dim] each."""
 
 
 class Layout(Protocol):
-    """How the rows of one step attend. q: [rows, heads, dim]; k, v: [rows, kv_heads, dim]."""
+    """How the rows of one step attend. q: [rows, heads, dim]; k, v: [rows, kv_heads, dim].
+
+    With `rotary`, queries and keys come as projected and are rotated here.
+    """
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        rotary: Rotary | None = None,
     ) -> Tensor: ...
 
 
@@ -47,6 +60,21 @@ def layout_in_use(layout: Layout) -> Iterator[None]:
         yield
     finally:
         _current.layout = None
+
+
+def current_layout() -> Layout:
+    """The layout of the step that this thread is in."""
+    layout: Layout | None = getattr(_current, "layout", None)
+    if layout is None:
+        raise RuntimeError("slot attention outside of an engine step")
+    return layout
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """The half-split rotary embedding in plain torch: x is [rows, heads, dim]."""
+    cos, sin = (part[:, None] for part in rotary)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def slot_attention(
@@ -68,12 +96,9 @@ def slot_attention(
             f"{type(module).__name__} asks for soft-capped or sink attention, which the in-process "
             "engine does not have: sample through a vLLM server"
         )
-    layout: Layout | None = getattr(_current, "layout", None)
-    if layout is None:
-        raise RuntimeError("slot attention outside of an engine step")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = layout.attend(module.layer_idx, q, k, v, scale, sliding_window)
+    out = current_layout().attend(module.layer_idx, q, k, v, scale, sliding_window)
     return out.unsqueeze(0), None
 
 
@@ -195,8 +220,17 @@ class SlotLayout:
         return torch.tensor(values, dtype=torch.long, device=self.device)
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        rotary: Rotary | None = None,
     ) -> Tensor:
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
         queries = _grouped(q, self.kv_heads)
         if len(self.decodes) == 1 and not self.chunks and self.decodes[0].slots == self.rows:
             return self._attend_group(self.decodes[0], layer, queries, k, v, scale, window)

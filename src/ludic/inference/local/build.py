@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from ludic.errors import ConfigError
 from ludic.inference.local import attention
 from ludic.inference.local.arena import KVShape, SlotMemory
-from ludic.inference.local.device_batch import DeviceBatch
+from ludic.inference.local.device_batch import DeviceBatch, length_buckets
 from ludic.inference.local.eager import EagerRunner
 from ludic.inference.local.forward import Forward
 from ludic.inference.local.graphs import GraphCache
@@ -83,7 +84,8 @@ def build_scheduler(
     # In float32 the fused norm is the same to the bit; in bfloat16 it rounds once less, which is
     # worth it only where launches are what a step costs.
     fuse = shape.dtype == torch.float32 or (device.type == "cuda" and pipelined)
-    view = module_view(model, fuse_norms=fuse)
+    kernels = usable_kernels(shape) if pipelined else None
+    view = module_view(model, fuse_norms=fuse, kernels=kernels)
     memory = SlotMemory(
         shape,
         max_slots=resolved.max_slots,
@@ -107,18 +109,33 @@ def build_scheduler(
         return Scheduler(runner, memory, store, **options), resolved
     graphs = GraphCache(device, capture=device.type == "cuda")
     vocab = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
-    batch = DeviceBatch(forward, memory.only, resolved.max_slots, vocab, graphs)
+    batch = DeviceBatch(forward, memory.only, resolved.max_slots, vocab, graphs, kernels)
     prefill = Prefill(
         forward,
         memory.only,
         trash=resolved.max_slots,
         vocab=vocab,
-        lengths=batch.lengths,
+        lengths=length_buckets(memory.only.length),
         max_tokens=_GPU_PREFILL,
         graphs=graphs,
         to_device=batch.to_device,
+        kernels=kernels,
     )
     return PipelinedScheduler(batch, prefill, runner, memory, store, **options), resolved
+
+
+def usable_kernels(shape: KVShape) -> ModuleType | None:
+    """Our Triton kernels where they run: an NVIDIA GPU since Ampere, and heads they can tile."""
+    dim = shape.head_dim
+    if shape.device.type != "cuda" or dim not in (16, 32, 64, 128, 256):
+        return None
+    if torch.cuda.get_device_capability(shape.device) < (8, 0):
+        return None
+    try:
+        from ludic.inference.local import kernels
+    except ImportError:  # Triton comes with torch's CUDA builds on Linux, and with no other
+        return None
+    return kernels
 
 
 def _resolve(settings: EngineSettings, config: Any, device: torch.device) -> Resolved:
@@ -212,8 +229,11 @@ class _PlainLayout:
         v: torch.Tensor,
         scale: float,
         window: int | None,
+        rotary: attention.Rotary | None = None,
     ) -> torch.Tensor:
         self.layers.add(layer)
+        if rotary is not None:
+            q, k = attention.rotate(q, rotary), attention.rotate(k, rotary)
         found, wanted = tuple(k.shape[1:]), (self.shape.kv_heads, self.shape.head_dim)
         if found != wanted or v.shape != k.shape:
             raise ConfigError(

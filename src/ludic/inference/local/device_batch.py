@@ -6,6 +6,7 @@ behind and the device never waits for it.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ludic.inference.local.arena import Arena
-from ludic.inference.local.attention import additive_mask
+from ludic.inference.local.attention import Rotary, additive_mask, rotate
 from ludic.inference.local.forward import Forward
 from ludic.inference.local.graphs import GraphCache
 from ludic.inference.local.noise import keyed_uniform
@@ -22,19 +23,42 @@ from ludic.inference.local.sequence import Sequence
 
 
 class RowsLayout:
-    """Row r attends to the first `length` tokens of slot r."""
+    """Row r attends to slot r up to its position; without `kernels`, to its first `length` tokens,
+    of which the later ones are masked."""
 
-    def __init__(self, kv: Tensor, rows: int, length: int, positions: Tensor) -> None:
+    def __init__(
+        self, kv: Tensor, rows: int, length: int, positions: Tensor, kernels: ModuleType | None
+    ) -> None:
         self.kv, self.rows, self.length, self.positions = kv, rows, length, positions
+        self.kernels = kernels
         self.slots = torch.arange(rows, device=kv.device)
         self.masks: dict[int | None, Tensor] = {}
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        rotary: Rotary | None = None,
     ) -> Tensor:
         keys, values = self.kv[layer]
-        where = (self.slots, slice(None), self.positions)
-        keys[where], values[where] = k, v
+        if rotary is not None and self.kernels is not None:
+            q = self.kernels.rotate_and_store(
+                q, k, v, rotary, (keys, values), self.slots, self.positions
+            )
+        else:
+            if rotary is not None:
+                q, k = rotate(q, rotary), rotate(k, rotary)
+            where = (self.slots, slice(None), self.positions)
+            keys[where], values[where] = k, v
+        if self.kernels is not None:
+            out: Tensor = self.kernels.attend_rows(
+                q.contiguous(), keys, values, self.positions, scale, window
+            )
+            return out
         if window not in self.masks:
             self.masks[window] = additive_mask(self.positions, self.length, q.dtype, window)
         rows, heads, dim = q.shape
@@ -49,8 +73,8 @@ class RowsLayout:
 
 
 def row_buckets(most: int) -> list[int]:
-    """Batch sizes with a graph of their own: 8, 16, 32, 64, then every 64."""
-    return sorted({min(n, most) for n in (8, 16, 32, *range(64, most + 64, 64))})
+    """Batch sizes with a graph of their own: 16, 32, 64, then every 64."""
+    return sorted({min(n, most) for n in (16, 32, *range(64, most + 64, 64))})
 
 
 def length_buckets(most: int) -> list[int]:
@@ -66,9 +90,15 @@ class DeviceBatch:
     """The state of every slot on the device, and the step that moves all of them on."""
 
     def __init__(
-        self, forward: Forward, arena: Arena, slots: int, vocab: int, graphs: GraphCache
+        self,
+        forward: Forward,
+        arena: Arena,
+        slots: int,
+        vocab: int,
+        graphs: GraphCache,
+        kernels: ModuleType | None = None,
     ) -> None:
-        self.forward, self.arena, self.graphs = forward, arena, graphs
+        self.forward, self.arena, self.graphs, self.kernels = forward, arena, graphs, kernels
         device = arena.kv.device
         self.device = device
 
@@ -84,7 +114,8 @@ class DeviceBatch:
         self.logits: Tensor | None = None
         self.vocab = vocab
         self.row_sizes = row_buckets(slots)
-        self.lengths = length_buckets(arena.length)
+        # A kernel reads no further than each row's position: one graph does for every length.
+        self.lengths = [arena.length] if kernels is not None else length_buckets(arena.length)
 
     def set_rows(self, sequences: list[Sequence]) -> None:
         """Writes the state of slots whose sequence is ready to decode."""
@@ -128,7 +159,11 @@ class DeviceBatch:
         """Computes, samples, and makes the samples the next input: no word from the host."""
 
         def decode() -> None:
-            scaled = self._forward(rows, length) * self.inverse_temperature[:rows, None]
+            logits = self._forward(rows, length)
+            if self.kernels is not None:
+                self.kernels.draw_and_carry_on(logits, self, rows)
+                return
+            scaled = logits * self.inverse_temperature[:rows, None]
             tokens, logprobs = draw(scaled, keyed_uniform(self.keys[:rows], self.at[:rows]))
             self._carry_on(rows, tokens)
             self.logprobs[:rows] = logprobs
@@ -160,5 +195,5 @@ class DeviceBatch:
         self.at[:rows] += live
 
     def _forward(self, rows: int, length: int) -> Tensor:
-        layout = RowsLayout(self.arena.kv, rows, length, self.positions[:rows])
+        layout = RowsLayout(self.arena.kv, rows, length, self.positions[:rows], self.kernels)
         return self.forward(self.ids[None, :rows], self.positions[None, :rows], layout)

@@ -8,14 +8,15 @@ the very same parameter dictionaries.
 from __future__ import annotations
 
 import copy
+from types import ModuleType
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ludic.errors import ConfigError
-
-ATTENTION_NAME = "ludic_slots"
+from ludic.inference.local.attention import ATTENTION_NAME
+from ludic.inference.local.fused_layer import FusedLayer, can_fuse
 
 
 def base_causal_lm(module: nn.Module) -> nn.Module:
@@ -107,12 +108,14 @@ def _is_plain_rms_norm(module: nn.Module) -> bool:
     )
 
 
-def module_view(model: nn.Module, *, fuse_norms: bool = False) -> Any:
+def module_view(
+    model: nn.Module, *, fuse_norms: bool = False, kernels: ModuleType | None = None
+) -> Any:
     """New module objects in eval mode over the same parameters, with the engine's attention.
 
     Parameter and buffer dictionaries are shared, not copied: whatever the trainer writes there,
     in place or by assignment, is what the view computes with. `fuse_norms` saves launches on a
-    GPU; it rounds once where the module rounds twice.
+    GPU; it rounds once where the module rounds twice. `kernels` does so for whole layers.
     """
     configs: dict[int, Any] = {}
     seen: dict[int, nn.Module] = {}
@@ -130,6 +133,8 @@ def module_view(model: nn.Module, *, fuse_norms: bool = False) -> Any:
         kind: type[nn.Module] = module.__class__
         if fuse_norms and _is_plain_rms_norm(module):
             kind = _FusedRMSNorm
+        elif kernels is not None and can_fuse(module):
+            kind = FusedLayer
         new: nn.Module = kind.__new__(kind)
         seen[id(module)] = new
         state = dict(module.__dict__)
@@ -143,6 +148,8 @@ def module_view(model: nn.Module, *, fuse_norms: bool = False) -> Any:
             name: clone(child) if child is not None else None
             for name, child in module._modules.items()
         }
+        if kind is FusedLayer:
+            state["kernels"] = kernels
         new.__dict__.update(state)
         return new
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ludic.seeding import derive_seed
 
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 def noise_key(seed: int) -> int:
@@ -30,8 +30,8 @@ def keyed_uniform(keys: Tensor, positions: Tensor) -> Tensor:
 
     Both are int64 of one shape. Multiplication wraps around, the same on every device.
     """
-    x = keys + (positions + 1) * _GOLDEN
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    x = keys + (positions + 1) * GOLDEN
+    x = (x ^ _shift_right(x, 30)) * MIX_1
+    x = (x ^ _shift_right(x, 27)) * MIX_2
     x = x ^ _shift_right(x, 31)
     return _shift_right(x, 11).double() * 2.0**-53

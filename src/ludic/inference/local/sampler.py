@@ -12,7 +12,7 @@ from torch import Tensor
 from ludic.inference.local.noise import keyed_uniform
 from ludic.inference.sampling import SamplingConfig
 
-_BELOW_ONE = 1 - 1e-12
+BELOW_ONE = 1 - 1e-12
 
 
 @dataclass(slots=True)
@@ -64,16 +64,16 @@ def invert(probs: Tensor, uniform: Tensor) -> Tensor:
     rows, vocab = probs.shape
     block = _block(vocab)
     if block == vocab:
-        return _place(probs, uniform * _BELOW_ONE)
+        return _place(probs, uniform * BELOW_ONE)
     blocks = probs.view(rows, vocab // block, block)
     sums = blocks.sum(-1).double()
     upto = sums.cumsum(-1)
-    target = uniform * _BELOW_ONE * upto[:, -1]
+    target = uniform * BELOW_ONE * upto[:, -1]
     index = torch.searchsorted(upto, target[:, None], right=True)[:, 0]
     index = index.clamp_(max=vocab // block - 1)
     size = sums.gather(1, index[:, None])[:, 0]
     before = upto.gather(1, index[:, None])[:, 0] - size
-    fraction = ((target - before) / size).clamp_(0.0, _BELOW_ONE)
+    fraction = ((target - before) / size).clamp_(0.0, BELOW_ONE)
     inner = blocks.gather(1, index[:, None, None].expand(rows, 1, block))[:, 0]
     return index * block + _place(inner, fraction)
 

@@ -258,6 +258,7 @@ class Scheduler:
     def take_drawn(self, sequences: Seq[Sequence], tokens: Seq[int], logprobs: Seq[float]) -> None:
         """Takes a plain token for each sequence that is still here: `_take`, but quick."""
         version, counters = self.version, self.counters
+        ended: list[Sequence] = []
         for s, token, logprob in zip(sequences, tokens, logprobs, strict=True):
             arena = s.arena
             if arena is None:
@@ -273,9 +274,12 @@ class Scheduler:
                 s.versions.append((s.generated - 1, version))
             if token in s.stop_ids or len(known) - s.prompt_len >= s.limit:
                 s.check_end(self.spell)
-                self._finish(s)
+                ended.append(s)
             elif len(known) > arena.length:
                 self.memory.place(s, len(known))
+        # From the last slot down: those that end together then leave no hole to be filled.
+        for s in sorted(ended, key=lambda s: s.slot, reverse=True):
+            self._finish(s)
 
     def _take(self, sequence: Sequence, outcome: Outcome) -> None:
         if sequence.scores_prompt:

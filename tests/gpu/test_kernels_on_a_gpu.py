@@ -1,0 +1,140 @@
+"""The compiled kernels in bfloat16 against float64, and whole engines against plain passes."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ludic.inference import LocalChatClient, SamplingConfig
+from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.local.attention import rotate
+from ludic.inference.local.fused_layer import FusedLayer
+from ludic.inference.local.noise import keyed_uniform
+from ludic.inference.local.sampler import draw
+from ludic.inference.tiny import tiny_tokenizer
+from tests.inference.local.test_families import family
+
+pytestmark = pytest.mark.gpu
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    """The relative error of the whole."""
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("rows", [1, 16, 50, 128, 256])
+def test_products_in_bfloat16(rows: int) -> None:
+    from ludic.inference.local import kernels
+
+    x = numbers(rows, 896)
+    weights = numbers(896, 896, seed=1), numbers(128, 896, seed=2), numbers(128, 896, seed=3)
+    biases = numbers(896, seed=4), numbers(128, seed=5), numbers(128, seed=6)
+    wanted = torch.cat(
+        [
+            F.linear(x.double(), w.double(), b.double())
+            for w, b in zip(weights, biases, strict=True)
+        ],
+        dim=1,
+    )
+    assert off(kernels.project(x, weights, biases), wanted) < 5e-3
+    gate, up = numbers(4864, 896, seed=7) / 30, numbers(4864, 896, seed=8) / 30
+    wanted = F.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
+    assert off(kernels.gated(x, gate, up), wanted) < 5e-3
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("rows", [3, 128])
+@pytest.mark.parametrize("window", [None, 100])
+def test_attention_in_bfloat16(dim: int, rows: int, window: int | None) -> None:
+    from ludic.inference.local import kernels
+
+    heads, kv_heads, length = 14, 2, 400
+    qkv = numbers(rows, (heads + 2 * kv_heads) * dim).view(rows, -1, dim)
+    q, k, v = qkv.tensor_split([heads, heads + kv_heads], 1)
+    rotary = numbers(rows, dim, seed=1), numbers(rows, dim, seed=2)
+    keys, values = (numbers(rows + 1, kv_heads, length, dim, seed=s) for s in (3, 4))
+    slots = torch.arange(rows, device="cuda")
+    positions = (slots * 37) % length
+    turned = kernels.rotate_and_store(q, k, v, rotary, (keys, values), slots, positions)
+    exact = rotary[0].double(), rotary[1].double()
+    assert off(turned, rotate(q.double(), exact)) < 5e-3
+    assert off(keys[slots, :, positions], rotate(k.double(), exact)) < 5e-3
+    assert torch.equal(values[slots, :, positions], v)
+    found = kernels.attend_rows(turned, keys, values, positions, dim**-0.5, window)
+    at = torch.arange(length, device="cuda")
+    seen = at <= positions[:, None]
+    if window is not None:
+        seen &= at > positions[:, None] - window
+    wanted = F.scaled_dot_product_attention(
+        turned.double()[:, :, None],
+        keys[:rows].double(),
+        values[:rows].double(),
+        attn_mask=seen[:, None, None],
+        enable_gqa=True,
+    )
+    assert off(found, wanted[:, :, 0]) < 5e-3
+
+
+def test_draws_are_those_of_the_plain_sampler() -> None:
+    from ludic.inference.local import kernels
+
+    rows, vocab = 256, 151_936
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def integers(high: int) -> Tensor:
+        return torch.randint(0, high, (rows,), generator=generator, device="cuda")
+
+    batch = SimpleNamespace(
+        inverse_temperature=torch.full((rows,), 1.4, device="cuda"),
+        keys=integers(2**62) - 2**61,
+        at=integers(100),
+        live=torch.ones(rows, dtype=torch.long, device="cuda"),
+        ids=integers(1),
+        positions=integers(1),
+        tokens=integers(1),
+        logprobs=torch.zeros(rows, device="cuda"),
+    )
+    logits = 3 * numbers(rows, vocab)
+    logits[7, 99] = torch.nan
+    scaled = logits.float() * batch.inverse_temperature[:, None]
+    tokens, logprobs = draw(scaled, keyed_uniform(batch.keys, batch.at))
+    kernels.draw_and_carry_on(logits, batch, rows)
+    assert logprobs.isnan().nonzero().flatten().tolist() == [7]
+    assert batch.logprobs.isnan().nonzero().flatten().tolist() == [7]
+    # A sum in another order may tip a draw that lies on the border of two tokens.
+    same = (tokens == batch.tokens) & ~logprobs.isnan()
+    assert int(same.sum()) >= rows - 3
+    torch.testing.assert_close(batch.logprobs[same], logprobs[same], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Mistral"])
+async def test_a_family_in_bfloat16_samples_what_a_plain_pass_says(name: str) -> None:
+    wide = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    model = family(name, **wide).bfloat16().cuda()
+    asked = [
+        TokenCompletionRequest(
+            "tiny", tuple(range(3, 5 + 7 * i)), SamplingConfig(seed=i, max_tokens=60)
+        )
+        for i in range(12)
+    ]
+    async with LocalChatClient(model, tiny_tokenizer(), max_slots=16) as client:
+        view = client._scheduler.batch.forward.view  # type: ignore[attr-defined]
+        assert sum(type(m) is FusedLayer for m in view.modules()) == 2
+        answers = await asyncio.gather(*(client.complete_tokens(r) for r in asked))
+    exact = model.float()
+    for answer in answers:
+        assert answer.trace is not None
+        ids, n = answer.trace.token_ids, len(answer.trace.prompt_token_ids)
+        with torch.no_grad():
+            logits = exact(input_ids=torch.tensor([ids], device="cuda")).logits[0, n - 1 : -1]
+        wanted = logits.log_softmax(-1).cpu()[torch.arange(len(ids) - n), list(ids[n:])]
+        got = torch.tensor(answer.trace.completion_logprobs)
+        torch.testing.assert_close(got, wanted, atol=0.03, rtol=0)
