@@ -17,6 +17,7 @@ from ludic.inference.local.fused_layer import FusedLayer
 from ludic.inference.local.module_view import module_view
 from ludic.inference.local.noise import keyed_uniform
 from ludic.inference.local.sampler import draw
+from ludic.inference.sampling import ReturnSpec
 from tests.inference.local.asking import ask_all, plain_logprobs, request
 from tests.inference.local.test_families import family
 
@@ -162,11 +163,18 @@ async def test_an_engine_with_kernels_gives_the_logprobs_of_a_plain_pass(
     options: Any = {"deterministic": False, "pipelined": True, "max_slots": 4}
     async with LocalChatClient(model, tokenizer, **options) as client:
         answers = [*(await ask_all(client, asks[:-1])), *(await ask_all(client, asks[-1:]))]
+        scored = ReturnSpec(prompt_logprobs=True)
+        prompt = tuple(range(5, 12))
+        judged = await client.complete_tokens(request(prompt, seed=1, max_tokens=1, returns=scored))
     for answer in answers:
         assert answer.trace is not None
         assert answer.trace.completion_logprobs == pytest.approx(
             plain_logprobs(model, answer), abs=2e-5
         )
+    with torch.no_grad():
+        plain = model(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
+    wanted = [float(plain[i, t]) for i, t in enumerate(prompt[1:])]
+    assert judged.info["prompt_logprobs"][1:] == pytest.approx(wanted, abs=2e-5)
 
 
 def test_a_lora_layer_is_called_as_it_is(kernels: ModuleType) -> None:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -31,22 +31,25 @@ Rotary = tuple[Tensor, Tensor]
 """Cosines and sines, [rows, dim] each."""
 
 
-class Layout(Protocol):
-    """How the rows of one step attend. q: [rows, heads, dim]; k, v: [rows, kv_heads, dim].
+class AttentionCall(NamedTuple):
+    """What a layer asks for. q is [rows, heads, dim]; k and v are [rows, kv_heads, dim].
 
-    With `rotary`, queries and keys come as projected and are rotated here.
+    With `rotary`, queries and keys come as projected, and whoever attends rotates them.
     """
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        rotary: Rotary | None = None,
-    ) -> Tensor: ...
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    window: int | None = None
+    rotary: Rotary | None = None
+
+
+class Layout(Protocol):
+    """How the rows of one step attend."""
+
+    def attend(self, call: AttentionCall) -> Tensor: ...
 
 
 _current = threading.local()
@@ -98,7 +101,7 @@ def slot_attention(
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = current_layout().attend(module.layer_idx, q, k, v, scale, sliding_window)
+    out = current_layout().attend(AttentionCall(module.layer_idx, q, k, v, scale, sliding_window))
     return out.unsqueeze(0), None
 
 
@@ -219,16 +222,8 @@ class SlotLayout:
     def _index(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        rotary: Rotary | None = None,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
+        layer, q, k, v, scale, window, rotary = call
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         queries = _grouped(q, self.kv_heads)

@@ -221,16 +221,8 @@ class _PlainLayout:
         self.shape = shape
         self.layers: set[int] = set()
 
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        window: int | None,
-        rotary: attention.Rotary | None = None,
-    ) -> torch.Tensor:
+    def attend(self, call: attention.AttentionCall) -> torch.Tensor:
+        layer, q, k, v, scale, _, rotary = call
         self.layers.add(layer)
         if rotary is not None:
             q, k = attention.rotate(q, rotary), attention.rotate(k, rotary)

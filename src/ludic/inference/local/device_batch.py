@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ludic.inference.local.arena import Arena
-from ludic.inference.local.attention import Rotary, additive_mask, rotate
+from ludic.inference.local.attention import AttentionCall, additive_mask, rotate
 from ludic.inference.local.forward import Forward
 from ludic.inference.local.graphs import GraphCache
 from ludic.inference.local.noise import keyed_uniform
@@ -34,16 +34,8 @@ class RowsLayout:
         self.slots = torch.arange(rows, device=kv.device)
         self.masks: dict[int | None, Tensor] = {}
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        rotary: Rotary | None = None,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
+        layer, q, k, v, scale, window, rotary = call
         keys, values = self.kv[layer]
         if rotary is not None and self.kernels is not None:
             q = self.kernels.rotate_and_store(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ludic.inference.local.attention import current_layout
+from ludic.inference.local.attention import AttentionCall, current_layout
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers are: norm, attention with half-split rotary embedding, add, norm, gated
@@ -78,8 +78,9 @@ class FusedLayer(nn.Module):
         window = getattr(
             attention, "sliding_window", getattr(attention.config, "sliding_window", None)
         )
+        rotary = (cos[0], sin[0])
         mixed = current_layout().attend(
-            attention.layer_idx, q, k, v, attention.scaling, window, (cos[0], sin[0])
+            AttentionCall(attention.layer_idx, q, k, v, attention.scaling, window, rotary)
         )
         x = _add(x, mixed.reshape(x.shape[0], -1), attention.o_proj)
         x = _add(x, self._gated(self.post_attention_layernorm(x)), self.mlp.down_proj)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ludic.inference.local.arena import Arena
-from ludic.inference.local.attention import NEG_INF, Rotary, rotate
+from ludic.inference.local.attention import NEG_INF, AttentionCall, rotate
 from ludic.inference.local.forward import Forward
 from ludic.inference.local.graphs import GraphCache
 from ludic.inference.local.scheduler import Work
@@ -42,16 +42,8 @@ class RectangleLayout:
         self.kv, self.box, self.length, self.kernels = kv, box, length, kernels
         self.masks: dict[int | None, Tensor] = {}
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        rotary: Rotary | None = None,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
+        layer, q, k, v, scale, window, rotary = call
         box, cache = self.box, self.kv[layer]
         _, positions, target = (part.flatten() for part in box.table)
         if rotary is not None and self.kernels is not None:

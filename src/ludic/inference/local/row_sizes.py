@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ludic.errors import ConfigError
-from ludic.inference.local.attention import Rotary
+from ludic.inference.local.attention import AttentionCall
 from ludic.inference.local.forward import Forward
 
 _LARGEST = ((2_000_000, 1024), (20_000_000, 256))
@@ -22,16 +22,8 @@ _LARGEST = ((2_000_000, 1024), (20_000_000, 256))
 class _OwnKeyLayout:
     """Every row attends to itself alone: whatever else a model does is then seen row by row."""
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        rotary: Rotary | None = None,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
+        q, v = call.q, call.v
         group = q.shape[1] // v.shape[1]
         return v.repeat_interleave(group, 1) + 0.001 * q
 
