@@ -245,16 +245,14 @@ class LocalChatClient:
                 f"a prompt of {len(ids)} tokens leaves no room for a completion within "
                 f"max_context_tokens={limit}: shorten the prompt, or raise the limit"
             )
-        for i, token in enumerate(ids):
-            if (
-                isinstance(token, bool)
-                or not isinstance(token, int)
-                or not 0 <= token < self._vocab
-            ):
-                raise RequestRejectedError(
-                    f"prompt_token_ids[{i}] = {token!r} is outside of the vocabulary "
-                    f"(0 to {self._vocab - 1})"
-                )
+        if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= self._vocab:
+            i, token = next(
+                (i, t) for i, t in enumerate(ids) if type(t) is not int or not 0 <= t < self._vocab
+            )
+            raise RequestRejectedError(
+                f"prompt_token_ids[{i}] = {token!r} is outside of the vocabulary "
+                f"(0 to {self._vocab - 1})"
+            )
         wanted = request.sampling.max_tokens
         if wanted is not None and wanted < 1:
             raise RequestRejectedError(f"max_tokens={wanted}: must be at least 1")
