@@ -126,5 +126,9 @@ class CheckpointError(LudicError):
     """A checkpoint that cannot be written, or does not fit what it is loaded into."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint with a part that is missing, cut or changed."""
+
+
 class PublishError(LudicError):
     """Weights that did not arrive as they were sent."""

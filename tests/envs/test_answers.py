@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludic.envs.answers import last_number, read_number, same_mathematics, same_number
+from ludic.envs.answers import (
+    _Verifiers,
+    last_number,
+    read_number,
+    same_mathematics,
+    same_number,
+)
+from ludic.envs.json_process import ChildError
+from tests.envs.waiting import eventually
 
 
 class TestNumbers:
@@ -139,3 +149,19 @@ class TestMathematics:
     def test_an_answer_that_would_take_for_ever_is_wrong_and_the_next_is_judged_again(self) -> None:
         assert not same_mathematics("9^{9^{9^{9}}}", "x+1", timeout_s=0.5)
         assert same_mathematics("y+1", "1+y")
+
+    async def test_an_answer_is_judged_while_another_takes_for_ever(self) -> None:
+        verifiers = _Verifiers(2)
+        with ThreadPoolExecutor(2) as threads:
+            stuck = threads.submit(verifiers.same, "9^{9^{9^{9}}}", "x+1", 600.0)
+            try:
+                await eventually(lambda: verifiers.idle.qsize() == 1)
+                judged = threads.submit(verifiers.same, "y+1", "1+y", 60.0)
+                assert await asyncio.wrap_future(judged)
+                assert not stuck.done()
+                await eventually(lambda: all(v._process for v in verifiers._all), 120)
+            finally:
+                verifiers.stop()
+            with pytest.raises(ChildError):
+                stuck.result(60)
+        assert verifiers.idle.qsize() == 2

@@ -42,7 +42,7 @@ def requests(count: int) -> list[TokenCompletionRequest]:
 
 
 async def test_the_engines_log_probs_are_those_of_a_plain_pass() -> None:
-    model = tiny_model(hidden_size=128, layers=3).cuda()
+    model = tiny_model(hidden_size=128, layers=3, initializer_range=0.02).cuda()
     asked = requests(64)
     async with LocalChatClient(model, tiny_tokenizer(), max_slots=16) as client:
         answers = await asyncio.gather(*(client.complete_tokens(r) for r in asked))
@@ -115,7 +115,8 @@ def test_packed_kernels_agree_with_one_sequence_at_a_time(kind: AttentionKind) -
     micro = pack(layout, range(12)).to(torch.device("cuda"))
     found = {}
     for chosen in ("sdpa", kind):
-        model = tiny_model(hidden_size=128, heads=2, kv_heads=1).to("cuda", torch.bfloat16)
+        model = tiny_model(hidden_size=128, heads=2, kv_heads=1, initializer_range=0.02)
+        model.to("cuda", torch.bfloat16)
         policy = Policy(model, attention=chosen)
         logprobs = policy.score(micro).logprobs
         logprobs.sum().backward()  # type: ignore[no-untyped-call]
@@ -152,7 +153,8 @@ def test_fused_log_probs_agree_with_whole_logits_in_float64() -> None:
 
 async def test_sampling_and_training_share_one_bfloat16_module() -> None:
     tokenizer = tiny_tokenizer()
-    model = tiny_model(hidden_size=128, heads=2, kv_heads=2).to("cuda", torch.bfloat16)
+    model = tiny_model(hidden_size=128, heads=2, kv_heads=2, initializer_range=0.02)
+    model.to("cuda", torch.bfloat16)
     template = HFChatTemplate(tokenizer)
     async with LocalChatClient(model, tokenizer, max_slots=16) as client:
         spec = InferenceSpec(SamplingConfig(max_tokens=6))

@@ -108,3 +108,20 @@ def test_the_model_is_a_small_float32_qwen2_with_tied_embeddings() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model(input_ids=torch.tensor([[1, 2, 299]])).logits.shape == (1, 3, 300)
+
+
+@pytest.mark.parametrize("hidden_size", [64, 128])
+def test_what_the_model_says_depends_on_what_it_read(hidden_size: int) -> None:
+    """In nats: how much the next token tells of a context that ends in the same token."""
+
+    def told(**options: Any) -> float:
+        model = tiny_model(hidden_size=hidden_size, **options)
+        contexts = torch.randint(0, 250, (64, 24), generator=torch.Generator().manual_seed(0))
+        contexts[:, -1] = 7
+        with torch.no_grad():
+            logprobs = model(input_ids=contexts).logits[:, -1].double().log_softmax(-1)
+        mean = logprobs.exp().mean(0).log()
+        return float((logprobs.exp() * (logprobs - mean)).sum(-1).mean())
+
+    assert told() > 0.1
+    assert told(initializer_range=0.02) < 0.02

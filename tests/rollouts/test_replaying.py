@@ -25,6 +25,7 @@ from ludic.types import (
     Rollout,
     StepOutcome,
     TokenTrace,
+    from_json,
     to_json,
 )
 from tests.rollouts.worlds import ENVS, engine, protocols, random_digit, request, runtime, template
@@ -67,6 +68,56 @@ async def test_another_observation_is_reported_where_it_first_shows() -> None:
     assert (report.divergence.recorded, report.divergence.replayed) == ("Something else.", told)
     assert f"step {at}" in str(report.divergence)
     assert report.steps == at
+
+
+class TellingEnv(SingleAgentEnv):
+    """One step, and an info that the test decides."""
+
+    blocking: ClassVar[bool] = False
+    tells: ClassVar[dict[str, Any]] = {}
+
+    def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
+        return "Go.", {}
+
+    def env_step(self, action: str) -> StepOutcome:
+        return StepOutcome("", 0.0, terminated=True, info=dict(self.tells))
+
+    def env_current_obs(self) -> Obs:
+        return "Go."
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ({"a": 1}, {"a": 2}, "info['a'] was 1 and is now 2"),
+        ({"a": {"b": [1, 2]}}, {"a": {"b": [1, 3]}}, "info['a'] was {'b': [1, 2]} and is now"),
+        ({"a": 1}, {"a": True}, "info['a'] was 1 and is now True"),
+        ({"a": 1}, {"a": 1, "b": None}, "keys of info was ['a'] and is now ['a', 'b']"),
+        ({"a": "x" * 900 + "y"}, {"a": "x" * 900 + "z"}, f"…{'x' * 20}y' and is now …{'x' * 20}z'"),
+        (
+            {"a": float("nan"), "b": {"c": 1, "d": 2}},
+            {"b": {"d": 2, "c": 1}, "a": float("nan")},
+            None,
+        ),
+    ],
+)
+async def test_another_info_is_reported_shortly(
+    monkeypatch: pytest.MonkeyPatch, old: dict[str, Any], new: dict[str, Any], said: str | None
+) -> None:
+    envs = {"telling": TellingEnv}
+    monkeypatch.setattr(TellingEnv, "tells", old)
+    [rollout] = await engine(envs=envs).generate_rollouts([request("telling")], 1, 1)
+    stored = from_json(Rollout, to_json(rollout))
+    registries = {**REGISTRIES, "env_registry": envs}
+    assert (await replay(stored, **registries)).matches
+    monkeypatch.setattr(TellingEnv, "tells", new)
+    report = await replay(stored, **registries)
+    assert report.matches == (said is None)
+    if said is not None:
+        assert report.divergence is not None
+        assert report.divergence.step == 1
+        assert said in str(report.divergence)
+        assert len(str(report.divergence)) < 500
 
 
 async def test_another_seed_is_another_episode() -> None:

@@ -110,7 +110,7 @@ async def learn(
     tokenizer = tiny_tokenizer((*world.words, "user\n", "assistant\n", CUT_FEEDBACK))
     template = HFChatTemplate(tokenizer)
     model = lively_model(seed, len(tokenizer))
-    await _teach_words(model, template, world, folder / "words")
+    await teach_words(model, template, world, folder / "words")
     spec = InferenceSpec(SamplingConfig(max_tokens=3))
     group = algo.group_size or 1
     # Saying nothing that can be read must cost more than a wrong step, or it is the better policy.
@@ -171,7 +171,7 @@ def lively_model(seed: int, vocab_size: int) -> Any:
     small that for many steps it could only learn one answer for everything."""
     import torch
 
-    model = tiny_model(seed=seed, vocab_size=vocab_size)
+    model = tiny_model(seed=seed, vocab_size=vocab_size, initializer_range=0.02)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -179,7 +179,7 @@ def lively_model(seed: int, vocab_size: int) -> Any:
     return model
 
 
-async def _teach_words(
+async def teach_words(
     model: Any, template: HFChatTemplate, world: World, folder: Path, steps: int = 40
 ) -> None:
     """SFT on random walks: the model learns to speak, not what to say."""

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ludic.errors import CheckpointError, ConfigError, DuplicateNameError, UnknownNameError
 from ludic.training import (
+    Aggregation,
     BetaTracker,
     CISPOLoss,
     CompositeLoss,
@@ -140,6 +142,56 @@ def test_unknown_names_and_wrong_arguments_are_explained() -> None:
         make_algorithm("grpo", groups=8)
     with pytest.raises(ConfigError, match="at least 2"):
         make_algorithm("grpo", group_size=1)
+
+
+TAKES_AN_AGGREGATION = [
+    "reinforce",
+    "reinforce_baseline",
+    "grpo",
+    "cispo",
+    "scalerl",
+    "spo",
+    "sft",
+]
+
+
+@pytest.mark.parametrize("name", TAKES_AN_AGGREGATION)
+@pytest.mark.parametrize(
+    ("spec", "meant"),
+    [
+        ("token_mean", TokenMean()),
+        ("sequence_mean", SequenceMean()),
+        ("group_mean", GroupMean()),
+        ({"kind": "sequence_mean", "unit": "rollout"}, SequenceMean("rollout")),
+        ({"kind": "constant", "length": 64}, Constant(64)),
+        (Constant(8), Constant(8)),
+    ],
+)
+def test_an_aggregation_can_be_named(name: str, spec: Any, meant: Aggregation) -> None:
+    loss: Any = make_algorithm(name, aggregation=spec).loss
+    assert loss.aggregation == meant
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("token_meen", "unknown aggregation 'token_meen'; did you mean 'token_mean'"),
+        ("constant", r"'constant' cannot be made from \{\}: .*length"),
+        ({"kind": "constant", "length": 0}, "must be > 0"),
+        ({"kind": "sequence_mean", "unit": "batch"}, 'must be "turn" or "rollout"'),
+        ({"length": 3}, "needs a 'kind', one of .*'group_mean'"),
+        (3, "aggregation=3: name one of .*'token_mean'"),
+    ],
+)
+def test_a_wrong_aggregation_is_explained(spec: Any, words: str) -> None:
+    with pytest.raises((ConfigError, UnknownNameError), match=words):
+        make_algorithm("grpo", aggregation=spec)
+
+
+def test_an_algorithm_whose_aggregation_is_fixed_says_that_it_takes_none() -> None:
+    for name in set(PRESETS) - set(TAKES_AN_AGGREGATION):
+        with pytest.raises(ConfigError, match=f"'{name}' with .*'aggregation'"):
+            make_algorithm(name, aggregation="token_mean")
 
 
 def test_an_algorithm_of_ones_own_is_registered_once() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,10 @@ import torch
 from safetensors.torch import save_file as real_save_file
 from transformers import AutoModelForCausalLM
 
-from ludic.errors import CheckpointError
+from ludic.errors import CheckpointError, DamagedCheckpointError
 from ludic.inference.tiny import tiny_model
 from ludic.training import state_shards
-from ludic.training.checkpoint import Checkpointer, verify_checkpoint
+from ludic.training.checkpoint import load_checkpoint
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.trainer import Trainer
 from tests.training.synthetic import RecordingPublisher, SyntheticSource, reinforce
@@ -107,10 +109,10 @@ def test_nothing_in_a_checkpoint_is_pickled(tmp_path: Path) -> None:
     assert kinds == {".json", ".safetensors"}
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing", "flipped", "no manifest", "bad manifest"])
-def test_a_damaged_checkpoint_is_never_loaded(tmp_path: Path, damage: str) -> None:
-    run(make(tmp_path), 2)
-    path = tmp_path / "ck/step-00000002"
+DAMAGES = ["cut", "missing", "flipped", "no manifest", "bad manifest", "empty manifest"]
+
+
+def damage_checkpoint(path: Path, damage: str) -> None:
     state, manifest = path / "state-00000.safetensors", path / "manifest.json"
     if damage == "cut":
         state.write_bytes(state.read_bytes()[:-100])
@@ -123,14 +125,138 @@ def test_a_damaged_checkpoint_is_never_loaded(tmp_path: Path, damage: str) -> No
     elif damage == "no manifest":
         manifest.unlink()
     else:
-        manifest.write_text(manifest.read_text()[:-10])
-    with pytest.raises(CheckpointError):
-        verify_checkpoint(path)
-    if damage == "no manifest":  # a folder without one does not count at all
-        assert Checkpointer(CheckpointConfig(tmp_path / "ck")).latest() is None
-    else:
-        with pytest.raises(CheckpointError, match="step-00000002"):
-            run(make(tmp_path), 3)
+        manifest.write_text(manifest.read_text()[:-10] if damage == "bad manifest" else "[]")
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_never_loaded(tmp_path: Path, damage: str) -> None:
+    run(make(tmp_path), 2)
+    path = tmp_path / "ck/step-00000002"
+    damage_checkpoint(path, damage)
+    left = files_of(path)
+    trainer = make(tmp_path)
+    with pytest.raises(DamagedCheckpointError):  # the one that was asked for by name
+        load_checkpoint(path, trainer.model, trainer.optimizer)
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: .*step-00000002"):
+        run(trainer, 3)
+    assert files_of(path) == left
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_the_newest_whole_checkpoint_stands_in_for_a_damaged_one(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    straight = run(make(tmp_path / "straight", every=1), 6)
+    run(make(tmp_path, every=1), 4)
+    newest = tmp_path / "ck/step-00000004"
+    damage_checkpoint(newest, damage)
+    left = files_of(newest)
+    trainer = make(tmp_path, every=1, keep=1)
+    asyncio.run(trainer.start())
+    assert trainer.step == trainer.version == 3
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert str(newest) in warning
+    assert "kept as damaged-step-00000004" in warning
+    assert "from step 3" in warning
+    assert (tmp_path / "ck/latest").read_text() == "step-00000003"
+    assert_equal(run(trainer, 6), straight)
+    assert files_of(tmp_path / "ck/damaged-step-00000004") == left  # not even pruned
+    assert sorted(p.name for p in (tmp_path / "ck").glob("step-*")) == ["step-00000006"]
+
+
+def test_every_damaged_checkpoint_on_the_way_is_named_and_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(make(tmp_path, every=1), 3)
+    for _ in range(2):  # the second time under further names
+        damage_checkpoint(tmp_path / "ck/step-00000003", "flipped")
+        damage_checkpoint(tmp_path / "ck/step-00000002", "missing")
+        trainer = make(tmp_path, every=1)
+        run(trainer, 3)
+        assert trainer.step == 3
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == [
+        f"{tmp_path}/ck/step-0000000{step} is {what}"
+        for step, what in [(3, "damaged"), (2, "half-written")] * 2
+    ]
+    assert sorted(p.name for p in (tmp_path / "ck").glob("damaged-*")) == [
+        f"damaged-step-0000000{step}{again}" for step in (2, 3) for again in ("", "-2")
+    ]
+
+
+def test_a_latest_that_names_nothing_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(make(tmp_path, every=1), 3)
+    shutil.rmtree(tmp_path / "ck/step-00000003")
+    trainer = make(tmp_path)
+    asyncio.run(trainer.start())
+    trainer.close()
+    assert trainer.step == 2
+    assert "nothing is left of it" in caplog.text
+
+
+def test_a_whole_checkpoint_that_does_not_fit_is_no_reason_to_take_an_older_one(
+    tmp_path: Path,
+) -> None:
+    run(make(tmp_path, every=1), 2)
+    manifest = tmp_path / "ck/step-00000002/manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    with pytest.raises(CheckpointError, match="format 99"):
+        run(make(tmp_path), 3)
+
+
+def scheduled(folder: Path, **settings: Any) -> Trainer:
+    base = make(folder)
+    base.close()
+    return Trainer(
+        model=tiny_model(),
+        algo=reinforce(),
+        batch_source=SyntheticSource(),
+        cfg=replace(base.cfg, **settings),
+    )
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_resumed_run_says_that_its_learning_rate_has_another_horizon(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, schedule: str
+) -> None:
+    run(scheduled(tmp_path, schedule=schedule, total_steps=4), 2)
+    run(scheduled(tmp_path, schedule=schedule, total_steps=4), 3)
+    assert caplog.messages == []
+    run(scheduled(tmp_path, schedule=schedule, total_steps=8), 4)
+    (warning,) = caplog.messages
+    assert "from step 3 on" in warning
+    assert "total_steps=8 (was 4)" in warning
+    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[3])
+    assert f"it is {line['train/learning_rate']:.3g}" in warning
+
+
+def test_a_constant_learning_rate_has_no_horizon_to_speak_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(scheduled(tmp_path, total_steps=4), 2)
+    run(scheduled(tmp_path, total_steps=8), 3)
+    assert caplog.messages == []
+    run(scheduled(tmp_path, schedule="linear", total_steps=8), 4)
+    assert "schedule=linear (was constant), total_steps=8 (was None)" in caplog.text
+
+
+def test_a_checkpoint_from_before_the_curve_was_saved_is_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(make(tmp_path), 2)
+    path = tmp_path / "ck/step-00000002/manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["state"]["curve"]
+    path.write_text(json.dumps(manifest))
+    trainer = scheduled(tmp_path, schedule="linear", total_steps=8)
+    run(trainer, 3)
+    assert trainer.step == 3
+    assert caplog.messages == []
 
 
 def test_leftovers_of_a_killed_write_are_ignored_and_swept(tmp_path: Path) -> None:
@@ -216,8 +342,6 @@ def test_with_overlap_the_batch_sampled_ahead_is_sampled_again(tmp_path: Path) -
         await trainer.train_step()
         await trainer.train_step()
         await trainer._stop_sampling_ahead()
-
-    import asyncio
 
     asyncio.run(two_steps())
     trainer.close()

@@ -107,8 +107,10 @@ def template() -> HFChatTemplate:
 
 
 def model() -> Any:
-    """A tiny policy with preferences: fresh weights are all but uniform, which is mostly noise."""
-    policy = tiny_model(seed=11, hidden_size=16, layers=1, heads=2, kv_heads=1)
+    """A tiny policy with preferences: one that is all but uniform is mostly noise."""
+    policy = tiny_model(
+        seed=11, hidden_size=16, layers=1, heads=2, kv_heads=1, initializer_range=0.02
+    )
     with torch.no_grad():
         policy.get_input_embeddings().weight.mul_(10)
     return policy

@@ -13,7 +13,8 @@ from ludic.inference import HFChatTemplate, LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.interaction import Runtime
 from ludic.rollouts import Curriculum, RolloutRequest
-from ludic.training.self_play import OPPONENT, PastPolicies, SelfPlay
+from ludic.training import PastPolicies, SelfPlay
+from ludic.training.self_play import OPPONENT
 from ludic.types import EnvSpec, ProtocolSpec
 
 REQUEST = RolloutRequest(EnvSpec("tic_tac_toe_two_player"), ProtocolSpec("multi_agent"))

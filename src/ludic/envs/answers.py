@@ -6,11 +6,12 @@ Nothing here guesses: a text that does not read as a whole is no number and equa
 from __future__ import annotations
 
 import atexit
+import os
 import re
-import threading
 from collections.abc import Mapping
 from fractions import Fraction
 from functools import lru_cache
+from queue import Empty, LifoQueue
 from typing import Any
 
 from ludic.envs.json_process import Answerer, ChildError, JsonProcess
@@ -81,7 +82,7 @@ def same_number(a: str, b: str, *, tolerance: float = 0.0) -> bool:
 def same_mathematics(answer: str, target: str, *, timeout_s: float = 10.0) -> bool:
     """Whether two LaTeX or plain expressions mean the same, by math-verify.
 
-    Numbers and equal spellings are settled at once; the rest goes to a process of its own, since
+    Numbers and equal spellings are settled at once; the rest goes to one of a few processes, since
     an expression can take for ever to simplify. What is not spelled the same and cannot be read,
     is longer than `MAX_MATH_CHARS`, or is not settled within `timeout_s` counts as different.
     Blocks.
@@ -138,36 +139,56 @@ def _well_formed(text: str) -> bool:
 @lru_cache(maxsize=4096)
 def _settled(answer: str, target: str, timeout_s: float) -> bool:
     # The answers of a group repeat. What was not settled raises, and is not remembered.
-    return _verifier.same(answer, target, timeout_s)
+    return _verifiers.same(answer, target, timeout_s)
 
 
-class _Verifier:
-    """The process that math-verify runs in; started when first needed, and again after a kill.
+class _Verifiers:
+    """At most so many processes with math-verify, each asked by one caller at a time.
 
-    One at a time: `_turn` makes callers wait for each other, and that wait is not counted
-    against an expression's own time.
+    The wait for a free one is not counted against an expression's own time. The one that was free
+    last is taken first, so that callers who come one by one start one process.
     """
 
-    def __init__(self) -> None:
-        self._turn = threading.Lock()
-        self._process: JsonProcess | None = None
+    def __init__(self, most: int) -> None:
+        self.idle: LifoQueue[_Verifier] = LifoQueue()
+        self._all = [_Verifier() for _ in range(most)]
+        for verifier in self._all:
+            self.idle.put(verifier)
 
     def same(self, answer: str, target: str, timeout_s: float) -> bool:
-        # Everyone ahead in the queue is bounded by their own deadline; this bounds the queue.
-        if not self._turn.acquire(timeout=_QUEUE_S):
+        try:
+            # Everyone ahead in the queue is bounded by their own deadline; this bounds the queue.
+            verifier = self.idle.get(timeout=_QUEUE_S)
+        except Empty:
             raise EnvError(
                 f"waited {_QUEUE_S:.0f} s for a turn at the math verifier; lower the number of "
                 "concurrent episodes, or the symbolic reward's timeout_s"
-            )
+            ) from None
         try:
-            process = self._process = self._process or self._started()
-            question = {"answer": answer, "target": target}
+            return verifier.same(answer, target, timeout_s)
+        finally:
+            self.idle.put(verifier)
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        for verifier in self._all:
+            verifier.stop()
+
+
+class _Verifier:
+    """A process that math-verify runs in; started when first needed, and again after a kill."""
+
+    def __init__(self) -> None:
+        self._process: JsonProcess | None = None
+
+    def same(self, answer: str, target: str, timeout_s: float) -> bool:
+        process = self._process = self._process or self._started()
+        question = {"answer": answer, "target": target}
+        try:
             return bool(process.ask(question, timeout_s=timeout_s, what="a verdict"))
         except (DeadlineError, ChildError):
             self.stop()
             raise
-        finally:
-            self._turn.release()
 
     def stop(self) -> None:
         """Ends the process, if there is one."""
@@ -189,8 +210,9 @@ class _Verifier:
 _START_S = 120.0
 _QUEUE_S = 600.0
 _MEMORY_BYTES = 4 * 1024**3
-_verifier = _Verifier()
-atexit.register(_verifier.stop)
+# No more than there are cores, or they would take each other's time.
+_verifiers = _Verifiers(min(4, os.cpu_count() or 1))
+atexit.register(_verifiers.stop)
 
 
 def serve_verdicts(setup: Mapping[str, Any]) -> Answerer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -209,15 +209,9 @@ class TargetSolveRate:
         return {name: weight / total for name, weight in weights.items()}
 
     def next_requests(self, count: int) -> list[RolloutRequest]:
-        chances = self.probabilities()
-        names, weights = list(chances), list(chances.values())
-        requests = []
-        for _ in range(count):
-            draw = np.random.default_rng(derive_seed(self._seed, "draw", self._drawn))
-            name = names[int(draw.choice(len(names), p=weights))]
-            requests.append(seeded(self._tasks[name], name, self._drawn, self._seed))
-            self._drawn += 1
-        return requests
+        numbers = range(self._drawn, self._drawn + count)
+        self._drawn += count
+        return draw_tasks(self._tasks, self.probabilities(), numbers, self._seed)
 
     def report(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
@@ -233,6 +227,22 @@ class TargetSolveRate:
         _check_names("TargetSolveRate", state["rates"], self._rates)
         self._rates = {name: float(state["rates"][name]) for name in self._rates}
         self._drawn = int(state["drawn"])
+
+
+def draw_tasks(
+    tasks: Mapping[str, RolloutRequest],
+    chances: Mapping[str, float],
+    numbers: Iterable[int],
+    seed: int,
+) -> list[RolloutRequest]:
+    """A request for each of `numbers`, of a task drawn by its chance with a seed of its own."""
+    names, weights = list(chances), list(chances.values())
+    requests = []
+    for number in numbers:
+        draw = np.random.default_rng(derive_seed(seed, "draw", number))
+        name = names[int(draw.choice(len(names), p=weights))]
+        requests.append(seeded(tasks[name], name, number, seed))
+    return requests
 
 
 def seeded(request: RolloutRequest, name: str, number: int, seed: int) -> RolloutRequest:

@@ -2,14 +2,15 @@
 
 The episode goes through the same protocol as the first time, with the recorded seeds. What the
 model said comes from the record, so that neither a model nor a tokenizer is needed: tools, parsers,
-bots and the environment run again, and every message, action, observation, reward and ending is
-compared. Given a chat template, prompts are rendered again too and compared token by token. Given
-a runtime, nothing comes from the record: the model samples again with the recorded seeds, which
-must give the same tokens where the backend is deterministic and has the same weights.
+bots and the environment run again, and every message, action, observation, reward, ending and info
+is compared. Given a chat template, prompts are rendered again too and compared token by token.
+Given a runtime, nothing comes from the record: the model samples again with the recorded seeds,
+which must give the same tokens where the backend is deterministic and has the same weights.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,7 @@ from ludic.types import (
     EnvironmentStep,
     Fork,
     ForkReason,
+    Info,
     Message,
     Rollout,
     Step,
@@ -58,9 +60,10 @@ class Divergence:
 
     def __str__(self) -> str:
         at = "" if self.token is None else f", token {self.token}"
+        was, now = _shortened(repr(self.recorded), repr(self.replayed))
         return (
-            f"rollout {self.rollout_id!r}, step {self.step}{at}: {self.field} was "
-            f"{self.recorded!r} and is now {self.replayed!r}"
+            f"rollout {self.rollout_id!r}, step {self.step}{at}: {self.field} was {was} and is "
+            f"now {now}"
         )
 
 
@@ -288,6 +291,7 @@ def _compare_step(
 ) -> Divergence | None:
     if old.kind != new.kind:
         return Divergence(rollout_id, index, "kind", old.kind, new.kind)
+    cut_outside = last and getattr(old, "truncation_reason", None) in _OUTSIDE
     if isinstance(old, AgentStep) and isinstance(new, AgentStep):
         fields = ["turn_index", "new_messages"]
         if compare_tokens:
@@ -297,13 +301,39 @@ def _compare_step(
         fields += ["message", "finish_reason", "tool_messages"]
     else:
         fields = ["turn_index", "stepped", "obs", "action", "next_obs", "reward", "terminated"]
-        if not (last and isinstance(old, EnvironmentStep) and old.truncation_reason in _OUTSIDE):
+        if not cut_outside:
             fields += ["truncated", "truncation_reason"]
     for name in fields:
         before, after = getattr(old, name), getattr(new, name)
         if before != after and not (before != before and after != after):  # NaN equals NaN here
             return Divergence(rollout_id, index, name, before, after)
+    if isinstance(old, EnvironmentStep) and isinstance(new, EnvironmentStep) and not cut_outside:
+        return _compare_info(rollout_id, index, old.info, new.info)
     return None
+
+
+def _compare_info(rollout_id: str, index: int, old: Info, new: Info) -> Divergence | None:
+    """As JSON: NaN equals itself, and true is not 1."""
+    if old.keys() != new.keys():
+        return Divergence(rollout_id, index, "keys of info", sorted(old), sorted(new))
+    for key in old:
+        if json.dumps(old[key], sort_keys=True) != json.dumps(new[key], sort_keys=True):
+            return Divergence(rollout_id, index, f"info[{key!r}]", old[key], new[key])
+    return None
+
+
+def _shortened(a: str, b: str, limit: int = 160) -> tuple[str, str]:
+    """Both texts; long ones from shortly before the first character that differs."""
+    if max(len(a), len(b)) <= limit:
+        return a, b
+    shared = min(len(a), len(b))
+    start = max(next((i for i in range(shared) if a[i] != b[i]), shared) - 20, 0)
+
+    def part(text: str) -> str:
+        after = "…" if len(text) > start + limit else ""
+        return ("…" if start else "") + text[start : start + limit] + after
+
+    return part(a), part(b)
 
 
 def _compare_traces(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ludic.training.aggregation import SequenceMean as SequenceMean
     from ludic.training.aggregation import TokenMean as TokenMean
     from ludic.training.aggregation import group_mean as group_mean
+    from ludic.training.aggregation import make_aggregation as make_aggregation
     from ludic.training.aggregation import sequence_mean as sequence_mean
     from ludic.training.aggregation import token_mean as token_mean
     from ludic.training.algorithm import RLAlgorithm as RLAlgorithm
@@ -91,6 +92,8 @@ if TYPE_CHECKING:
     from ludic.training.scoring import ScoredBatchSource as ScoredBatchSource
     from ludic.training.scoring import TeacherScorer as TeacherScorer
     from ludic.training.scoring import TokenScores as TokenScores
+    from ludic.training.self_play import PastPolicies as PastPolicies
+    from ludic.training.self_play import SelfPlay as SelfPlay
     from ludic.training.task_sampling import UncertainTasks as UncertainTasks
     from ludic.training.trainer import Trainer as Trainer
     from ludic.training.types import BatchSource as BatchSource
@@ -127,6 +130,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "SequenceMean",
         "TokenMean",
         "group_mean",
+        "make_aggregation",
         "sequence_mean",
         "token_mean",
     ),
@@ -189,6 +193,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "TeacherScorer",
         "TokenScores",
     ),
+    "ludic.training.self_play": ("PastPolicies", "SelfPlay"),
     "ludic.training.task_sampling": ("UncertainTasks",),
     "ludic.training.trainer": ("Trainer",),
     "ludic.training.types": (

@@ -46,6 +46,16 @@ class RLAlgorithm:
                 f"{max(round(rollouts_per_update / size), 1) * size}"
             )
 
+    @property
+    def watches_drift(self) -> bool:
+        """Whether its credit wants to hear how far each update moved the policy."""
+        return bool(getattr(self.credit_assigner, "watches_drift", False))
+
+    def observe_drift(self, kl: float) -> None:
+        """Tells the credit, where it watches, the KL per token of an update."""
+        if self.watches_drift:
+            self.credit_assigner.observe_drift(kl)  # type: ignore[attr-defined]
+
     def state_dict(self) -> Mapping[str, Any]:
         """What must be saved with a checkpoint: the credit assigner's memory, if it has one."""
         own = getattr(self.credit_assigner, "state_dict", None)

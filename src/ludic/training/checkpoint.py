@@ -20,13 +20,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from re import fullmatch
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ludic.distributed.world import World
-from ludic.errors import CheckpointError
+from ludic.errors import CheckpointError, DamagedCheckpointError
 from ludic.training.config import CheckpointConfig
 from ludic.training.model_loading import model_fingerprint, save_model
 from ludic.training.optimizer import MasterAdamW
@@ -39,12 +40,13 @@ _TEMPORARY = ".writing-"
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What a trainer is besides tensors. `parts` are the states of batch source, algorithm and
-    whatever else is saved, as JSON."""
+    """What a trainer is besides tensors. `curve` are the learning rate's settings; `parts` are the
+    states of batch source, algorithm and whatever else is saved, as JSON."""
 
     step: int
     version: int
     nonfinite_steps: int = 0
+    curve: Mapping[str, Any] = field(default_factory=dict)
     parts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -162,9 +164,7 @@ class Checkpointer:
             shutil.rmtree(target)
         os.replace(temporary, target)
         _sync_folder(self.folder)
-        _write_synced(self.folder / ".latest", name)
-        os.replace(self.folder / ".latest", self.folder / "latest")
-        _sync_folder(self.folder)
+        self._point_at(name)
         self._prune()
 
     def _prune(self) -> None:
@@ -181,25 +181,89 @@ class Checkpointer:
 
     def latest(self) -> Path | None:
         """The checkpoint that `latest` names; where it names none, the newest."""
-        pointer = self.folder / "latest"
-        if pointer.is_file():
-            named = self.folder / pointer.read_text(encoding="utf-8").strip()
-            if (named / "manifest.json").is_file():
-                return named
+        named = self._named()
+        if named is not None and (named / "manifest.json").is_file():
+            return named
         found = self.complete()
         return found[-1] if found else None
 
+    def _named(self) -> Path | None:
+        """What `latest` names, whether or not it is there."""
+        pointer = self.folder / "latest"
+        name = pointer.read_text("utf-8", "replace").strip() if pointer.is_file() else ""
+        return self.folder / name if fullmatch(r"step-\d+", name) else None
+
     def resume(self, model: nn.Module, optimizer: MasterAdamW) -> TrainerState | None:
-        """Loads the newest checkpoint; None where there is none, or `resume` is off."""
+        """Loads the newest whole checkpoint; None where there is none at all, or `resume` is off.
+
+        A damaged one is passed over with a warning, and kept under another name. Raises
+        `CheckpointError` when none is whole.
+        """
         if self.world.leads and self.folder.is_dir():
             for left in self.folder.glob(f"{_TEMPORARY}*"):
                 shutil.rmtree(left, ignore_errors=True)
-        path = self.latest() if self.cfg.resume else None
-        if path is None:
+        if not self.cfg.resume:
             return None
-        state = load_checkpoint(path, model, optimizer, self.world)
+        whole, error = None, None
+        damaged: dict[Path, DamagedCheckpointError] = {}
+        if self.world.leads:
+            try:
+                whole = self._newest_whole(damaged)
+            except CheckpointError as exc:
+                error = exc
+        self.world.agree(error)
+        name = self.world.share({"name": whole[0].name if whole else None})["name"]
+        if name is None:
+            return None
+        path = self.folder / name
+        manifest = whole[1] if whole else verify_checkpoint(path)
+        state = _load(path, manifest, model, optimizer, self.world)
+        if damaged:
+            self._point_at(name)
+        for passed, why in damaged.items():
+            kept = self._set_aside(passed)
+            _log.warning("%s; %s. Resuming from step %d instead", why, kept, state.step)
         self.last_step = state.step
         return state
+
+    def _newest_whole(
+        self, damaged: dict[Path, DamagedCheckpointError]
+    ) -> tuple[Path, dict[str, Any]] | None:
+        """What `latest` names, or else the newest that is whole, with its manifest. What is wrong
+        with those before it goes into `damaged`."""
+        named = self._named()
+        found = sorted((p for p in self.folder.glob("step-*") if p.is_dir()), reverse=True)
+        for path in dict.fromkeys([named, *found] if named else found):
+            try:
+                return path, verify_checkpoint(path)
+            except DamagedCheckpointError as exc:
+                damaged[path] = exc
+        if damaged:
+            reasons = "; ".join(map(str, damaged.values()))
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is whole: {reasons}. Put the "
+                "files back from a copy, or train from the start in another folder"
+            )
+        return None
+
+    def _set_aside(self, path: Path) -> str:
+        """Renames a damaged checkpoint, so that no later one of its step takes its place."""
+        if not path.exists():
+            return "nothing is left of it"
+        kept = path.with_name(f"damaged-{path.name}")
+        number = 2
+        while kept.exists():
+            kept, number = path.with_name(f"damaged-{path.name}-{number}"), number + 1
+        try:
+            os.replace(path, kept)
+        except OSError as exc:
+            raise CheckpointError(f"cannot rename the damaged {path} to {kept}: {exc}") from exc
+        return f"it is kept as {kept.name}"
+
+    def _point_at(self, name: str) -> None:
+        _write_synced(self.folder / ".latest", name)
+        os.replace(self.folder / ".latest", self.folder / "latest")
+        _sync_folder(self.folder)
 
 
 def load_checkpoint(
@@ -209,8 +273,17 @@ def load_checkpoint(
 
     Raises `CheckpointError` when a file is missing, cut or changed, or the model is another.
     """
-    path, world = Path(path), world or World()
-    manifest = verify_checkpoint(path)
+    path = Path(path)
+    return _load(path, verify_checkpoint(path), model, optimizer, world or World())
+
+
+def _load(
+    path: Path,
+    manifest: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: MasterAdamW,
+    world: World,
+) -> TrainerState:
     own = model_fingerprint(model)
     if manifest["fingerprint"] != own:
         raise CheckpointError(
@@ -230,21 +303,25 @@ def load_checkpoint(
 
 
 def verify_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The manifest of a whole checkpoint; raises `CheckpointError` for anything less."""
+    """The manifest of a whole checkpoint; raises `DamagedCheckpointError` for anything less."""
     path = Path(path)
     try:
         manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        files, version = manifest["files"], manifest["format"]
-    except (OSError, ValueError, KeyError) as exc:
-        raise CheckpointError(f"{path} is no whole checkpoint: its manifest: {exc}") from exc
+        files, version = manifest["files"].items(), manifest["format"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise DamagedCheckpointError(f"{path} is no whole checkpoint: its manifest: {exc}") from exc
     if version > FORMAT:
         raise CheckpointError(f"{path} has format {version}; this Ludic reads up to {FORMAT}")
-    for name, facts in files.items():
+    for name, facts in files:
         file = path / name
         if not file.is_file() or file.stat().st_size != facts["bytes"]:
-            raise CheckpointError(f"{path} is half-written: {name} is missing or cut")
-        if _checksum(file) != facts["blake2b"]:
-            raise CheckpointError(f"{path} is damaged: {name} is not what was written")
+            raise DamagedCheckpointError(f"{path} is half-written: {name} is missing or cut")
+        try:
+            checksum = _checksum(file)
+        except OSError as exc:
+            raise DamagedCheckpointError(f"{path} is damaged: {name}: {exc}") from exc
+        if checksum != facts["blake2b"]:
+            raise DamagedCheckpointError(f"{path} is damaged: {name} is not what was written")
     return manifest
 
 

@@ -6,12 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from ludic.errors import ConfigError
-from ludic.rollouts.curricula import seeded
+from ludic.rollouts.curricula import draw_tasks
 from ludic.rollouts.requests import RolloutRequest
-from ludic.seeding import derive_seed
 from ludic.training.value_tracker import BetaTracker
 from ludic.types import Rollout
 
@@ -44,15 +41,9 @@ class UncertainTasks:
 
     def next_requests(self, count: int) -> list[RolloutRequest]:
         """The next `count` requests."""
-        chances = self.probabilities()
-        names, weights = list(chances), list(chances.values())
-        requests = []
-        for _ in range(count):
-            draw = np.random.default_rng(derive_seed(self._seed, "draw", self._drawn))
-            name = names[int(draw.choice(len(names), p=weights))]
-            requests.append(seeded(self._tasks[name], name, self._drawn, self._seed))
-            self._drawn += 1
-        return requests
+        numbers = range(self._drawn, self._drawn + count)
+        self._drawn += count
+        return draw_tasks(self._tasks, self.probabilities(), numbers, self._seed)
 
     def report(self, rollouts: Sequence[Rollout]) -> None:
         """Nothing to do: the algorithm's credit assigner keeps the tracker."""

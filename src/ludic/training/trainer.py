@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,14 +27,15 @@ from ludic.training.loggers import Logger, MetricLog
 from ludic.training.optimizer import MasterAdamW
 from ludic.training.perf import PerfMeter
 from ludic.training.policy import Policy, attention_cost, check_split
-from ludic.training.schedule import learning_rate
+from ludic.training.schedule import curve, describe_change, learning_rate
 from ludic.training.stats import StatBuffer
 from ludic.training.types import BatchSource, Stateful
-from ludic.training.update import Passes, mini_batches, pick, score_batch
+from ludic.training.update import Passes, mean_kl, mini_batches, pick, score_batch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+_log = logging.getLogger("ludic.training")
 T = TypeVar("T")
 Metrics = dict[str, float]
 Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
@@ -149,7 +151,8 @@ class Trainer:
         if self.cfg.overlap and not last:
             self._sample_ahead()
         parts = await self._run(mini_batches, batch, self.cfg, step=self.step)
-        proximal = await self._run(score_batch, self.passes, batch) if len(parts) > 1 else None
+        several, watched = len(parts) > 1, self.algo.watches_drift
+        before = await self._run(score_batch, self.passes, batch) if several or watched else None
         stats, metrics, stepped = StatBuffer(), Metrics(), False
         rate = learning_rate(self.cfg, self.step)
         for index, part in enumerate(parts):
@@ -160,7 +163,7 @@ class Trainer:
                 self.optimizer,
                 stats,
                 version=self.version,
-                proximal=pick(proximal, part.members),
+                proximal=pick(before, part.members) if several else None,
                 fresh=index == 0,
             )
             await self._run(accumulate)
@@ -178,6 +181,11 @@ class Trainer:
             clock.lap("perf/optimizer_s")
         await self._sampled_ahead()
         clock.lap("perf/wait_for_next_batch_s")
+        if stepped and watched and before is not None:
+            # Not earlier: a batch sampled ahead is of the policy from before this update.
+            after = await self._run(score_batch, self.passes, batch)
+            metrics["train/update_kl"] = mean_kl(before, after)
+            self.algo.observe_drift(metrics["train/update_kl"])
         self.step += 1
         if stepped:
             self.version += 1
@@ -298,6 +306,7 @@ class Trainer:
             self.step,
             self.version,
             self.nonfinite_steps,
+            curve(self.cfg),
             self._states_before_ahead or self._states(),
         )
         await self._run(self._checkpoints.save, self.model, self.optimizer, state)
@@ -310,6 +319,9 @@ class Trainer:
         self.step, self.version = state.step, state.version
         self.nonfinite_steps = state.nonfinite_steps
         self.log.rewind(state.step)
+        change = describe_change(self.cfg, state.curve, state.step)
+        if change and self.world.leads:
+            _log.warning("%s", change)
         for name, part in self._stateful.items():
             if name in state.parts:
                 part.load_state_dict(state.parts[name])

@@ -17,7 +17,8 @@ from ludic.types import Rollout, RolloutStepKey
 class CreditAssigner(Protocol):
     """Gives every turn of every rollout its weight. Pure: the same rollouts, the same weights.
 
-    One with memory across batches also has `state_dict` and `load_state_dict`.
+    One with memory across batches also has `state_dict` and `load_state_dict`. One that forgets as
+    the policy moves has `watches_drift`, and `observe_drift(kl)` tells it of every update.
     """
 
     def compute(self, rollouts: Sequence[Rollout]) -> Mapping[RolloutStepKey, float]: ...

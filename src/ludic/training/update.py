@@ -20,6 +20,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.optimizer import MasterAdamW
 from ludic.training.packing import Cost, Layout, MicroBatch, lay_out, pack, plan_micro_batches
 from ludic.training.policy import Policy
+from ludic.training.policy_ratio import MAX_LOG_RATIO
 from ludic.training.stats import StatBuffer, policy_stats, total
 from ludic.training.types import Loss, Stat
 
@@ -150,6 +151,13 @@ def mini_batches(batch: SAWBatch, cfg: TrainerConfig, *, step: int) -> list[Mini
 def score_batch(passes: Passes, batch: SAWBatch) -> Scores:
     """The policy's log-probs of a whole batch: the proximal policy's, at the start of an update."""
     return passes.score(lay_out(batch, max_seq_len=passes.cfg.max_seq_len))
+
+
+def mean_kl(before: Scores, after: Scores) -> float:
+    """KL(before || after) per token, estimated (k3) on tokens that the first policy sampled."""
+    gap = np.concatenate(after).astype(np.float64) - np.concatenate(before)
+    gap = gap.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return max(float(np.mean(np.expm1(gap) - gap)), 0.0)
 
 
 def pick(scores: Scores | None, members: Sequence[int]) -> Scores | None:

@@ -19,7 +19,7 @@ from ludic.types import Rollout
 @dataclass(frozen=True, slots=True)
 class DriftForgetting:
     """λ = 2^(−D / `half_life`), held in [`lower`, `upper`]: D is how far the policy has drifted
-    (in KL) since the task was last seen, as told to `BetaTracker.observe_drift`."""
+    (in KL per token) since the task was last seen, as told to `BetaTracker.observe_drift`."""
 
     half_life: float = 0.06
     lower: float = 0.875
@@ -157,6 +157,14 @@ class TrackedAdvantage:
             std = math.sqrt(squares / (len(advantages) - 1))
             advantages = [(a - mean) / (std + self.eps) for a in advantages]
         return spread(rollouts, advantages)
+
+    @property
+    def watches_drift(self) -> bool:
+        """Whether the trainer should measure every update, for `observe_drift`."""
+        return isinstance(self.tracker.forgetting, DriftForgetting)
+
+    def observe_drift(self, kl: float) -> None:
+        self.tracker.observe_drift(kl)
 
     def state_dict(self) -> Mapping[str, Any]:
         return self.tracker.state_dict()

@@ -58,7 +58,10 @@ def register_algorithm(name: str, factory: Factory, *, description: str = "") ->
 
 
 def make_algorithm(name: str, **kwargs: Any) -> RLAlgorithm:
-    """The preset `name` with these arguments; an unknown name's error lists the nearest ones."""
+    """The preset `name` with these arguments; an unknown name's error lists the nearest ones.
+
+    An `aggregation` may be named, too: "token_mean", {"kind": "constant", "length": 64}.
+    """
     preset = _presets.get(name)
     if preset is None:
         raise UnknownNameError("algorithm", name, _presets)
@@ -66,6 +69,10 @@ def make_algorithm(name: str, **kwargs: Any) -> RLAlgorithm:
     if isinstance(factory, str):
         module, attribute = factory.split(":")
         factory = getattr(import_module(module), attribute)
+    if "aggregation" in kwargs:
+        from ludic.training.aggregation import make_aggregation
+
+        kwargs["aggregation"] = make_aggregation(kwargs["aggregation"])
     try:
         return factory(**kwargs)
     except TypeError as exc:

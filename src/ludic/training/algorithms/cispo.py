@@ -42,8 +42,9 @@ def make_cispo(
     *,
     cap: float = 5.0,
     floor: float | None = None,
+    aggregation: Aggregation = token_mean,
     normalize_adv: bool = True,
 ) -> RLAlgorithm:
     """Group-relative credit with capped importance weights."""
-    loss = CISPOLoss(cap=cap, floor=floor)
+    loss = CISPOLoss(cap=cap, floor=floor, aggregation=aggregation)
     return group_relative("cispo", group_size, loss, normalize_adv=normalize_adv, kl_coeff=kl_coeff)

@@ -13,7 +13,7 @@ tasks, forced ends of long answers, the asynchronous pipeline) is left to those 
 
 from __future__ import annotations
 
-from ludic.training.aggregation import group_mean
+from ludic.training.aggregation import Aggregation, group_mean
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.cispo import CISPOLoss
 from ludic.training.credit_assignment import HybridNormalizedReturn
@@ -21,12 +21,17 @@ from ludic.training.preprocess import drop_zero_variance_groups
 
 
 def make_scalerl(
-    group_size: int = 8, filter_zvp: bool = True, *, cap: float = 5.0, floor: float | None = None
+    group_size: int = 8,
+    filter_zvp: bool = True,
+    *,
+    cap: float = 5.0,
+    floor: float | None = None,
+    aggregation: Aggregation = group_mean,
 ) -> RLAlgorithm:
     """Hybrid-normalised credit with capped importance weights, every group weighing the same."""
     return RLAlgorithm(
         "scalerl",
         HybridNormalizedReturn(group_size, filter_zvp=filter_zvp),
-        CISPOLoss(cap=cap, floor=floor, aggregation=group_mean),
+        CISPOLoss(cap=cap, floor=floor, aggregation=aggregation),
         preprocess=drop_zero_variance_groups if filter_zvp else None,
     )

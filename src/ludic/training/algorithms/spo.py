@@ -8,24 +8,27 @@ A is normalised over the batch; the loss is the clipped surrogate, token_mean. T
 ∝ √(v̂(1 − v̂)) + ε (`BetaTracker.sampling_weights`). The tracker is saved with the checkpoint.
 
 Defaults: constant λ = 0.9, clip (0.8, 1.2), prior v̂ = 0.5 worth 8 outcomes.
-Departures from the paper: it derives λ from the policy's drift (`BetaTracker(DriftForgetting())`,
-told of it by `observe_drift`) and starts v̂ from outcomes sampled beforehand (the same `update`).
+Departures from the paper: it derives λ from the policy's drift (`BetaTracker(DriftForgetting())`;
+the trainer then measures each update) and starts v̂ from outcomes sampled beforehand (`update`).
 Several rollouts of one task in a batch share the v̂ from before it, and forget once.
 """
 
 from __future__ import annotations
 
-from ludic.training.aggregation import token_mean
+from ludic.training.aggregation import Aggregation, token_mean
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss
 from ludic.training.value_tracker import BetaTracker, TrackedAdvantage
 
 
 def make_spo(
-    *, tracker: BetaTracker | None = None, clip: tuple[float, float] = (0.8, 1.2)
+    *,
+    tracker: BetaTracker | None = None,
+    clip: tuple[float, float] = (0.8, 1.2),
+    aggregation: Aggregation = token_mean,
 ) -> RLAlgorithm:
     """Tracked per-task values as baselines, with the clipped surrogate; no groups."""
-    loss = TokenClippedSurrogateLoss(clip=clip, aggregation=token_mean)
+    loss = TokenClippedSurrogateLoss(clip=clip, aggregation=aggregation)
     # An empty tracker of the caller's is still the caller's: only None means a new one.
     credit = TrackedAdvantage(BetaTracker() if tracker is None else tracker)
     return RLAlgorithm("spo", credit, loss)
