@@ -2,7 +2,8 @@
 
 Publishes SmolLM2 where its folder is there (`python -m tools.smollm2`), else the tiny model. vLLM
 is the one of `LUDIC_VLLM_PYTHON`, or of `.venv-vllm` (`make vllm`); without it `vllm_s` is null.
-Every publish is verified: checksums of what arrived, and a canary scored on both sides.
+Every publish is verified: checksums of what arrived, and a canary scored on both sides. The table
+shows each stage's median; stages overlap, and what workers say of themselves is part of others.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ludic.distributed.interfaces import PublishReport
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.distributed.weights import ModelWeights
@@ -69,6 +72,19 @@ async def vllm_publishes(model: Any, url: str, times: int) -> list[Any]:
         return [await publisher.publish(ModelWeights(model), v) for v in range(1, times + 1)]
 
 
+def stage_medians(reports: Sequence[PublishReport]) -> dict[str, float]:
+    """The median seconds of each stage that every publish had, the first left out: it also warms
+    up the trainer and writes the canary's prompt."""
+    parts = [r.details["stages"] for r in (reports[1:] or reports)]
+    shared = [name for name in parts[0] if all(name in p for p in parts)]
+    return {name: statistics.median(p[name] for p in parts) for name in shared}
+
+
+def stage_table(medians: Mapping[str, float]) -> str:
+    """The medians as lines of text."""
+    return "\n".join(f"  {name:<18} {1000 * took:9.1f} ms" for name, took in medians.items())
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description="Time the way of new weights to the sampler.")
@@ -104,6 +120,8 @@ def main() -> int:
             for part in ("prepare_s", "stall_s", "canary_max"):
                 figures[part] = statistics.median(r.details[part] for r in reports)
             figures["plane"] = reports[0].details["plane"]
+            figures["stages"] = stage_medians(reports)
+            print(stage_table(figures["stages"]))
     print(json.dumps(figures))
     return 0
 

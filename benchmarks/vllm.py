@@ -26,6 +26,7 @@ from typing import Any
 import aiohttp
 import torch
 
+from benchmarks.publish import stage_medians, stage_table
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.distributed.weights import ModelWeights
 from ludic.inference.client import TokenCompletionRequest
@@ -55,7 +56,7 @@ class Sizes:
     concurrency: tuple[int, ...] = (128, 256)
     running: int = 128
     long: int = 1024
-    rounds: int = 5
+    rounds: int = 12
     publishes: int = 5
 
 
@@ -178,24 +179,30 @@ async def through_aiohttp(client: VLLMChatClient, requests: list[Any]) -> int:
 async def throughput(
     client: VLLMChatClient, sizes: Sizes, vocabulary: int, results: Results
 ) -> None:
-    """Tokens/s of both clients in turns, each round with new prompts; the medians count."""
+    """Tokens/s of both clients, in rounds of one after the other, each round with new prompts.
+
+    A busy host slows a stretch of seconds, so the ratio is taken round by round and its median
+    counts; who goes first changes from round to round.
+    """
     serial = 0
+    clients = [("bare", through_aiohttp), ("ludic", through_ludic)]
     for many in sizes.concurrency:
         rates: dict[str, list[float]] = {"ludic": [], "bare": []}
         for round_ in range(sizes.rounds + 1):
-            for name, ask in (("bare", through_aiohttp), ("ludic", through_ludic)):
+            for name, ask in clients if round_ % 2 else clients[::-1]:
                 requests = [request(sizes, serial + n, vocabulary) for n in range(many)]
                 serial += many
                 start = time.perf_counter()
                 tokens = await ask(client, requests)
                 if round_:  # the first warms up
                     rates[name].append(tokens / (time.perf_counter() - start))
-        ludic, bare = statistics.median(rates["ludic"]), statistics.median(rates["bare"])
+        ratios = [ours / bare for ours, bare in zip(rates["ludic"], rates["bare"], strict=True)]
         results.add(
             **{
-                f"tokens_s_{many}": round(ludic),
-                f"tokens_s_{many}_bare": round(bare),
-                f"ratio_{many}": round(ludic / bare, 3),
+                f"tokens_s_{many}": round(statistics.median(rates["ludic"])),
+                f"tokens_s_{many}_bare": round(statistics.median(rates["bare"])),
+                f"ratio_{many}": round(statistics.median(ratios), 3),
+                f"ratio_{many}_rounds": [round(r, 3) for r in ratios],
                 f"tokens_s_{many}_rounds": {k: [round(v) for v in r] for k, r in rates.items()},
             }
         )
@@ -223,9 +230,11 @@ async def publishes(
         publish_idle_median_s=round(statistics.median(r.seconds for r in idle), 4),
         publish_idle_stall_s=round(statistics.median(r.details["stall_s"] for r in idle), 4),
         publish_first_s=round(reports[0].seconds, 4),
+        publish_stages_s={n: round(s, 5) for n, s in stage_medians(reports).items()},
         canary_mean=idle[0].details.get("canary_mean"),
         canary_max=idle[0].details.get("canary_max"),
     )
+    print(stage_table(stage_medians(reports)), flush=True)
     tasks = [
         asyncio.create_task(
             client.complete_tokens(request(sizes, 10**6 + n, vocabulary, sizes.long))
@@ -245,6 +254,7 @@ async def publishes(
     results.add(
         publish_running_s=round(report.seconds, 4),
         publish_running_stall_s=round(report.details["stall_s"], 4),
+        publish_running_stages_s={n: round(s, 5) for n, s in report.details["stages"].items()},
         publish_running_requests=sizes.running - done_before,
         publish_running_lost=sizes.running - whole,
     )

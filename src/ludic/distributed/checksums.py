@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -11,46 +11,47 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _CHUNK = 1 << 20
-
-
-def checksums(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-    """A 64-bit checksum of each tensor's bytes, by name. One synchronisation per device."""
-    names: list[str] = []
-    sums: list[Tensor] = []
-    for name, tensor in pairs:
-        names.append(name)
-        sums.append(checksum(tensor))
-    if not sums:
-        return {}
-    devices = {s.device for s in sums}
-    if len(devices) == 1:
-        return dict(zip(names, torch.stack(sums).tolist(), strict=True))
-    return {name: int(s.item()) for name, s in zip(names, sums, strict=True)}
+_ROW = 1 << 10
+_TOGETHER = 1 << 21
+"""Words that a GPU sums at a time: 16 MiB, and as much again for their products."""
 
 
 @torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
-    """The tensor's size in bytes plus Σ wᵢ·(2i+1) over its 8-byte words, mod 2⁶⁴.
+def checksums(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """A 64-bit checksum of each tensor's bytes, by name: its size in bytes plus Σ wᵢ·(2i+1) over
+    its 8-byte words, mod 2⁶⁴, as a signed number.
 
     A changed word always changes it, since odd numbers have inverses; exchanged words do, since
-    their factors differ. It tells accidents, not forgeries. Stays on the device.
+    their factors differ. It tells accidents, not forgeries. A GPU sums many tensors at once, and
+    is waited for once.
     """
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    words = _as_words(flat[:whole])
-    if whole < flat.numel():  # short of a word: zeros to the end
-        tail = torch.zeros(8, dtype=torch.uint8, device=flat.device)
-        tail[: flat.numel() - whole] = flat[whole:]
-        words = torch.cat([words, tail.view(torch.int64)])
-    if words.device.type == "cpu":
-        return torch.tensor(_sum_on_cpu(words.numpy(), flat.numel()), dtype=torch.int64)
-    return _sum_on_gpu(words, flat.numel())
+    found: dict[str, int] = {}
+    elsewhere: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in pairs:
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        found[name] = flat.numel()
+        words = _words(flat)
+        if words.device.type == "cpu":
+            found[name] = _signed(found[name] + _sum_on_cpu(words.numpy()))
+        else:
+            elsewhere.setdefault(words.device, {})[name] = words
+    for group in elsewhere.values():
+        for name, total in zip(group, sums_together(list(group.values())), strict=True):
+            found[name] = _signed(found[name] + total)
+    return found
+
+
+def checksum(tensor: Tensor) -> int:
+    """The checksum of one tensor."""
+    return checksums([("", tensor)])[""]
 
 
 @torch.no_grad()
 def not_finite(pairs: Iterable[tuple[str, Tensor]]) -> list[str]:
     """The names of those that hold a NaN or an infinity."""
     floating = [(name, tensor) for name, tensor in pairs if tensor.is_floating_point()]
+    if floating and all(tensor.is_cuda for _, tensor in floating) and norm_is_finite(floating):
+        return []
     # A sum is one quick pass, and finite only where every element is; it may overflow by itself.
     sums = [tensor.sum().float() for _, tensor in floating]
     if len({total.device for total in sums}) == 1:
@@ -59,32 +60,86 @@ def not_finite(pairs: Iterable[tuple[str, Tensor]]) -> list[str]:
     return [name for name, tensor in suspects if not bool(torch.isfinite(tensor).all())]
 
 
-def _sum_on_cpu(words: NDArray[np.int64], total: int) -> int:
+@torch.no_grad()
+def norm_is_finite(pairs: Sequence[tuple[str, Tensor]]) -> bool:
+    """Whether the norm over all tensors is finite, in a few launches on a GPU. It is so only where
+    every element is finite; squares may overflow by themselves."""
+    norm = torch.nn.utils.get_total_norm([tensor for _, tensor in pairs])
+    return bool(torch.isfinite(norm))
+
+
+@torch.no_grad()
+def sums_together(tensors: Sequence[Tensor]) -> list[int]:
+    """Σ wᵢ·(2i+1) of each vector of words, mod 2⁶⁴, in a few launches for many vectors.
+
+    They are laid into rows of equal length, zeros at the end. With r the row's number and j the
+    place in it, 2i+1 = 2·length·r + 2j+1: two sums over each row are enough, and what is left to
+    do per vector concerns only these.
+    """
+    device = tensors[0].device
+    odd = 2 * torch.arange(_ROW, device=device) + 1
+    zeros = torch.zeros(_ROW, dtype=torch.int64, device=device)
+    plain: list[Tensor] = []
+    weighted: list[Tensor] = []
+    batch: list[Tensor] = []
+    size = 0
+
+    def lay_out() -> None:
+        rows = (batch[0] if len(batch) == 1 else torch.cat(batch)).view(-1, _ROW)
+        plain.append(rows.sum(1))
+        weighted.append((rows * odd).sum(1))
+        batch.clear()
+
+    for words in tensors:
+        for start in range(0, words.numel(), _TOGETHER):
+            piece = words[start : start + _TOGETHER]
+            padding = -piece.numel() % _ROW
+            if batch and size + piece.numel() + padding > _TOGETHER:
+                lay_out()
+                size = 0
+            batch += [piece, zeros[:padding]] if padding else [piece]
+            size += piece.numel() + padding
+    if batch:
+        lay_out()
+    counts = np.array([-(-words.numel() // _ROW) for words in tensors], dtype=np.int64)
+    if not counts.sum():
+        return [0] * len(tensors)
+    owner = np.repeat(np.arange(len(tensors)), counts)
+    row = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    places = torch.from_numpy(np.stack([owner, 2 * _ROW * row])).to(device)
+    totals = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    totals.index_add_(0, places[0], torch.cat(weighted) + places[1] * torch.cat(plain))
+    return [int(total) for total in totals.tolist()]
+
+
+def _sum_on_cpu(words: NDArray[np.int64]) -> int:
     """The weighted sum in one pass of one thread: torch's threads wait for each other at every
     step, which costs more than the sum where the machine is busy."""
-    odd = _odd_numbers(torch.device("cpu")).numpy()
+    odd, total = _odd_numbers(), 0
     for start in range(0, words.size, _CHUNK):
         chunk = words[start : start + _CHUNK]
         total += int(np.dot(chunk, odd[: chunk.size])) + 2 * start * int(chunk.sum())
+    return total
+
+
+def _words(flat: Tensor) -> Tensor:
+    """Bytes as 8-byte words, zeros to the end of the last."""
+    whole = flat.numel() // 8 * 8
+    head = flat[:whole]
+    if head.storage_offset() % 8 or head.data_ptr() % 8:
+        head = head.clone()
+    words = head.view(torch.int64)
+    if whole == flat.numel():
+        return words
+    tail = torch.zeros(8, dtype=torch.uint8, device=flat.device)
+    tail[: flat.numel() - whole] = flat[whole:]
+    return torch.cat([words, tail.view(torch.int64)])
+
+
+def _signed(total: int) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-def _sum_on_gpu(words: Tensor, total: int) -> Tensor:
-    """The same without leaving the device: torch's integers wrap around as well."""
-    odd = _odd_numbers(words.device)
-    found = torch.full((), total, dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), _CHUNK):
-        chunk = words[start : start + _CHUNK]
-        found = found + (chunk * odd[: chunk.numel()]).sum() + 2 * start * chunk.sum()
-    return found
-
-
-def _as_words(flat: Tensor) -> Tensor:
-    if flat.storage_offset() % 8 or flat.data_ptr() % 8:
-        flat = flat.clone()
-    return flat.view(torch.int64)
-
-
-@lru_cache(maxsize=8)
-def _odd_numbers(device: torch.device) -> Tensor:
-    return 2 * torch.arange(_CHUNK, dtype=torch.int64, device=device) + 1
+@lru_cache(maxsize=1)
+def _odd_numbers() -> NDArray[np.int64]:
+    return 2 * np.arange(_CHUNK, dtype=np.int64) + 1

@@ -22,7 +22,8 @@ Weights: TypeAlias = "Mapping[str, torch.Tensor] | LazyWeights"
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """What a publish did. `details` are for the log."""
+    """What a publish did. `details` are for the log: where it has stages, the seconds of each are
+    in `details["stages"]`."""
 
     version: int
     seconds: float

@@ -79,6 +79,7 @@ class Rank0OnlyPublisher:
                     "seconds": report.seconds,
                     "bytes": report.bytes,
                     "verified": report.verified,
+                    "details": dict(report.details),
                 }
             except Exception as exc:
                 failure, answer = exc, {"error": f"{type(exc).__name__}: {exc}"}

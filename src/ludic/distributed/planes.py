@@ -1,11 +1,12 @@
 """How tensors travel from the trainer to the servers; control is always HTTP.
 
-A plane makes a `Shipment` of the weights before any server is paused. `update` is what each server
+A plane makes a `Shipment` of the weights before any server is told. `update` is what each server
 is told; `move`, where there is one, sends the tensors while the servers receive.
 """
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ludic.distributed.broadcast_group import BroadcastGroup
-from ludic.distributed.ipc_handles import make_handle
+from ludic.distributed.ipc_handles import Exports
 from ludic.distributed.shared_memory import write_shared
+from ludic.distributed.stages import Stages
 from ludic.errors import ConfigError, PublishError
 
 
@@ -55,6 +57,35 @@ class DataPlane(Protocol):
         ...
 
 
+class Shipping:
+    """A plane's `prepare` in a thread. Whatever comes of the publish, the shipment is closed."""
+
+    def __init__(self, plane: DataPlane, weights: Mapping[str, Tensor], stages: Stages) -> None:
+        self._stages = stages
+        self._task = asyncio.create_task(self._prepare(plane, weights))
+
+    async def ready(self) -> Shipment:
+        """The shipment, when it is made. To cancel this leaves it in the making."""
+        return await asyncio.shield(self._task)
+
+    async def close(self, seconds: float) -> None:
+        """Frees what is held: now, or where `prepare` takes longer than that, when it ends."""
+        await asyncio.wait({self._task}, timeout=seconds)
+        if self._task.done():
+            await asyncio.to_thread(_close, self._task)
+        else:
+            self._task.add_done_callback(_close)
+
+    async def _prepare(self, plane: DataPlane, weights: Mapping[str, Tensor]) -> Shipment:
+        with self._stages.timed("prepare"):
+            return await asyncio.to_thread(plane.prepare, weights)
+
+
+def _close(made: asyncio.Task[Shipment]) -> None:
+    if not made.cancelled() and made.exception() is None:
+        made.result().close()
+
+
 class SharedMemoryPlane:
     """A safetensors file in shared memory: servers on this machine, with or without a GPU."""
 
@@ -80,25 +111,27 @@ class IPCPlane:
 
     name = "ipc"
 
+    def __init__(self) -> None:
+        self._exports = Exports()
+
     def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
-        held: list[Tensor] = []
-        handles = []
+        held: dict[str, Tensor] = {}
         for name, tensor in weights.items():
             if tensor.device.type != "cuda":
                 raise PublishError(
                     f"{name} lies on {tensor.device}: IPC needs the trainer's weights on the GPU "
                     "that it shares with the servers; publish over shared memory instead"
                 )
-            whole = tensor.detach().contiguous()
-            held.append(whole)
-            handles.append(make_handle(name, whole))
-        torch.cuda.synchronize(held[0].device)
+            held[name] = tensor.detach().contiguous()
+        update = {"plane": "ipc", **self._exports.describe(held)}
+        for device in {tensor.device for tensor in held.values()}:
+            torch.cuda.synchronize(device)
 
         def close() -> None:
             held.clear()
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
-        return Shipment({"plane": "ipc", "tensors": handles}, close=close)
+        return Shipment(update, close=close)
 
     def invitation(self, workers: int, timeout_s: float) -> Mapping[str, Any] | None:
         return None
@@ -107,7 +140,7 @@ class IPCPlane:
         """There is nothing to join."""
 
     def abandon(self) -> None:
-        """Nothing is shared between two publishes."""
+        """The handles stay good: they are only addresses."""
 
 
 class BroadcastPlane:

@@ -1,9 +1,10 @@
 """`BroadcastPolicyPublisher`: brings weights to live vLLM servers, checked, or says what happened.
 
-Control goes over HTTP, tensors over a data plane. One publish: gather and check the weights; pause
-every server (requests are kept, not lost); let them stage the tensors and answer with checksums;
-only when those agree, apply and name the version; resume. Until they apply, servers still have
-their old weights, and are resumed on them when anything fails.
+Control goes over HTTP, tensors over a data plane. One publish: gather the weights; let every server
+stage them beside the old ones and answer with checksums, while the trainer looks for NaN, computes
+its own checksums and scores the canary; only when all agree, pause the servers (requests are kept,
+not lost), apply, name the version, and resume. Until they are paused, servers sample from their old
+weights; until they apply they have them still, and go on with them when anything fails.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ludic.distributed.canary import (
     MismatchBudget,
@@ -23,7 +25,6 @@ from ludic.distributed.canary import (
     is_sharded,
     prompt_logprobs,
 )
-from ludic.distributed.checksums import checksums, not_finite
 from ludic.distributed.interfaces import PublishReport, Weights
 from ludic.distributed.planes import (
     BroadcastPlane,
@@ -31,9 +32,12 @@ from ludic.distributed.planes import (
     IPCPlane,
     SharedMemoryPlane,
     Shipment,
+    Shipping,
     plane_for,
 )
 from ludic.distributed.server_update import CLEAN_UP_TIMEOUT_S, ServerUpdate, Stage
+from ludic.distributed.stages import Stages, together
+from ludic.distributed.trainer_checks import TrainerChecks
 from ludic.distributed.weights import ModelWeights
 from ludic.errors import ConfigError, DeadlineError, LudicError, PublishError
 from ludic.inference.client import TokenCompletionRequest
@@ -113,26 +117,44 @@ class BroadcastPolicyPublisher:
         return report
 
     async def _publish(self, weights: Weights, version: int, began: float) -> PublishReport:
-        tensors = await asyncio.to_thread(_gathered, weights)
-        expected = await asyncio.to_thread(_expected, tensors)
+        stages = Stages()
+        with stages.timed("gather"):
+            tensors = await asyncio.to_thread(_gathered, weights)
         self._plane = self._plane or plane_for(tensors)
-        plane = self._plane
-        shipment = await asyncio.to_thread(plane.prepare, tensors)
-        prepared = time.perf_counter() - began
+        plane, model = self._plane, self._canary_model(weights)
+        scores = None if model is None else partial(self._own_scores, model)
+        checks = TrainerChecks(tensors, scores, stages)
+        shipping = Shipping(plane, tensors, stages)
+        every = [ServerUpdate(self.client, r, self.timeout_s) for r in self.client.replicas]
         try:
-            updates = await self._ready_servers(version)
-            paused = time.perf_counter()
+            await together([shipping.ready(), *(update.greet() for update in every)])
+            prepared = time.perf_counter() - began
+            updates = _ready(every, version)
             try:
-                await self._transfer(updates, shipment, plane)
-                await _all(update.compare(expected) for update in updates)
+                shipment = await shipping.ready()
+                staging = self._stage(updates, shipment, plane, checks, stages)
+                await together([staging, checks.done()])
+                paused = time.perf_counter()
+                await together(update.pause() for update in updates)
+                _drop_lost(updates)
             except BaseException as exc:
                 plane.abandon()
-                await self._undo(updates)
-                raise _as_publish_error(exc, updates, version) from exc
+                await asyncio.shield(together(update.undo() for update in updates))
+                error = _as_publish_error(exc, every, version)
+                raise error from (None if error is exc else exc)
             await self._apply(updates, version)
             stall = time.perf_counter() - paused
         finally:
-            await asyncio.to_thread(shipment.close)
+            await asyncio.gather(
+                checks.stop(CLEAN_UP_TIMEOUT_S), shipping.close(CLEAN_UP_TIMEOUT_S)
+            )
+        self.client.expect_version(version)
+        canary = {}
+        if model is not None and checks.scores is not None:
+            with stages.timed("canary"):
+                canary = await self._check_canary(model, checks.scores, updates, version)
+        stages.slowest(update.stages.seconds for update in every)
+        stages.slowest((update.worker_seconds for update in every), prefix="worker_")
         details: dict[str, Any] = {
             "plane": plane.name,
             "tensors": len(tensors),
@@ -140,52 +162,41 @@ class BroadcastPolicyPublisher:
             "lost": {r.url: r.out for r in self.client.replicas if r.out is not None},
             "prepare_s": prepared,
             "stall_s": stall,
+            "stages": stages.in_order(),
+            **canary,
         }
-        self.client.expect_version(version)
-        if self.canary:
-            details |= await self._check_canary(weights, updates, version)
         size = sum(t.numel() * t.element_size() for t in tensors.values())
         return PublishReport(version, time.perf_counter() - began, size, True, details)
 
-    async def _ready_servers(self, version: int) -> list[ServerUpdate]:
-        """The servers that answer and can be updated, those out of rotation included."""
-        updates = [ServerUpdate(self.client, r, self.timeout_s) for r in self.client.replicas]
-        await _all(update.greet() for update in updates)
-        ready = [u for u in updates if u.stage is Stage.GREETED]
-        if not ready:
-            why = "; ".join(u.replica.describe() for u in updates)
-            raise PublishError(
-                f"version {version} could not be published, no server is there: {why}"
-            )
-        return ready
-
-    async def _transfer(
-        self, updates: list[ServerUpdate], shipment: Shipment, plane: DataPlane
+    async def _stage(
+        self,
+        updates: list[ServerUpdate],
+        shipment: Shipment,
+        plane: DataPlane,
+        checks: TrainerChecks,
+        stages: Stages,
     ) -> None:
-        """Pauses the servers and lets them stage the tensors, statuses watched all the while."""
-        await _all(update.pause() for update in updates)
-        _drop_lost(updates)
+        """Lets the servers stage the tensors and say what arrived. They go on sampling."""
         invitation = plane.invitation(sum(u.workers for u in updates), self.timeout_s)
         if invitation is not None:
-            await _all(
-                [
-                    asyncio.to_thread(plane.join),
-                    *(u.invite(dict(invitation), 1 + first) for u, first in _ranks(updates)),
-                ]
-            )
-        await _all(update.start() for update in updates)
+            inviting = [u.invite(dict(invitation), 1 + first) for u, first in _ranks(updates)]
+            with stages.timed("join"):
+                await together([asyncio.to_thread(plane.join), *inviting])
+        await together(update.start() for update in updates)
         _drop_lost(updates)
         receiving = [update.receive(dict(shipment.update)) for update in updates]
-        if shipment.move is None:
-            await _all(receiving)
-        else:
+        if shipment.move is not None:
             # A server that refuses ends this at once: nobody waits in a broadcast for it.
-            await _all([asyncio.to_thread(shipment.move), *receiving])
+            receiving.append(asyncio.to_thread(shipment.move))
+        await together(receiving)
+        _drop_lost(updates)
+        expected = await checks.expected
+        await together(update.compare(expected) for update in updates)
         _drop_lost(updates)
 
     async def _apply(self, updates: list[ServerUpdate], version: int) -> None:
         """Past this point a server that fails may have any weights: it is out of rotation."""
-        applying = asyncio.ensure_future(_all(update.finish(version) for update in updates))
+        applying = asyncio.ensure_future(together(update.finish(version) for update in updates))
         try:
             await asyncio.shield(applying)
         except asyncio.CancelledError:
@@ -201,42 +212,48 @@ class BroadcastPolicyPublisher:
             why = "; ".join(u.replica.describe() for u in updates)
             raise PublishError(f"version {version} was applied by no server: {why}")
 
-    async def _undo(self, updates: list[ServerUpdate]) -> None:
-        """Resumes the servers on their old weights; those that cannot be are out of rotation."""
-        await asyncio.shield(_all(update.undo() for update in updates))
+    def _canary_model(self, weights: Weights) -> nn.Module | None:
+        """The model that can score the canary, where there is one and it is wanted."""
+        model = weights.model if self.canary and isinstance(weights, ModelWeights) else None
+        return None if model is None or is_sharded(model) else model
+
+    def _own_scores(self, model: nn.Module) -> list[float]:
+        if self.canary_prompt is None:
+            self.canary_prompt = canary_tokens(model)
+        return prompt_logprobs(model, self.canary_prompt)
 
     async def _check_canary(
-        self, weights: Weights, updates: list[ServerUpdate], version: int
+        self, model: nn.Module, ours: list[float], updates: list[ServerUpdate], version: int
     ) -> dict[str, Any]:
-        model = weights.model if isinstance(weights, ModelWeights) else None
-        if model is None or is_sharded(model):
-            return {}
-        if self.canary_prompt is None:
-            self.canary_prompt = await asyncio.to_thread(canary_tokens, model)
-        tokens = self.canary_prompt
+        """Compares the servers' scores with `ours`; one over the budget is out of rotation."""
+        done = [u for u in updates if u.stage is Stage.DONE]
         budget = self.budget or MismatchBudget.for_dtype(next(model.parameters()).dtype)
-        ours = await asyncio.to_thread(prompt_logprobs, model, tokens)
-        worst, scored = (0.0, 0.0), 0
-        for update in updates:
-            if update.stage is not Stage.DONE:
+        asked = [self._server_scores(u.replica, self.canary_prompt or ()) for u in done]
+        answers = await asyncio.gather(
+            *asked, *(u.look_back() for u in done), return_exceptions=True
+        )
+        worst, scored, over = (0.0, 0.0), 0, []
+        for update, theirs in zip(done, answers, strict=False):
+            if isinstance(theirs, UnreachableError):
+                update.lose(f"it went away before the canary of version {version}: {theirs}")
                 continue
-            try:
-                theirs = await self._server_scores(update.replica, tokens)
-            except UnreachableError as exc:
-                update.lose(f"it went away before the canary of version {version}: {exc}")
-                continue
+            if isinstance(theirs, BaseException):
+                raise theirs
+            assert theirs is not None
             scored += 1
             mean, most = differences(ours, theirs)
             if not budget.allows(mean, most):
-                update.replica.out = (
+                update.lose(
                     f"after version {version} its log-probs of the canary differ by {mean:.2g} on "
                     f"average and {most:.2g} at most (budget {budget.mean:g} and {budget.max:g})"
                 )
-                raise PublishError(
-                    f"{update.replica.describe()}. It is out of rotation: is it the same model, in "
-                    "the same type? `ludic doctor` measures more"
-                )
+                over.append(update.replica.describe())
             worst = max(worst, (mean, most))
+        if over:
+            raise PublishError(
+                f"{'; '.join(over)}: is it the same model, in the same type? `ludic doctor` "
+                "measures more"
+            )
         if not scored:
             why = "; ".join(u.replica.describe() for u in updates)
             raise PublishError(f"no server is left after version {version}: {why}")
@@ -276,22 +293,16 @@ def _gathered(weights: Weights) -> dict[str, Tensor]:
     tensors = {name: tensor.detach() for name, tensor in pairs}
     if not tensors:
         raise PublishError("there are no weights to publish")
-    broken = not_finite(tensors.items())
-    if broken:
-        raise PublishError(
-            f"{len(broken)} tensors hold NaN or infinity, first {broken[0]}: they are not "
-            "published, and the servers keep their weights. Lower the learning rate, or go back "
-            "to a checkpoint"
-        )
     return tensors
 
 
-def _expected(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    sums = checksums(tensors.items())
-    return {
-        name: [str(sums[name]), str(tensor.dtype).split(".")[-1], list(tensor.shape)]
-        for name, tensor in tensors.items()
-    }
+def _ready(updates: list[ServerUpdate], version: int) -> list[ServerUpdate]:
+    """The servers that answered and can be updated, those out of rotation included."""
+    ready = [u for u in updates if u.stage is Stage.GREETED]
+    if not ready:
+        why = "; ".join(u.replica.describe() for u in updates)
+        raise PublishError(f"version {version} could not be published, no server is there: {why}")
+    return ready
 
 
 def _ranks(updates: list[ServerUpdate]) -> list[tuple[ServerUpdate, int]]:
@@ -311,19 +322,6 @@ def _drop_lost(updates: list[ServerUpdate]) -> None:
     if not updates:
         why = "; ".join(u.replica.describe() for u in lost)
         raise PublishError(f"no server is left to publish to: {why}")
-
-
-async def _all(steps: Any) -> None:
-    """Runs the steps together; the first failure cancels the others and is raised."""
-    tasks = [asyncio.ensure_future(step) for step in steps]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _as_publish_error(

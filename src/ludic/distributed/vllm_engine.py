@@ -1,13 +1,17 @@
 """The receiving side of a publish, inside vLLM's workers. Imported by vLLM alone.
 
 An update is staged first, looked at, and applied only by `finish_weight_update`: whatever goes
-wrong before that leaves the old weights as they were. The tensors come over one of three planes,
-named in the update: a safetensors file in shared memory, CUDA IPC handles, or a broadcast.
+wrong before that leaves the old weights as they were, and the server may sample all the while. The
+tensors come over one of three planes, named in the update: a safetensors file in shared memory,
+CUDA IPC handles, or a broadcast.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,8 @@ from torch import Tensor
 
 from ludic.distributed.broadcast_group import BroadcastGroup
 from ludic.distributed.checksums import checksums
-from ludic.distributed.ipc_handles import open_handle
+from ludic.distributed.ipc_handles import open_tensors
+from ludic.distributed.plain_layers import why_rebuild
 from ludic.distributed.shared_memory import open_shared
 from ludic.errors import MissingExtraError
 
@@ -30,6 +35,7 @@ try:
 except ImportError as exc:
     raise MissingExtraError("vllm", "vllm") from exc
 
+_log = logging.getLogger("vllm.ludic")
 _NEVER_SENT = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 
 
@@ -51,6 +57,7 @@ class LudicUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
     plane: str
     path: str | None = None
+    memory: list[dict[str, Any]] = field(default_factory=list)
     tensors: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -65,7 +72,13 @@ class LudicWeightTransferEngine(
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.applied = 0
+        self.seconds: dict[str, float] = {}
+        """What staging, checksums and applying took here, the last time."""
+        self.broken: str | None = None
+        """Why no update can be taken any more, where that is so."""
         self._staged: list[tuple[str, Tensor]] = []
+        self._judged: Any = None
+        self._why_rebuild: str | None = None
         self._group: BroadcastGroup | None = None
         self._expected = _checkpoint_shapes(self.model_config.model)
 
@@ -87,6 +100,8 @@ class LudicWeightTransferEngine(
 
     def start_weight_update(self) -> None:
         """Forgets an update that was never finished. The model is not touched."""
+        if self.broken is not None:
+            raise RuntimeError(f"this server has to be started again: {self.broken}")
         self._staged = []
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -98,38 +113,81 @@ class LudicWeightTransferEngine(
         if update_info.plane == "discard":
             self._staged = []
             return
-        arrived = list(self._arriving(update_info))
-        self._check(dict(arrived))
-        self._staged = arrived
+        with self._timed("stage"):
+            arrived = list(self._arriving(update_info))
+            self._check(dict(arrived))
+            if self._judged is not self.model:
+                self._judged = self.model
+                self._why_rebuild = why_rebuild(self.model, self.model_config, self.device)
+            self._staged = arrived
 
     def finish_weight_update(self) -> None:
-        """Applies what was staged; without anything staged, nothing happens."""
+        """Applies what was staged; without anything staged, nothing happens.
+
+        Where it raises, the model may hold old weights and new ones, but an update of all of them
+        puts it right; where it cannot, `broken` says so.
+        """
         staged, self._staged = self._staged, []
         if not staged:
             return
+        with self._timed("apply"):
+            apply = self._write if self._why_rebuild is None else self._rebuild
+            try:
+                wanted, loaded = apply(staged)
+            finally:
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)  # until then it reads the staged ones
+            if self._expected is None:
+                # No checkpoint to compare with: what the model itself took in has to do.
+                missing = sorted(wanted - (wanted if loaded is None else loaded) - self._tied())
+                if missing:
+                    raise ValueError(f"the update left out parameters {missing[:5]}")
+                self._expected = {name: tuple(tensor.shape) for name, tensor in staged}
+            staged.clear()
+        self.applied += 1
+        took = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in self.seconds.items())
+        why = self._why_rebuild
+        way = "in place" if why is None else f"layer by layer, since {why}"
+        _log.info("update %d was written %s: %s", self.applied, way, took)
+
+    def _write(self, staged: list[tuple[str, Tensor]]) -> tuple[set[str], set[str] | None]:
+        """New values into the parameters as they stand."""
+        wanted = {name for name, _ in self.model.named_parameters()}
+        return wanted, self.model.load_weights(iter(staged))
+
+    def _rebuild(self, staged: list[tuple[str, Tensor]]) -> tuple[set[str], set[str] | None]:
+        """vLLM's own reload, which makes every layer anew from what a checkpoint would hold."""
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,
         )
 
+        self.broken = "a reload of its layers failed half-way"
         initialize_layerwise_reload(self.model)
         wanted = {name for name, _ in self.model.named_parameters()}
-        loaded = self.model.load_weights(iter(staged))
-        finalize_layerwise_reload(self.model, self.model_config)
+        try:
+            loaded = self.model.load_weights(iter(staged))
+        finally:
+            # After a failure too: what a layer has got would count towards the next update.
+            finalize_layerwise_reload(self.model, self.model_config)
+            self.broken = None
         self._repack_tied_head()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        if self._expected is None:
-            # No checkpoint to compare with: what the model itself took in has to do.
-            missing = sorted(wanted - set(loaded or wanted) - self._tied())
-            if missing:
-                raise ValueError(f"the update left out parameters {missing[:5]}")
-            self._expected = {name: tuple(tensor.shape) for name, tensor in staged}
-        self.applied += 1
+        return wanted, loaded
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] = time.perf_counter() - began
 
     def receipt(self) -> dict[str, list[Any]]:
         """Checksum, type and shape of every staged tensor, computed on this device."""
-        sums = checksums(self._staged)
+        if not self._staged:
+            return {}
+        with self._timed("checksums"):
+            sums = checksums(self._staged)
         return {
             name: [str(sums[name]), str(tensor.dtype).split(".")[-1], list(tensor.shape)]
             for name, tensor in self._staged
@@ -152,8 +210,8 @@ class LudicWeightTransferEngine(
                 raise ValueError("an update over shared memory without a path")
             yield from open_shared(Path(info.path))
         elif info.plane == "ipc":
-            for handle in info.tensors:
-                yield handle["name"], open_handle(handle, self.device)
+            update = {"memory": info.memory, "tensors": info.tensors}
+            yield from open_tensors(update, self.device)
         elif info.plane == "broadcast":
             if self._group is None:
                 raise RuntimeError("the broadcast group is not open: initialise the engine first")

@@ -25,8 +25,10 @@ class ReceiptExtension:
     """Methods that `/collective_rpc` may call on a worker."""
 
     def ludic_receipt(self) -> dict[str, Any]:
-        """Checksum, type and shape of every tensor that waits to be applied."""
+        """Checksum, type and shape of every tensor that waits to be applied, how many updates were
+        applied, and the seconds that each part took the last time."""
         engine = getattr(self, "weight_transfer_engine", None)
         if engine is None or not hasattr(engine, "receipt"):
             return {"error": "the server was started without the weight transfer backend 'ludic'"}
-        return {"tensors": engine.receipt(), "applied": engine.applied}
+        tensors = engine.receipt()
+        return {"tensors": tensors, "applied": engine.applied, "seconds": engine.seconds}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import Qwen2ForCausalLM
 from ludic.distributed.planes import BroadcastPlane, SharedMemoryPlane, Shipment
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.distributed.shared_memory import shared_folder
+from ludic.distributed.trainer_checks import TrainerChecks
 from ludic.distributed.weights import ModelWeights
 from ludic.errors import DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model
@@ -49,6 +51,9 @@ async def test_a_publish_changes_what_the_server_samples_from(
     assert report.version == 7
     assert report.bytes == sum(t.numel() * 4 for t in newer.parameters())
     assert report.details["canary_max"] <= 1e-3
+    stages = report.details["stages"]
+    assert stages["worker_apply"] <= stages["apply"]
+    assert stages["worker_checksums"] <= stages["compare"]
     await assert_serves(client, newer, 7)
     assert not list(shared_folder().glob(f"ludic-weights-{os.getpid()}-*"))
 
@@ -86,6 +91,45 @@ async def test_an_update_over_sixteen_running_requests_loses_none_and_names_ever
             exact = scored((model, newer)[span.version], trace)[span.start : span.end]
             found = trace.completion_logprobs[span.start : span.end]
             assert largest_gap(exact, found) <= 1e-3
+
+
+async def test_a_server_samples_from_the_old_weights_while_the_new_ones_are_staged(
+    client: VLLMChatClient,
+    publisher: BroadcastPolicyPublisher,
+    model: Qwen2ForCausalLM,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on = threading.Event()
+    compute = TrainerChecks._compute_expected
+
+    def waiting(checks: TrainerChecks) -> Any:
+        assert go_on.wait(60)
+        return compute(checks)
+
+    monkeypatch.setattr(TrainerChecks, "_compute_expected", waiting)
+    newer = server_model(seed=9)
+    task = asyncio.create_task(publisher.publish(ModelWeights(newer), 1))
+    try:
+        await until_staged(client)
+        await assert_serves(client, model, 0)
+        assert not task.done()
+    finally:
+        go_on.set()
+    await task
+    await assert_serves(client, newer, 1)
+
+
+async def until_staged(client: VLLMChatClient) -> None:
+    """Waits until the server has an update that is not yet applied."""
+    body = {"method": "ludic_receipt"}
+    async with asyncio.timeout(60):
+        while True:
+            answer = await client.control(
+                client.replicas[0], "POST", "/collective_rpc", body=body, timeout_s=30
+            )
+            if answer["results"][0]["tensors"]:
+                return
+            await asyncio.sleep(0.05)
 
 
 async def test_nothing_of_the_old_weights_stays_in_the_prefix_cache(

@@ -53,7 +53,7 @@ async def test_both_servers_get_every_version(pair: VLLMChatClient) -> None:
 
 
 class FatalPlane(SharedMemoryPlane):
-    """Ends a server when it is paused and about to receive."""
+    """Ends a server when it is about to receive."""
 
     def __init__(self, victim: VLLMServer) -> None:
         self.victim = victim

@@ -1,0 +1,90 @@
+"""Whether a served model uses its weights as they are stored.
+
+vLLM rebuilds every layer when weights are reloaded, because quantised, packed or merged weights are
+not those of the checkpoint. Where nothing of the kind is there, new values can be written straight
+into the parameters. Only what is known to be plain counts: all else is rebuilt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+_LAYERS = "vllm.model_executor.layers"
+_STORED_PLAIN = frozenset(
+    {
+        f"{_LAYERS}.linear.UnquantizedLinearMethod",
+        f"{_LAYERS}.vocab_parallel_embedding.UnquantizedEmbeddingMethod",
+    }
+)
+_ATTENTION = f"{_LAYERS}.attention.attention.Attention"
+_NORMS = frozenset(
+    {
+        f"{_LAYERS}.layernorm.RMSNorm",
+        f"{_LAYERS}.layernorm.GemmaRMSNorm",
+        f"{_LAYERS}.layernorm.LayerNorm",
+        "torch.nn.modules.normalization.LayerNorm",
+    }
+)
+
+
+def why_rebuild(model: nn.Module, model_config: Any, device: torch.device) -> str | None:
+    """Why new weights need vLLM's reload, layer by layer; None: they may be written in place."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"the device is {'rocm' if torch.version.hip else device.type}"
+    if getattr(model_config, "quantization", None) is not None:
+        return f"the weights are quantised ({model_config.quantization})"
+    if getattr(model_config, "use_mla", False):
+        return "multi-head latent attention keeps weights that it computed from others"
+    owners: dict[int, str] = {}
+    for name, module in model.named_modules():
+        why = _why_module(module, device)
+        if why is not None:
+            return f"{name or 'the model'}: {why}"
+        for parameter in module.parameters(recurse=False):
+            other = owners.setdefault(id(parameter), name)
+            if other != name and not _ties_words(model_config):
+                return f"{name} shares a parameter with {other}"
+    return None
+
+
+def _why_module(module: nn.Module, device: torch.device) -> str | None:
+    kind = _name(module)
+    if kind.startswith("vllm.lora."):
+        return f"{type(module).__name__} wraps a layer for adapters"
+    own = dict(module.named_parameters(recurse=False))
+    if any(parameter.device.type != device.type for parameter in own.values()):
+        return "its parameters lie on another device"
+    method = getattr(module, "quant_method", None)
+    if kind == _ATTENTION:
+        if own or method is not None or _has_sinks(module):
+            return "its attention has parameters of its own"
+        return None
+    if hasattr(module, "process_weights_after_loading"):
+        return f"{type(module).__name__} computes something from its weights"
+    if method is not None:
+        if _name(method) not in _STORED_PLAIN:
+            return f"its weights are stored by {type(method).__name__}"
+        if not all(hasattr(parameter, "weight_loader") for parameter in own.values()):
+            return "its parameters were replaced after they were loaded"
+        return None
+    if own and kind not in _NORMS:
+        return f"{type(module).__name__} is not known to use its parameters as they are"
+    return None
+
+
+def _has_sinks(attention: Any) -> bool:
+    return getattr(getattr(attention, "impl", None), "sinks", None) is not None
+
+
+def _ties_words(model_config: Any) -> bool:
+    config = getattr(model_config, "hf_text_config", None) or getattr(
+        model_config, "hf_config", None
+    )
+    return bool(getattr(config, "tie_word_embeddings", False))
+
+
+def _name(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
