@@ -77,6 +77,8 @@ def test_unknown_parts_of_a_run_are_named(ludic: Ludic, letters: Path) -> None:
 
     check(tried("algorithm.name=grop"), "'grop'", "'grpo'")
     check(tried("algorithm.kwargs.groups=3"), "'grpo'", "'groups'")
+    check(tried("algorithm.kwargs.aggregation=token_meen"), "'token_meen'", "'token_mean'")
+    check(tried("sft.aggregation=groupmean"), "'groupmean'", "'group_mean'")
     check(tried("protocol.kind=single"), "'single'", "'single_agent'")
     check(tried("protocol.kwargs.parser=xmll"), "xmll")
     check(tried("sft.teacher=letters:nobody"), "letters:nobody")

@@ -132,6 +132,10 @@ def test_replay_reports_the_first_divergence_of_a_changed_record(
     assert done.code == 1
     assert "was 'Wrong.' and is now 'Right.'" in done.out
     assert "0 of " in done.out
+    (tmp_path / "changed.jsonl").write_text(recorded.replace("right", "wrong"))
+    done = ludic("replay", "changed.jsonl")
+    assert done.code == 1
+    assert "info['result'] was 'wrong' and is now 'right'" in done.out
 
 
 def test_play_by_hand_takes_moves_from_the_keyboard(ludic: Ludic) -> None:

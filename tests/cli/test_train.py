@@ -110,6 +110,22 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(
     assert weights(tmp_path / "other") != weights(trained)
 
 
+def test_an_aggregation_that_the_run_names_scales_the_gradient(
+    ludic: Ludic, letters: Path, tmp_path: Path, trained: Path
+) -> None:
+    """Constant(1000) divides by 1000 where a mean divides by the tokens of an answer, at most 4."""
+
+    def norm(path: Path) -> float:
+        return float(json.loads(path.read_text().splitlines()[0])["train/grad_norm"])
+
+    spec = "{kind = 'constant', length = 1000}"
+    assert ludic("sft", letters, f"sft.aggregation={spec}", "--out", "sft").code == 0
+    assert 0 < norm(tmp_path / "sft/sft/metrics.jsonl") < norm(trained / "sft/metrics.jsonl") / 100
+    change = [f"algorithm.kwargs.aggregation={spec}", "training.steps=1"]
+    assert ludic("train", letters, *change, "--out", "rl").code == 0
+    assert 0 < norm(tmp_path / "rl/metrics.jsonl") < norm(trained / "metrics.jsonl") / 100
+
+
 def test_evaluation_during_training_is_in_the_metrics(
     ludic: Ludic, letters: Path, tmp_path: Path
 ) -> None:
@@ -132,6 +148,17 @@ def test_a_finished_run_can_go_on_for_more_steps_and_is_measured_again(
     assert (folder / "checkpoints" / "rl" / "latest").read_text() == "step-00000008"
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 8
     assert (folder / "eval" / "after_rl.json").read_text() != before
+
+
+def test_more_steps_under_a_schedule_are_said_to_move_the_learning_rate(
+    ludic: Ludic, letters: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    short = ["training.schedule=linear", "training.steps=2", "sft.steps=1", "eval.episodes=4"]
+    assert ludic("train", letters, *short, "--out", "run").code == 0
+    assert ludic("train", "--resume", tmp_path / "run").code == 0
+    assert caplog.messages == []
+    assert ludic("train", "--resume", tmp_path / "run", "training.steps=3").code == 0
+    assert ["total_steps=3 (was 2)" in message for message in caplog.messages] == [True]
 
 
 def test_resuming_a_finished_run_trains_nothing_and_says_the_same(

@@ -211,6 +211,7 @@ def check_parts(config: RunConfig) -> None:
             "batch holds whole groups"
         )
     if config.sft is not None:
+        make_algorithm("sft", aggregation=config.sft.aggregation)
         if config.sft.teacher is not None:
             load_function(config.sft.teacher)
         elif not Path(config.sft.data or "").is_file():

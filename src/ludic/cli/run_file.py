@@ -13,7 +13,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ludic.errors import ConfigError
 
@@ -69,15 +78,25 @@ class SamplingSection(Section):
 
 class InferenceSection(Section):
     """Where tokens come from: the in-process engine, or vLLM. Without addresses in `servers`, a
-    vLLM server is started for the run, by the Python in `vllm_python` (default: this one)."""
+    vLLM server is started for the run, by the Python in `vllm_python` (default: this one). With
+    `publish_lora = "adapter"`, vLLM gets the LoRA adapter alone after each update, and not all
+    weights with the adapter merged into them."""
 
     backend: Literal["local", "vllm"] = "local"
     servers: list[str] = []
     vllm_python: str | None = None
+    publish_lora: Literal["merged", "adapter"] = "merged"
     slots: int = Field(default=64, ge=1)
     max_context_tokens: int | None = Field(default=None, ge=8)
     deterministic: bool | None = None
     sampling: SamplingSection = SamplingSection()
+
+    @field_validator("publish_lora")
+    @classmethod
+    def _goes_to_vllm(cls, value: str, others: ValidationInfo) -> str:
+        if value == "adapter" and others.data.get("backend") != "vllm":
+            raise ValueError('needs backend = "vllm"; the in-process engine shares the adapter')
+        return value
 
 
 class PartSection(Section):
@@ -105,7 +124,8 @@ def _as_list(value: Any) -> Any:
 
 
 class AlgorithmSection(Section):
-    """An algorithm by name (`ludic algorithms` lists them), with its arguments."""
+    """An algorithm by name (`ludic algorithms` lists them), with its arguments. Among them may be
+    an `aggregation`: a name, or a table with its `kind` and arguments."""
 
     name: str = "grpo"
     kwargs: dict[str, Any] = {}
@@ -141,7 +161,7 @@ class TrainingSection(Section):
 class SFTSection(Section):
     """Supervised steps before the reinforcement: on the rows of a file (`data`), or on episodes
     that a scripted teacher plays (`teacher = "module:function"`, a function of the observation
-    and a `random.Random`)."""
+    and a `random.Random`). `aggregation` is as among an algorithm's arguments."""
 
     data: str | None = None
     teacher: str | None = None
@@ -149,6 +169,7 @@ class SFTSection(Section):
     steps: int = Field(default=100, ge=0)
     batch_size: int = Field(default=64, ge=1)
     learning_rate: float = Field(default=1e-3, gt=0)
+    aggregation: str | dict[str, Any] = "token_mean"
 
     @model_validator(mode="after")
     def _one_source(self) -> SFTSection:

@@ -41,7 +41,6 @@ from ludic.training import (
     Trainer,
     TrainerConfig,
     make_algorithm,
-    make_sft,
 )
 from ludic.training.loggers import ConsoleLogger, Logger, RichLiveLogger
 
@@ -110,7 +109,7 @@ class TrainingRun:
                 if self.stopped:
                     return 0
         say(f"supervised cold start: {sft.steps} steps on {path.name}")
-        algorithm = make_sft()
+        algorithm = make_algorithm("sft", aggregation=sft.aggregation)
         source = OfflineBatchSource(
             path,
             chat_template=policy.runtime.chat_template,

@@ -12,8 +12,14 @@ from torch import nn
 
 from ludic.cli.run_file import RunConfig
 from ludic.cli.show import say
-from ludic.distributed import PolicyPublisher
-from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.distributed import (
+    AdapterPolicyPublisher,
+    BroadcastPolicyPublisher,
+    ModelWeights,
+    PolicyPublisher,
+)
+from ludic.distributed.weights import plain_name
+from ludic.errors import ConfigError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
 from ludic.inference.vllm_server import ServerSettings, VLLMServer, free_port
@@ -22,8 +28,17 @@ from ludic.inference.vllm_server import ServerSettings, VLLMServer, free_port
 async def open_vllm(
     config: RunConfig, model: nn.Module, tokenizer: Any, stack: AsyncExitStack, folder: Path | None
 ) -> tuple[ChatClient, PolicyPublisher]:
-    """A client of the run's servers and a publisher to them; what was started ends with `stack`."""
+    """A client of the run's servers and a publisher to them; what was started ends with `stack`.
+
+    Servers that it did not start itself may hold any weights, and have the model's before this
+    returns."""
     servers, name = config.inference.servers, config.model.name
+    adapter = config.inference.publish_lora == "adapter"
+    if adapter and config.model.lora is None:
+        raise ConfigError(
+            'inference.publish_lora = "adapter", but the model has no adapter: set [model.lora] '
+            "with a rank, or leave publish_lora out"
+        )
     if not servers:
         name = "policy"
         server = await asyncio.to_thread(_start, config, model, tokenizer, name, folder)
@@ -32,7 +47,15 @@ async def open_vllm(
     client = VLLMChatClient(servers, model=name)
     await stack.enter_async_context(client)
     await client.connect(tokenizer=tokenizer)
-    return client, BroadcastPolicyPublisher(client)
+    publisher: PolicyPublisher
+    if adapter:
+        publisher = lent = AdapterPolicyPublisher(client)
+        stack.push_async_callback(lent.close)
+    else:
+        publisher = BroadcastPolicyPublisher(client)
+    if adapter or config.inference.servers:
+        await publisher.publish(ModelWeights(model), client.first_version)
+    return client, publisher
 
 
 def _start(
@@ -41,9 +64,10 @@ def _start(
     """Saves the model where the server can read it, and waits until the server is healthy."""
     where = Path(tempfile.mkdtemp(prefix="ludic-vllm-")) if folder is None else folder / "vllm"
     where.mkdir(parents=True, exist_ok=True)
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    base.save_pretrained(where)
+    adapter = config.inference.publish_lora == "adapter"
+    save_for_vllm(model, where, merged=not adapter)
     tokenizer.save_pretrained(where)
+    lora = config.model.lora
     settings = ServerSettings(
         model=str(where),
         served_name=name,
@@ -51,6 +75,21 @@ def _start(
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
         max_model_len=config.inference.max_context_tokens,
         max_num_seqs=config.inference.slots,
+        max_lora_rank=lora.rank if adapter and lora is not None else None,
     )
     say("starting a vLLM server for this run; that takes a minute")
     return VLLMServer(settings, python=config.inference.vllm_python).__enter__()
+
+
+def save_for_vllm(model: nn.Module, where: Path, *, merged: bool) -> None:
+    """Saves the model under its own names: PEFT's are unknown to vLLM. `merged`: with the adapter,
+    as the policy is; else the weights below it."""
+    if not hasattr(model, "get_base_model"):
+        model.save_pretrained(where)  # type: ignore[operator]
+        return
+    weights = (
+        dict(ModelWeights(model))
+        if merged
+        else {plain_name(n): p for n, p in model.named_parameters() if ".lora_" not in n}
+    )
+    model.get_base_model().save_pretrained(where, state_dict=weights)  # type: ignore[operator]

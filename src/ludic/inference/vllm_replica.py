@@ -41,6 +41,20 @@ class ServerFacts:
     """It has the routes of a live weight update."""
     names_versions: bool
     """It keeps the name of its weights (`/weight_info`)."""
+    loads_adapters: bool = False
+    """It takes LoRA adapters while it serves (`/v1/load_lora_adapter`)."""
+
+
+@dataclass(eq=False)
+class Serving:
+    """What requests are sampled from: a server's own weights, or an adapter on top of them."""
+
+    adapter: str | None = None
+    """The name that requests give for it; None: the server's own weights."""
+    version: int = 0
+    """The adapter's version."""
+    requests: int = 0
+    """How many are running."""
 
 
 @dataclass(eq=False)
@@ -50,6 +64,8 @@ class Replica:
     url: str
     facts: ServerFacts | None = None
     version: int = 0
+    serving: Serving = field(default_factory=Serving)
+    """What new requests are sampled from."""
     in_flight: int = 0
     served: int = 0
     down_since: float | None = None
@@ -88,9 +104,10 @@ async def ask(
     body: Any = None,
     timeout_s: float | None = None,
     headers: Mapping[str, str] | None = None,
+    plain: bool = False,
 ) -> Any:
-    """One exchange. Answers the JSON; raises `UnreachableError` for what another try may mend,
-    `RequestRejectedError` for a refusal, `DeadlineError` past `timeout_s`."""
+    """One exchange. Answers the JSON (`plain`: the text); raises `UnreachableError` for what
+    another try may mend, `RequestRejectedError` for a refusal, `DeadlineError` past `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
             async with session.request(method, url, json=body, headers=headers) as response:
@@ -112,6 +129,8 @@ async def ask(
         )
     if not 200 <= status < 300:
         raise RequestRejectedError(f"{url} answered HTTP {status}: {_reason(data)}")
+    if plain:
+        return data.decode("utf-8", "replace")
     if not data:
         return None
     try:
@@ -152,6 +171,7 @@ async def learn(
         and await _generate_is_enabled(session, url, headers, timeout_s),
         updates="/start_weight_update" in paths,
         names_versions=names_versions,
+        loads_adapters="/v1/load_lora_adapter" in paths,
     )
 
 

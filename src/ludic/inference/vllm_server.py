@@ -30,7 +30,8 @@ from typing import Any, Self
 from ludic.errors import ConfigError, DeadlineError, InferenceError, MissingExtraError
 
 PLUGIN_ENTRY = "ludic = ludic.distributed.vllm_plugin:register"
-WORKER_EXTENSION = "ludic.distributed.vllm_plugin.ReceiptExtension"
+WORKER_EXTENSION = "ludic.distributed.vllm_adapters.AdapterExtension"
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _ASK_VERSION = """
 import importlib.metadata as m, json
 found = {}
@@ -80,7 +81,9 @@ class VLLMBuild:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What to serve and how; `extra` are further flags of vLLM, as they stand."""
+    """What to serve and how; `extra` are further flags of vLLM, as they stand. With `max_lora_rank`
+    it takes adapters while it serves, `max_loras` at once: the one in use, the next, and those
+    that running requests began with."""
 
     model: str
     served_name: str | None = None
@@ -93,6 +96,8 @@ class ServerSettings:
     gpu_memory_utilization: float | None = None
     eager: bool | None = None
     live_updates: bool = True
+    max_lora_rank: int | None = None
+    max_loras: int = 4
     extra: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -124,6 +129,10 @@ def command_line(settings: ServerSettings, build: VLLMBuild) -> list[str]:
     for flag, value in given:
         if value is not None:
             command += [flag, str(value)]
+    if settings.max_lora_rank is not None:
+        rank = str(_lora_rank(settings.max_lora_rank))
+        loras = str(settings.max_loras)
+        command += ["--enable-lora", "--max-lora-rank", rank, "--max-loras", loras]
     if build.numbers >= (0, 32):  # before that the routes were always there
         command.append("--enable-scale-out")
     if build.cpu:
@@ -135,12 +144,24 @@ def command_line(settings: ServerSettings, build: VLLMBuild) -> list[str]:
     return command + list(settings.extra)
 
 
+def _lora_rank(wanted: int) -> int:
+    """The smallest rank that vLLM can make room for."""
+    if not 1 <= wanted <= _LORA_RANKS[-1]:
+        raise ConfigError(
+            f"max_lora_rank={wanted}: vLLM takes adapters of rank 1 to {_LORA_RANKS[-1]}; publish "
+            "the adapter merged instead"
+        )
+    return min(rank for rank in _LORA_RANKS if rank >= wanted)
+
+
 def environment(settings: ServerSettings, build: VLLMBuild, folder: Path) -> dict[str, str]:
     """The server's environment. Where Ludic is not installed beside vLLM, `folder` gets an entry
     point that leads to this copy of it."""
     env = dict(os.environ)
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
     env["VLLM_SERVER_DEV_MODE"] = "1"
+    if settings.max_lora_rank is not None:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if build.cpu:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
     if settings.live_updates and not build.has_plugin:
@@ -309,6 +330,8 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[ServerSettings, argpa
     parser.add_argument("--gpu-memory-utilization", type=float)
     parser.add_argument("--enforce-eager", action="store_true", default=None)
     parser.add_argument("--no-live-updates", action="store_true", help="serve only")
+    parser.add_argument("--max-lora-rank", type=int, help="take LoRA adapters up to this rank")
+    parser.add_argument("--max-loras", type=int, default=4, help="how many adapters at once")
     parser.add_argument("--python", help="the Python that has vLLM; else LUDIC_VLLM_PYTHON")
     parser.add_argument("--log", help="where the server's output goes")
     parser.add_argument("--start-timeout-s", type=float, default=600.0)
@@ -325,6 +348,8 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[ServerSettings, argpa
         gpu_memory_utilization=args.gpu_memory_utilization,
         eager=args.enforce_eager,
         live_updates=not args.no_live_updates,
+        max_lora_rank=args.max_lora_rank,
+        max_loras=args.max_loras,
         extra=tuple(rest),
     )
     return settings, args

@@ -105,11 +105,17 @@ def _extensions(request: TokenCompletionRequest) -> tuple[dict[str, Any], Mappin
 
 
 def read_answer(
-    answer: Any, request: TokenCompletionRequest, *, version: int, first_version: int
+    answer: Any,
+    request: TokenCompletionRequest,
+    *,
+    version: int,
+    first_version: int,
+    adapter: bool = False,
 ) -> ChatResponse:
     """The response in an answer of either route.
 
-    `version` is stamped on everything where the server does not say which weights sampled what;
+    `version` is stamped on everything where the server does not say which weights sampled what,
+    and where an `adapter` did: the server's own names are then those of the weights below it.
     `first_version` is the number of the weights that the server was started with.
     """
     choices = answer.get("choices") if isinstance(answer, Mapping) else None
@@ -134,7 +140,9 @@ def read_answer(
         request.prompt_token_ids,
         tuple(ids),
         _logprobs(choice, ids) if request.returns.logprobs else None,
-        _spans(choice.get("weight_versions"), len(ids), version, first_version),
+        _adapter_span(choice.get("weight_versions"), len(ids), version)
+        if adapter
+        else _spans(choice.get("weight_versions"), len(ids), version, first_version),
         _kept(choice, len(ids)) if request.returns.kept_ids else None,
     )
     text = choice.get("text")
@@ -206,6 +214,17 @@ def _spans(found: Any, tokens: int, version: int, first_version: int) -> tuple[V
             f"the server's version spans {_excerpt(found)} do not cover {tokens} tokens once each"
         )
     return spans
+
+
+def _adapter_span(found: Any, tokens: int, version: int) -> tuple[VersionSpan, ...]:
+    """One span: a request keeps the adapter that it began with."""
+    below = {span.get("version") for span in found or ()}
+    if len(below) > 1:
+        raise InferenceError(
+            f"the weights below the adapter changed while it sampled ({sorted(map(str, below))}): "
+            "publish adapters or whole weights to a server, not both"
+        )
+    return (VersionSpan(0, tokens, version),) if tokens else ()
 
 
 def _kept(choice: Mapping[str, Any], tokens: int) -> tuple[tuple[int, ...], ...]:

@@ -331,16 +331,19 @@ async def _version(client: ChatClient) -> int:
 
 @asynccontextmanager
 async def _changed(model: nn.Module, publisher: PolicyPublisher) -> AsyncIterator[None]:
-    """Inside, every weight is a little different; afterwards each is what it was, to the bit.
+    """Inside, every weight that is trained is a little different; afterwards each is what it was,
+    to the bit.
 
     Enough for every log-prob to show it, and too little to ruin a trained model, whose log-probs
     would then hang on the last bit of bfloat16.
     """
-    saved = [(p, p.detach().clone()) for p in model.parameters()]
+    trained = [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
+    saved = [(p, p.detach().clone()) for p in trained]
     async with publisher.updating():
         with torch.no_grad():
             for parameter, old in saved:
-                parameter.add_(old.flip(0), alpha=0.02)
+                # Half of a new adapter is zero, and would stay so.
+                parameter.add_(old.flip(0) if old.any() else torch.ones_like(old), alpha=0.02)
     try:
         yield
     finally:

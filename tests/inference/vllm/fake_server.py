@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -32,6 +32,7 @@ class FakeVLLM:
     routes: tuple[str, ...] = ROUTES
     faults: dict[str, Handler] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
+    order: list[str] = field(default_factory=list)
     version: str = "default"
     paused: bool = False
     active: bool = False
@@ -41,6 +42,7 @@ class FakeVLLM:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.calls[request.path] += 1
+        self.order.append(request.path)
         if request.path in self.faults:
             found = self.faults[request.path](request)
             found = await found if asyncio.iscoroutine(found) else found
@@ -103,7 +105,7 @@ class FakeVLLM:
         return {"choices": [choice]}
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[FakeVLLM]:
+    async def serving(self) -> AsyncIterator[Self]:
         app = web.Application()
         app.router.add_route("*", "/{tail:.*}", self.answer)
         server = TestServer(app)
@@ -132,3 +134,10 @@ def failing(status: int, times: int = 10**9, **headers: str) -> Handler:
 async def hanging(_: web.Request) -> Any:
     """Never answers."""
     await asyncio.sleep(3600)
+
+
+def vanishing(request: web.Request) -> Any:
+    """Cuts the connection, as a server does that dies."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()

@@ -1,0 +1,69 @@
+"""What vLLM's workers say of the LoRA adapters that they hold; added by `--worker-extension-cls`.
+
+vLLM's own routes load an adapter and answer "success": nothing in that says what arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from ludic.distributed.checksums import checksums
+from ludic.distributed.vllm_plugin import ReceiptExtension
+
+
+class AdapterExtension(ReceiptExtension):
+    """Methods that `/collective_rpc` may call on a worker, those about adapters included."""
+
+    def ludic_adapter_limits(self) -> dict[str, Any]:
+        """Which adapters this worker takes; `enabled` is False where it takes none."""
+        manager = _manager(self)
+        if manager is None:
+            return {"enabled": False}
+        settings = manager.lora_config
+        return {
+            "enabled": True,
+            "max_rank": int(settings.max_lora_rank),
+            "max_loras": int(settings.max_loras),
+        }
+
+    def ludic_adapter_receipt(self) -> dict[str, Any]:
+        """Checksum, type and shape of every tensor of the adapter that was loaded last, and whether
+        it lies where a forward pass finds it."""
+        manager = _manager(self)
+        held = {} if manager is None else manager.list_adapters()
+        if manager is None or not held:
+            return {"error": "this worker holds no adapter"}
+        newest = max(held)  # the server counts them up
+        tensors = dict(_tensors(held[newest], manager.packed_modules))
+        sums = checksums(tensors.items())
+        return {
+            "active": newest in manager.lora_index_to_id,
+            "held": len(held),
+            "tensors": {
+                name: [str(sums[name]), str(tensor.dtype).split(".")[-1], list(tensor.shape)]
+                for name, tensor in tensors.items()
+            },
+        }
+
+
+def _manager(worker: Any) -> Any:
+    """vLLM's own record of a worker's adapters; None where it was started without any."""
+    lora = getattr(getattr(worker, "model_runner", None), "lora_manager", None)
+    return getattr(lora, "_adapter_manager", None)
+
+
+def _tensors(adapter: Any, packed: dict[str, list[str]]) -> Iterator[tuple[str, Tensor]]:
+    """The adapter's tensors under the trainer's names: what vLLM computes in one matrix (q, k and
+    v) is several there."""
+    for module, layer in adapter.loras.items():
+        several = isinstance(layer.lora_a, list)
+        names = packed.get(module, []) if several else [module]
+        for kind in ("lora_a", "lora_b"):
+            found = getattr(layer, kind)
+            for index, tensor in enumerate(found if several else [found]):
+                if tensor is not None:
+                    name = names[index] if index < len(names) else f"{module}.{index}"
+                    yield f"{name}.{'lora_A' if kind == 'lora_a' else 'lora_B'}", tensor
