@@ -130,6 +130,16 @@ async def test_a_server_without_our_extension_is_told_apart(
         await BroadcastPolicyPublisher(client).publish(WEIGHTS, 3)
 
 
+@pytest.mark.parametrize("path", ["/start_weight_update", "/update_weights"])
+async def test_a_server_with_a_transfer_of_its_own_is_named_with_the_remedy(
+    client: VLLMChatClient, fakes: Fakes, path: str
+) -> None:
+    fakes[1].faults |= {path: failing(500), "/collective_rpc": failing(500)}
+    with pytest.raises(PublishError, match=rf"{fakes[1].url} was started without.*ludic serve"):
+        await BroadcastPolicyPublisher(client).publish(WEIGHTS, 3)
+    assert len(client.in_rotation()) == 2
+
+
 async def test_a_server_that_hangs_meets_the_deadline_and_the_others_are_resumed(
     client: VLLMChatClient, fakes: Fakes
 ) -> None:

@@ -207,9 +207,22 @@ class ServerUpdate:
                 self.lose(f"it went away when it was to {what}: {exc}")
             elif self._was_out is not None:
                 self.lose(f"it was to be brought back, and did not {what}: {exc}")
-            else:
+            elif await self._has_our_engine():
                 raise
+            else:
+                raise ConfigError(
+                    f"{self.replica.url} was started without Ludic's side of a weight transfer, so "
+                    f"it cannot be updated: start it with `ludic serve`. It said: {exc}"
+                ) from exc
         return None
+
+    async def _has_our_engine(self) -> bool:
+        """Whether its workers can say what arrived."""
+        try:
+            answer = await self._ask("POST", "/collective_rpc", _RECEIPT, self.clean_up_s)
+            return all("tensors" in receipt for receipt in answer["results"])
+        except (InferenceError, DeadlineError, KeyError, TypeError):
+            return False
 
     async def _post(self, stage: str, path: str, body: Any = None) -> None:
         with self.stages.timed(stage):
