@@ -20,8 +20,8 @@ from torch import nn
 
 from ludic.cli.vllm_backend import save_for_vllm
 from ludic.distributed import AdapterWeights
-from ludic.distributed.adapter_folders import AdapterFolders, is_abandoned, remove_abandoned
-from ludic.distributed.adapter_weights import adapter_config, ranks
+from ludic.distributed.adapter.folders import AdapterFolders, is_abandoned, remove_abandoned
+from ludic.distributed.adapter.weights import adapter_config, ranks
 from ludic.distributed.weights import plain_name
 from ludic.errors import ConfigError
 from ludic.inference.tiny import tiny_model
@@ -142,7 +142,7 @@ def test_folders_are_private_and_gone_with_their_owner(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from ludic.distributed.adapter_folders import AdapterFolders;"
+        "import sys, time; from ludic.distributed.adapter.folders import AdapterFolders;"
         "f = AdapterFolders(sys.argv[1]); (f.path / 'v1').mkdir(); print('up', flush=True);"
         "time.sleep(300)"
     )

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ludic.distributed.interfaces import LazyWeights, PolicyPublisher, PublishReport, Weights
 
 if TYPE_CHECKING:
-    from ludic.distributed.adapter_publisher import AdapterPolicyPublisher
-    from ludic.distributed.adapter_weights import AdapterWeights
+    from ludic.distributed.adapter.publisher import AdapterPolicyPublisher
+    from ludic.distributed.adapter.weights import AdapterWeights
     from ludic.distributed.fsdp import init_mesh, load_sharded, meta_parameters, shard_policy
     from ludic.distributed.local import LocalPolicyPublisher, Rank0OnlyPublisher
     from ludic.distributed.publisher import BroadcastPolicyPublisher
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ludic.distributed.world import World
 
 _LAZY = {
-    "AdapterPolicyPublisher": "ludic.distributed.adapter_publisher",
-    "AdapterWeights": "ludic.distributed.adapter_weights",
+    "AdapterPolicyPublisher": "ludic.distributed.adapter.publisher",
+    "AdapterWeights": "ludic.distributed.adapter.weights",
     "BroadcastPolicyPublisher": "ludic.distributed.publisher",
     "LocalPolicyPublisher": "ludic.distributed.local",
     "ModelWeights": "ludic.distributed.weights",

@@ -17,7 +17,7 @@ def register() -> None:
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "ludic.distributed.vllm_engine", "LudicWeightTransferEngine"
+            BACKEND, "ludic.distributed.in_vllm.engine", "LudicWeightTransferEngine"
         )
 
 

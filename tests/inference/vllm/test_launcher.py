@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ludic.errors import ConfigError, InferenceError, MissingExtraError
-from ludic.inference import vllm_server
+from ludic.inference import vllm_flags, vllm_server
 from ludic.inference.vllm_server import (
     ServerSettings,
     VLLMBuild,
@@ -74,8 +74,8 @@ def test_the_entry_point_that_is_made_is_the_one_that_is_declared(repo_root: Pat
 
     project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
     declared = project["entry-points"]["vllm.general_plugins"]
-    assert f"ludic = {declared['ludic']}" == vllm_server.PLUGIN_ENTRY
-    module, name = vllm_server.WORKER_EXTENSION.rsplit(".", 1)
+    assert f"ludic = {declared['ludic']}" == vllm_flags.PLUGIN_ENTRY
+    module, name = vllm_flags.WORKER_EXTENSION.rsplit(".", 1)
     assert hasattr(importlib.import_module(module), name)
 
 
@@ -109,6 +109,23 @@ def test_a_server_that_ends_early_is_quoted(
     server = shell_server(tmp_path, "echo 'RuntimeError: no such model'; exit 3", monkeypatch)
     with pytest.raises(InferenceError, match=r"status 3(.|\n)*RuntimeError: no such model"), server:
         pass
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sessions share the processor on Linux only")
+def test_the_cpu_build_gives_way_to_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = shell_server(tmp_path, "sleep 300", monkeypatch)
+    server.start()
+    try:
+        assert server.process is not None
+        pid = server.process.pid
+        assert os.getpriority(os.PRIO_PROCESS, pid) >= os.getpriority(os.PRIO_PROCESS, 0) + 1
+        group = Path(f"/proc/{pid}/autogroup")
+        if group.is_file() and group.read_text().strip():
+            assert group.read_text().split()[-1] == "10"
+    finally:
+        server.stop()
 
 
 def test_stopping_ends_the_children_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ludic.distributed.adapter_folders import AdapterFolders
-from ludic.distributed.adapter_server import AdapterServer, Release
-from ludic.distributed.adapter_weights import AdapterWeights, adapter_config
+from ludic.distributed.adapter.folders import AdapterFolders
+from ludic.distributed.adapter.server import AdapterServer, Release
+from ludic.distributed.adapter.weights import AdapterWeights, adapter_config
 from ludic.distributed.canary import (
     MismatchBudget,
     canary_tokens,

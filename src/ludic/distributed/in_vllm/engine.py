@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ludic.distributed.broadcast_group import BroadcastGroup
 from ludic.distributed.checksums import checksums
+from ludic.distributed.in_vllm.plain_layers import why_rebuild
 from ludic.distributed.ipc_handles import open_tensors
-from ludic.distributed.plain_layers import why_rebuild
 from ludic.distributed.shared_memory import open_shared
 from ludic.errors import MissingExtraError
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ludic.distributed.adapter_folders import is_abandoned
-from ludic.distributed.adapter_weights import PREFIX
+from ludic.distributed.adapter.folders import is_abandoned
+from ludic.distributed.adapter.weights import PREFIX
 from ludic.distributed.checksums import checksums
 from ludic.errors import ConfigError, DeadlineError, InferenceError, LudicError, PublishError
 from ludic.inference.client import TokenCompletionRequest
