@@ -21,9 +21,9 @@ def checksums(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
     """A 64-bit checksum of each tensor's bytes, by name: its size in bytes plus Σ wᵢ·(2i+1) over
     its 8-byte words, mod 2⁶⁴, as a signed number.
 
-    A changed word always changes it, since odd numbers have inverses; exchanged words do, since
-    their factors differ. It tells accidents, not forgeries. A GPU sums many tensors at once, and
-    is waited for once.
+    A changed word always changes it, since odd numbers have inverses; two that are exchanged do,
+    since their factors differ, but for values that lie a large power of two apart. It tells
+    accidents, not forgeries. A GPU sums many tensors at once, and is waited for once.
     """
     found: dict[str, int] = {}
     elsewhere: dict[torch.device, dict[str, Tensor]] = {}

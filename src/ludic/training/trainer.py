@@ -96,6 +96,7 @@ class Trainer:
         self._checkpoints = Checkpointer(cfg.checkpoint, self.world) if cfg.checkpoint else None
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="ludic-train")
         self._ahead: asyncio.Task[SAWBatch] | None = None
+        self._saving_s = 0.0  # what the step before took to save: its own line came earlier
         self._states_before_ahead: dict[str, Any] | None = None
         self._goal = 0
         self._started = self._stopping = False
@@ -191,9 +192,6 @@ class Trainer:
             self.version += 1
             await self._publish()
         clock.lap("perf/publish_s")
-        if self._checkpoints and self.step % self._checkpoints.cfg.every == 0:
-            await self._save()
-        clock.lap("perf/checkpoint_s")
         metrics |= {
             "train/step": float(self.step),
             "train/version": float(self.version),
@@ -201,8 +199,13 @@ class Trainer:
             "train/nonfinite_steps": float(self.nonfinite_steps),
             **_batch_metrics(batch),
             **self.perf.metrics(batch, clock, passes=self.cfg.epochs),
+            "perf/checkpoint_s": self._saving_s,
         }
         self.log.write(metrics, step=self.step)
+        # After the line: a run that is killed in between takes the step again, and writes it again.
+        self._saving_s = 0.0
+        if self._checkpoints and self.step % self._checkpoints.cfg.every == 0:
+            await self._save()
         await self._evaluate()
         return metrics
 
@@ -302,6 +305,7 @@ class Trainer:
 
     async def _save(self) -> None:
         assert self._checkpoints is not None
+        clock = self.perf.clock()
         state = TrainerState(
             self.step,
             self.version,
@@ -310,6 +314,8 @@ class Trainer:
             self._states_before_ahead or self._states(),
         )
         await self._run(self._checkpoints.save, self.model, self.optimizer, state)
+        clock.lap("save")
+        self._saving_s = clock.elapsed
 
     def _resume(self) -> None:
         assert self._checkpoints is not None
