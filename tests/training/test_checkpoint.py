@@ -85,6 +85,22 @@ def test_the_sampler_has_the_resumed_weights_before_the_first_batch(tmp_path: Pa
     assert publisher.versions == [2, 3]
 
 
+def test_a_steps_line_is_on_disk_before_its_checkpoint(tmp_path: Path) -> None:
+    trainer = make(tmp_path, every=1)
+    checkpoints = trainer._checkpoints
+    assert checkpoints is not None
+    save, seen = checkpoints.save, []
+
+    def look_and_save(model: Any, optimizer: Any, state: Any) -> Any:
+        lines = next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()
+        seen.append((json.loads(lines[-1])["step"], state.step))
+        return save(model, optimizer, state)
+
+    checkpoints.save = look_and_save  # type: ignore[method-assign]
+    run(trainer, 3)
+    assert seen[:3] == [(1, 1), (2, 2), (3, 3)]
+
+
 def test_the_model_is_saved_as_transformers_loads_it(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     trained = run(trainer, 2)
