@@ -101,6 +101,25 @@ def test_a_steps_line_is_on_disk_before_its_checkpoint(tmp_path: Path) -> None:
     assert seen[:3] == [(1, 1), (2, 2), (3, 3)]
 
 
+def test_an_evaluations_line_is_on_disk_before_its_checkpoint(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    async def evaluate(step: int) -> dict[str, float]:
+        seen.append(sorted(path.name for path in (tmp_path / "ck").glob("step-*")))
+        return {"eval/score": float(step)}
+
+    trainer = make(tmp_path, every=1)
+    trainer = Trainer(
+        model=tiny_model(),
+        algo=reinforce(),
+        batch_source=SyntheticSource(),
+        evaluate=evaluate,
+        cfg=replace(trainer.cfg, eval_every=1),
+    )
+    run(trainer, 2)
+    assert seen == [[], ["step-00000001"]]
+
+
 def test_the_model_is_saved_as_transformers_loads_it(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     trained = run(trainer, 2)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -20,9 +19,7 @@ from torch import Tensor, nn
 
 from ludic.distributed.canary import (
     MismatchBudget,
-    canary_tokens,
     differences,
-    is_sharded,
     prompt_logprobs,
 )
 from ludic.distributed.interfaces import PublishReport, Weights
@@ -35,11 +32,11 @@ from ludic.distributed.planes import (
     Shipping,
     plane_for,
 )
+from ludic.distributed.server_publisher import ServerPublisher
 from ludic.distributed.server_update import CLEAN_UP_TIMEOUT_S, ServerUpdate, Stage
 from ludic.distributed.stages import Stages, together
 from ludic.distributed.trainer_checks import TrainerChecks
-from ludic.distributed.weights import ModelWeights
-from ludic.errors import ConfigError, DeadlineError, LudicError, PublishError
+from ludic.errors import ConfigError, LudicError, PublishError
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.inference.vllm_client import VLLMChatClient
@@ -48,7 +45,7 @@ from ludic.inference.vllm_replica import Replica, UnreachableError
 PlaneName = Literal["auto", "shared_memory", "ipc", "nccl", "gloo"]
 
 
-class BroadcastPolicyPublisher:
+class BroadcastPolicyPublisher(ServerPublisher):
     """Publishes to the servers of `client`, all of them, within `timeout_s`.
 
     Args:
@@ -61,8 +58,6 @@ class BroadcastPolicyPublisher:
         timeout_s: the deadline of a whole publish.
     """
 
-    shares_weights = False
-
     def __init__(
         self,
         client: VLLMChatClient,
@@ -73,48 +68,14 @@ class BroadcastPolicyPublisher:
         budget: MismatchBudget | None = None,
         timeout_s: float = 120.0,
     ) -> None:
-        if timeout_s <= 0:
-            raise ConfigError(f"BroadcastPolicyPublisher(timeout_s={timeout_s}): must be > 0")
-        self.client = client
-        self.timeout_s = timeout_s
-        self.budget = budget
-        self.canary = canary
-        self.canary_prompt = None if canary_prompt is None else tuple(canary_prompt)
-        self.version: int | None = None
+        super().__init__(
+            client,
+            canary=canary,
+            canary_prompt=canary_prompt,
+            budget=budget,
+            timeout_s=timeout_s,
+        )
         self._plane = _make_plane(plane)
-        self._lock = asyncio.Lock()
-        client.weight_sender = self.publish
-
-    @asynccontextmanager
-    async def updating(self) -> AsyncIterator[None]:
-        """The servers have a copy of their own: nothing needs to stop while the trainer steps."""
-        yield
-
-    async def publish(self, weights: Weights, version: int) -> PublishReport:
-        """Makes `weights` policy `version` on every server that answers.
-
-        Raises `PublishError` when the weights are wrong or no server could take them; servers that
-        did not answer are out of rotation and named in the report. The first publish may go to any
-        version (a checkpoint's); after that it never goes back.
-        """
-        if self.version is not None and version < self.version:
-            raise PublishError(
-                f"version {version} is older than {self.version}, which was published before: "
-                "versions never go back within a run"
-            )
-        began = time.perf_counter()
-        try:
-            async with asyncio.timeout(self.timeout_s), self._lock:
-                report = await self._publish(weights, version, began)
-        except TimeoutError as exc:
-            if isinstance(exc, DeadlineError):
-                raise
-            states = "; ".join(r.describe() for r in self.client.replicas)
-            raise DeadlineError(
-                f"the publish of version {version}", states, self.timeout_s
-            ) from exc
-        self.version = version
-        return report
 
     async def _publish(self, weights: Weights, version: int, began: float) -> PublishReport:
         stages = Stages()
@@ -212,23 +173,16 @@ class BroadcastPolicyPublisher:
             why = "; ".join(u.replica.describe() for u in updates)
             raise PublishError(f"version {version} was applied by no server: {why}")
 
-    def _canary_model(self, weights: Weights) -> nn.Module | None:
-        """The model that can score the canary, where there is one and it is wanted."""
-        model = weights.model if self.canary and isinstance(weights, ModelWeights) else None
-        return None if model is None or is_sharded(model) else model
-
     def _own_scores(self, model: nn.Module) -> list[float]:
-        if self.canary_prompt is None:
-            self.canary_prompt = canary_tokens(model)
-        return prompt_logprobs(model, self.canary_prompt)
+        return prompt_logprobs(model, self._prompt(model))
 
     async def _check_canary(
         self, model: nn.Module, ours: list[float], updates: list[ServerUpdate], version: int
     ) -> dict[str, Any]:
         """Compares the servers' scores with `ours`; one over the budget is out of rotation."""
         done = [u for u in updates if u.stage is Stage.DONE]
-        budget = self.budget or MismatchBudget.for_dtype(next(model.parameters()).dtype)
-        asked = [self._server_scores(u.replica, self.canary_prompt or ()) for u in done]
+        budget = self._budget(model)
+        asked = [self._server_scores(u.replica, self._prompt(model)) for u in done]
         answers = await asyncio.gather(
             *asked, *(u.look_back() for u in done), return_exceptions=True
         )

@@ -202,11 +202,11 @@ class Trainer:
             "perf/checkpoint_s": self._saving_s,
         }
         self.log.write(metrics, step=self.step)
-        # After the line: a run that is killed in between takes the step again, and writes it again.
+        await self._evaluate()
+        # Last of all: a run that is killed before takes the step again, with its lines.
         self._saving_s = 0.0
         if self._checkpoints and self.step % self._checkpoints.cfg.every == 0:
             await self._save()
-        await self._evaluate()
         return metrics
 
     def _clip(self, norm: float) -> float:

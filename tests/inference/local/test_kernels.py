@@ -177,6 +177,18 @@ async def test_an_engine_with_kernels_gives_the_logprobs_of_a_plain_pass(
     assert judged.info["prompt_logprobs"][1:] == pytest.approx(wanted, abs=2e-5)
 
 
+def test_without_a_compiler_the_engine_does_without_kernels(
+    kernels: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: torch.Tensor) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    cpu = torch.device("cpu")
+    assert build.can_launch(kernels, cpu)
+    assert not build.can_launch(SimpleNamespace(silu_times=fails), cpu)
+    assert "Failed to find C compiler" in caplog.text
+
+
 def test_a_lora_layer_is_called_as_it_is(kernels: ModuleType) -> None:
     from peft import LoraConfig, get_peft_model
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,12 @@ from ludic.distributed.adapter.server import AdapterServer, Release
 from ludic.distributed.adapter.weights import AdapterWeights, adapter_config
 from ludic.distributed.canary import (
     MismatchBudget,
-    canary_tokens,
     differences,
-    is_sharded,
     prompt_logprobs,
 )
 from ludic.distributed.checksums import not_finite
 from ludic.distributed.interfaces import PublishReport, Weights
+from ludic.distributed.server_publisher import ServerPublisher
 from ludic.distributed.stages import together
 from ludic.distributed.weights import ModelWeights
 from ludic.errors import ConfigError, DeadlineError, LudicError, PublishError
@@ -39,13 +37,15 @@ _LOOK_AGAIN_S = 0.02
 _CANARY_TOKENS = 4
 
 
-class AdapterPolicyPublisher:
+class AdapterPolicyPublisher(ServerPublisher):
     """Publishes the LoRA adapter of a PEFT model to the servers of `client`, within `timeout_s`.
 
     The servers need `--enable-lora` and what goes with it (`ludic serve --max-lora-rank R`), and
     the weights below the adapter as the trainer has them. An adapter that no request uses any
     more is unloaded, and its folder removed. Where a server holds as many as it can, because old
-    requests still run, a publish waits for them.
+    requests still run, a publish waits for them. It takes `ModelWeights` of a PEFT model, or
+    `AdapterWeights` and mappings made of it, and raises `ConfigError` for an adapter that a server
+    cannot take; after any failure every server goes on with the version before.
 
     Args:
         client: whose servers get the adapter, and are taken in and out of rotation.
@@ -59,8 +59,6 @@ class AdapterPolicyPublisher:
         timeout_s: the deadline of a whole publish.
     """
 
-    shares_weights = False
-
     def __init__(
         self,
         client: VLLMChatClient,
@@ -72,57 +70,24 @@ class AdapterPolicyPublisher:
         budget: MismatchBudget | None = None,
         timeout_s: float = 120.0,
     ) -> None:
-        for name, value, least in (("timeout_s", timeout_s, 0), ("max_loras", max_loras, 1)):
-            if not value > least:
-                raise ConfigError(f"AdapterPolicyPublisher({name}={value}): must be > {least}")
-        self.client = client
+        if max_loras < 2:
+            raise ConfigError(f"AdapterPolicyPublisher(max_loras={max_loras}): must be > 1")
+        super().__init__(
+            client,
+            canary=canary,
+            canary_prompt=canary_prompt,
+            budget=budget,
+            timeout_s=timeout_s,
+        )
         self.max_loras = max_loras
-        self.canary = canary
-        self.canary_prompt = None if canary_prompt is None else tuple(canary_prompt)
-        self.budget = budget
-        self.timeout_s = timeout_s
-        self.version: int | None = None
         self.folders = AdapterFolders(folder)
         self._current: Release | None = None
         self._old: dict[Replica, list[Serving]] = {r: [] for r in client.replicas}
         self._written: dict[str, Path] = {}
         self._idle: set[str] = set()
         self._tidying: asyncio.Task[None] | None = None
-        self._lock = asyncio.Lock()
         self._unloading = asyncio.Lock()
-        client.weight_sender = self.publish
         client.restore = self._restore
-
-    @asynccontextmanager
-    async def updating(self) -> AsyncIterator[None]:
-        """The servers have a copy of their own: nothing needs to stop while the trainer steps."""
-        yield
-
-    async def publish(self, weights: Weights, version: int) -> PublishReport:
-        """Makes the adapter of `weights` policy `version` on every server that answers.
-
-        Takes `ModelWeights` of a PEFT model, or `AdapterWeights` and mappings made of it. Raises
-        `ConfigError` for an adapter that a server cannot take, `PublishError` when it is wrong or
-        did not arrive: every server then goes on with the version before. The first publish may go
-        to any version (a checkpoint's); after that it never goes back.
-        """
-        if self.version is not None and version < self.version:
-            raise PublishError(
-                f"version {version} is older than {self.version}, which was published before: "
-                "versions never go back within a run"
-            )
-        began = time.perf_counter()
-        try:
-            async with asyncio.timeout(self.timeout_s), self._lock:
-                report = await self._publish(weights, version, began)
-        except TimeoutError as exc:
-            if isinstance(exc, DeadlineError):
-                raise
-            raise DeadlineError(
-                f"the publish of version {version}", self._states(), self.timeout_s
-            ) from exc
-        self.version = version
-        return report
 
     async def close(self) -> None:
         """Unloads what was published and removes its folders. The servers are left with their own
@@ -265,13 +230,11 @@ class AdapterPolicyPublisher:
 
     async def _check_canary(self, weights: Weights, servers: list[AdapterServer]) -> dict[str, Any]:
         """Has every server sample a little, and the trainer's module score it."""
-        model = weights.model if isinstance(weights, (ModelWeights, AdapterWeights)) else None
-        if not self.canary or model is None or is_sharded(model):
+        model = self._canary_model(weights)
+        if model is None:
             return {}
-        if self.canary_prompt is None:
-            self.canary_prompt = await asyncio.to_thread(canary_tokens, model)
-        prompt = self.canary_prompt
-        budget = self.budget or MismatchBudget.for_dtype(next(model.parameters()).dtype)
+        prompt = await asyncio.to_thread(self._prompt, model)
+        budget = self._budget(model)
         worst = (0.0, 0.0)
 
         async def check(server: AdapterServer) -> None:

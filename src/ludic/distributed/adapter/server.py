@@ -16,6 +16,7 @@ from torch import Tensor
 from ludic.distributed.adapter.folders import is_abandoned
 from ludic.distributed.adapter.weights import PREFIX
 from ludic.distributed.checksums import checksums
+from ludic.distributed.server_update import CLEAN_UP_TIMEOUT_S
 from ludic.errors import ConfigError, DeadlineError, InferenceError, LudicError, PublishError
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.sampling import SamplingConfig
@@ -23,7 +24,6 @@ from ludic.inference.vllm_client import VLLMChatClient
 from ludic.inference.vllm_replica import Replica, Serving, UnreachableError
 from ludic.types import TokenTrace
 
-CLEAN_UP_TIMEOUT_S = 10.0
 _OURS = re.compile(r"@\d+-[0-9a-f]{8}$")
 
 

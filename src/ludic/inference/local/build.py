@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -25,6 +26,7 @@ from ludic.inference.local.row_sizes import candidate_sizes, equal_row_sizes
 from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sequence
 
+_log = logging.getLogger("ludic.inference")
 _CPU_CACHE_BYTES = 256 << 20
 _GPU_CACHE_BYTES = 4 << 30
 _GPU_CONTEXT = 4096
@@ -135,7 +137,23 @@ def usable_kernels(shape: KVShape) -> ModuleType | None:
         from ludic.inference.local import kernels
     except ImportError:  # Triton comes with torch's CUDA builds on Linux, and with no other
         return None
-    return kernels
+    return kernels if can_launch(kernels, shape.device) else None
+
+
+def can_launch(kernels: Any, device: torch.device) -> bool:
+    """Whether a kernel can be compiled here: Triton needs a C compiler, which not all have."""
+    try:
+        one = torch.ones(1, device=device)
+        kernels.silu_times(one.clone(), one)
+    except Exception as exc:
+        _log.warning(
+            "Triton cannot compile a kernel here (%s: %s): the in-process engine works without "
+            "its own kernels, at about half the speed. It needs a C compiler, such as gcc",
+            type(exc).__name__,
+            exc,
+        )
+        return False
+    return True
 
 
 def _resolve(settings: EngineSettings, config: Any, device: torch.device) -> Resolved:

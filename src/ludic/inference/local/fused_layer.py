@@ -89,7 +89,8 @@ class FusedLayer(nn.Module):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         attention = self.self_attn
         modules = (attention.q_proj, attention.k_proj, attention.v_proj)
-        if x.shape[0] <= self.kernels.MAX_PROJECT_ROWS and _plain(*modules):
+        alike = _plain(*modules) and len({m.bias is None for m in modules}) == 1
+        if x.shape[0] <= self.kernels.MAX_PROJECT_ROWS and alike:
             weights = tuple(m.weight for m in modules)
             both = self.kernels.project(x, weights, tuple(m.bias for m in modules))
             parts = both.split([w.shape[0] for w in weights], dim=1)
