@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -34,7 +36,21 @@ def init_mesh(device: str | None = None, *, timeout_s: float = 1800.0) -> Device
     if not dist.is_initialized():
         backend = "nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    if kind == "cpu":
+        atexit.register(_leave_gloo)
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("ranks",))
+
+
+def _leave_gloo() -> None:
+    """Lets gloo's threads finish with Python before Python ends.
+
+    They drop the tensors of the last collective a moment after its caller goes on, and need the
+    interpreter for it; one that is already ending makes them abort the process. They live as long
+    as anything refers to their group, so destroying it is not enough.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    time.sleep(0.2)
 
 
 def shard_policy(policy: nn.Module, mesh: DeviceMesh) -> None:
