@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 
 from ludic.distributed.canary import MismatchBudget
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.inference.local import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
-from ludic.training.doctor import DoctorReport, DoctorRow, check_machine, run_doctor
+from ludic.training.doctor import DoctorReport, DoctorRow, MachineFact, check_machine, run_doctor
 
 
 async def test_an_engine_that_shares_the_module_agrees_with_it_in_every_row() -> None:
@@ -52,3 +56,17 @@ def test_the_machine_is_described_with_remedies_for_what_is_missing() -> None:
     assert "cores" in facts["machine"].found
     for fact in facts.values():
         assert (fact.found == "missing") == (fact.remedy is not None)
+
+
+def test_a_gpu_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("ludic.training.doctor._gpu", lambda: MachineFact("GPU", "one"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    (fact,) = [fact for fact in check_machine() if fact.name == "C compiler"]
+    assert fact.found == "missing"
+    assert fact.remedy is not None
+    assert "install gcc" in fact.remedy
+    assert f"CC={tmp_path}/none" in fact.remedy
+    monkeypatch.setenv("CC", sys.executable)
+    (fact,) = [fact for fact in check_machine() if fact.name == "C compiler"]
+    assert (fact.found, fact.remedy) == (sys.executable, None)

@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shutil
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -242,6 +243,8 @@ def check_machine() -> list[MachineFact]:
     for name in ("ludic-rl", "torch", "transformers"):
         facts.append(MachineFact(name, _installed(name) or "not installed"))
     facts.append(_gpu())
+    if torch.cuda.is_available():
+        facts.append(_compiler())
     for package, extra in _EXTRAS.items():
         version = _installed(package)
         if package == "vllm" and version is None:
@@ -261,6 +264,16 @@ def _gpu() -> MachineFact:
     return MachineFact(
         "GPU", "; ".join(f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for p in found)
     )
+
+
+def _compiler() -> MachineFact:
+    """Triton and torch.compile need one to launch their kernels on a GPU."""
+    named = os.environ.get("CC")
+    found = shutil.which(named) if named else shutil.which("clang") or shutil.which("gcc")
+    if found:
+        return MachineFact("C compiler", found)
+    remedy = "install gcc, or let CC name one: training on a GPU compiles its kernels with it"
+    return MachineFact("C compiler", "missing", remedy + (f" (CC={named})" if named else ""))
 
 
 def _vllm() -> MachineFact:
