@@ -23,6 +23,7 @@ from ludic.errors import ConfigError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
 from ludic.inference.vllm_server import ServerSettings, VLLMServer, free_port
+from ludic.training.model_loading import no_progress_bar
 
 
 async def open_vllm(
@@ -65,7 +66,8 @@ def _start(
     where = Path(tempfile.mkdtemp(prefix="ludic-vllm-")) if folder is None else folder / "vllm"
     where.mkdir(parents=True, exist_ok=True)
     adapter = config.inference.publish_lora == "adapter"
-    save_for_vllm(model, where, merged=not adapter)
+    with no_progress_bar():
+        save_for_vllm(model, where, merged=not adapter)
     tokenizer.save_pretrained(where)
     lora = config.model.lora
     settings = ServerSettings(

@@ -36,14 +36,15 @@ def save_model(model: nn.Module, world: World) -> Callable[[Path], None]:
         save: Any = getattr(model, "save_pretrained", None)
         if save is None:
             raise CheckpointError(f"{type(model).__name__} has no save_pretrained")
-        with _no_progress_bar():
+        with no_progress_bar():
             save(str(folder), state_dict=state)
 
     return write
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
+    """Inside, transformers saves without drawing on the terminal."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
