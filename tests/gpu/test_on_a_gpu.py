@@ -1,6 +1,7 @@
 """The parts that run other code on a GPU: graphs, packed kernels, fused log-probs, bfloat16."""
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from ludic.saw import make_batch
 from ludic.saw.items import SampleAttachments, SAWItem, TurnSpan
 from ludic.training import RolloutBatchSource, Trainer, TrainerConfig, make_grpo, make_reinforce
 from ludic.training.attention import AttentionKind
+from ludic.training.config import CheckpointConfig
 from ludic.training.logprobs import token_logprobs
 from ludic.training.packing import lay_out, pack
 from ludic.training.policy import Policy
@@ -199,3 +201,36 @@ async def test_a_step_moves_bfloat16_weights_by_their_float32_masters() -> None:
         master = trainer.optimizer.masters[name]
         assert master.dtype is torch.float32
         assert torch.equal(master.to(torch.bfloat16), parameter.data)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    batch = make_batch(items(8))
+
+    class Source:
+        async def next_batch(self):  # type: ignore[no-untyped-def]
+            return batch
+
+    async def train(folder: Path, steps: int) -> dict[str, torch.Tensor]:
+        model = tiny_model(hidden_size=64).to("cuda", dtype)
+        trainer = Trainer(
+            model=model,
+            algo=make_reinforce(),
+            batch_source=Source(),
+            cfg=TrainerConfig(
+                learning_rate=1e-3,
+                run_dir=folder,
+                checkpoint=CheckpointConfig(folder / "checkpoints", every=2),
+            ),
+        )
+        await trainer.train(steps)
+        trainer.close()
+        return {name: p.detach() for name, p in model.named_parameters()}
+
+    straight = await train(tmp_path / "straight", 4)
+    await train(tmp_path / "stopped", 2)
+    resumed = await train(tmp_path / "stopped", 4)
+    for name, weight in straight.items():
+        torch.testing.assert_close(resumed[name], weight)

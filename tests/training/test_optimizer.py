@@ -197,3 +197,16 @@ def test_modules_that_an_adapter_trains_whole_are_published_by_their_own_name() 
     published = dict(ModelWeights(model))
     assert published.keys() == {n for n, _ in tiny_model().named_parameters()}
     assert torch.equal(published["model.norm.weight"], saved)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_loaded_counts_of_steps_are_where_the_step_looks_for_them(fused: bool) -> None:
+    weight = torch.nn.Parameter(torch.empty(2, 2, device="meta"))  # stands for one on a GPU
+    optimizer = MasterAdamW([("w", weight)], TrainerConfig())
+    optimizer._fused = fused
+    zeros = torch.zeros(2, 2)
+    optimizer.load_state_dict(
+        {"w/step": torch.tensor(3.0), "w/exp_avg": zeros, "w/exp_avg_sq": zeros}
+    )
+    step = optimizer._adam.state[weight]["step"]
+    assert step.device.type == ("meta" if fused else "cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from ludic.saw.items import BatchCounts
 from ludic.training.perf import Clock, ModelFlops
-from ludic.training.stats import StatBuffer, extreme, named, policy_stats, total
+from ludic.training.stats import StatBuffer, extreme, named, over_steps, policy_stats, total
 from ludic.training.types import LossBatch, Stat, TokenLogProbs
 
 
@@ -73,7 +74,7 @@ def test_mismatch_is_measured_before_any_clipping() -> None:
         versions=torch.tensor([5, 4, 2]),
     )
     buffer = StatBuffer()
-    buffer.add(policy_stats(TokenLogProbs(logprobs), batch, 5, fresh=True))
+    buffer.add(policy_stats(TokenLogProbs(logprobs), batch, 5))
     found = buffer.reduce()
     assert found["train/mismatch_abs"] == pytest.approx(10.5 / 3)
     assert found["train/mismatch_max"] == 10.0
@@ -81,7 +82,22 @@ def test_mismatch_is_measured_before_any_clipping() -> None:
     assert found["train/mismatch_ratio"] == pytest.approx((1 + math.exp(0.5) + math.exp(10)) / 3)
     assert found["train/staleness"] == pytest.approx(4 / 3)
     assert found["train/staleness_max"] == 3.0
-    assert "mismatch_abs" not in policy_stats(TokenLogProbs(logprobs), batch, 5, fresh=False)
+    # After the first of several steps, the policy is no longer the one that the update began with.
+    began = replace(batch, proximal_logprobs=torch.tensor([-1.0, -2.0, -12.0]))
+    buffer.add(policy_stats(TokenLogProbs(logprobs - 5.0), began, 5))
+    assert buffer.reduce()["train/mismatch_abs"] == pytest.approx(1.5 / 3)
+
+
+def test_several_steps_give_one_line() -> None:
+    first = {"train/loss": 1.0, "train/staleness_max": 3.0, "train/lag_min": 1.0, "train/once": 2.0}
+    second = {"train/loss": 2.0, "train/staleness_max": 5.0, "train/lag_min": 0.0}
+    assert over_steps([first, second]) == {
+        "train/loss": 1.5,
+        "train/staleness_max": 5.0,
+        "train/lag_min": 0.0,
+        "train/once": 2.0,
+    }
+    assert math.isnan(over_steps([first, {"train/loss": math.nan}])["train/loss"])
 
 
 def test_operations_are_six_per_parameter_used_and_attention() -> None:

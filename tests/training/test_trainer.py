@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from ludic.distributed.interfaces import PublishReport, Weights
 from ludic.errors import (
     BatchError,
     ConfigError,
@@ -115,6 +116,52 @@ async def test_the_example_loop_publishes_every_version_once(tmp_path: Path) -> 
     for name, parameter in trainer.model.named_parameters():
         assert torch.equal(last[name], parameter)
     trainer.close()
+
+
+async def test_steps_taken_one_by_one_do_not_count_against_those_asked_for(tmp_path: Path) -> None:
+    trainer = Trainer(
+        model=tiny_model(), algo=reinforce(), batch_source=SyntheticSource(), cfg=config(tmp_path)
+    )
+    await trainer.train_step()
+    await trainer.train_step()
+    await trainer.train(num_steps=2)
+    assert trainer.step == 4
+    trainer.source = Ended()
+    await trainer.train()
+    assert trainer.step == 6
+    trainer.source = SyntheticSource()
+    await trainer.train(num_steps=1)
+    assert trainer.step == 7
+    trainer.close()
+
+
+class Losing(RecordingPublisher):
+    """Says that a server was lost at version 1, and is back at version 3."""
+
+    async def publish(self, weights: Weights, version: int) -> PublishReport:
+        lost = {"http://b": "it died while its weights were written"} if version in (1, 2) else {}
+        return PublishReport(version, 0.0, details={"lost": lost, "stall_s": 0.25})
+
+
+async def test_servers_that_a_publish_lost_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = Trainer(
+        model=tiny_model(),
+        algo=reinforce(),
+        batch_source=SyntheticSource(),
+        publisher=Losing(),
+        cfg=config(tmp_path),
+    )
+    with caplog.at_level("WARNING", logger="ludic"):
+        metrics = [await trainer.train_step() for _ in range(3)]
+    trainer.close()
+    assert [m["perf/servers_lost"] for m in metrics] == [1.0, 1.0, 0.0]
+    assert metrics[0]["perf/publish_stall_s"] == 0.25
+    first, second = caplog.messages
+    assert "version 1 is without http://b" in first
+    assert "it died while its weights were written" in first
+    assert second == "version 3: http://b is back in rotation"
 
 
 def test_a_running_loop_is_told_to_await(tmp_path: Path) -> None:
@@ -267,6 +314,10 @@ def test_several_updates_per_batch_see_proximal_logprobs_of_its_beginning(tmp_pa
     assert not torch.allclose(last.proximal_logprobs, last_policy.logprobs.float(), atol=1e-3)
     per_epoch = [sum(b.counts.rollouts for _, b in loss.seen[i : i + 3]) for i in (0, 3)]
     assert per_epoch == [6, 6]
+    (line,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    gaps = [(b.proximal_logprobs - b.behavior_logprobs).abs() for _, b in loss.seen]  # type: ignore[operator]
+    assert line["train/mismatch_abs"] == pytest.approx(np.mean([float(g.mean()) for g in gaps]))
+    assert line["train/mismatch_max"] == pytest.approx(max(float(g.max()) for g in gaps))
 
 
 class Poisoned:

@@ -87,9 +87,7 @@ def calibrate(
         torch.cuda.reset_peak_memory_stats(device)
         fits = True
         try:
-            passes.accumulate(
-                lay_out(batch), optimizer, StatBuffer(), version=0, proximal=None, fresh=True
-            )
+            passes.accumulate(lay_out(batch), optimizer, StatBuffer(), version=0, proximal=None)
             optimizer.step(0.0)  # makes room for the moments; a rate of 0 moves nothing
         except OutOfMemoryError:
             fits = False

@@ -122,6 +122,8 @@ class Checkpointer:
         if self.world.leads:
             try:
                 self._complete(temporary, name, described, fingerprint, state)
+            except CheckpointError as exc:
+                error = exc
             except OSError as exc:
                 error = self._unwritable(temporary, exc)
         self.world.agree(error)
@@ -165,9 +167,11 @@ class Checkpointer:
         os.replace(temporary, target)
         _sync_folder(self.folder)
         self._point_at(name)
-        self._prune()
+        self._prune(name)
 
-    def _prune(self) -> None:
+    def _prune(self, newest: str) -> None:
+        for later in [p for p in self.complete() if p.name > newest]:
+            self._set_aside(later, "superseded")  # `latest` was moved back: of another course
         for old in self.complete()[: -self.cfg.keep]:
             # Renamed first: a kill in the middle must not leave half of one under its name.
             doomed = self.folder / f"{_TEMPORARY}{old.name}"
@@ -203,6 +207,8 @@ class Checkpointer:
             for left in self.folder.glob(f"{_TEMPORARY}*"):
                 shutil.rmtree(left, ignore_errors=True)
         if not self.cfg.resume:
+            if self.world.leads:
+                self._start_over()
             return None
         whole, error = None, None
         damaged: dict[Path, DamagedCheckpointError] = {}
@@ -221,10 +227,17 @@ class Checkpointer:
         if damaged:
             self._point_at(name)
         for passed, why in damaged.items():
-            kept = self._set_aside(passed)
+            kept = self._set_aside(passed, "damaged")
             _log.warning("%s; %s. Resuming from step %d instead", why, kept, state.step)
         self.last_step = state.step
         return state
+
+    def _start_over(self) -> None:
+        """Keeps what an earlier run left under other names: it is no part of this one."""
+        (self.folder / "latest").unlink(missing_ok=True)
+        for earlier in sorted(p for p in self.folder.glob("step-*") if p.is_dir()):
+            kept = self._set_aside(earlier, "superseded")
+            _log.warning("resume is off and %s is of an earlier run: %s", earlier, kept)
 
     def _newest_whole(
         self, damaged: dict[Path, DamagedCheckpointError]
@@ -246,18 +259,18 @@ class Checkpointer:
             )
         return None
 
-    def _set_aside(self, path: Path) -> str:
-        """Renames a damaged checkpoint, so that no later one of its step takes its place."""
+    def _set_aside(self, path: Path, why: str) -> str:
+        """Renames a checkpoint, so that no later one of its step takes its place."""
         if not path.exists():
             return "nothing is left of it"
-        kept = path.with_name(f"damaged-{path.name}")
+        kept = path.with_name(f"{why}-{path.name}")
         number = 2
         while kept.exists():
-            kept, number = path.with_name(f"damaged-{path.name}-{number}"), number + 1
+            kept, number = path.with_name(f"{why}-{path.name}-{number}"), number + 1
         try:
             os.replace(path, kept)
         except OSError as exc:
-            raise CheckpointError(f"cannot rename the damaged {path} to {kept}: {exc}") from exc
+            raise CheckpointError(f"cannot rename the {why} {path} to {kept}: {exc}") from exc
         return f"it is kept as {kept.name}"
 
     def _point_at(self, name: str) -> None:

@@ -38,6 +38,7 @@ class MasterAdamW:
         ]
         matrices = [m for m in self.masters.values() if m.ndim >= 2]
         vectors = [m for m in self.masters.values() if m.ndim < 2]
+        self._fused = next(iter(self.masters.values())).device.type == "cuda"
         self._adam = torch.optim.AdamW(
             [
                 {"params": matrices, "weight_decay": cfg.weight_decay},
@@ -46,7 +47,7 @@ class MasterAdamW:
             lr=cfg.learning_rate,
             betas=cfg.betas,
             eps=cfg.eps,
-            fused=next(iter(self.masters.values())).device.type == "cuda" or None,
+            fused=self._fused or None,
         )
 
     @torch.no_grad()
@@ -111,7 +112,9 @@ class MasterAdamW:
             if f"{name}/step" not in state:
                 continue
             own = self._adam.state[master]
-            own["step"] = state[f"{name}/step"].clone()
+            # A fused step counts on the device, the others on the CPU.
+            where = master.device if self._fused else torch.device("cpu")
+            own["step"] = state[f"{name}/step"].to(where, copy=True)
             for key in _MOMENTS:
                 own[key] = torch.zeros_like(master)
                 own[key].copy_(state[f"{name}/{key}"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,16 @@ class StatBuffer:
         return result
 
 
+def over_steps(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One line for several optimizer steps: extremes stay extremes, all else is averaged."""
+    joined: dict[str, float] = {}
+    for name in dict.fromkeys(name for line in lines for name in line):
+        values = [line[name] for line in lines if name in line]
+        how = {"max": max, "min": min}.get(name.rpartition("_")[2], fmean)
+        joined[name] = float(how(values))
+    return joined
+
+
 def _detached(stat: Stat, counted: bool) -> Stat:
     total, weight = (t.detach().reshape(()).double() for t in (stat.total, stat.weight))
     if not counted:
@@ -95,11 +106,9 @@ def extreme(values: Tensor, how: str) -> Stat:
     return Stat(worst, torch.ones_like(worst), "max" if how == "max" else "min")
 
 
-def policy_stats(
-    policy: TokenLogProbs, batch: LossBatch, version: int, *, fresh: bool
-) -> dict[str, Stat]:
+def policy_stats(policy: TokenLogProbs, batch: LossBatch, version: int) -> dict[str, Stat]:
     """What every algorithm is told: entropy, staleness, and how far the log-probs recomputed at
-    the start of an update (`fresh`) are from those that the sampler reported, before clipping."""
+    the start of an update are from those that the sampler reported, before clipping."""
     stats: dict[str, Stat] = {}
     if policy.entropy is not None:
         stats["entropy"] = Stat.mean(policy.entropy)
@@ -107,8 +116,10 @@ def policy_stats(
         staleness = (version - batch.versions).float()
         stats["staleness"] = Stat.mean(staleness)
         stats["staleness_max"] = extreme(staleness, "max")
-    if fresh and batch.behavior_logprobs is not None:
-        gap = policy.logprobs.detach() - batch.behavior_logprobs
+    if batch.behavior_logprobs is not None:
+        # Where an update has several steps, only the proximal log-probs are from its start.
+        ours = batch.proximal_logprobs
+        gap = (policy.logprobs.detach() if ours is None else ours) - batch.behavior_logprobs
         stats["mismatch_abs"] = Stat.mean(gap.abs())
         stats["mismatch_max"] = extreme(gap.abs(), "max")
         stats["mismatch_kl"] = Stat.mean(-gap)

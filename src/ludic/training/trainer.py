@@ -27,8 +27,9 @@ from ludic.training.loggers import Logger, MetricLog
 from ludic.training.optimizer import MasterAdamW
 from ludic.training.perf import PerfMeter
 from ludic.training.policy import Policy, attention_cost, check_split
+from ludic.training.publish_log import PublishLog
 from ludic.training.schedule import curve, describe_change, learning_rate
-from ludic.training.stats import StatBuffer
+from ludic.training.stats import StatBuffer, over_steps
 from ludic.training.types import BatchSource, Stateful
 from ludic.training.update import Passes, mean_kl, mini_batches, pick, score_batch
 
@@ -94,11 +95,13 @@ class Trainer:
         self.perf = PerfMeter(model, self.world)
         self._stateful = dict(stateful or {}) | _stateful_parts(algo, batch_source)
         self._checkpoints = Checkpointer(cfg.checkpoint, self.world) if cfg.checkpoint else None
+        self._publish_log = PublishLog()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="ludic-train")
         self._ahead: asyncio.Task[SAWBatch] | None = None
         self._saving_s = 0.0  # what the step before took to save: its own line came earlier
         self._states_before_ahead: dict[str, Any] | None = None
-        self._goal = 0
+        self._asked = self._taken = 0  # steps, in this process; a resumed one may be ahead
+        self._goal: int | None = 0
         self._started = self._stopping = False
 
     def train_sync(self, num_steps: int | None = None) -> None:
@@ -117,10 +120,11 @@ class Trainer:
         where it was, and trains as many steps in all as one that was never interrupted.
         """
         await self.start()
-        self._goal = self._goal + num_steps if num_steps is not None else -1
+        self._asked = max(self._asked, self._taken) + (num_steps or 0)
+        self._goal = self._asked if num_steps is not None else None
         try:
             with suppress(StopAsyncIteration):  # the source has no more to give
-                while not self._stopping and (self._goal < 0 or self.step < self._goal):
+                while not self._stopping and (self._goal is None or self.step < self._goal):
                     await self.train_step()
             if self._checkpoints and self._checkpoints.last_step != self.step:
                 await self._save()
@@ -148,15 +152,15 @@ class Trainer:
         clock = self.perf.clock()
         batch = await self._next_batch()
         clock.lap("perf/wait_for_batch_s")
-        last = self.cfg.overlap and self._goal >= 0 and self.step + 1 >= self._goal
+        last = self._goal is not None and self.step + 1 >= self._goal
         if self.cfg.overlap and not last:
             self._sample_ahead()
         parts = await self._run(mini_batches, batch, self.cfg, step=self.step)
         several, watched = len(parts) > 1, self.algo.watches_drift
         before = await self._run(score_batch, self.passes, batch) if several or watched else None
-        stats, metrics, stepped = StatBuffer(), Metrics(), False
+        stats, lines, stepped = StatBuffer(), list[Metrics](), False
         rate = learning_rate(self.cfg, self.step)
-        for index, part in enumerate(parts):
+        for part in parts:
             clock.lap("perf/other_s")
             accumulate = functools.partial(
                 self.passes.accumulate,
@@ -165,32 +169,33 @@ class Trainer:
                 stats,
                 version=self.version,
                 proximal=pick(before, part.members) if several else None,
-                fresh=index == 0,
             )
             await self._run(accumulate)
             norm = await self._run(self.optimizer.gradient_norm)
-            metrics = await self._run(stats.reduce, self.world.group, norm)
+            line = await self._run(stats.reduce, self.world.group, norm)
+            lines.append(line)
             clock.lap("perf/forward_backward_s")
-            if not all(map(math.isfinite, (metrics["train/loss"], metrics["train/grad_norm"]))):
-                self._skip(batch, metrics)
+            if not all(map(math.isfinite, (line["train/loss"], line["train/grad_norm"]))):
+                self._skip(batch, line)
                 continue
             if not stepped and getattr(self.publisher, "shares_weights", False):
                 await self._sampled_ahead()  # the next batch belongs to the present policy
             async with self._updating():
-                await self._run(self.optimizer.step, rate, self._clip(metrics["train/grad_norm"]))
+                await self._run(self.optimizer.step, rate, self._clip(line["train/grad_norm"]))
             stepped = True
             clock.lap("perf/optimizer_s")
         await self._sampled_ahead()
         clock.lap("perf/wait_for_next_batch_s")
+        metrics = over_steps(lines)
         if stepped and watched and before is not None:
             # Not earlier: a batch sampled ahead is of the policy from before this update.
             after = await self._run(score_batch, self.passes, batch)
             metrics["train/update_kl"] = mean_kl(before, after)
             self.algo.observe_drift(metrics["train/update_kl"])
-        self.step += 1
+        self.step, self._taken = self.step + 1, self._taken + 1
         if stepped:
             self.version += 1
-            await self._publish()
+            metrics |= await self._publish()
         clock.lap("perf/publish_s")
         metrics |= {
             "train/step": float(self.step),
@@ -285,14 +290,16 @@ class Trainer:
     def _updating(self) -> AbstractAsyncContextManager[None]:
         return self.publisher.updating() if self.publisher is not None else nullcontext()
 
-    async def _publish(self) -> None:
-        if self.publisher is not None:
-            await self._bounded(
-                self.publisher.publish(ModelWeights(self.model), self.version),
-                f"the publish of version {self.version}",
-                type(self.publisher).__name__,
-                self.cfg.publish_timeout_s,
-            )
+    async def _publish(self) -> Metrics:
+        if self.publisher is None:
+            return {}
+        report = await self._bounded(
+            self.publisher.publish(ModelWeights(self.model), self.version),
+            f"the publish of version {self.version}",
+            type(self.publisher).__name__,
+            self.cfg.publish_timeout_s,
+        )
+        return self._publish_log.take(report)
 
     async def _evaluate(self) -> None:
         if self.evaluate and self.cfg.eval_every and self.step % self.cfg.eval_every == 0:
@@ -321,6 +328,8 @@ class Trainer:
         assert self._checkpoints is not None
         state = self._checkpoints.resume(self.model, self.optimizer)
         if state is None:
+            if self._checkpoints.cfg.resume:  # killed before its first checkpoint
+                self.log.rewind(0)
             return
         self.step, self.version = state.step, state.version
         self.nonfinite_steps = state.nonfinite_steps

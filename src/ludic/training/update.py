@@ -60,13 +60,12 @@ class Passes:
         *,
         version: int,
         proximal: Scores | None,
-        fresh: bool,
     ) -> None:
         """Adds the batch's gradient to the optimizer, one micro-batch after another."""
         for indices, counted in self.plan(layout):
             micro = pack(layout, indices, proximal_logprobs=proximal).to(self.world.device)
             try:
-                self._one(micro, counted, optimizer, stats, version, fresh)
+                self._one(micro, counted, optimizer, stats, version)
             except torch.OutOfMemoryError as exc:
                 raise self._out_of_memory(micro) from exc
             except RuntimeError as exc:
@@ -81,7 +80,6 @@ class Passes:
         optimizer: MasterAdamW,
         stats: StatBuffer,
         version: int,
-        fresh: bool,
     ) -> None:
         scored = self.policy.score(micro, entropy=True, logits=self.loss.needs_logits)
         loss, loss_stats = self.loss.compute(scored, micro.loss)
@@ -89,7 +87,7 @@ class Passes:
         (loss * (self.world.size if counted else 0)).backward()  # type: ignore[no-untyped-call]
         optimizer.accumulate()
         own: dict[str, Stat] = {"loss": total(loss.detach())}
-        own |= policy_stats(scored, micro.loss, version, fresh=fresh)
+        own |= policy_stats(scored, micro.loss, version)
         stats.add(own | dict(loss_stats), counted=counted)
 
     def _out_of_memory(self, micro: MicroBatch) -> OutOfMemoryError:
