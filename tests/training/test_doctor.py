@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ludic.distributed.canary import MismatchBudget
+from ludic.distributed.interfaces import PublishReport, Weights
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.inference.local import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
-from ludic.training.doctor import DoctorReport, DoctorRow, MachineFact, check_machine, run_doctor
+from ludic.training.doctor import (
+    DoctorReport,
+    DoctorRow,
+    MachineFact,
+    _Checkup,
+    check_machine,
+    run_doctor,
+)
 
 
 async def test_an_engine_that_shares_the_module_agrees_with_it_in_every_row() -> None:
@@ -70,3 +79,32 @@ def test_a_gpu_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("CC", sys.executable)
     (fact,) = [fact for fact in check_machine() if fact.name == "C compiler"]
     assert (fact.found, fact.remedy) == (sys.executable, None)
+
+
+async def test_servers_get_their_weights_back_when_the_checkup_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    published: list[bool] = []
+
+    class Publisher(LocalPolicyPublisher):
+        async def publish(self, weights: Weights, version: int) -> PublishReport:
+            same = (torch.equal(p, before[n]) for n, p in model.named_parameters())
+            published.append(all(same))
+            return await super().publish(weights, version)
+
+    async def failing(self: _Checkup, setting: str, *args: Any, **kwargs: Any) -> DoctorRow:
+        if "changed" in setting:
+            raise RuntimeError("the server went away")
+        return await compare(self, setting, *args, **kwargs)
+
+    compare = _Checkup.compare
+    monkeypatch.setattr(_Checkup, "compare", failing)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    async with LocalChatClient(model, tokenizer, max_slots=4) as client:
+        publisher = Publisher(client)
+        with pytest.raises(RuntimeError, match="went away"):
+            await run_doctor(
+                model, tokenizer, client, publisher=publisher, requests=2, max_tokens=2
+            )
+    assert published == [False, True]

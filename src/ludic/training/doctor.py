@@ -155,12 +155,14 @@ async def run_doctor(
     rows.append(await checkup.packed_against_single())
     if publisher is not None:
         first = await _version(client)
-        async with _changed(model, publisher):
-            await publisher.publish(ModelWeights(model), first + 1)
-            rows.append(
-                await checkup.compare("after a publish of changed weights", SamplingConfig())
-            )
-        await publisher.publish(ModelWeights(model), first + 2)
+        try:
+            async with _changed(model, publisher):
+                await publisher.publish(ModelWeights(model), first + 1)
+                rows.append(
+                    await checkup.compare("after a publish of changed weights", SamplingConfig())
+                )
+        finally:  # whatever happened, servers that others use get their weights back
+            await asyncio.shield(publisher.publish(ModelWeights(model), first + 2))
         rows.append(await checkup.compare("after a publish of the old ones", SamplingConfig()))
     return DoctorReport(tuple(rows))
 
