@@ -16,10 +16,10 @@ PREFIX = "base_model.model."
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 
 # Settings of PEFT that change what an adapter computes, or what is trained beside it.
+_MERGEABLE = ("modules_to_save", "lora_bias")
 _REFUSED = (
-    "modules_to_save",
+    *_MERGEABLE,
     "use_dora",
-    "lora_bias",
     "target_parameters",
     "trainable_token_indices",
     "layer_replication",
@@ -135,8 +135,13 @@ def _check_settings(settings: Any) -> None:
         raise _refusal(f"a PEFT adapter of the kind {kind}")
     for name in _REFUSED:
         value = getattr(settings, name, None)
-        if value:
+        if value and name in _MERGEABLE:
             raise _refusal(f"LoraConfig({name}={value!r})")
+        if value:
+            raise ConfigError(
+                f"LoraConfig({name}={value!r}): no server can be given that, as an adapter or "
+                "merged: train without it"
+            )
     if settings.bias != "none":
         raise _refusal(f"LoraConfig(bias={settings.bias!r})")
     start = settings.init_lora_weights
