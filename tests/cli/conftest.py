@@ -129,7 +129,7 @@ def ludic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ludic]:
 
     yield run
     sys.path[:] = before
-    here = str(tmp_path)
+    here = str(tmp_path.parent)  # the finished run beside it has modules of the same names
     for name, module in list(sys.modules.items()):
         if (getattr(module, "__file__", None) or "").startswith(here):
             del sys.modules[name]

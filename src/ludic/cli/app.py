@@ -50,7 +50,7 @@ def sft(run: Run, overrides: Overrides = None, out: Out = None, dry_run: DryRun 
     from ludic.cli.train import train as start
 
     settings = [*(overrides or []), "training.steps=0"]
-    start(run, settings, out=out, resume=None, dry_run=dry_run)
+    start(run, settings, out=out, resume=None, dry_run=dry_run, only_sft=True)
 
 
 @app.command("eval")
@@ -63,7 +63,7 @@ def evaluate(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the report here, as JSON.")] = None,
     pass_at: Annotated[
-        list[int] | None, typer.Option(help="Also pass@k, for this k; may be repeated.")
+        list[int] | None, typer.Option(min=1, help="Also pass@k, for this k; may be repeated.")
     ] = None,
 ) -> None:
     """Play held-out episodes and report rates with intervals, or compare two reports."""

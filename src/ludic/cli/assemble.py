@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,13 +16,14 @@ from torch import nn
 from ludic.cli.run_file import ModelSection, RunConfig
 from ludic.distributed import PolicyPublisher
 from ludic.distributed.local import LocalPolicyPublisher
-from ludic.errors import ConfigError, MissingExtraError
-from ludic.inference import HFChatTemplate, InferenceSpec, SamplingConfig
+from ludic.errors import ConfigError, LudicError, MissingExtraError
+from ludic.inference import HFChatTemplate, InferenceSpec, ReturnSpec, SamplingConfig
 from ludic.inference.client import ChatClient
 from ludic.inference.tool_parsers import get_tool_parser
 from ludic.interaction import Runtime
 from ludic.rollouts import RolloutRequest
 from ludic.seeding import derive_seed
+from ludic.training import CheckpointConfig, RLAlgorithm, TrainerConfig, make_algorithm
 from ludic.types import EnvSpec, ProtocolSpec
 
 
@@ -43,11 +44,11 @@ def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Modu
         from ludic.inference.tiny import tiny_model, tiny_tokenizer
 
         options = dict(section.kwargs)
-        tokenizer = tiny_tokenizer(words=options.pop("words", ()))
         seed = derive_seed(config.run.seed, "model")
         try:
+            tokenizer = tiny_tokenizer(words=options.pop("words", ()))
             model: nn.Module = tiny_model(seed, vocab_size=len(tokenizer), **options)
-        except TypeError as exc:
+        except Exception as exc:  # of many kinds, but about these arguments: there are no others
             raise ConfigError(f"model.kwargs does not fit the tiny model: {exc}") from exc
     else:
         model, tokenizer = _from_pretrained(section)
@@ -55,7 +56,7 @@ def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Modu
         model = _with_adapter(model, section)
     if weights is not None:
         load_weights(model, weights)
-    return model.to(_device(section)), tokenizer
+    return model.to(check_device(section)), tokenizer
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
@@ -94,6 +95,8 @@ def _from_pretrained(section: ModelSection) -> tuple[nn.Module, Any]:
             f'model.name={section.name!r} is neither "tiny" nor a model that can be loaded from '
             f"a folder or the hub: {reason}"
         ) from exc
+    except TypeError as exc:
+        raise ConfigError(f"model.kwargs does not fit {section.name!r}: {exc}") from exc
     return model, tokenizer
 
 
@@ -110,11 +113,13 @@ def _with_adapter(model: nn.Module, section: ModelSection) -> nn.Module:
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
     )
-    wrapped: nn.Module = get_peft_model(model, adapter)
-    return wrapped
+    with configuring("model.lora"):
+        wrapped: nn.Module = get_peft_model(model, adapter)
+        return wrapped
 
 
-def _device(section: ModelSection) -> torch.device:
+def check_device(section: ModelSection) -> torch.device:
+    """Where the model is put; raises where this machine has no such device."""
     name = section.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
@@ -128,13 +133,17 @@ def _device(section: ModelSection) -> torch.device:
     return device
 
 
-def inference_spec(config: RunConfig, temperature: float | None = None) -> InferenceSpec:
-    """The run's sampling settings, at another temperature if asked."""
+def inference_spec(
+    config: RunConfig, *, temperature: float | None = None, trained_on: bool = True
+) -> InferenceSpec:
+    """The run's sampling settings, at another temperature if asked. What is `trained_on` has the
+    ids that truncated sampling kept, since the trainer needs them."""
     values = config.inference.sampling.model_dump()
     values["stop"] = tuple(values["stop"])
     if temperature is not None:
         values["temperature"] = temperature
-    return InferenceSpec(SamplingConfig(**values))
+    sampling = SamplingConfig(**values)
+    return InferenceSpec(sampling, ReturnSpec(kept_ids=trained_on and sampling.truncates))
 
 
 @asynccontextmanager
@@ -196,28 +205,56 @@ def requests_of(
     return found
 
 
-def check_parts(config: RunConfig) -> None:
-    """Raises for a part that is not there or does not fit, before anything is made or trained."""
-    from ludic.envs import build_env
-    from ludic.training import make_algorithm
-    from ludic.training.batching.requests import group_size_of
+def algorithm_of(config: RunConfig) -> RLAlgorithm:
+    """The run's algorithm; arguments that it does not take are a `ConfigError`."""
+    section = config.algorithm
+    with configuring(f"algorithm {section.name!r} with {section.kwargs}"):
+        return make_algorithm(section.name, **section.kwargs)
 
-    _device(config.model)
-    size = group_size_of(make_algorithm(config.algorithm.name, **config.algorithm.kwargs)) or 1
-    episodes = config.training.rollouts_per_update
-    if episodes % size:
-        raise ConfigError(
-            f"training.rollouts_per_update={episodes} is not a multiple of group_size={size}: a "
-            "batch holds whole groups"
-        )
-    if config.sft is not None:
-        make_algorithm("sft", aggregation=config.sft.aggregation)
-        if config.sft.teacher is not None:
-            load_function(config.sft.teacher)
-        elif not Path(config.sft.data or "").is_file():
-            raise ConfigError(f"sft.data={config.sft.data!r}: there is no such file")
-    for section in (*config.env, *config.eval.env):
-        build_env(EnvSpec(section.kind, section.kwargs))
+
+def trainer_config(config: RunConfig, stage: Literal["sft", "rl"], folder: Path) -> TrainerConfig:
+    """How a stage is trained; `folder` is the run's. The supervised stage takes each batch once,
+    at a learning rate that falls to a tenth."""
+    training, rl = config.training, stage == "rl"
+    steps, rate, final_ratio = training.steps, training.learning_rate, training.final_lr_ratio
+    schedule = training.schedule
+    if not rl:
+        assert config.sft is not None
+        steps, rate, final_ratio = config.sft.steps, config.sft.learning_rate, 0.1
+        schedule = "linear"
+    every = training.checkpoint_every or max(steps, 1)
+    return TrainerConfig(
+        learning_rate=rate,
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.max_grad_norm,
+        schedule=schedule,
+        total_steps=steps if schedule != "constant" else None,
+        final_lr_ratio=final_ratio,
+        warmup_steps=training.warmup_steps if rl else 0,
+        max_seq_len=training.max_seq_len,
+        micro_token_budget=training.micro_token_budget,
+        epochs=training.epochs if rl else 1,
+        mini_batches=training.mini_batches if rl else 1,
+        overlap=training.overlap and rl,
+        gradient_checkpointing=training.gradient_checkpointing,
+        seed=derive_seed(config.run.seed, stage),
+        checkpoint=CheckpointConfig(
+            folder / "checkpoints" / stage, every=every, keep=training.keep_checkpoints
+        ),
+        run_dir=folder if rl else folder / stage,
+        eval_every=config.eval.every or None,
+    )
+
+
+@contextmanager
+def configuring(what: str) -> Iterator[None]:
+    """What a constructor says of its arguments is a `ConfigError` about `what`."""
+    try:
+        yield
+    except LudicError:
+        raise
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(f"{what}: {exc}") from exc
 
 
 def load_function(name: str) -> Callable[..., Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ludic.cli.assemble import build_model
+from ludic.cli.assemble import algorithm_of, build_model
 from ludic.cli.locate import locate
 from ludic.cli.show import say
-from ludic.training import TrainerConfig, make_algorithm
+from ludic.training import TrainerConfig
 from ludic.training.calibrate import calibrate as find_budget
 
 
@@ -18,10 +18,10 @@ def calibrate(run: str, overrides: Sequence[str]) -> None:
     training = config.training
     found = find_budget(
         model,
-        make_algorithm(config.algorithm.name, **config.algorithm.kwargs).loss,
+        algorithm_of(config).loss,
         TrainerConfig(
             max_seq_len=training.max_seq_len,
-            micro_token_budget=max(training.micro_token_budget, training.max_seq_len),
+            micro_token_budget=training.micro_token_budget,
             gradient_checkpointing=training.gradient_checkpointing,
         ),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from rich.markup import escape
 from rich.table import Table
 
 from ludic.cli.assemble import open_policy
@@ -18,13 +17,13 @@ def doctor(run: str | None, overrides: Sequence[str]) -> None:
     """Prints what it finds; log-probs over their budget are exit code 1."""
     table = Table(box=None, pad_edge=False, show_header=False)
     for fact in check_machine():
-        table.add_row(fact.name, escape(fact.found), escape(fact.remedy or ""))
+        table.add_row(fact.name, fact.found, fact.remedy or "")
     console.print(table)
     if run is None:
         return
     report = asyncio.run(_examine(run, overrides))
     say("\nlog-probs, trainer against sampler:\n")
-    console.print(report.table(), markup=False, soft_wrap=True)
+    say(report.table())
     over = sum(not row.ok for row in report.rows)
     if over:
         say(f"\n{over} over the budget: this sampler is not the policy that would be trained")

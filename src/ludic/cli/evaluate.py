@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +27,25 @@ def evaluate(
     """Evaluates a run's trained model, or a run file's model as it comes."""
     if run is None:
         raise ConfigError("name a run folder, a run file or a built-in run; or use --compare A B")
+    if output is not None:
+        _check_output(output)
     report = asyncio.run(_evaluate(run, overrides))
     console.print(report_table([report]))
-    for k in pass_at:
-        say(f"pass@{k}: {report.pass_at(k)}")
     if output is not None:
         output.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
         say(f"wrote {output}")
+    for k in pass_at:
+        say(f"pass@{k}: {report.pass_at(k)}")
+
+
+def _check_output(path: Path) -> None:
+    """Raises where no file can be written, before episodes are played for it."""
+    if path.is_dir():
+        raise ConfigError(f"--output {path} is a folder: name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--output {path} cannot be written: permission denied")
 
 
 async def _evaluate(run: str, overrides: Sequence[str]) -> EvalReport:
@@ -84,7 +97,7 @@ def eval_plan(config: RunConfig) -> list[RolloutRequest]:
 
 def eval_engine(config: RunConfig, policy: Policy) -> RolloutEngine:
     """Samples as the evaluation does, which may be at another temperature."""
-    inference = inference_spec(config, config.eval.temperature)
+    inference = inference_spec(config, temperature=config.eval.temperature, trained_on=False)
     return RolloutEngine(runtime=replace(policy.runtime, inference=inference))
 
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from ludic.cli.assemble import make_importable
 from ludic.cli.locate import locate, open_folder
 from ludic.cli.run_file import apply_override
@@ -55,5 +57,5 @@ async def _watch(env: EnvSpec, model: Path, seed: int) -> None:
             [request], max_steps=config.training.max_steps
         )
     for rollout in rollouts:
-        say(f"[bold]{rollout.agent_id}[/bold]" if len(rollouts) > 1 else "")
+        say(Text(str(rollout.agent_id), "bold") if len(rollouts) > 1 else "")
         say(episode_text(rollout))

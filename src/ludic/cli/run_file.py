@@ -27,6 +27,7 @@ from pydantic import (
 from ludic.errors import ConfigError
 
 SCHEMA = 1
+MICRO_TOKEN_BUDGET = 16384
 
 
 class Section(BaseModel):
@@ -146,7 +147,7 @@ class TrainingSection(Section):
     final_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
-    micro_token_budget: int = Field(default=16384, ge=1)
+    micro_token_budget: int = Field(default=MICRO_TOKEN_BUDGET, ge=1)
     max_seq_len: int = Field(default=2048, ge=2)
     mini_batches: int = Field(default=1, ge=1)
     epochs: int = Field(default=1, ge=1)
@@ -156,6 +157,15 @@ class TrainingSection(Section):
     keep_checkpoints: int = Field(default=2, ge=1)
     past_opponents: int = Field(default=0, ge=0)
     past_share: float = Field(default=0.5, ge=0, le=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _room_for_the_longest(cls, data: Any) -> Any:
+        """A budget that is left out holds the longest sample; one that is set is taken as it is."""
+        longest = data.get("max_seq_len") if isinstance(data, dict) else None
+        if isinstance(longest, int) and longest > MICRO_TOKEN_BUDGET:
+            return {"micro_token_budget": longest, **data}
+        return data
 
 
 class SFTSection(Section):

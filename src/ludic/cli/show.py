@@ -14,13 +14,15 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ludic.eval import Estimate, EvalReport
 from ludic.rollouts.progress import Progress as RolloutProgress
 from ludic.rollouts.progress import ProgressCallback
 from ludic.types import AgentStep, Rollout
 
-console = Console(highlight=False)
+# What is shown is mostly the words of environments and models, whose brackets are only brackets.
+console = Console(highlight=False, markup=False, emoji=False)
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -31,8 +33,8 @@ def command_name() -> str:
     return os.path.relpath(Path(sys.executable).parent / "ludic")
 
 
-def say(text: str) -> None:
-    """One line for the person in front of the screen; paths stay whole, to be copied."""
+def say(text: str | Text) -> None:
+    """One line for the person in front of the screen, as it is; paths stay whole, to be copied."""
     console.print(text, soft_wrap=True)
 
 
@@ -41,7 +43,8 @@ def episodes_bar(title: str) -> Iterator[ProgressCallback]:
     """A progress bar over episodes; on a screen that is none, one line at the end."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    name = TextColumn("{task.description}", markup=False)
+    columns = (name, BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task(title, total=None)
 
@@ -67,7 +70,7 @@ def stages_table(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()
         table.add_row(
             stage.replace("_", " "),
             *(_percent(rate) for rate in [*rates, failures]),
-            f"{reward.value:+.2f}\n[dim]{reward.low:+.1f} to {reward.high:+.1f}[/dim]",
+            _over(f"{reward.value:+.2f}", f"{reward.low:+.1f} to {reward.high:+.1f}"),
         )
     return table
 
@@ -79,8 +82,12 @@ def _outcomes(reports: Any) -> list[str]:
     return usual + sorted(found - set(usual))
 
 
-def _percent(rate: Estimate) -> str:
-    return f"{rate.value:.1%}\n[dim]{100 * rate.low:.0f} to {100 * rate.high:.0f}[/dim]"
+def _percent(rate: Estimate) -> Text:
+    return _over(f"{rate.value:.1%}", f"{100 * rate.low:.0f} to {100 * rate.high:.0f}")
+
+
+def _over(value: str, interval: str) -> Text:
+    return Text.assemble(value, "\n", (interval, "dim"))
 
 
 def summary_of(reports: Mapping[str, EvalReport], headline: str | None = None) -> dict[str, Any]:
@@ -179,21 +186,17 @@ def plot_terminal(curve: tuple[list[float], list[float]], title: str, *, height:
     return "\n".join([f"{'':>9} {title}", *rows, axis])
 
 
-def episode_text(rollout: Rollout) -> str:
+def episode_text(rollout: Rollout) -> Text:
     """One episode as a dialogue: what the agent saw, and every word it wrote."""
-    lines: list[str] = []
+    lines: list[Text | str] = []
     for step in rollout.steps:
         if isinstance(step, AgentStep):
             for message in step.new_messages:
                 if message["role"] == "user":
                     lines += ["", *(f"    {line}" for line in message["content"].splitlines())]
-            lines += ["", f"  [bold]model:[/bold] {_plain(step.message['content'])}"]
-            lines += [f"  tool: {_plain(m['content'])}" for m in step.tool_messages]
+            lines += ["", Text.assemble("  ", ("model:", "bold"), f" {step.message['content']}")]
+            lines += [f"  tool: {m['content']}" for m in step.tool_messages]
         elif step.terminated or step.truncated:
             lines += ["", *(f"    {line}" for line in step.next_obs.splitlines())]
     lines += ["", f"  total reward {rollout.total_reward:+g}"]
-    return "\n".join(lines)
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")
+    return Text("\n").join(Text(line) if isinstance(line, str) else line for line in lines)

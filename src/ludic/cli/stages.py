@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ludic.cli.assemble import Policy, open_policy, requests_of
+from ludic.cli.assemble import Policy, algorithm_of, open_policy, requests_of, trainer_config
 from ludic.cli.evaluate import eval_engine, eval_plan, evaluate_policy
 from ludic.cli.opponents import seating
 from ludic.cli.rollout_log import open_rollout_log
@@ -34,14 +34,7 @@ from ludic.eval import EvalReport
 from ludic.inference import HFChatTemplate
 from ludic.rollouts import RolloutEngine
 from ludic.seeding import derive_seed
-from ludic.training import (
-    CheckpointConfig,
-    OfflineBatchSource,
-    RolloutBatchSource,
-    Trainer,
-    TrainerConfig,
-    make_algorithm,
-)
+from ludic.training import OfflineBatchSource, RolloutBatchSource, Trainer, make_algorithm
 from ludic.training.loggers import ConsoleLogger, Logger, RichLiveLogger
 
 T = TypeVar("T")
@@ -81,7 +74,7 @@ class TrainingRun:
         """What is left of the run, as far as it gets before it is stopped."""
         version = 0
         await self._evaluate(policy, "before")
-        if self.config.sft is not None and not self.stopped:
+        if self.config.sft is not None and self.config.sft.steps and not self.stopped:
             version = await self._sft(policy)
             await self._evaluate(policy, "after_sft")
         if self.config.training.steps and not self.stopped:
@@ -117,13 +110,12 @@ class TrainingRun:
             batch_size=sft.batch_size,
             seed=derive_seed(self.seed, "sft"),
         )
-        cfg = self._trainer_config("sft", sft.steps, sft.learning_rate, "linear", 0.1)
         trainer = Trainer(
             model=policy.model,
             algo=algorithm,
             batch_source=source,
             publisher=policy.publisher,
-            cfg=cfg,
+            cfg=trainer_config(self.config, "sft", self.folder.path),
             loggers=self._loggers(("train/nll", "perf/tokens_per_s"), sft.steps),
         )
         await self._train(trainer, lambda: trainer.train(sft.steps))
@@ -147,8 +139,7 @@ class TrainingRun:
             )
 
     async def _reinforce(self, policy: Policy, version: int) -> None:
-        training, section = self.config.training, self.config.algorithm
-        algorithm = make_algorithm(section.name, **section.kwargs)
+        training, algorithm = self.config.training, algorithm_of(self.config)
         say(
             f"reinforcement: {training.steps} updates of {training.rollouts_per_update} episodes, "
             f"{algorithm.name}"
@@ -168,13 +159,7 @@ class TrainingRun:
                 algo=algorithm,
                 batch_source=source,
                 publisher=policy.publisher,
-                cfg=self._trainer_config(
-                    "rl",
-                    training.steps,
-                    training.learning_rate,
-                    training.schedule,
-                    training.final_lr_ratio,
-                ),
+                cfg=trainer_config(self.config, "rl", self.folder.path),
                 loggers=self._loggers(SHOWN, training.steps),
                 evaluate=lambda step: self._during(policy, step),
             )
@@ -195,34 +180,6 @@ class TrainingRun:
         finally:
             trainer.close()
             self._trainer = None
-
-    def _trainer_config(
-        self, stage: str, steps: int, rate: float, schedule: Any, final_ratio: float
-    ) -> TrainerConfig:
-        training = self.config.training
-        every = training.checkpoint_every or max(steps, 1)
-        rl = stage == "rl"
-        return TrainerConfig(
-            learning_rate=rate,
-            weight_decay=training.weight_decay,
-            max_grad_norm=training.max_grad_norm,
-            schedule=schedule,
-            total_steps=steps if schedule != "constant" else None,
-            final_lr_ratio=final_ratio,
-            warmup_steps=training.warmup_steps if rl else 0,
-            max_seq_len=training.max_seq_len,
-            micro_token_budget=max(training.micro_token_budget, training.max_seq_len),
-            epochs=training.epochs if rl else 1,
-            mini_batches=training.mini_batches if rl else 1,
-            overlap=training.overlap and rl,
-            gradient_checkpointing=training.gradient_checkpointing,
-            seed=derive_seed(self.seed, stage),
-            checkpoint=CheckpointConfig(
-                self.folder.checkpoints / stage, every=every, keep=training.keep_checkpoints
-            ),
-            run_dir=self.folder.path if rl else self.folder.path / stage,
-            eval_every=self.config.eval.every or None,
-        )
 
     def _loggers(self, keys: Sequence[str], steps: int) -> list[Logger]:
         loggers: list[Logger] = []
@@ -291,7 +248,7 @@ class TrainingRun:
         curve = read_curve(self.folder.metrics, "train/reward_mean")
         chart = plot_terminal(curve, "mean reward of the training episodes")
         if chart:
-            console.print("\n" + chart, markup=False)
+            console.print("\n" + chart)
         image = self.folder.path / "plot.png"
         drawn = plot_png(image, curve, summary)
         await self._show_an_episode(policy)
