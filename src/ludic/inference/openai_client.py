@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,6 +51,15 @@ class _Connection:
     session: aiohttp.ClientSession
     slots: asyncio.Semaphore
 
+    async def close(self) -> None:
+        """Ends what is open. A loop that runs in another thread does so itself, a little later:
+        its sockets may be touched there only."""
+        with suppress(RuntimeError):  # sockets of a loop that is closed cannot be told so
+            if self.loop is not asyncio.get_running_loop() and self.loop.is_running():
+                asyncio.run_coroutine_threadsafe(self.session.close(), self.loop)
+            else:
+                await self.session.close()
+
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
@@ -64,11 +74,12 @@ class OpenAIChatClient:
 
     What may be retried (connection errors, 429, 5xx) is retried with growing, jittered pauses, at
     most `max_retries` times and always within the deadline: the request's `timeout_s`, or this
-    client's. At most `max_concurrency` requests are open at once. `dialect="vllm"` also sends what
-    only vLLM understands (top-k, min-p, stop ids, token ids in the answer). `prompts="text"` sends
-    text decoded with `chat_template`, for servers that take no ids. `extra_body` is added to every
-    request; a None in it removes the entry. `reports_sampled_logprobs` says that the server's
-    log-probs are those after temperature and truncation (vLLM's `processed_logprobs`).
+    client's. It may be asked from several event loops in several threads; at most `max_concurrency`
+    requests are open at once in each. `dialect="vllm"` also sends what only vLLM understands
+    (top-k, min-p, stop ids, token ids in the answer). `prompts="text"` sends text decoded with
+    `chat_template`, for servers that take no ids. `extra_body` is added to every request; a None
+    in it removes the entry. `reports_sampled_logprobs` says that the server's log-probs are those
+    after temperature and truncation (vLLM's `processed_logprobs`).
     """
 
     def __init__(
@@ -112,7 +123,8 @@ class OpenAIChatClient:
         self._backoff = backoff or Backoff()
         self._extra_body = dict(extra_body or {})
         self._reports_sampled_logprobs = reports_sampled_logprobs
-        self._connection: _Connection | None = None
+        self._connections: dict[asyncio.AbstractEventLoop, _Connection] = {}
+        self._lock = threading.Lock()  # over what the loops of several threads share
         self._closed = False
         self.retries = 0
 
@@ -170,11 +182,14 @@ class OpenAIChatClient:
         )
 
     async def close(self) -> None:
-        """Closes the connections; requests after that are refused."""
-        self._closed = True
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.session.close()
+        """Closes the connections; requests after that, and those that are open, end with
+        `EngineClosedError`."""
+        with self._lock:
+            self._closed = True
+            connections = list(self._connections.values())
+            self._connections.clear()
+        for connection in connections:
+            await connection.close()
 
     async def __aenter__(self) -> OpenAIChatClient:
         return self
@@ -231,6 +246,7 @@ class OpenAIChatClient:
         try:
             async with asyncio.timeout(limit), connection.slots:
                 for attempt in range(self._max_retries + 1):
+                    self._check_open()
                     outcome = await self._attempt(connection.session, url, body)
                     if not isinstance(outcome, _Refusal):
                         return outcome
@@ -241,6 +257,7 @@ class OpenAIChatClient:
         except TimeoutError as exc:
             whom = f"{url} (last failure: {last})" if last else url
             raise DeadlineError("a completion", whom, limit) from exc
+        self._check_open()
         raise InferenceError(
             f"{url} failed {self._max_retries + 1} times; the last time: {last}. Is the server up?"
         )
@@ -274,23 +291,28 @@ class OpenAIChatClient:
             ) from exc
 
     async def _connect(self) -> _Connection:
-        if self._closed:
-            raise EngineClosedError(f"this client of {self.base_url} is closed")
+        """The connection of the running loop. Those of loops that are closed are given up; those
+        of loops in other threads are in use."""
         loop = asyncio.get_running_loop()
-        found = self._connection
-        if found is not None and found.loop is loop and not found.session.closed:
-            return found
-        session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None),
-            connector=aiohttp.TCPConnector(limit=self._max_concurrency),
-        )
-        made = _Connection(loop, session, asyncio.Semaphore(self._max_concurrency))
-        self._connection = made
-        if found is not None:
-            # Its sockets belong to a loop that may be closed, and then cannot be told so.
-            with suppress(RuntimeError):
-                await found.session.close()
+        with self._lock:
+            self._check_open()
+            found = self._connections.get(loop)
+            if found is not None and not found.session.closed:
+                return found
+            left = [self._connections.pop(k) for k in list(self._connections) if k.is_closed()]
+            session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=None),
+                connector=aiohttp.TCPConnector(limit=self._max_concurrency),
+            )
+            made = _Connection(loop, session, asyncio.Semaphore(self._max_concurrency))
+            self._connections[loop] = made
+        for connection in left:
+            await connection.close()
         return made
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError(f"this client of {self.base_url} is closed: make another one")
 
 
 def _is_plain(sampling: SamplingConfig) -> bool:

@@ -24,8 +24,9 @@ _FINISH_REASONS = {
 
 
 def sampling_body(sampling: SamplingConfig, dialect: Literal["openai", "vllm"]) -> dict[str, Any]:
-    """The sampling settings as entries of a request's body; what is off is left out. Raises
-    `RequestRejectedError` for a setting that the dialect has no word for."""
+    """The sampling settings as entries of a request's body; what is off is left out, but for what
+    vLLM would then take from the model's own generation settings. Raises `RequestRejectedError`
+    for a setting that the dialect has no word for."""
     body: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     common: dict[str, tuple[Any, Any]] = {
         "max_tokens": (sampling.max_tokens, None),
@@ -47,10 +48,12 @@ def sampling_body(sampling: SamplingConfig, dialect: Literal["openai", "vllm"]) 
             f"the OpenAI interface has no {', '.join(asked)}: leave them off, or say "
             "dialect='vllm' for a server that understands them"
         )
-    body |= asked
-    if dialect == "vllm" and sampling.stop:
-        # The tokens that spell a stop string were sampled: they stay part of the completion.
-        body["include_stop_str_in_output"] = True
+    if dialect == "vllm":
+        policy = ("top_k", "min_p", "repetition_penalty")
+        body |= {name: extended[name][0] for name in policy} | asked
+        if sampling.stop:
+            # The tokens that spell a stop string were sampled: they stay part of the completion.
+            body["include_stop_str_in_output"] = True
     return body
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from ludic.inference.local import LocalChatClient, build
 from ludic.inference.local.attention import rotate
+from ludic.inference.local.family_check import through_slots
 from ludic.inference.local.forward import Forward
 from ludic.inference.local.fused_layer import FusedLayer
 from ludic.inference.local.module_view import module_view
@@ -207,7 +208,6 @@ def test_a_lora_layer_is_called_as_it_is(kernels: ModuleType) -> None:
     for view in (plain, fused):
         forward = Forward(view, torch.device("cpu"))
         with torch.inference_mode():
-            positions = torch.arange(4)[None]
-            logits.append(forward(ids, positions, build._PlainLayout(shape)))
+            logits.append(through_slots(forward, ids, shape))
     assert any(type(m) is FusedLayer for m in fused.modules())
     assert close(logits[1], logits[0])

@@ -1,4 +1,4 @@
-"""Puts an engine together for a module: sizes, memory, and a check that it computes the same."""
+"""Puts an engine together for a module: sizes, memory, and the way it runs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ludic.inference.local import attention
 from ludic.inference.local.arena import KVShape, SlotMemory
 from ludic.inference.local.device_batch import DeviceBatch, length_buckets
 from ludic.inference.local.eager import EagerRunner
+from ludic.inference.local.family_check import check_known_attention, check_same_logits
 from ludic.inference.local.forward import Forward
 from ludic.inference.local.graphs import GraphCache
 from ludic.inference.local.module_view import check_servable, device_and_dtype, module_view
@@ -73,6 +74,7 @@ def build_scheduler(
     device, _ = device_and_dtype(model)
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    check_known_attention(model, text)
     resolved = _resolve(settings, text, device)
     shape = _kv_shape(model, text, device)
     cache = resolved.prefix_cache_tokens
@@ -95,7 +97,7 @@ def build_scheduler(
         single_length=pipelined,
     )
     forward = Forward(view, device)
-    check_same_logits(model, forward, shape)
+    check_same_logits(model, forward, shape, resolved.max_context_tokens)
     sizes = _row_sizes(forward, model, settings, text, device) if resolved.deterministic else None
     runner = EagerRunner(forward, memory, sizes)
     resolved = replace(resolved, step_rows=sizes)
@@ -192,8 +194,9 @@ def _row_sizes(
     device: torch.device,
 ) -> tuple[int, ...]:
     if settings.step_rows is not None:
-        return (settings.step_rows,)
-    sizes = candidate_sizes(sum(p.numel() for p in model.parameters()), settings.max_slots)
+        sizes: tuple[int, ...] = (settings.step_rows,)
+    else:
+        sizes = candidate_sizes(sum(p.numel() for p in model.parameters()), settings.max_slots)
     positions = int(getattr(config, "max_position_embeddings", 0) or 512)
     return equal_row_sizes(forward, sizes, config.vocab_size, positions, device)
 
@@ -213,83 +216,3 @@ def _kv_shape(model: nn.Module, config: Any, device: torch.device) -> KVShape:
     _, dtype = device_and_dtype(model)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return KVShape(config.num_hidden_layers, kv_heads, head_dim, dtype, device)
-
-
-def _direct_is_same(
-    forward: Forward,
-    ids: torch.Tensor,
-    positions: torch.Tensor,
-    layout: _PlainLayout,
-    wanted: torch.Tensor,
-) -> bool:
-    """Whether trunk and head alone are all there is: no scaling, no capping after the head."""
-    forward.direct = True
-    try:
-        return torch.equal(forward(ids, positions, layout), wanted)
-    except Exception:  # whatever is odd about it, the whole module works
-        return False
-    finally:
-        forward.direct = False
-
-
-class _PlainLayout:
-    """Ordinary causal attention over one short sequence: what a check compares with."""
-
-    def __init__(self, shape: KVShape) -> None:
-        self.shape = shape
-        self.layers: set[int] = set()
-
-    def attend(self, call: attention.AttentionCall) -> torch.Tensor:
-        layer, q, k, v, scale, _, rotary = call
-        self.layers.add(layer)
-        if rotary is not None:
-            q, k = attention.rotate(q, rotary), attention.rotate(k, rotary)
-        found, wanted = tuple(k.shape[1:]), (self.shape.kv_heads, self.shape.head_dim)
-        if found != wanted or v.shape != k.shape:
-            raise ConfigError(
-                f"layer {layer} has keys of shape {found}, its configuration says {wanted}: the "
-                "in-process engine does not know this family"
-            )
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=True
-        )
-        return out[0].transpose(0, 1)
-
-
-def check_same_logits(model: nn.Module, forward: Forward, shape: KVShape) -> None:
-    """Runs four tokens through the module and through the engine's view of it.
-
-    A family whose layers do not attend through transformers' interface, or whose attention has a
-    term of its own, shows here, before it could sample from another distribution.
-    """
-    ids = torch.tensor([[1, 2, 3, 0]], device=shape.device)
-    positions = torch.arange(4, device=shape.device)[None]
-    layout = _PlainLayout(shape)
-    with torch.inference_mode():
-        try:
-            seen = forward(ids, positions, layout)
-        except ConfigError:
-            raise
-        except Exception as exc:
-            raise ConfigError(
-                f"{type(model).__name__} cannot be run by the in-process engine "
-                f"({type(exc).__name__}: {exc}): it needs a causal LM that attends through "
-                "transformers' AttentionInterface"
-            ) from exc
-        wanted = model(input_ids=ids, use_cache=False).logits[0]
-        forward.direct = _direct_is_same(forward, ids, positions, layout, seen)
-    if layout.layers != set(range(shape.layers)):
-        raise ConfigError(
-            f"{type(model).__name__} attends through transformers' AttentionInterface in layers "
-            f"{sorted(layout.layers)} of {shape.layers}: the in-process engine does not know it"
-        )
-    finite = torch.isfinite(wanted)
-    spread = wanted[finite].abs().max().item() if bool(finite.any()) else 0.0
-    gap = (seen - wanted)[finite].abs().max().item() if bool(finite.any()) else 0.0
-    allowed = (1e-3 if shape.dtype == torch.float32 else 0.1) * max(1.0, spread)
-    if gap > allowed:
-        raise ConfigError(
-            f"{type(model).__name__}: the engine's logits differ from the module's by {gap:.3g}; "
-            "its attention has a term that the in-process engine does not know"
-        )

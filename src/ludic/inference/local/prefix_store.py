@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-_KEY_TOKENS = 8
+_WORTH_KEEPING = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,65 +33,67 @@ class PrefixStore:
     """At most `max_tokens` tokens, the least recently used leave first.
 
     An entry that a longer one begins with is dropped when that one comes: a conversation keeps its
-    last turn only.
+    last turn only. So no entry begins with another one.
+
+    Entries are also kept in the order of their tokens, as in a dictionary: what shares the most
+    with a sequence stands right before or right after the place where it would go. Finding that
+    place takes a few comparisons, not one for each entry.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.tokens = 0
-        self._entries: OrderedDict[int, Prefix] = OrderedDict()
-        self._by_start: dict[bytes, set[int]] = {}
-        self._next = 0
+        self._entries: OrderedDict[bytes, Prefix] = OrderedDict()
+        self._in_order: list[bytes] = []
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def find(self, tokens: NDArray[np.int64]) -> tuple[Prefix | None, int]:
         """The entry that shares the most tokens with these, and how many; less than
-        `_KEY_TOKENS` shared tokens are not worth finding."""
+        `_WORTH_KEEPING` shared tokens are not worth finding."""
         best, length = None, 0
-        for number in self._by_start.get(self._start(tokens), ()):
-            shared = common_prefix(self._entries[number].tokens, tokens)
+        for key in self._neighbours(_key(tokens)):
+            shared = common_prefix(self._entries[key].tokens, tokens)
             if shared > length:
-                best, length = number, shared
-        if best is None:
+                best, length = key, shared
+        if best is None or length < _WORTH_KEEPING:
             return None, 0
         self._entries.move_to_end(best)
         return self._entries[best], length
 
     def add(self, tokens: NDArray[np.int64], kv: Tensor) -> None:
         """Keeps a copy of `kv`, unless it is covered already or larger than the whole store."""
-        if len(tokens) < _KEY_TOKENS or len(tokens) > self.max_tokens:
+        if len(tokens) < _WORTH_KEEPING or len(tokens) > self.max_tokens:
             return
-        start = self._start(tokens)
-        for number in list(self._by_start.get(start, ())):
-            other = self._entries[number].tokens
-            shared = common_prefix(other, tokens)
-            if shared == len(tokens):
-                self._entries.move_to_end(number)
+        key = _key(tokens)
+        for other in self._neighbours(key):
+            if other.startswith(key):
+                self._entries.move_to_end(other)
                 return
-            if shared == len(other):
-                self._drop(number)
+            if key.startswith(other):
+                self._drop(other)
         while self.tokens + len(tokens) > self.max_tokens:
             self._drop(next(iter(self._entries)))
-        self._entries[self._next] = Prefix(tokens, kv.clone())
-        self._by_start.setdefault(start, set()).add(self._next)
-        self._next += 1
+        self._entries[key] = Prefix(tokens, kv.clone())
+        self._in_order.insert(bisect_left(self._in_order, key), key)
         self.tokens += len(tokens)
 
     def clear(self) -> None:
         self._entries.clear()
-        self._by_start.clear()
+        self._in_order.clear()
         self.tokens = 0
 
-    def _drop(self, number: int) -> None:
-        entry = self._entries.pop(number)
-        start = self._start(entry.tokens)
-        self._by_start[start].discard(number)
-        if not self._by_start[start]:
-            del self._by_start[start]
-        self.tokens -= len(entry.tokens)
+    def _neighbours(self, key: bytes) -> list[bytes]:
+        """The entries right before and right after the place of `key`, or at it."""
+        place = bisect_left(self._in_order, key)
+        return self._in_order[max(0, place - 1) : place + 1]
 
-    @staticmethod
-    def _start(tokens: NDArray[np.int64]) -> bytes:
-        return tokens[:_KEY_TOKENS].tobytes()
+    def _drop(self, key: bytes) -> None:
+        del self._in_order[bisect_left(self._in_order, key)]
+        self.tokens -= len(self._entries.pop(key).tokens)
+
+
+def _key(tokens: NDArray[np.int64]) -> bytes:
+    # The highest byte first: bytes then stand in the order of the tokens.
+    return tokens.astype(">u4").tobytes()

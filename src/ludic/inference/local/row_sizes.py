@@ -1,8 +1,9 @@
 """Which numbers of rows give the same bits on this machine.
 
 A linear layer's result for a row may depend on how many rows are computed with it, since the
-library picks its kernel by the shape. It does not depend on what the other rows hold. So a few
-sizes are tried when an engine is made, and those that agree to the last bit may be mixed.
+library picks its kernel by the shape. So a few sizes are tried when an engine is made, and those
+that agree to the last bit may be mixed. What the other rows hold must not matter: it does in a
+mixture of experts, where an expert computes as many rows as chose it, and that is looked for too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from ludic.inference.local.forward import Forward
 
 _LARGEST = ((2_000_000, 1024), (20_000_000, 256))
 """Up to so many parameters, steps of so many rows; larger models are as quick with 64."""
+_FEW = 3
+"""Rows amid padding: so few that most experts which they choose are theirs alone."""
 
 
 class _OwnKeyLayout:
@@ -38,9 +41,11 @@ def candidate_sizes(parameters: int, max_slots: int) -> tuple[int, ...]:
 def equal_row_sizes(
     forward: Forward, sizes: tuple[int, ...], vocab: int, max_position: int, device: torch.device
 ) -> tuple[int, ...]:
-    """Those of `sizes` whose rows are the same bits as in the largest, wherever they stand.
+    """Those of `sizes` whose rows are the same bits as in the largest, wherever they stand and
+    whatever the other rows hold.
 
-    Raises `ConfigError` when not even one size gives the same bits at any place in the batch.
+    Raises `ConfigError` when not even one size gives the same bits at any place in the batch, or
+    when a row's bits depend on the others.
     """
     largest = max(sizes)
     ids = (torch.arange(largest, device=device) * 7919) % vocab
@@ -48,11 +53,25 @@ def equal_row_sizes(
     wanted = _logits(forward, ids, at)
     turned = _logits(forward, ids.roll(5), at.roll(5)).roll(-5, 0)
     if not _same(wanted, turned):
-        raise ConfigError(
-            "on this machine a row's bits depend on its place in the batch, so the deterministic "
-            "mode cannot be promised: set deterministic=False"
-        )
-    return tuple(n for n in sizes if _same(_logits(forward, ids[:n], at[:n]), wanted[:n]))
+        raise _not_promised("on this machine a row's bits depend on its place in the batch")
+    smaller = [n for n in sizes if n < largest]
+    equal = [n for n in smaller if _same(_logits(forward, ids[:n], at[:n]), wanted[:n])]
+    equal.append(largest)
+    for n in equal:
+        few = torch.arange(1, n, max(1, n // _FEW), device=device)[:_FEW]
+        alone, alone_at = torch.zeros_like(ids[:n]), torch.zeros_like(at[:n])
+        alone[few], alone_at[few] = ids[few], at[few]
+        if not _same(_logits(forward, alone, alone_at)[few], wanted[few]):
+            raise _not_promised(
+                "a row's bits depend on the rows computed with it, as in a mixture of experts"
+            )
+    return tuple(equal)
+
+
+def _not_promised(why: str) -> ConfigError:
+    return ConfigError(
+        f"{why}, so the deterministic mode cannot be promised: set deterministic=False"
+    )
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
