@@ -5,9 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from ludic.errors import ConfigError, NotTrainableError
+
+
+def _is_int(value: object) -> bool:
+    """Python's integers and numpy's; True is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a string that a completion could spell: not empty, no lone surrogates."""
+    if not isinstance(value, str):
+        return False
+    return bool(value) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +48,20 @@ class SamplingConfig:
         rules = (
             (0 <= self.temperature < math.inf, "temperature", "finite and >= 0"),
             (0 < self.top_p <= 1, "top_p", "in (0, 1]"),
-            (self.top_k >= 0, "top_k", ">= 0 (0 is off)"),
+            (_is_int(self.top_k) and self.top_k >= 0, "top_k", "an int >= 0 (0 is off)"),
             (0 <= self.min_p <= 1, "min_p", "in [0, 1]"),
             (math.isfinite(self.presence_penalty), "presence_penalty", "finite (0 is off)"),
             (math.isfinite(self.frequency_penalty), "frequency_penalty", "finite (0 is off)"),
             (0 < self.repetition_penalty < math.inf, "repetition_penalty", "> 0 (1 is off)"),
-            (self.max_tokens is None or self.max_tokens >= 1, "max_tokens", ">= 1 or None"),
             (
-                not isinstance(self.stop, str) and all(self.stop),
+                self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
+                "max_tokens",
+                "an int >= 1, or None",
+            ),
+            (
+                not isinstance(self.stop, str) and all(map(_is_text, self.stop)),
                 "stop",
-                "a tuple of non-empty strings",
+                "a tuple of non-empty strings that UTF-8 can encode",
             ),
             (all(i >= 0 for i in self.stop_token_ids), "stop_token_ids", "ids >= 0"),
         )

@@ -159,10 +159,12 @@ class SlotMemory:
         """Another number whenever a sequence came, left or moved."""
         return sum(a.generation for a in self._arenas.values())
 
+    # The engine's thread may add an arena while another thread asks these two: hence the lists.
+
     @property
     def taken(self) -> int:
-        return sum(len(a.sequences) for a in self._arenas.values())
+        return sum(len(a.sequences) for a in list(self._arenas.values()))
 
     @property
     def bytes(self) -> int:
-        return sum(a.kv.numel() * a.kv.element_size() for a in self._arenas.values())
+        return sum(a.kv.numel() * a.kv.element_size() for a in list(self._arenas.values()))

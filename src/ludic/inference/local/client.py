@@ -6,7 +6,7 @@ import asyncio
 import copy
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Literal, Self
 
@@ -16,7 +16,6 @@ from torch import nn
 from ludic.errors import (
     ConfigError,
     DeadlineError,
-    EngineClosedError,
     PublishError,
     QueueFullError,
     RequestRejectedError,
@@ -26,6 +25,7 @@ from ludic.inference.local.build import EngineSettings, build_scheduler
 from ludic.inference.local.engine import Engine, Pause
 from ludic.inference.local.module_view import active_dropout, base_causal_lm, may_drop
 from ludic.inference.local.noise import noise_key
+from ludic.inference.local.pipelined import PipelinedScheduler
 from ludic.inference.local.queue_gate import QueueGate
 from ludic.inference.local.sequence import Sequence
 from ludic.types import ChatResponse
@@ -96,12 +96,16 @@ class LocalChatClient:
             version=version,
         )
         self._scheduler = scheduler
+        if isinstance(scheduler, PipelinedScheduler):
+            graphs = scheduler.batch.graphs
+            graphs.weights = self._weights
+            scheduler.on_forget = graphs.drop_if_moved
         self._vocab = int(self._model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         self._eos = _eos_ids(self._model, tokenizer)
         self._may_drop = may_drop(self._model)
         self._on_update, self._on_full = on_update, on_full
         self._timeout_s = request_timeout_s
-        self._held: Pause | None = None
+        self._holder: asyncio.Task[Any] | None = None
         self._gate = QueueGate(max_queue)
         self._engine = Engine(scheduler, self._gate)
 
@@ -156,14 +160,14 @@ class LocalChatClient:
         self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
     ) -> str:
         """Makes `params` policy `version`. Tensors that are the module's own cost nothing; others
-        are copied into it, all or none."""
-        foreign = self._foreign(params)
-        if version < self._engine.version:
-            self._engine.set_version(version)  # raises
-        if self._held is not None:
-            return self._take_weights(foreign, version)
+        are copied into it, all or none. The task that holds `updating()` may call it inside; any
+        other waits for its turn."""
+        self._foreign(params)  # what does not fit is refused before anybody waits
+        self._engine.check_version(version)
+        if self._holder is not None and self._holder is asyncio.current_task():
+            return self._take_weights(params, version)
         async with self.updating(timeout_s=timeout_s):
-            return self._take_weights(foreign, version)
+            return self._take_weights(params, version)
 
     async def get_policy_version(self) -> int:
         """The version of the weights that the next token is sampled from."""
@@ -205,13 +209,13 @@ class LocalChatClient:
                 raise DeadlineError(
                     "requests in flight to end before an update", "LocalChatClient", seconds
                 ) from None
-            self._held = pause
+            self._holder = asyncio.current_task()
             try:
                 yield
                 if version is not None:
                     self._engine.set_version(version)
             finally:
-                self._held = None
+                self._holder = None
                 if self.settings.device.type == "cuda":
                     # The optimizer's kernels run in this thread's stream, the engine's in another.
                     torch.cuda.current_stream(self.settings.device).synchronize()
@@ -236,7 +240,7 @@ class LocalChatClient:
     def _check(self, request: TokenCompletionRequest) -> int:
         """How many tokens the completion may have; raises for what cannot be served."""
         if self._engine.closed:
-            raise EngineClosedError("the in-process engine is closed: make a new LocalChatClient")
+            raise self._engine.closed_error()
         ids, limit = request.prompt_token_ids, self.settings.max_context_tokens
         if not ids:
             raise RequestRejectedError("the prompt is empty: give at least one token id")
@@ -249,10 +253,12 @@ class LocalChatClient:
             i, token = next(
                 (i, t) for i, t in enumerate(ids) if type(t) is not int or not 0 <= t < self._vocab
             )
-            raise RequestRejectedError(
-                f"prompt_token_ids[{i}] = {token!r} is outside of the vocabulary "
-                f"(0 to {self._vocab - 1})"
+            why = (
+                f"is outside of the vocabulary (0 to {self._vocab - 1})"
+                if type(token) is int
+                else f"is of type {type(token).__name__}: give plain ints, such as .tolist() makes"
             )
+            raise RequestRejectedError(f"prompt_token_ids[{i}] = {token!r} {why}")
         wanted = request.sampling.max_tokens
         if wanted is not None and wanted < 1:
             raise RequestRejectedError(f"max_tokens={wanted}: must be at least 1")
@@ -311,6 +317,10 @@ class LocalChatClient:
         """Every token spelled out, for stop strings."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
+    def _weights(self) -> Iterator[torch.Tensor]:
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+
     def _foreign(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Those of `params` that are not the module's own tensors, all checked to fit."""
         own: dict[str, torch.Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
@@ -320,6 +330,11 @@ class LocalChatClient:
             mine = own.get(name)
             if mine is None:
                 raise PublishError(f"sync_weights: the model has no parameter {name!r}")
+            if not isinstance(tensor, torch.Tensor):
+                raise PublishError(
+                    f"sync_weights: {name!r} is of type {type(tensor).__name__}: give a tensor, "
+                    "such as torch.as_tensor makes"
+                )
             if mine.shape != tensor.shape:
                 raise PublishError(
                     f"sync_weights: {name!r} has shape {tuple(tensor.shape)}, the model's has "
@@ -329,7 +344,10 @@ class LocalChatClient:
                 foreign[name] = (mine, tensor)
         return foreign
 
-    def _take_weights(self, foreign: Mapping[str, Any], version: int) -> str:
+    def _take_weights(self, params: Mapping[str, Any], version: int) -> str:
+        # Both again: a newer version, or other tensors, may have come while this one waited.
+        self._engine.check_version(version)
+        foreign = self._foreign(params)
         with torch.no_grad():
             for mine, tensor in foreign.values():
                 mine.copy_(tensor)

@@ -53,7 +53,7 @@ class Engine:
         """Queues a sequence that has a place in the gate."""
         with self._changed:
             if self._closing:
-                raise self._closed_error()
+                raise self.closed_error()
             self._inbox.append(sequence)
             self._changed.notify()
 
@@ -67,7 +67,7 @@ class Engine:
         """Asks for the weights: `on_ready` is called when no step samples any longer."""
         with self._changed:
             if self._closing:
-                raise self._closed_error()
+                raise self.closed_error()
             self._pauses.append(pause)
             self._changed.notify()
 
@@ -77,13 +77,17 @@ class Engine:
             pause.released = True
             self._changed.notify()
 
+    def check_version(self, version: int) -> None:
+        """Raises `PublishError` for a version that goes back."""
+        if version < self._version:
+            raise PublishError(
+                f"policy version {version} after {self._version}: versions only go forward"
+            )
+
     def set_version(self, version: int) -> None:
         """Names the weights as they are now; takes hold between two steps."""
         with self._changed:
-            if version < self._version:
-                raise PublishError(
-                    f"policy version {version} after {self._version}: versions only go forward"
-                )
+            self.check_version(version)
             self._version = version
             self._changed.notify()
 
@@ -98,10 +102,15 @@ class Engine:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _closed_error(self) -> EngineClosedError:
-        if self._crash is not None:
-            return EngineClosedError(f"the engine's thread ended by an error: {self._crash!r}")
-        return EngineClosedError("the in-process engine is closed: make a new LocalChatClient")
+    def closed_error(self) -> EngineClosedError:
+        """What a request hears of an engine that ended, with the fault that ended it."""
+        if self._crash is None:
+            return EngineClosedError("the in-process engine is closed: make a new LocalChatClient")
+        error = EngineClosedError(
+            f"the engine's thread ended by an error: {self._crash!r}; make a new LocalChatClient"
+        )
+        error.__cause__ = self._crash
+        return error
 
     # In the thread
 
@@ -126,8 +135,7 @@ class Engine:
             while True:
                 if self._closing:
                     return False
-                scheduler.waiting.extend(self._inbox)
-                self._inbox.clear()
+                self._take_in()
                 self._pauses = [p for p in self._pauses if not p.released]
                 self._apply_version()
                 scheduler.admitting = not self._pauses
@@ -147,8 +155,11 @@ class Engine:
             seen = len(self._inbox)
             time.sleep(0.001)
         with self._changed:
-            self._scheduler.waiting.extend(self._inbox)
-            self._inbox.clear()
+            self._take_in()
+
+    def _take_in(self) -> None:
+        self._scheduler.waiting.extend(self._inbox)
+        self._inbox.clear()
 
     def _stand_still(self, pause: Pause) -> None:
         """Nothing is sampled until the pause is released, or the engine closes."""
@@ -157,6 +168,9 @@ class Engine:
             pause.ready = True
             pause.on_ready(None)
         while not (pause.released or self._closing):
+            # Those that gave up meanwhile must not fill the queue.
+            self._take_in()
+            self._scheduler.drop_cancelled_waiting()
             self._changed.wait()
         # The holder may have changed any weight: nothing computed before is worth keeping.
         self._scheduler.forget()
@@ -171,10 +185,9 @@ class Engine:
     def _shut_down(self) -> None:
         with self._changed:
             self._closing = True
-            self._scheduler.waiting.extend(self._inbox)
-            self._inbox.clear()
+            self._take_in()
             pauses, self._pauses = self._pauses, []
         for pause in pauses:
             if not pause.ready:
-                pause.on_ready(self._closed_error())
-        self._scheduler.abandon(self._closed_error)
+                pause.on_ready(self.closed_error())
+        self._scheduler.abandon(self.closed_error)

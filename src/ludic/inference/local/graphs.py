@@ -1,13 +1,15 @@
 """Functions over fixed buffers, captured as CUDA graphs and replayed; plain calls elsewhere.
 
-A graph reads the module's weights where they lie, so an update in place needs no new capture.
+A graph reads the module's weights where they lay at its capture, so an update in place needs no
+new one. Weights that moved, by assignment of new tensors, make every graph a stale one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
+from torch import Tensor
 
 
 class GraphCache:
@@ -17,9 +19,21 @@ class GraphCache:
         self.device, self.capture = device, capture
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
+        self.weights: Callable[[], Iterable[Tensor]] = tuple
+        self._addresses: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    def drop_if_moved(self) -> None:
+        """Forgets every graph when one of `weights` lies elsewhere than at the capture."""
+        if self._graphs and self._where() != self._addresses:
+            self._graphs.clear()
+            # A pool without graphs is gone; its handle must not be used again.
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def _where(self) -> tuple[int, ...]:
+        return tuple(tensor.data_ptr() for tensor in self.weights())
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """Does what `function` does to the buffers that it closes over."""
@@ -27,6 +41,8 @@ class GraphCache:
             function()
             return
         if key not in self._graphs:
+            if not self._graphs:
+                self._addresses = self._where()
             # The call itself, outside of a graph: libraries set themselves up on first use.
             function()
             graph = torch.cuda.CUDAGraph()

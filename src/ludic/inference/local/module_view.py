@@ -67,23 +67,26 @@ def check_servable(model: nn.Module) -> None:
 def active_dropout(model: nn.Module) -> str | None:
     """The name of a module that would drop units as it is now, or None."""
     for name, module in model.named_modules():
-        if not module.training:
-            continue
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            return f"{name} (p={module.p})"
-        p = getattr(module, "attention_dropout", 0.0)
-        if isinstance(p, float) and p > 0:
-            return f"{name}.attention_dropout ({p})"
+        if module.training and (found := _dropout_of(module)):
+            attribute, p = found
+            return f"{name} (p={p})" if attribute == "p" else f"{name}.{attribute} ({p})"
     return None
 
 
 def may_drop(model: nn.Module) -> bool:
     """Whether `active_dropout` could ever answer something: worth asking again later."""
-    return any(
-        (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0)
-        or (isinstance(p := getattr(m, "attention_dropout", 0.0), float) and p > 0)
-        for m in model.modules()
-    )
+    return any(_dropout_of(m) for m in model.modules())
+
+
+def _dropout_of(module: nn.Module) -> tuple[str, float] | None:
+    """The attribute that holds a probability above 0: `p` of a dropout layer, or a number that the
+    module hands to a function itself, as in `attention_dropout`, `dropout` or `layerdrop`."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return ("p", module.p) if module.p > 0 else None
+    for name, value in vars(module).items():
+        if isinstance(value, float) and value > 0 and "drop" in name:
+            return name, value
+    return None
 
 
 class _FusedRMSNorm(nn.Module):

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,6 +83,7 @@ class Scheduler:
         self.counters = Counters()
         self.on_admit: Callable[[], None] = lambda: None
         self.gather: Callable[[], None] = lambda: None
+        self.on_forget: Callable[[], None] = lambda: None
         self._arrays: dict[int, np.ndarray] = {}
         self._steady: list[Work] | None = None
         self._steady_since = -1
@@ -110,6 +111,7 @@ class Scheduler:
 
     def forget(self) -> None:
         """New weights: nothing that was computed holds any longer."""
+        self.on_forget()
         self.store.clear()
         self._steady = None
         for sequence in self.running:
@@ -131,7 +133,12 @@ class Scheduler:
     def _drop_cancelled(self) -> None:
         for sequence in [s for s in self.running if s.cancelled]:
             self.counters.cancelled += 1
-            self._leave(sequence)
+            # Nobody looked at its logits yet, perhaps: it may leave keys that are not finite.
+            self._leave(sequence, wipe=True)
+        self.drop_cancelled_waiting()
+
+    def drop_cancelled_waiting(self) -> None:
+        """Gives the queue places of cancelled requests back; touches no memory."""
         if any(s.cancelled for s in self.waiting):
             for _ in range(len(self.waiting)):
                 sequence = self.waiting.popleft()
@@ -143,15 +150,24 @@ class Scheduler:
 
     def _admit(self) -> None:
         put_off: list[Sequence] = []
-        while self.waiting and len(self.running) < self.memory.max_slots:
-            sequence = self.waiting.popleft()
-            if self._join(sequence):
-                self.on_admit()
-            else:
-                put_off.append(sequence)
-                if len(put_off) >= self.memory.max_slots:
-                    break
-        self.waiting.extendleft(reversed(put_off))
+        try:
+            while self.waiting and len(self.running) < self.memory.max_slots:
+                # It stays in the queue until it is known what becomes of it: none is lost.
+                sequence = self.waiting[0]
+                try:
+                    joined = self._join(sequence)
+                except Exception as exc:
+                    self._turn_away(sequence, exc)
+                    joined = True
+                self.waiting.popleft()
+                if joined:
+                    self.on_admit()
+                else:
+                    put_off.append(sequence)
+                    if len(put_off) >= self.memory.max_slots:
+                        break
+        finally:
+            self.waiting.extendleft(reversed(put_off))
 
     def _join(self, sequence: Sequence) -> bool:
         """Gives the sequence a slot, with what others computed of its beginning. False: somebody
@@ -204,22 +220,22 @@ class Scheduler:
             return self._steady
         self._steady = None
         decoding = [s for s in self.running if s.computed == len(s.tokens) - 1]
-        decoding.sort(key=_place_in_memory)
-        if len(decoding) == len(self.running):
-            if len(decoding) > self.step_rows:
-                # More than one step takes: those that waited longest go first.
-                decoding = self.running[: self.step_rows]
-                self.running = self.running[self.step_rows :] + decoding
-                return [Work(s, 1) for s in decoding]
-            # The same work until somebody comes, goes or moves.
-            self._steady = [Work(s, 1) for s in decoding]
-            self._steady_since = self.memory.generation
-            return self._steady
         prompts = [s for s in self.running if s.computed < len(s.tokens) - 1]
         backlog = sum(len(s.tokens) - s.computed for s in prompts)
         if backlog >= self.step_rows:
             return self._chunks(prompts, self.step_rows)
-        decoding = decoding[: self.step_rows]
+        most = self.step_rows - bool(prompts)  # one row at least is the prompts'
+        if len(decoding) > most:
+            # More than one step takes: those that waited longest go first.
+            decoding, behind = decoding[:most], decoding[most:]
+            self.running = prompts + behind + decoding
+        else:
+            decoding.sort(key=_place_in_memory)
+            if not prompts:
+                # The same work until somebody comes, goes or moves.
+                self._steady = [Work(s, 1) for s in decoding]
+                self._steady_since = self.memory.generation
+                return self._steady
         room = self.step_rows - len(decoding)
         return [Work(s, 1) for s in decoding] + self._chunks(prompts, room)
 
@@ -272,11 +288,12 @@ class Scheduler:
             counters.generated_tokens += 1
             if not s.versions or s.versions[-1][1] != version:
                 s.versions.append((s.generated - 1, version))
-            if token in s.stop_ids or len(known) - s.prompt_len >= s.limit:
-                s.check_end(self.spell)
+            if (
+                token in s.stop_ids
+                or len(known) - s.prompt_len >= s.limit
+                or len(known) > arena.length
+            ) and self._ends(s):
                 ended.append(s)
-            elif len(known) > arena.length:
-                self.memory.place(s, len(known))
         # From the last slot down: those that end together then leave no hole to be filled.
         for s in sorted(ended, key=lambda s: s.slot, reverse=True):
             self._finish(s)
@@ -291,31 +308,64 @@ class Scheduler:
         elif outcome.token is not None:
             sequence.accept(outcome.token, outcome.logprob, self.version, outcome.kept)
             self.counters.generated_tokens += 1
-            if sequence.check_end(self.spell) is not None:
+            if self._ends(sequence):
                 self._finish(sequence)
-            else:
-                self.memory.place(sequence, len(sequence.tokens))
+
+    def _ends(self, sequence: Sequence) -> bool:
+        """Whether the last token was the end. If not, there is a place for the next one, or the
+        sequence has failed, by itself."""
+        try:
+            if sequence.check_end(self.spell) is not None:
+                return True
+            self.memory.place(sequence, len(sequence.tokens))
+        except Exception as exc:
+            self._fail(sequence, self._error(sequence, exc))
+        return False
 
     # Leaving
 
     def _finish(self, sequence: Sequence) -> None:
-        assert sequence.arena is not None
-        known = min(sequence.computed, len(sequence.tokens) - 1)
-        kv = sequence.arena.read(sequence.slot, known)
-        self.store.add(np.asarray(sequence.tokens[:known], dtype=np.int64), kv)
-        self._leave(sequence)
-        self.counters.finished += 1
         info = {
             "seed": sequence.seed,
             "reused_tokens": sequence.reused,
             "queue_seconds": sequence.admitted_at - sequence.submitted_at,
         }
-        sequence.deliver(sequence.response(self.decode(sequence.completion), info))
+        try:
+            answer = sequence.response(self.decode(sequence.completion), info)
+        except Exception as exc:
+            self._fail(sequence, self._error(sequence, exc))
+            return
+        self._keep(sequence)
+        self.counters.finished += 1
+        try:
+            self._leave(sequence)
+        finally:  # whatever becomes of the engine, this one is answered
+            sequence.deliver(answer)
+
+    def _keep(self, sequence: Sequence) -> None:
+        """Puts what was computed into the store, if there is memory for it."""
+        assert sequence.arena is not None
+        known = min(sequence.computed, len(sequence.tokens) - 1)
+        kv = sequence.arena.read(sequence.slot, known)
+        # A cache: without the entry the next request computes it again.
+        with suppress(Exception):
+            self.store.add(np.asarray(sequence.tokens[:known], dtype=np.int64), kv)
+
+    def _turn_away(self, sequence: Sequence, exc: Exception) -> None:
+        """Fails a sequence that could not join: it has a slot at most, the last one."""
+        self.counters.failed += 1
+        self.memory.release(sequence, wipe=True)
+        sequence.deliver(self._error(sequence, exc))
+
+    def _error(self, sequence: Sequence, exc: Exception) -> InferenceError | OutOfMemoryError:
+        return step_error(exc, self.describe(sequence), by="the engine")
 
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
         self.counters.failed += 1
-        self._leave(sequence, wipe=True)
-        sequence.deliver(error)
+        try:
+            self._leave(sequence, wipe=True)
+        finally:
+            sequence.deliver(error)
 
     def _leave(self, sequence: Sequence, *, wipe: bool = False) -> None:
         self.running.remove(sequence)
@@ -335,13 +385,17 @@ def _not_finite(what: str) -> InferenceError:
     )
 
 
-def step_error(exc: Exception, what: str) -> InferenceError | OutOfMemoryError:
-    """What a request hears when the step that it was in raised."""
+def step_error(
+    exc: Exception, what: str, *, by: str = "the model"
+) -> InferenceError | OutOfMemoryError:
+    """What a request hears when the step that it was in raised, or its own part after the step."""
+    error: InferenceError | OutOfMemoryError
     if isinstance(exc, torch.OutOfMemoryError | MemoryError):
-        return OutOfMemoryError(
+        error = OutOfMemoryError(
             f"the device ran out of memory while computing {what}: lower max_slots, "
             f"max_context_tokens or prefix_cache_tokens ({exc})"
         )
-    error = InferenceError(f"the model raised {type(exc).__name__} while computing {what}: {exc}")
+    else:
+        error = InferenceError(f"{by} raised {type(exc).__name__} while computing {what}: {exc}")
     error.__cause__ = exc
     return error

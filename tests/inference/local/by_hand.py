@@ -1,0 +1,52 @@
+"""A scheduler over a model that always says 1, advanced by hand: no thread, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+
+from ludic.inference.local.arena import KVShape, SlotMemory
+from ludic.inference.local.prefix_store import PrefixStore
+from ludic.inference.local.scheduler import Outcome, Scheduler, Work
+from ludic.inference.local.sequence import Sequence
+from ludic.inference.sampling import ReturnSpec, SamplingConfig
+
+SHAPE = KVShape(1, 1, 2, torch.float32, torch.device("cpu"))
+
+
+class SaysOne:
+    """Every sampled token is 1."""
+
+    def __call__(self, work: Seq[Work]) -> list[Outcome]:
+        return [Outcome(1, -1.0) if w.samples else Outcome() for w in work]
+
+    def decode(self, work: Seq[Work]) -> None:
+        return None
+
+
+def scheduler(*, step_rows: int, max_slots: int) -> Scheduler:
+    return Scheduler(
+        SaysOne(),
+        SlotMemory(SHAPE, max_slots=max_slots, max_tokens=1024),
+        PrefixStore(0),
+        decode=str,
+        spell=str,
+        describe=lambda s: f"request {s.seed}",
+        step_rows=step_rows,
+    )
+
+
+def sequence(prompt: Seq[int], limit: int, answers: list[Any] | None = None) -> Sequence:
+    """A request whose answer is appended to `answers`."""
+    return Sequence(
+        tokens=list(prompt),
+        prompt_len=len(prompt),
+        limit=limit,
+        sampling=SamplingConfig(),
+        returns=ReturnSpec(),
+        key=0,
+        stop_ids=frozenset(),
+        deliver=(answers if answers is not None else []).append,
+    )
