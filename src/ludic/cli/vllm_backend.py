@@ -42,9 +42,7 @@ async def open_vllm(
         )
     if not servers:
         name = "policy"
-        server = await asyncio.to_thread(_start, config, model, tokenizer, name, folder)
-        stack.callback(server.stop)
-        servers = [server.url]
+        servers = [await _start(config, model, tokenizer, name, stack, folder)]
     client = VLLMChatClient(servers, model=name)
     await stack.enter_async_context(client)
     await client.connect(tokenizer=tokenizer)
@@ -59,16 +57,21 @@ async def open_vllm(
     return client, publisher
 
 
-def _start(
-    config: RunConfig, model: nn.Module, tokenizer: Any, name: str, folder: Path | None
-) -> VLLMServer:
-    """Saves the model where the server can read it, and waits until the server is healthy."""
-    where = Path(tempfile.mkdtemp(prefix="ludic-vllm-")) if folder is None else folder / "vllm"
+async def _start(
+    config: RunConfig,
+    model: nn.Module,
+    tokenizer: Any,
+    name: str,
+    stack: AsyncExitStack,
+    folder: Path | None,
+) -> str:
+    """Saves the model where the server can read it, waits until the server is healthy, and returns
+    its address. What ends it is on `stack` before it begins, since any wait may be cancelled."""
+    own = tempfile.TemporaryDirectory(prefix="ludic-vllm-", ignore_cleanup_errors=True)
+    temporary = Path(stack.enter_context(own))
+    where = temporary if folder is None else folder / "vllm"
     where.mkdir(parents=True, exist_ok=True)
     adapter = config.inference.publish_lora == "adapter"
-    with no_progress_bar():
-        save_for_vllm(model, where, merged=not adapter)
-    tokenizer.save_pretrained(where)
     lora = config.model.lora
     settings = ServerSettings(
         model=str(where),
@@ -79,8 +82,26 @@ def _start(
         max_num_seqs=config.inference.slots,
         max_lora_rank=lora.rank if adapter and lora is not None else None,
     )
+    server = VLLMServer(
+        settings,
+        python=config.inference.vllm_python,
+        log=where / "server.log",
+        folder=temporary,
+    )
+    stack.callback(server.stop)
+
+    def save() -> None:
+        with no_progress_bar():
+            save_for_vllm(model, where, merged=not adapter)
+        tokenizer.save_pretrained(where)
+
     say("starting a vLLM server for this run; that takes a minute")
-    return VLLMServer(settings, python=config.inference.vllm_python).__enter__()
+    saving = asyncio.create_task(asyncio.to_thread(save))
+    stack.push_async_callback(asyncio.wait, {saving})  # a thread goes on when it is cancelled
+    await asyncio.shield(saving)
+    server.start()
+    await asyncio.to_thread(server.wait_until_healthy)
+    return server.url
 
 
 def save_for_vllm(model: nn.Module, where: Path, *, merged: bool) -> None:

@@ -53,23 +53,23 @@ class ServerPublisher(ABC):
         did not answer are out of rotation and named in the report. The first publish may go to any
         version (a checkpoint's); after that it never goes back.
         """
-        if self.version is not None and version < self.version:
-            raise PublishError(
-                f"version {version} is older than {self.version}, which was published before: "
-                "versions never go back within a run"
-            )
         began = time.perf_counter()
         try:
             async with asyncio.timeout(self.timeout_s), self._lock:
+                if self.version is not None and version < self.version:
+                    raise PublishError(
+                        f"version {version} is older than {self.version}, which was published "
+                        "before: versions never go back within a run"
+                    )
                 report = await self._publish(weights, version, began)
+                self.version = version
+                return report
         except TimeoutError as exc:
             if isinstance(exc, DeadlineError):
                 raise
             raise DeadlineError(
                 f"the publish of version {version}", self._states(), self.timeout_s
             ) from exc
-        self.version = version
-        return report
 
     @abstractmethod
     async def _publish(self, weights: Weights, version: int, began: float) -> PublishReport:

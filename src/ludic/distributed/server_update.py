@@ -40,7 +40,8 @@ class ServerUpdate:
 
     def __init__(self, client: VLLMChatClient, replica: Replica, timeout_s: float) -> None:
         self.client, self.replica, self.timeout_s = client, replica, timeout_s
-        self.clean_up_s = min(CLEAN_UP_TIMEOUT_S, timeout_s)
+        # One that hangs must leave the others time for the rest of a short publish.
+        self.clean_up_s = min(CLEAN_UP_TIMEOUT_S, timeout_s / 4)
         self.stage = Stage.NEW
         self.workers = 1
         self.stages = Stages()

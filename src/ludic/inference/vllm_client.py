@@ -46,6 +46,8 @@ class VLLMChatClient(VLLMServers):
         model: the name under which the servers serve it; None: what each request says.
         max_concurrency: how many requests are open at once, over all servers.
         timeout_s: the deadline of a request that names none.
+        connect_timeout_s: how long a server may take to accept a connection; one that takes
+            longer counts as away.
         max_retries: how often a request is tried again.
         version: the number of the weights that the servers were started with.
     """
@@ -58,6 +60,7 @@ class VLLMChatClient(VLLMServers):
         api_key: str | None = None,
         max_concurrency: int = 512,
         timeout_s: float = 600.0,
+        connect_timeout_s: float = 10.0,
         max_retries: int = 8,
         backoff: Backoff | None = None,
         version: int = 0,
@@ -75,6 +78,7 @@ class VLLMChatClient(VLLMServers):
             ),
             (max_concurrency >= 1, "max_concurrency", max_concurrency, ">= 1"),
             (timeout_s > 0, "timeout_s", timeout_s, "> 0"),
+            (connect_timeout_s > 0, "connect_timeout_s", connect_timeout_s, "> 0"),
             (max_retries >= 0, "max_retries", max_retries, ">= 0"),
         )
         for ok, name, value, must in rules:
@@ -87,6 +91,7 @@ class VLLMChatClient(VLLMServers):
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             backoff=backoff or Backoff(first_s=0.1, longest_s=5.0),
             max_concurrency=max_concurrency,
+            connect_timeout_s=connect_timeout_s,
         )
         self.retries = 0
         self.weight_sender: Callable[[Mapping[str, Any], int], Awaitable[Any]] | None = None

@@ -115,9 +115,10 @@ async def ask(
                 status, answered = response.status, response.headers
                 if status >= 500:
                     response.close()  # the server closes after such an answer: not to be reused
-    except TimeoutError as exc:
-        raise DeadlineError("an answer", f"{method} {url}", timeout_s or 0.0) from exc
     except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as exc:
+        # No connection in time is a TimeoutError as well, but not of the deadline's making.
+        if isinstance(exc, TimeoutError) and not isinstance(exc, aiohttp.ClientError):
+            raise DeadlineError("an answer", f"{method} {url}", timeout_s or 0.0) from exc
         raise UnreachableError(f"{url} did not answer: {type(exc).__name__}: {exc}") from exc
     except aiohttp.ClientError as exc:
         raise InferenceError(f"{url}: {type(exc).__name__}: {exc}") from exc

@@ -18,6 +18,7 @@ from ludic.errors import (
     EngineClosedError,
     InferenceError,
     PublishError,
+    RequestRejectedError,
 )
 from ludic.inference.retries import Backoff
 from ludic.inference.vllm_replica import (
@@ -59,13 +60,14 @@ class VLLMServers:
         headers: Mapping[str, str],
         backoff: Backoff,
         max_concurrency: int,
+        connect_timeout_s: float,
     ) -> None:
         self.replicas, self.model, self.first_version = replicas, model, version
         self.restore: Callable[[Replica], Awaitable[bool]] | None = None
         """Gives a server that was away the current adapter; False: there is none."""
         self._version = version
         self._headers, self._backoff = headers, backoff
-        self._max_concurrency = max_concurrency
+        self._max_concurrency, self._connect_timeout_s = max_concurrency, connect_timeout_s
         self._homes: OrderedDict[str, Replica] = OrderedDict()
         self._learning: dict[Replica, asyncio.Task[None]] = {}
         self._connection: _Connection | None = None
@@ -155,7 +157,8 @@ class VLLMServers:
         return replica.facts
 
     async def replica_version(self, replica: Replica, timeout_s: float = 10.0) -> int:
-        """The version that a server says it has; what it was last brought to where it cannot."""
+        """The version that a server says it has. One that keeps none has what it was last brought
+        to, unless it was restarted since."""
         if replica.facts is None:
             await self._learn(replica, timeout_s)
         if replica.serving.adapter is not None:
@@ -165,7 +168,25 @@ class VLLMServers:
         if replica.facts is not None and replica.facts.names_versions:
             answer = await self.control(replica, "GET", "/weight_info", timeout_s=timeout_s)
             return version_number(answer["weight_version"], self.first_version)
+        if replica.version != self.first_version and not await self._applied(replica, timeout_s):
+            return self.first_version
         return replica.version
+
+    async def _applied(self, replica: Replica, timeout_s: float) -> int:
+        """How many updates a server has applied since it was started: 0 for one that cannot say,
+        which has taken none."""
+        body = {"method": "ludic_receipt"}
+        try:
+            answer = await self.control(
+                replica, "POST", "/collective_rpc", body=body, timeout_s=timeout_s
+            )
+        except UnreachableError as exc:
+            if exc.status != 500:  # what a worker without the method leads to
+                raise
+            return 0
+        except RequestRejectedError:
+            return 0
+        return min((int(r.get("applied", 0)) for r in answer["results"]), default=0)
 
     # Which may serve
 
@@ -211,15 +232,15 @@ class VLLMServers:
     async def _welcome(self, replica: Replica) -> None:
         was_lost = replica.lost
         try:
-            facts = await self.relearn(replica, timeout_s=10.0)
+            await self.relearn(replica, timeout_s=10.0)
             if was_lost and not (self.restore is not None and await self.restore(replica)):
                 found = await self.replica_version(replica)
-                unsure = not facts.names_versions and self._version != self.first_version
-                if found != self._version or unsure:
-                    has = "unknown weights" if unsure else f"version {found}"
+                # In a publish it may be ahead of what is expected of all.
+                expected = max(self._version, replica.version)
+                if found != expected:
                     replica.out = (
-                        f"it was away and came back with {has} instead of version "
-                        f"{self._version}; the next publish brings it back"
+                        f"it was away and came back with version {found} instead of version "
+                        f"{expected}; the next publish brings it back"
                     )
             replica.mark_up()
         except (UnreachableError, DeadlineError) as exc:
@@ -252,7 +273,7 @@ class VLLMServers:
         if found is not None and found.loop is loop and not found.session.closed:
             return found
         session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
         )
         made = _Connection(loop, session, asyncio.Semaphore(self._max_concurrency))

@@ -31,12 +31,32 @@ from ludic.inference.vllm_flags import VLLMBuild as VLLMBuild
 from ludic.inference.vllm_flags import command_line as command_line
 from ludic.inference.vllm_flags import environment as environment
 
+_GRACE_S = 20
+# The server, and beside it in its group a watcher, which waits on a pipe that this process holds:
+# a line says that the server was ended; without one this process is gone, however it went. Then
+# it ends the group ($$, kindly first) and removes the folder ($0).
+_WATCHED = f"""
+exec 3<&0 </dev/null
+(
+    trap '' HUP INT TERM
+    read -r line <&3 && exit
+    kill -s TERM -- -$$
+    waited=0
+    while kill -s 0 $$ && [ $waited -lt {_GRACE_S} ]; do sleep 1; waited=$((waited + 1)); done
+    rm -rf -- "$0"
+    kill -s KILL -- -$$
+) >/dev/null 2>&1 &
+exec "$@" 3<&-
+"""
+
 
 class VLLMServer:
     """A running vLLM server with its children: `with VLLMServer(settings) as server: …`.
 
     Entering waits until it is healthy and raises with its last words where it does not come up;
-    leaving ends it and everything it started.
+    leaving ends it and everything it started. It ends with this process too, also where that is
+    killed. `folder` is for its temporary files, the log too unless `log` says where, and is
+    removed with it; by default it is a new one.
     """
 
     def __init__(
@@ -46,10 +66,11 @@ class VLLMServer:
         python: str | None = None,
         log: str | Path | None = None,
         start_timeout_s: float = 600.0,
+        folder: str | Path | None = None,
     ) -> None:
         self.settings, self.build = settings, VLLMBuild.of(python)
         self.start_timeout_s = start_timeout_s
-        self._folder = Path(tempfile.mkdtemp(prefix="ludic-vllm-"))
+        self._folder = Path(folder or tempfile.mkdtemp(prefix="ludic-vllm-"))
         self.log = Path(log) if log is not None else self._folder / "server.log"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -76,14 +97,15 @@ class VLLMServer:
                 f"port {self.settings.port} of {self.settings.host} is taken: choose another, or "
                 "stop the server that has it"
             )
-        command = command_line(self.settings, self.build)
+        command = ["sh", "-c", _WATCHED, str(self._folder.absolute())]
+        command += command_line(self.settings, self.build)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 command,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # the watcher's; the server itself gets none
                 env=environment(self.settings, self.build, self._folder / "plugin"),
                 start_new_session=True,  # one group, so that its workers can be ended with it
             )
@@ -92,16 +114,19 @@ class VLLMServer:
 
     def wait_until_healthy(self) -> None:
         """Returns when the server answers; raises with the reason when it ended or is too late."""
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         deadline = time.monotonic() + self.start_timeout_s
         while time.monotonic() < deadline:
-            if self.process is None or self.process.poll() is not None:
-                code = None if self.process is None else self.process.returncode
+            process = self.process  # `stop` may be called meanwhile, from another thread
+            if process is None:
+                raise InferenceError(f"vLLM {self.build.version} was stopped before it was healthy")
+            if process.poll() is not None:
                 raise InferenceError(
-                    f"vLLM {self.build.version} ended with status {code} before it was healthy. "
-                    f"Its last words:\n{self.last_words()}"
+                    f"vLLM {self.build.version} ended with status {process.returncode} before it "
+                    f"was healthy. Its last words:\n{self.last_words()}"
                 )
             try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                with direct.open(f"{self.url}/health", timeout=5) as answer:
                     if answer.status == 200:
                         return
             except (urllib.error.URLError, OSError):
@@ -119,8 +144,8 @@ class VLLMServer:
         errors = [line for line in every if "Error" in line or "error:" in line]
         return "".join([*errors[-5:], *list(every)[-lines:]]).strip() or "(no output)"
 
-    def stop(self, grace_s: float = 20.0) -> None:
-        """Ends the server and its children, kindly first."""
+    def stop(self, grace_s: float = _GRACE_S) -> None:
+        """Ends the server and its children, kindly first. A wait for its health ends as well."""
         process, self.process = self.process, None
         if process is not None:
             for sign, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
@@ -129,16 +154,18 @@ class VLLMServer:
                     process.wait(timeout=wait_s)
                 except subprocess.TimeoutExpired:
                     continue
+                _dismiss_watcher(process)
                 if _group_ended(process.pid, 5.0):
                     break
-        if self.log.parent != self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            _dismiss_watcher(process)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
         """Ends everything at once, as a crash would."""
         if self.process is not None:
             _signal_group(self.process.pid, signal.SIGKILL)
             self.process.wait(timeout=30)
+            _dismiss_watcher(self.process)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -162,6 +189,15 @@ def _give_way(leader: int) -> None:
         os.setpriority(os.PRIO_PROCESS, leader, 10)
     with suppress(OSError):  # Linux shares among sessions first, and among their processes then
         Path(f"/proc/{leader}/autogroup").write_text("10")
+
+
+def _dismiss_watcher(process: subprocess.Popen[bytes]) -> None:
+    """Says that the server was ended. A watcher that was killed with it does not hear it."""
+    if process.stdin is not None and not process.stdin.closed:
+        with suppress(BrokenPipeError):
+            process.stdin.write(b"\n")
+        with suppress(BrokenPipeError):
+            process.stdin.close()
 
 
 def _signal_group(group: int, sign: signal.Signals) -> None:
@@ -231,6 +267,8 @@ def serve(
 ) -> int:
     """Starts the server, says when it is healthy, and stays until it ends or is told to stop."""
     server = VLLMServer(settings, python=python, log=log, start_timeout_s=start_timeout_s)
+    if log is None:  # a user reads it when the server has ended: not in its temporary files
+        server.log = Path(tempfile.mkdtemp(prefix="ludic-vllm-log-"), "server.log")
     # A plain SIGTERM would leave the children behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()

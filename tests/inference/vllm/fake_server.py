@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -37,6 +38,7 @@ class FakeVLLM:
     paused: bool = False
     active: bool = False
     staged: dict[str, list[Any]] = field(default_factory=dict)
+    applied: int = 0
     bodies: list[Any] = field(default_factory=list)
     url: str = ""
 
@@ -69,7 +71,7 @@ class FakeVLLM:
         if path == "/weight_info":
             return {"weight_version": self.version}
         if path == "/collective_rpc":
-            return {"results": [{"tensors": self.staged, "applied": 0}]}
+            return {"results": [{"tensors": self.staged, "applied": self.applied}]}
         self._control(path, body)
         return {"message": "done"}
 
@@ -88,6 +90,7 @@ class FakeVLLM:
                 for name, t in pairs.items()
             }
         elif path == "/finish_weight_update":
+            self.applied += bool(self.staged)
             self.active, self.staged = False, {}
             self.version = (body or {}).get("weight_version", self.version)
 
@@ -141,3 +144,22 @@ def vanishing(request: web.Request) -> Any:
     assert request.transport is not None
     request.transport.abort()
     return web.Response()
+
+
+def blinking() -> Handler:
+    """Cuts one connection, then answers as usual."""
+    left = [1]
+    return lambda request: vanishing(request) if left and left.pop() else None
+
+
+@contextmanager
+def dark_address() -> Iterator[str]:
+    """An address where nobody answers, not even that nobody is there: a host that went dark."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        address = listener.getsockname()
+        for _ in range(4):  # more than the backlog holds
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(address)
+        yield f"http://127.0.0.1:{address[1]}"

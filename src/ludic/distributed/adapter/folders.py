@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ludic.distributed.shared_memory import shared_folder
+from ludic.distributed.shared_memory import is_free, shared_folder
 
 _PREFIX = "ludic-adapters-"
 _LOCK = "lock"
@@ -77,19 +77,7 @@ def remove_abandoned(parent: Path) -> list[Path]:
 
 def is_abandoned(path: Path) -> bool:
     """Whether nobody keeps the publisher's folder `path`, or it is gone."""
-    try:
-        lock = os.open(path / _LOCK, os.O_RDWR)
-    except FileNotFoundError:
-        return True
-    except OSError:  # another user's: not ours to judge
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(lock)
-    return True
+    return is_free(path / _LOCK)
 
 
 def _remove(path: Path, lock: int, owner: int) -> None:

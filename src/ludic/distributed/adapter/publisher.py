@@ -45,7 +45,8 @@ class AdapterPolicyPublisher(ServerPublisher):
     more is unloaded, and its folder removed. Where a server holds as many as it can, because old
     requests still run, a publish waits for them. It takes `ModelWeights` of a PEFT model, or
     `AdapterWeights` and mappings made of it, and raises `ConfigError` for an adapter that a server
-    cannot take; after any failure every server goes on with the version before.
+    cannot take; after any failure the servers go on with the version before, except those that
+    did not answer, which are out of rotation until a publish brings them back.
 
     Args:
         client: whose servers get the adapter, and are taken in and out of rotation.
@@ -115,7 +116,7 @@ class AdapterPolicyPublisher(ServerPublisher):
         release = await asyncio.to_thread(self._write, tensors, config, version)
         prepared = time.perf_counter()
         try:
-            await together(self._make_room(server) for server in servers)
+            await together(s.attempt(self._make_room(s)) for s in servers)
             room = time.perf_counter()
             await together(s.attempt(s.load(release)) for s in servers)
             await together(s.attempt(s.compare(release)) for s in servers)
@@ -124,6 +125,9 @@ class AdapterPolicyPublisher(ServerPublisher):
             checked = await self._check_canary(weights, servers)
             servers = _still_there(servers, version)
         except BaseException as exc:
+            if time.perf_counter() - began >= self.timeout_s:  # so that the error names them
+                for server in servers:
+                    server.lose_if_hung()
             await asyncio.shield(self._undo(servers))
             self._remove_folders()
             raise self._as_publish_error(exc, version) from exc
@@ -178,14 +182,21 @@ class AdapterPolicyPublisher(ServerPublisher):
         """Waits until the server can hold one more. What requests use is never pushed out: the
         server would have to read it again in the middle of them."""
         replica = server.replica
-        while True:
-            await self._unload_idle(replica)
-            held = [*self._old[replica], replica.serving]
-            # The server's own weights count as well: on the CPU, requests for them get the last
-            # adapter's when its place is taken.
-            if sum(s.adapter is not None or s.requests > 0 for s in held) < server.max_loras:
-                return
-            await asyncio.sleep(_LOOK_AGAIN_S)
+        try:
+            async with asyncio.timeout(server.timeout_s):
+                while not await self._has_room(server):  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_AGAIN_S)
+        except TimeoutError as exc:
+            what = "room for one more adapter"
+            raise DeadlineError(what, self._state(replica), server.timeout_s) from exc
+
+    async def _has_room(self, server: AdapterServer) -> bool:
+        replica = server.replica
+        await self._unload_idle(replica)
+        held = [*self._old[replica], replica.serving]
+        # The server's own weights count as well: on the CPU, requests for them get the last
+        # adapter's when its place is taken.
+        return sum(s.adapter is not None or s.requests > 0 for s in held) < server.max_loras
 
     async def _unload_idle(self, replica: Replica) -> None:
         async with self._unloading:
@@ -264,6 +275,7 @@ class AdapterPolicyPublisher(ServerPublisher):
                 if release is None:
                     return False
                 server = self._server(replica)
+                server.timeout_s = server.clean_up_s  # a publish would have to wait for it
                 await server.examine(release.rank, self.folders.path, self._known(replica))
                 if release.name in await server.adapters():
                     return True
@@ -295,14 +307,12 @@ class AdapterPolicyPublisher(ServerPublisher):
         )
 
     def _states(self) -> str:
-        found = []
-        for replica in self.client.replicas:
-            busy = [
-                f"{s.requests} of version {s.version}" for s in self._old[replica] if s.requests
-            ]
-            waits = f", among them {' and '.join(busy)}" if busy else ""
-            found.append(replica.describe() + waits)
-        return "; ".join(found)
+        return "; ".join(map(self._state, self.client.replicas))
+
+    def _state(self, replica: Replica) -> str:
+        busy = [f"{s.requests} of version {s.version}" for s in self._old[replica] if s.requests]
+        waits = f", among them {' and '.join(busy)}" if busy else ""
+        return replica.describe() + waits
 
 
 def _gathered(weights: Weights) -> dict[str, Tensor]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from collections import Counter
-from collections.abc import Awaitable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,8 @@ class AdapterServer:
         self, client: VLLMChatClient, replica: Replica, timeout_s: float, assumed_loras: int
     ) -> None:
         self.client, self.replica = client, replica
-        self.clean_up_s = min(CLEAN_UP_TIMEOUT_S, timeout_s)
+        # One that hangs must leave the others time for the rest of a short publish.
+        self.clean_up_s = min(CLEAN_UP_TIMEOUT_S, timeout_s / 4)
         self.was_out = replica.out is not None
         # Nobody waits long for one that serves nobody.
         self.timeout_s = self.clean_up_s if self.was_out else timeout_s
@@ -54,6 +57,8 @@ class AdapterServer:
         self.answers_receipts = False
         self.lost = False
         self.loaded: Serving | None = None
+        self._asked: tuple[str, float] | None = None
+        """What it was asked for and has not answered, and since when."""
 
     async def attempt(self, step: Awaitable[None]) -> None:
         """Does one step. Where the server was out of rotation before, a failure keeps it there and
@@ -120,7 +125,8 @@ class AdapterServer:
             return
         body = {"lora_name": release.name, "lora_path": str(release.folder)}
         try:
-            await self._ask("POST", "/v1/load_lora_adapter", body, plain=True)
+            with self._open("load the adapter"):
+                await self._ask("POST", "/v1/load_lora_adapter", body, plain=True)
         except UnreachableError as exc:
             if exc.status is None:
                 self.lose(f"it went away when it was to load an adapter: {exc}")
@@ -137,7 +143,8 @@ class AdapterServer:
         """Raises unless every worker holds every tensor, bit for bit as it was written."""
         if self.lost or not self.answers_receipts:
             return
-        answer = await self._call("ludic_adapter_receipt")
+        with self._open("say what it loaded"):
+            answer = await self._call("ludic_adapter_receipt", self.timeout_s)
         for rank, receipt in enumerate(answer):
             arrived = receipt.get("tensors")
             if arrived is None or not receipt["active"]:
@@ -163,10 +170,14 @@ class AdapterServer:
             extensions={"ignore_eos": True},
         )
         try:
-            response = await self.client.ask_replica(self.replica, request, self.loaded)
+            with self._open("sample the canary"):
+                async with asyncio.timeout(self.timeout_s):
+                    response = await self.client.ask_replica(self.replica, request, self.loaded)
         except UnreachableError as exc:
             self.lose(f"it went away before the canary: {exc}")
             return None
+        except TimeoutError as exc:
+            raise DeadlineError("the canary", self.replica.url, self.timeout_s) from exc
         return response.trace
 
     def switch(self) -> Serving:
@@ -189,10 +200,26 @@ class AdapterServer:
         self.lost = True
         self.replica.out = why
 
+    def lose_if_hung(self) -> None:
+        """For when the deadline has passed: loses the server if it was that which was waited for,
+        and not asked only a moment ago."""
+        if self._asked is None:
+            return
+        what, since = self._asked
+        waited = time.monotonic() - since
+        if waited >= self.clean_up_s:
+            self.lose(f"it was to {what}, and had not answered after {waited:.3g} s")
+
+    @contextmanager
+    def _open(self, what: str) -> Iterator[None]:
+        self._asked = what, time.monotonic()
+        yield  # a cancelled step stays open
+        self._asked = None
+
     async def _limits(self) -> Mapping[str, Any] | None:
         """What the workers say that they take; None where they cannot be asked."""
         try:
-            return (await self._call("ludic_adapter_limits"))[0]
+            return (await self._call("ludic_adapter_limits", self.clean_up_s))[0]
         except UnreachableError as exc:
             if exc.status is None:
                 raise
@@ -200,8 +227,8 @@ class AdapterServer:
             pass
         return None
 
-    async def _call(self, method: str) -> list[Mapping[str, Any]]:
-        answer = await self._ask("POST", "/collective_rpc", {"method": method})
+    async def _call(self, method: str, seconds: float) -> list[Mapping[str, Any]]:
+        answer = await self._ask("POST", "/collective_rpc", {"method": method}, seconds)
         return list(answer["results"])
 
     async def _ask(

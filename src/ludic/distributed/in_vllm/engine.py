@@ -21,6 +21,10 @@ from torch import Tensor
 
 from ludic.distributed.broadcast_group import BroadcastGroup
 from ludic.distributed.checksums import checksums
+from ludic.distributed.in_vllm.checkpoint_shapes import (
+    checkpoint_shapes,
+    same_under_other_names,
+)
 from ludic.distributed.in_vllm.plain_layers import why_rebuild
 from ludic.distributed.ipc_handles import open_tensors
 from ludic.distributed.shared_memory import open_shared
@@ -36,7 +40,6 @@ except ImportError as exc:
     raise MissingExtraError("vllm", "vllm") from exc
 
 _log = logging.getLogger("vllm.ludic")
-_NEVER_SENT = ("rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 
 
 @dataclass
@@ -80,7 +83,7 @@ class LudicWeightTransferEngine(
         self._judged: Any = None
         self._why_rebuild: str | None = None
         self._group: BroadcastGroup | None = None
-        self._expected = _checkpoint_shapes(self.model_config.model)
+        self._expected = self._checkpoint_shapes()
 
     def init_transfer_engine(self, init_info: LudicInitInfo) -> None:
         """Joins the trainer's broadcast group where one is named."""
@@ -233,6 +236,10 @@ class LudicWeightTransferEngine(
         missing = sorted(self._expected.keys() - arrived.keys() - tied)
         unknown = sorted(arrived.keys() - self._expected.keys() - tied)
         if missing or unknown:
+            expected = {n: s for n, s in self._expected.items() if n not in tied}
+            shapes = {n: tuple(t.shape) for n, t in arrived.items() if n not in tied}
+            if same_under_other_names(shapes, expected):
+                return
             raise ValueError(
                 f"the update does not fit the served model {self.model_config.model}: "
                 f"{len(missing)} tensors left out {missing[:3]}, {len(unknown)} unknown "
@@ -245,6 +252,23 @@ class LudicWeightTransferEngine(
                     f"{name} arrived with shape {tuple(tensor.shape)}; the served model has {shape}"
                 )
 
+    def _checkpoint_shapes(self) -> dict[str, tuple[int, ...]] | None:
+        config, whole = self.model_config, getattr(self, "vllm_config", None)
+        loading = getattr(whole, "load_config", None)
+        found = checkpoint_shapes(
+            config.model,
+            revision=getattr(config, "revision", None),
+            cache=getattr(loading, "download_dir", None),
+        )
+        if found is None:
+            _log.warning(
+                "no safetensors of %s were found on this machine, so the first update's names and "
+                "shapes are checked only while it is applied; start the server from a folder to "
+                "have them checked before",
+                config.model,
+            )
+        return found
+
     def _repack_tied_head(self) -> None:
         """On the CPU the head multiplies with a packed copy of its weight. Where the weight is the
         embedding's, vLLM sees nothing loaded for the head and keeps the old copy."""
@@ -256,16 +280,3 @@ class LudicWeightTransferEngine(
     def _tied(self) -> set[str]:
         config = getattr(self.model_config, "hf_text_config", self.model_config.hf_config)
         return {"lm_head.weight"} if getattr(config, "tie_word_embeddings", False) else set()
-
-
-def _checkpoint_shapes(model: str) -> dict[str, tuple[int, ...]] | None:
-    """Names and shapes in the folder that the server was started from; None where it has none."""
-    from safetensors import safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(Path(model).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (not a dict)
-                shapes[name] = tuple(opened.get_slice(name).get_shape())
-    kept = {n: s for n, s in shapes.items() if not n.endswith(_NEVER_SENT)}
-    return kept or None

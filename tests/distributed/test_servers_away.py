@@ -1,0 +1,195 @@
+"""Servers that go dark, lose a connection or are restarted, and publishes to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.errors import ConfigError, DeadlineError, InferenceError, PublishError
+from ludic.inference.retries import Backoff
+from ludic.inference.vllm_client import VLLMChatClient
+from ludic.inference.vllm_replica import UnreachableError
+from tests.inference.vllm.asking import request, trace_of
+from tests.inference.vllm.fake_server import (
+    ROUTES,
+    FakeVLLM,
+    Handler,
+    blinking,
+    dark_address,
+    failing,
+)
+
+WEIGHTS = {"a.weight": torch.ones(3)}
+QUICK = Backoff(first_s=0.001, longest_s=0.01)
+GENERATE, COMPLETIONS, RPC = "/inference/v1/generate", "/v1/completions", "/collective_rpc"
+Fakes = tuple[FakeVLLM, FakeVLLM]
+
+
+@pytest.fixture
+def dark() -> Iterator[str]:
+    with dark_address() as found:
+        yield found
+
+
+@pytest.fixture
+async def fakes() -> AsyncIterator[Fakes]:
+    async with FakeVLLM().serving() as first, FakeVLLM().serving() as second:
+        yield first, second
+
+
+@pytest.fixture
+async def client(fakes: Fakes) -> AsyncIterator[VLLMChatClient]:
+    urls = [f.url for f in fakes]
+    async with VLLMChatClient(urls, backoff=QUICK, connect_timeout_s=0.2) as found:
+        yield found
+
+
+@pytest.fixture
+async def older() -> AsyncIterator[tuple[FakeVLLM, VLLMChatClient]]:
+    """A server that keeps no versions, as vLLM 0.26."""
+    async with AsyncExitStack() as stack:
+        fake = FakeVLLM(routes=tuple(r for r in ROUTES if r != "/weight_info"))
+        await stack.enter_async_context(fake.serving())
+        client = VLLMChatClient(fake.url, backoff=QUICK)
+        yield fake, await stack.enter_async_context(client)
+
+
+def versions_of(response: Any) -> list[int]:
+    return [span.version for span in trace_of(response).version_spans]
+
+
+# A host that goes dark
+
+
+async def test_requests_to_a_host_that_went_dark_are_served_by_the_other(
+    client: VLLMChatClient, dark: str
+) -> None:
+    client.replicas[1].url = dark
+    asked = [client.complete_tokens(request(seed=n, timeout_s=20)) for n in range(8)]
+    assert len(await asyncio.gather(*asked)) == 8
+    assert client.in_rotation() == [client.replicas[0]]
+    assert "ConnectionTimeoutError" in client.replicas[1].describe()
+
+
+async def test_no_connection_is_told_apart_from_a_deadline(
+    client: VLLMChatClient, fakes: Fakes, dark: str
+) -> None:
+    client.replicas[1].url = dark
+    with pytest.raises(UnreachableError, match=f"{dark}/health did not answer"):
+        await client.control(client.replicas[1], "GET", "/health", timeout_s=30)
+    with pytest.raises(DeadlineError, match=r"waited 0.05 s .*/health"):
+        await client.control(client.replicas[1], "GET", "/health", timeout_s=0.05)
+
+
+async def test_a_host_that_goes_dark_in_a_publish_is_dropped_from_it(
+    client: VLLMChatClient, fakes: Fakes, dark: str
+) -> None:
+    def goes_dark(_: Any) -> None:
+        client.replicas[1].url = dark
+
+    fakes[1].faults["/get_world_size"] = goes_dark
+    report = await BroadcastPolicyPublisher(client).publish(WEIGHTS, 1)
+    assert report.details["servers"] == [fakes[0].url]
+    assert "it went away when it was to open an update" in report.details["lost"][dark]
+    assert fakes[0].version == "1"
+
+
+def test_a_connection_needs_some_time() -> None:
+    with pytest.raises(ConfigError, match="connect_timeout_s=0"):
+        VLLMChatClient("http://127.0.0.1:8000", connect_timeout_s=0)
+
+
+# A server that keeps no versions
+
+
+async def test_a_server_that_keeps_no_versions_survives_a_lost_connection(
+    older: tuple[FakeVLLM, VLLMChatClient],
+) -> None:
+    fake, client = older
+    await BroadcastPolicyPublisher(client).publish(WEIGHTS, 1)
+    fake.faults[COMPLETIONS] = blinking()
+    assert versions_of(await client.complete_tokens(request())) == [1]
+    assert client.retries == 1
+    assert client.in_rotation() == list(client.replicas)
+
+
+@pytest.mark.parametrize("receipts", [None, failing(500), failing(404)])
+async def test_a_server_that_keeps_no_versions_and_was_restarted_stays_out(
+    older: tuple[FakeVLLM, VLLMChatClient], receipts: Handler | None
+) -> None:
+    fake, client = older
+    publisher = BroadcastPolicyPublisher(client)
+    await publisher.publish(WEIGHTS, 1)
+    fake.applied = 0  # restarted
+    fake.faults[COMPLETIONS] = blinking()
+    if receipts is not None:  # without Ludic's side
+        fake.faults[RPC] = receipts
+    with pytest.raises(InferenceError, match="version 0 instead of version 1; the next publish"):
+        await client.complete_tokens(request())
+    fake.faults.clear()
+    await publisher.publish(WEIGHTS, 2)
+    assert versions_of(await client.complete_tokens(request())) == [2]
+
+
+async def test_a_restarted_server_has_the_first_version_still_where_nothing_was_published(
+    older: tuple[FakeVLLM, VLLMChatClient],
+) -> None:
+    fake, client = older
+    fake.faults[COMPLETIONS] = blinking()
+    assert versions_of(await client.complete_tokens(request())) == [0]
+    assert fake.calls[RPC] == 0
+
+
+# In the middle of a publish, and two at once
+
+
+@pytest.mark.parametrize("names_versions", [True, False])
+async def test_a_lost_connection_after_its_own_apply_costs_a_server_nothing(
+    names_versions: bool,
+) -> None:
+    routes = tuple(r for r in ROUTES if names_versions or r != "/weight_info")
+    async with (
+        FakeVLLM(routes=routes).serving() as first,
+        FakeVLLM(routes=routes).serving() as second,
+        VLLMChatClient([first.url, second.url], backoff=QUICK) as client,
+    ):
+        publisher = BroadcastPolicyPublisher(client)
+        await publisher.publish(WEIGHTS, 1)
+        go_on = asyncio.Event()
+
+        async def waiting(_: Any) -> None:
+            await go_on.wait()
+
+        second.faults["/finish_weight_update"] = waiting
+        publishing = asyncio.create_task(publisher.publish(WEIGHTS, 2))
+        async with asyncio.timeout(20):
+            while client.replicas[0].version != 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        client.replicas[0].mark_down("it lost a connection", 0.0)
+        async with asyncio.timeout(20):
+            while client.replicas[0].lost:
+                await client.complete_tokens(request())
+        go_on.set()
+        report = await publishing
+        assert report.details["lost"] == {}
+        assert client.in_rotation() == list(client.replicas)
+
+
+async def test_of_two_publishes_at_once_the_older_version_is_refused(
+    client: VLLMChatClient, fakes: Fakes
+) -> None:
+    publisher = BroadcastPolicyPublisher(client)
+    newer, older = await asyncio.gather(
+        publisher.publish(WEIGHTS, 6), publisher.publish(WEIGHTS, 5), return_exceptions=True
+    )
+    assert not isinstance(newer, BaseException)
+    assert isinstance(older, PublishError)
+    assert "version 5 is older than 6" in str(older)
+    assert publisher.version == 6
+    assert [f.version for f in fakes] == ["6", "6"]

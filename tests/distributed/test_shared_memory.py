@@ -1,0 +1,90 @@
+"""Weights in shared memory: no room for them, and what dead processes left there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from ludic.distributed import shared_memory
+from ludic.distributed.shared_memory import write_shared
+from ludic.errors import PublishError
+
+WEIGHTS = {"a": torch.ones(1024, 1024)}  # 4 MiB
+
+OTHER = """
+import sys, time, torch
+from pathlib import Path
+from ludic.distributed import shared_memory
+shared_memory.shared_folder = lambda: Path(sys.argv[1])
+print(shared_memory.write_shared({"a": torch.ones(9)}), flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands for /dev/shm."""
+    monkeypatch.setattr(shared_memory, "shared_folder", lambda: tmp_path)
+    return tmp_path
+
+
+def test_too_little_room_is_said_with_the_remedy_before_anything_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type(shutil.disk_usage(folder))(64 << 20, 63 << 20, 1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(
+        PublishError, match=r"4\.0 MiB in .*1\.0 MiB are free.*--shm-size"
+    ) as caught:
+        write_shared(WEIGHTS)
+    assert str(folder) in str(caught.value)
+    assert not list(folder.iterdir())
+
+
+def test_room_that_goes_while_it_is_written_is_said_as_well(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors import SafetensorError
+
+    def full(*_: Any) -> NoReturn:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(PublishError, match="--shm-size"):
+        write_shared(WEIGHTS)
+    assert not list(folder.glob("ludic-*"))
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_not(
+    folder: Path,
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER, str(folder)], stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        theirs = Path(other.stdout.readline().strip())
+        assert theirs.parent == folder
+        first = write_shared(WEIGHTS)
+        assert theirs.is_file()
+        other.send_signal(signal.SIGKILL)
+    second = write_shared(WEIGHTS)
+    assert not theirs.exists()
+    assert first.is_file(), "one's own are not abandoned"
+    locks = [path.name for path in folder.glob(".ludic-*")]
+    assert len(locks) == 1
+    assert str(os.getpid()) in locks[0]
+    assert sorted(folder.glob("ludic-*")) == sorted([first, second])
+
+
+def test_a_process_that_ends_by_itself_leaves_no_lock(folder: Path) -> None:
+    code = OTHER.replace("time.sleep(300)", "")
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, capture_output=True)
+    assert not list(folder.glob(".ludic-*"))
