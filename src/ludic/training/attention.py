@@ -98,8 +98,14 @@ def packed_attention(
         raise ConfigError(f"{type(module).__name__}: soft-capped attention and sinks cannot pack")
     if dropout:
         raise ConfigError("packed attention has no dropout: set attention_dropout=0")
+    narrow = query.dtype in (torch.bfloat16, torch.float16)
     if kind == "auto":
-        kind = "varlen" if query.is_cuda else "sdpa"
+        kind = "varlen" if query.is_cuda and narrow else "sdpa"
+    elif kind == "varlen" and not narrow:
+        raise ConfigError(
+            f"attention='varlen' computes in bfloat16 and float16, not in {query.dtype}: load the "
+            "model in one of them, or leave attention='auto'"
+        )
     return _KERNELS[kind](
         query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window or 0
     )
