@@ -39,8 +39,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_graphs_are_kept_over_updates_in_place_and_dropped_when_a_weight_moved() -> None:
     weights = [torch.zeros(4), torch.zeros(4)]
-    graphs = GraphCache(torch.device("cpu"), capture=True)
-    graphs.weights = lambda: weights
+    graphs = GraphCache(torch.device("cpu"), capture=True, weights=lambda: weights)
     calls: list[str] = []
     for key in ("a", "b", "a"):
         graphs.run(key, lambda key=key: calls.append(key))  # type: ignore[misc]

@@ -111,7 +111,11 @@ def build_scheduler(
     store = PrefixStore(cache)
     if not pipelined:
         return Scheduler(runner, memory, store, **options), resolved
-    graphs = GraphCache(device, capture=device.type == "cuda")
+    graphs = GraphCache(
+        device,
+        capture=device.type == "cuda",
+        weights=lambda: [*model.parameters(), *model.buffers()],
+    )
     vocab = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
     batch = DeviceBatch(forward, memory.only, resolved.max_slots, vocab, graphs, kernels)
     prefill = Prefill(

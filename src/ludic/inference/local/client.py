@@ -6,7 +6,7 @@ import asyncio
 import copy
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Literal, Self
 
@@ -25,7 +25,6 @@ from ludic.inference.local.build import EngineSettings, build_scheduler
 from ludic.inference.local.engine import Engine, Pause
 from ludic.inference.local.module_view import active_dropout, base_causal_lm, may_drop
 from ludic.inference.local.noise import noise_key
-from ludic.inference.local.pipelined import PipelinedScheduler
 from ludic.inference.local.queue_gate import QueueGate
 from ludic.inference.local.sequence import Sequence
 from ludic.types import ChatResponse
@@ -96,10 +95,6 @@ class LocalChatClient:
             version=version,
         )
         self._scheduler = scheduler
-        if isinstance(scheduler, PipelinedScheduler):
-            graphs = scheduler.batch.graphs
-            graphs.weights = self._weights
-            scheduler.on_forget = graphs.drop_if_moved
         self._vocab = int(self._model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         self._eos = _eos_ids(self._model, tokenizer)
         self._may_drop = may_drop(self._model)
@@ -316,10 +311,6 @@ class LocalChatClient:
     def _spell(self, ids: list[int]) -> str:
         """Every token spelled out, for stop strings."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
-
-    def _weights(self) -> Iterator[torch.Tensor]:
-        yield from self._model.parameters()
-        yield from self._model.buffers()
 
     def _foreign(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Those of `params` that are not the module's own tensors, all checked to fit."""

@@ -15,25 +15,27 @@ from torch import Tensor
 class GraphCache:
     """One graph per key, captured when the key is first asked for, all in one memory pool."""
 
-    def __init__(self, device: torch.device, *, capture: bool) -> None:
+    def __init__(
+        self, device: torch.device, *, capture: bool, weights: Callable[[], Iterable[Tensor]]
+    ) -> None:
         self.device, self.capture = device, capture
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if capture else None
-        self.weights: Callable[[], Iterable[Tensor]] = tuple
+        self._weights = weights
         self._addresses: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def drop_if_moved(self) -> None:
-        """Forgets every graph when one of `weights` lies elsewhere than at the capture."""
+        """Forgets every graph when one of the weights lies elsewhere than at the capture."""
         if self._graphs and self._where() != self._addresses:
             self._graphs.clear()
             # A pool without graphs is gone; its handle must not be used again.
             self._pool = torch.cuda.graph_pool_handle()
 
     def _where(self) -> tuple[int, ...]:
-        return tuple(tensor.data_ptr() for tensor in self.weights())
+        return tuple(tensor.data_ptr() for tensor in self._weights())
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """Does what `function` does to the buffers that it closes over."""

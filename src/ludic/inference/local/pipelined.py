@@ -89,6 +89,7 @@ class PipelinedScheduler(Scheduler):
 
     def forget(self) -> None:
         self.settle()
+        self.batch.graphs.drop_if_moved()
         super().forget()
 
     # Prompts

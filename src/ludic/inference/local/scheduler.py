@@ -83,7 +83,6 @@ class Scheduler:
         self.counters = Counters()
         self.on_admit: Callable[[], None] = lambda: None
         self.gather: Callable[[], None] = lambda: None
-        self.on_forget: Callable[[], None] = lambda: None
         self._arrays: dict[int, np.ndarray] = {}
         self._steady: list[Work] | None = None
         self._steady_since = -1
@@ -111,7 +110,6 @@ class Scheduler:
 
     def forget(self) -> None:
         """New weights: nothing that was computed holds any longer."""
-        self.on_forget()
         self.store.clear()
         self._steady = None
         for sequence in self.running:
