@@ -154,7 +154,7 @@ class Bench:
         """What a trainer's step does with a batch, less waiting and publishing."""
         stats = StatBuffer()
         layout = lay_out(batch, max_seq_len=passes.cfg.max_seq_len)
-        passes.accumulate(layout, optimizer, stats, version=0, proximal=None, fresh=True)
+        passes.accumulate(layout, optimizer, stats, version=0, proximal=None)
         metrics = stats.reduce(None, optimizer.gradient_norm())
         norm = metrics["train/grad_norm"]
         optimizer.step(passes.cfg.learning_rate, min(1.0, 1.0 / norm) if norm else 1.0)
@@ -183,7 +183,7 @@ def check(bench: Bench) -> None:
     for name, batch in (("ludic", merged), ("ludic unmerged", unmerged)):
         optimizer = MasterAdamW(model.named_parameters(), passes.cfg)
         stats = StatBuffer()
-        passes.accumulate(lay_out(batch), optimizer, stats, version=0, proximal=None, fresh=True)
+        passes.accumulate(lay_out(batch), optimizer, stats, version=0, proximal=None)
         grads = [optimizer.masters[n].grad.flatten().float() for n in optimizer.masters]  # type: ignore[union-attr]
         results[name] = (stats.reduce()["train/loss"], torch.cat(grads))
         optimizer.zero_grad()

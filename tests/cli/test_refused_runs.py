@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ludic.cli.check import check_parts
 from ludic.cli.run_file import parse_run
 from ludic.errors import ConfigError
+from ludic.interaction import MultiAgentProtocol
 from tests.cli.conftest import Ludic
 from tests.cli.test_bad_input import check
 
@@ -173,3 +175,32 @@ def test_a_report_is_written_also_where_pass_at_k_has_too_few_samples(
     done = ludic("eval", trained, "eval.episodes=2", "--pass-at", 4, "--output", "report.json")
     check(done, "samples per task")
     assert len(json.loads((tmp_path / "report.json").read_text())["episodes"]) == 2
+
+
+def test_a_run_folder_from_before_small_budgets_were_refused_can_be_resumed(
+    ludic: Ludic, trained: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(trained, folder)
+    data = json.loads((folder / "run.json").read_text())
+    data["training"]["micro_token_budget"] = data["training"]["max_seq_len"] - 1
+    (folder / "run.json").write_text(json.dumps(data))
+    done = ludic("train", "--resume", folder, "--dry-run")
+    assert done.code == 0, done.err
+    training = json.loads(done.out)["training"]
+    assert training["micro_token_budget"] == training["max_seq_len"]
+
+
+def test_players_are_made_for_the_seats_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def player(seat: object) -> Any:
+        asked.append(str(seat))
+        return lambda *_: "A1"
+
+    def protocol(kind: str, runtime: Any, **_: Any) -> MultiAgentProtocol:
+        return MultiAgentProtocol({}, default=player)
+
+    monkeypatch.setattr("ludic.cli.check.make_protocol", protocol)
+    check_parts(parse_run('[env]\nkind = "tic_tac_toe_two_player"\n'))
+    assert set(asked) == {"X", "O"}

@@ -71,14 +71,15 @@ def test_the_built_in_run_reports_wins_even_where_there_are_none(
 def test_a_dry_run_prints_the_resolved_run_and_makes_nothing(
     ludic: Ludic, letters: Path, tmp_path: Path
 ) -> None:
-    before = sorted(tmp_path.iterdir())
+    before = {path.name for path in tmp_path.iterdir()}
     done = ludic("train", letters, "training.learning_rate=1e-4", "--dry-run")
     resolved = json.loads(done.out)
     assert done.code == 0
     assert resolved["training"]["learning_rate"] == 1e-4
     assert resolved["env"] == [{"kind": "letters:Letters", "kwargs": {}, "weight": 1.0}]
     assert resolved["eval"]["seed"] == 1_000_003
-    assert sorted(tmp_path.iterdir()) == before
+    made = {path.name for path in tmp_path.iterdir()} - before
+    assert made <= {"__pycache__"}  # Python's own, of the run's environment
 
 
 def test_what_a_dry_run_prints_is_itself_a_run(ludic: Ludic, letters: Path) -> None:

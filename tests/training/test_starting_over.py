@@ -19,7 +19,9 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()]
 
 
-def test_a_run_killed_before_its_first_checkpoint_leaves_no_line_twice(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_leaves_no_line_twice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     killed = make(tmp_path, every=100)
 
     async def some_steps() -> None:
@@ -31,6 +33,9 @@ def test_a_run_killed_before_its_first_checkpoint_leaves_no_line_twice(tmp_path:
     assert steps(tmp_path) == [1, 2, 3]
     run(make(tmp_path, every=100), 5)
     assert steps(tmp_path) == [1, 2, 3, 4, 5]
+    kept = (tmp_path / "superseded-metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in kept] == [1, 2, 3]
+    assert "superseded-metrics.jsonl" in caplog.text
 
 
 def test_without_resume_a_run_keeps_its_own_checkpoints_and_the_earlier_ones(

@@ -143,6 +143,28 @@ class Losing(RecordingPublisher):
         return PublishReport(version, 0.0, details={"lost": lost, "stall_s": 0.25})
 
 
+class Silent(RecordingPublisher):
+    """A user's publisher, which has nothing to report."""
+
+    async def publish(self, weights: Weights, version: int) -> PublishReport:
+        await super().publish(weights, version)
+        return None  # type: ignore[return-value]
+
+
+def test_a_publisher_may_report_nothing(tmp_path: Path) -> None:
+    publisher = Silent()
+    trainer = Trainer(
+        model=tiny_model(),
+        algo=reinforce(),
+        batch_source=SyntheticSource(),
+        publisher=publisher,
+        cfg=config(tmp_path),
+    )
+    trainer.train_sync(1)
+    trainer.close()
+    assert publisher.versions == [0, 1]
+
+
 async def test_servers_that_a_publish_lost_are_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -25,11 +25,12 @@ from ludic.inference.tiny import tiny_tokenizer
 from ludic.inference.tool_parsers import get_tool_parser
 from ludic.interaction import DelegatingProtocol, MultiAgentProtocol, Runtime
 from ludic.registry import make_protocol
+from ludic.rollouts import RolloutRequest
 from ludic.training import RLAlgorithm, make_algorithm
 from ludic.training.algorithms.opd import OnPolicyDistillationLoss
 from ludic.training.kl import TokenKLLoss
 from ludic.training.value_tracker import TrackedAdvantage
-from ludic.types import EnvSpec, ProtocolSpec
+from ludic.types import EnvSpec
 
 Env: TypeAlias = LudicEnv[Any, Any, Any]
 
@@ -72,13 +73,16 @@ def _check_protocols(config: RunConfig) -> None:
     for held_out in (False, True):
         for request, _ in requests_of(config, held_out=held_out).values():
             with configuring(f"protocol {request.protocol.kind!r}"):
-                _make_players(request.protocol, runtime)
+                _make_players(request, runtime)
 
 
-def _make_players(spec: ProtocolSpec, runtime: Runtime) -> None:
+def _make_players(request: RolloutRequest, runtime: Runtime) -> None:
+    spec = request.protocol
     protocol = make_protocol(spec.kind, runtime, **spec.kwargs)
     if isinstance(protocol, MultiAgentProtocol) and protocol.default is not None:
-        protocol.default("any")
+        for seat in build_env(request.env).agent_ids:
+            if seat not in protocol.players:
+                protocol.default(seat)
     elif isinstance(protocol, DelegatingProtocol):
         for make_agent in (protocol.parent, *(s.make_agent for s in protocol.sub_agents.values())):
             make_agent(())

@@ -37,7 +37,7 @@ def play(env: str, settings: Sequence[str], *, model: Path | None, seed: int) ->
 
 
 async def _watch(env: EnvSpec, model: Path, seed: int) -> None:
-    from ludic.cli.assemble import open_policy, requests_of
+    from ludic.cli.assemble import inference_spec, open_policy, requests_of
     from ludic.rollouts import RolloutEngine
     from ludic.seeding import derive_seed
 
@@ -53,7 +53,8 @@ async def _watch(env: EnvSpec, model: Path, seed: int) -> None:
         sampling_seed=derive_seed(seed, "play", "sampling"),
     )
     async with open_policy(config, weights=weights) as policy:
-        rollouts = await RolloutEngine(runtime=policy.runtime).generate_rollouts(
+        runtime = replace(policy.runtime, inference=inference_spec(config, trained_on=False))
+        rollouts = await RolloutEngine(runtime=runtime).generate_rollouts(
             [request], max_steps=config.training.max_steps
         )
     for rollout in rollouts:

@@ -66,6 +66,11 @@ def _resumed(folder: RunFolder, overrides: Sequence[str]) -> RunConfig:
     """The run's own configuration. Only more steps may be asked for: anything else would be
     another run."""
     data = folder.read_json("run.json")
+    training = data.get("training", {})
+    if "micro_token_budget" in training and "max_seq_len" in training:
+        # Folders from before this was refused hold a smaller one, and trained with the larger.
+        budget = max(training["micro_token_budget"], training["max_seq_len"])
+        training["micro_token_budget"] = budget
     free = {"training.steps", "training.checkpoint_every", "logging.loggers"}
     if folder.config().training.past_opponents:
         free.remove("training.checkpoint_every")  # it also says when a past opponent is taken

@@ -97,6 +97,8 @@ class VLLMServer:
                 f"port {self.settings.port} of {self.settings.host} is taken: choose another, or "
                 "stop the server that has it"
             )
+        if self.process is not None:  # one that died by itself, and its watcher
+            self.kill()
         command = ["sh", "-c", _WATCHED, str(self._folder.absolute())]
         command += command_line(self.settings, self.build)
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -208,11 +210,26 @@ def _signal_group(group: int, sign: signal.Signals) -> None:
 def _group_ended(group: int, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        try:
-            os.killpg(group, 0)
-        except (ProcessLookupError, PermissionError):
+        if not _group_lives(group):
             return True
         time.sleep(0.1)
+    return False
+
+
+def _group_lives(group: int) -> bool:
+    """Whether a process of the group runs. In a container nobody may collect those that ended,
+    so that the system still lists them: they do not count."""
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    if not Path("/proc/self/stat").exists():
+        return True
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, of_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(of_group) == group and state != "Z":
+                return True
     return False
 
 

@@ -207,8 +207,7 @@ class Checkpointer:
             for left in self.folder.glob(f"{_TEMPORARY}*"):
                 shutil.rmtree(left, ignore_errors=True)
         if not self.cfg.resume:
-            if self.world.leads:
-                self._start_over()
+            self._start_over()
             return None
         whole, error = None, None
         damaged: dict[Path, DamagedCheckpointError] = {}
@@ -234,10 +233,18 @@ class Checkpointer:
 
     def _start_over(self) -> None:
         """Keeps what an earlier run left under other names: it is no part of this one."""
-        (self.folder / "latest").unlink(missing_ok=True)
-        for earlier in sorted(p for p in self.folder.glob("step-*") if p.is_dir()):
-            kept = self._set_aside(earlier, "superseded")
-            _log.warning("resume is off and %s is of an earlier run: %s", earlier, kept)
+        error: CheckpointError | None = None
+        if self.world.leads:
+            try:
+                (self.folder / "latest").unlink(missing_ok=True)
+                for earlier in sorted(p for p in self.folder.glob("step-*") if p.is_dir()):
+                    kept = self._set_aside(earlier, "superseded")
+                    _log.warning("resume is off and %s is of an earlier run: %s", earlier, kept)
+            except CheckpointError as exc:
+                error = exc
+            except OSError as exc:
+                error = CheckpointError(f"cannot start over in {self.folder}: {exc}")
+        self.world.agree(error)
 
     def _newest_whole(
         self, damaged: dict[Path, DamagedCheckpointError]

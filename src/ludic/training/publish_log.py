@@ -16,10 +16,12 @@ class PublishLog:
     def __init__(self) -> None:
         self._lost: dict[str, str] = {}
 
-    def take(self, report: PublishReport) -> dict[str, float]:
-        """The report's figures under their metrics' names."""
+    def take(self, report: PublishReport | None) -> dict[str, float]:
+        """The report's figures under their metrics' names; a publisher may have none to give."""
+        if report is None:
+            return {}
         details = report.details
-        lost = {str(url): str(why) for url, why in details.get("lost", {}).items()}
+        lost = {str(url): str(why) for url, why in dict(details.get("lost", {})).items()}
         for url in lost.keys() - self._lost.keys():
             _log.warning(
                 "version %d is without %s, which is out of rotation: %s. The next publish tries it "

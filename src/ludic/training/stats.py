@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -71,10 +70,14 @@ class StatBuffer:
 
 def over_steps(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """One line for several optimizer steps: extremes stay extremes, all else is averaged."""
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / len(values)
+
     joined: dict[str, float] = {}
     for name in dict.fromkeys(name for line in lines for name in line):
         values = [line[name] for line in lines if name in line]
-        how = {"max": max, "min": min}.get(name.rpartition("_")[2], fmean)
+        how = {"max": max, "min": min}.get(name.rpartition("_")[2], mean)
         joined[name] = float(how(values))
     return joined
 

@@ -158,7 +158,8 @@ class Trainer:
         parts = await self._run(mini_batches, batch, self.cfg, step=self.step)
         several, watched = len(parts) > 1, self.algo.watches_drift
         before = await self._run(score_batch, self.passes, batch) if several or watched else None
-        stats, lines, stepped = StatBuffer(), list[Metrics](), False
+        stats, stepped = StatBuffer(), False
+        lines, skipped = list[Metrics](), list[Metrics]()
         rate = learning_rate(self.cfg, self.step)
         for part in parts:
             clock.lap("perf/other_s")
@@ -173,11 +174,12 @@ class Trainer:
             await self._run(accumulate)
             norm = await self._run(self.optimizer.gradient_norm)
             line = await self._run(stats.reduce, self.world.group, norm)
-            lines.append(line)
             clock.lap("perf/forward_backward_s")
             if not all(map(math.isfinite, (line["train/loss"], line["train/grad_norm"]))):
                 self._skip(batch, line)
+                skipped.append(line)
                 continue
+            lines.append(line)
             if not stepped and getattr(self.publisher, "shares_weights", False):
                 await self._sampled_ahead()  # the next batch belongs to the present policy
             async with self._updating():
@@ -186,7 +188,7 @@ class Trainer:
             clock.lap("perf/optimizer_s")
         await self._sampled_ahead()
         clock.lap("perf/wait_for_next_batch_s")
-        metrics = over_steps(lines)
+        metrics = over_steps(lines or skipped)
         if stepped and watched and before is not None:
             # Not earlier: a batch sampled ahead is of the policy from before this update.
             after = await self._run(score_batch, self.passes, batch)
@@ -328,8 +330,8 @@ class Trainer:
         assert self._checkpoints is not None
         state = self._checkpoints.resume(self.model, self.optimizer)
         if state is None:
-            if self._checkpoints.cfg.resume:  # killed before its first checkpoint
-                self.log.rewind(0)
+            if self._checkpoints.cfg.resume:  # killed before its first checkpoint, perhaps
+                self.log.begin()
             return
         self.step, self.version = state.step, state.version
         self.nonfinite_steps = state.nonfinite_steps

@@ -33,14 +33,28 @@ async def test_an_older_version_that_comes_late_leaves_the_newer_weights(
     assert torch.equal(model.state_dict()[_NAME], six.state_dict()[_NAME])
 
 
+def another_task(
+    client: LocalChatClient, params: dict[str, Any], **options: Any
+) -> tuple[asyncio.Event, asyncio.Task[str]]:
+    """A task that was started outside of every update, and syncs when told to."""
+    begin = asyncio.Event()
+
+    async def sync() -> str:
+        await begin.wait()
+        return await client.sync_weights(params, **options)
+
+    return begin, asyncio.create_task(sync())
+
+
 async def test_weights_of_another_task_wait_until_an_update_is_over(
     model: Any, tokenizer: Any
 ) -> None:
     other = tiny_model(seed=5)
     before = model.state_dict()[_NAME].clone()
     async with LocalChatClient(model, tokenizer) as client:
+        begin, sync = another_task(client, dict(other.state_dict()), version=11)
         async with client.updating(version=10):
-            sync = asyncio.create_task(client.sync_weights(dict(other.state_dict()), version=11))
+            begin.set()
             await asyncio.sleep(0.05)
             assert not sync.done()
             assert torch.equal(model.state_dict()[_NAME], before)
@@ -55,8 +69,9 @@ async def test_weights_that_waited_go_where_the_update_before_put_its_own(
     other = tiny_model(seed=5)
     projection = model.model.layers[0].self_attn.q_proj
     async with LocalChatClient(model, tokenizer) as client:
+        begin, sync = another_task(client, dict(other.state_dict()), version=2)
         async with client.updating(version=1):
-            sync = asyncio.create_task(client.sync_weights(dict(other.state_dict()), version=2))
+            begin.set()
             await asyncio.sleep(0.02)
             projection.weight = torch.nn.Parameter(torch.zeros(64, 64))
         await sync
@@ -66,12 +81,22 @@ async def test_weights_that_waited_go_where_the_update_before_put_its_own(
 async def test_weights_of_another_task_wait_no_longer_than_their_deadline(
     model: Any, tokenizer: Any
 ) -> None:
-    async with LocalChatClient(model, tokenizer) as client, client.updating(version=1):
-        sync = asyncio.create_task(client.sync_weights({}, version=2, timeout_s=0.05))
-        with pytest.raises(DeadlineError):
-            await sync
-        # The holder itself need not wait.
-        await client.sync_weights(dict(model.state_dict()), version=1)
+    async with LocalChatClient(model, tokenizer) as client:
+        begin, sync = another_task(client, {}, version=2, timeout_s=0.05)
+        async with client.updating(version=1):
+            begin.set()
+            with pytest.raises(DeadlineError):
+                await sync
+
+
+async def test_the_holder_of_an_update_does_not_wait_for_itself(model: Any, tokenizer: Any) -> None:
+    own = dict(model.state_dict())
+    async with LocalChatClient(model, tokenizer, request_timeout_s=5.0) as client:
+        async with client.updating():
+            await client.sync_weights(own, version=1)
+            await asyncio.wait_for(client.sync_weights(own, version=2), 2.0)
+            await asyncio.gather(client.sync_weights(own, version=3))
+        assert await client.get_policy_version() == 3
 
 
 async def test_an_array_that_is_no_tensor_is_named(model: Any, tokenizer: Any) -> None:

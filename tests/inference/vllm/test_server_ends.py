@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ludic.errors import InferenceError
-from ludic.inference.vllm_server import ServerSettings, VLLMServer, free_port
+from ludic.inference.vllm_server import ServerSettings, VLLMServer, _group_lives, free_port
 from tests.inference.vllm.stand_in import all_end, stand_in_python, started_pids
 
 PARENT = """
@@ -90,8 +90,7 @@ def test_a_stopped_server_leaves_neither_processes_nor_files(tmp_path: Path) -> 
         assert server.log.is_file()
     assert all_end(pids, 1)
     assert not server.log.parent.exists()
-    with pytest.raises(ProcessLookupError):
-        os.killpg(group, 0)
+    assert not _group_lives(group)  # the watcher has ended, too
 
 
 def test_a_proxy_is_not_asked_for_the_servers_health(
@@ -103,3 +102,21 @@ def test_a_proxy_is_not_asked_for_the_servers_health(
         monkeypatch.delenv(name, raising=False)
     with server_of(tmp_path):
         pass
+
+
+def test_a_server_that_died_can_be_started_again(tmp_path: Path) -> None:
+    server = server_of(tmp_path)
+    server.start()
+    server.wait_until_healthy()
+    leader, child = started_pids(tmp_path)
+    os.kill(leader, signal.SIGKILL)
+    assert all_end([leader])
+    (tmp_path / "pids").unlink()
+    server.start()
+    server.wait_until_healthy()
+    assert all_end([child])  # what the first one left
+    time.sleep(1.5)  # the first one's watcher would have cleared away by now
+    assert server.log.is_file()
+    again = started_pids(tmp_path)
+    server.stop()
+    assert all_end(again)

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from typing import Any, Literal, Self
 
 import torch
@@ -28,6 +29,9 @@ from ludic.inference.local.noise import noise_key
 from ludic.inference.local.queue_gate import QueueGate
 from ludic.inference.local.sequence import Sequence
 from ludic.types import ChatResponse
+
+_held: ContextVar[tuple[object, ...]] = ContextVar("ludic_held", default=())
+"""The updates that this task holds, or was started in."""
 
 
 class LocalChatClient:
@@ -100,7 +104,7 @@ class LocalChatClient:
         self._may_drop = may_drop(self._model)
         self._on_update, self._on_full = on_update, on_full
         self._timeout_s = request_timeout_s
-        self._holder: asyncio.Task[Any] | None = None
+        self._holder: object | None = None
         self._gate = QueueGate(max_queue)
         self._engine = Engine(scheduler, self._gate)
 
@@ -155,11 +159,11 @@ class LocalChatClient:
         self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
     ) -> str:
         """Makes `params` policy `version`. Tensors that are the module's own cost nothing; others
-        are copied into it, all or none. The task that holds `updating()` may call it inside; any
-        other waits for its turn."""
+        are copied into it, all or none. Whoever holds `updating()` may call it inside, also in
+        tasks started there; anybody else waits for their turn."""
         self._foreign(params)  # what does not fit is refused before anybody waits
         self._engine.check_version(version)
-        if self._holder is not None and self._holder is asyncio.current_task():
+        if self._holder in _held.get():
             return self._take_weights(params, version)
         async with self.updating(timeout_s=timeout_s):
             return self._take_weights(params, version)
@@ -204,13 +208,15 @@ class LocalChatClient:
                 raise DeadlineError(
                     "requests in flight to end before an update", "LocalChatClient", seconds
                 ) from None
-            self._holder = asyncio.current_task()
+            self._holder = held = object()
+            _held.set((*_held.get(), held))
             try:
                 yield
                 if version is not None:
                     self._engine.set_version(version)
             finally:
                 self._holder = None
+                _held.set(tuple(h for h in _held.get() if h is not held))
                 if self.settings.device.type == "cuda":
                     # The optimizer's kernels run in this thread's stream, the engine's in another.
                     torch.cuda.current_stream(self.settings.device).synchronize()

@@ -73,6 +73,20 @@ class MetricLog:
         if self.writes:
             self._try(self.jsonl, lambda: self.jsonl.rewind(step))
 
+    def begin(self) -> None:
+        """For a run that starts at its first step: lines that are there are kept elsewhere."""
+        if self.writes:
+            self._try(self.jsonl, self._set_lines_aside)
+
+    def _set_lines_aside(self) -> None:
+        kept = self.jsonl.set_aside()
+        if kept is not None:
+            _log.warning(
+                "%s had lines of a run without a checkpoint: they are in %s now",
+                self.jsonl.path,
+                kept.name,
+            )
+
     def close(self) -> None:
         """Closes every logger."""
         for logger in list(self._loggers):

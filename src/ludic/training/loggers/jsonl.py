@@ -37,5 +37,16 @@ class JSONLLogger:
         temporary.write_text("".join(kept), encoding="utf-8")
         os.replace(temporary, self.path)
 
+    def set_aside(self) -> Path | None:
+        """Renames the file; None where there is none. Answers its new name."""
+        if not self.path.exists():
+            return None
+        kept, number = self.path.with_name(f"superseded-{self.path.name}"), 2
+        while kept.exists():
+            kept = self.path.with_name(f"superseded-{number}-{self.path.name}")
+            number += 1
+        os.replace(self.path, kept)
+        return kept
+
     def close(self) -> None:
         """Nothing is held open."""
