@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from ludic.saw import build_items, make_batch
-from ludic.training.packing import lay_out, pack
+from ludic.training.update.packing import lay_out, pack
 from ludic.types import (
     AgentStep,
     EnvironmentStep,

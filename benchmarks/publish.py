@@ -24,13 +24,13 @@ import torch
 
 from ludic.distributed.interfaces import PublishReport
 from ludic.distributed.local import LocalPolicyPublisher
-from ludic.distributed.publisher import BroadcastPolicyPublisher
-from ludic.distributed.weights import ModelWeights
+from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
 from ludic.errors import LudicError
 from ludic.inference.local import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
-from ludic.inference.vllm_client import VLLMChatClient
-from ludic.inference.vllm_server import ServerSettings, VLLMServer, free_port
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
+from ludic.sharding.weights import ModelWeights
 
 ROOT = Path(__file__).resolve().parent.parent
 

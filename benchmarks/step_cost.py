@@ -90,7 +90,10 @@ async def run_episodes(runtime: Runtime, episodes: int) -> list[Rollout]:
             env_seed=derive_seed(0, "env", index),
             sampling_seed=derive_seed(0, "sampling", index),
         )
-        return await protocol.run(TicTacToeEnv(opponent="random", mark="random"), spec)
+        rollouts: list[Rollout] = await protocol.run(
+            TicTacToeEnv(opponent="random", mark="random"), spec
+        )
+        return rollouts
 
     results = await asyncio.gather(*map(one, range(episodes)))
     return [rollout for rollouts in results for rollout in rollouts]

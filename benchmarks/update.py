@@ -27,18 +27,18 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.agentic_batch import Shape, dense, episodes, one_row_per_turn, with_behavior
 from benchmarks.peer_updates import TRLUpdate, padded_gradients
-from ludic.distributed.world import World
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch
-from ludic.training.aggregation import token_mean
+from ludic.sharding.world import World
 from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss
 from ludic.training.config import TrainerConfig
-from ludic.training.optimizer import MasterAdamW
-from ludic.training.packing import lay_out
-from ludic.training.perf import ModelFlops
-from ludic.training.policy import Policy, attention_cost
-from ludic.training.stats import StatBuffer
-from ludic.training.update import Passes
+from ludic.training.losses.aggregation import token_mean
+from ludic.training.metrics.perf import ModelFlops
+from ludic.training.metrics.stats import StatBuffer
+from ludic.training.update.optimizer import MasterAdamW
+from ludic.training.update.packing import lay_out
+from ludic.training.update.passes import Passes
+from ludic.training.update.policy import Policy, attention_cost
 
 H200_FLOPS = 989e12
 QWEN2 = {

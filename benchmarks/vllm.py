@@ -27,15 +27,15 @@ import aiohttp
 import torch
 
 from benchmarks.publish import stage_medians, stage_table
-from ludic.distributed.publisher import BroadcastPolicyPublisher
-from ludic.distributed.weights import ModelWeights
+from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.sampling import SamplingConfig
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
-from ludic.inference.vllm_client import VLLMChatClient
-from ludic.inference.vllm_server import ServerSettings, VLLMServer, free_port
-from ludic.inference.vllm_wire import completions_body, generate_body
-from ludic.training.doctor import DoctorReport, run_doctor
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
+from ludic.inference.vllm.wire import completions_body, generate_body
+from ludic.runs.doctor import DoctorReport, run_doctor
+from ludic.sharding.weights import ModelWeights
 
 NEEDS = ("vllm",)
 NAME = "policy"

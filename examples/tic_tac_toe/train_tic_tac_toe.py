@@ -5,7 +5,7 @@
         --lr 1e-5 --server http://127.0.0.1:8000                        # sampled by vLLM
 
 Without a server the model samples in this process, from the very weights that are trained. With
-one, the weights go there after every update; start it with `python -m ludic.inference.vllm_server`.
+one, the weights go there after every update; start it with `python -m ludic.inference.vllm.server`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from ludic.inference import (
 from ludic.interaction import Runtime
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest
 from ludic.training import RolloutBatchSource, Trainer, TrainerConfig, make_grpo
-from ludic.training.loggers import ConsoleLogger
+from ludic.training.metrics.loggers import ConsoleLogger
 
 GAME = RolloutRequest(
     env=EnvSpec("tic_tac_toe", {"opponent": "mixed", "mark": "random"}),

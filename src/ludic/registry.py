@@ -33,10 +33,6 @@ from ludic.errors import (
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-    from ludic.agents import Agent
-    from ludic.envs.env import LudicEnv
-    from ludic.interaction.base import InteractionProtocol, Runtime
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _PLACE = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
@@ -293,22 +289,19 @@ list_envs, list_agents = ENVS.describe, AGENTS.describe
 list_protocols, list_tools = PROTOCOLS.describe, TOOLS.describe
 
 
-def make_env(name: str, /, **kwargs: Any) -> LudicEnv[Any, Any, Any]:
+def make_env(name: str, /, **kwargs: Any) -> Any:
     """The environment of that name, built with `kwargs`."""
-    env: LudicEnv[Any, Any, Any] = ENVS.make(name, **kwargs)
-    return env
+    return ENVS.make(name, **kwargs)
 
 
-def make_agent(name: str, /, **kwargs: Any) -> Agent:
+def make_agent(name: str, /, **kwargs: Any) -> Any:
     """The agent of that name, built with `kwargs`."""
-    agent: Agent = AGENTS.make(name, **kwargs)
-    return agent
+    return AGENTS.make(name, **kwargs)
 
 
-def make_protocol(name: str, runtime: Runtime, /, **kwargs: Any) -> InteractionProtocol:
+def make_protocol(name: str, runtime: Any, /, **kwargs: Any) -> Any:
     """The protocol of that name; its factory is called as `factory(runtime, **kwargs)`."""
-    protocol: InteractionProtocol = PROTOCOLS.make(name, runtime, **kwargs)
-    return protocol
+    return PROTOCOLS.make(name, runtime, **kwargs)
 
 
 def get_tool(name: str) -> Callable[..., Any]:

@@ -167,7 +167,7 @@ def test_a_resume_of_a_changed_run_json_that_does_not_fit_the_checkpoint_is_refu
 def test_a_disk_that_fills_up_while_sampling_is_said_with_the_way_to_go_on(
     ludic: Ludic, letters: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ludic.cli.rollout_log.RolloutWriter", _FullDisk)
+    monkeypatch.setattr("ludic.runs.rollout_log.RolloutWriter", _FullDisk)
     done = ludic("train", letters, "--out", "run")
     check(done, "disk is full", "--resume")
     monkeypatch.undo()
@@ -187,7 +187,7 @@ class _FullDisk(RolloutWriter):
 def test_a_disk_that_fills_up_at_a_checkpoint_leaves_the_last_good_one(
     ludic: Ludic, letters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ludic.training.state_shards import write_shard
+    from ludic.training.checkpoints.state_shards import write_shard
 
     written = 0
 
@@ -198,7 +198,7 @@ def test_a_disk_that_fills_up_at_a_checkpoint_leaves_the_last_good_one(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write_shard(*args)
 
-    monkeypatch.setattr("ludic.training.checkpoint.write_shard", full)
+    monkeypatch.setattr("ludic.training.checkpoints.checkpoint.write_shard", full)
     done = ludic("train", letters, "--out", "run")
     check(done, "could not write a checkpoint", "step-00000003", "Free some space")
     assert (tmp_path / "run/checkpoints/sft/latest").read_text() == "step-00000003"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ludic.cli.show import console, say, stages_table
 from ludic.eval import EvalReport
 from ludic.eval.report import EpisodeResult
+from ludic.runs.show import console, say, stages_table
 from tests.cli.conftest import Ludic
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ludic.rollouts import read_rollouts
-from ludic.training import doctor as ludic_doctor
+from ludic.runs import doctor as ludic_doctor
 from tests.cli.conftest import Ludic, environment
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -197,7 +197,7 @@ def test_doctor_compares_sampler_and_trainer_for_a_run(ludic: Ludic, trained: Pa
 def test_doctor_finds_a_sampler_that_is_not_the_trainer(
     ludic: Ludic, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ludic.training.policy import Policy
+    from ludic.training.update.policy import Policy
 
     score = Policy.score
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ludic.cli.run_file import parse_run
-from ludic.cli.vllm_backend import open_vllm
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
+from ludic.runs.settings import parse_run
+from ludic.runs.vllm_backend import open_vllm
 from tests.examples.test_with_a_server import PlayingServer
 
 SIZES = {"hidden_size": 32, "heads": 2, "kv_heads": 1, "layers": 1}

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from ludic.cli.run_file import parse_run
-from ludic.cli.vllm_backend import open_vllm
 from ludic.errors import ConfigError
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
-from ludic.inference.vllm_server import (
+from ludic.inference.vllm.server import (
     ServerSettings,
     VLLMBuild,
     command_line,
     environment,
     parse,
 )
+from ludic.runs.settings import parse_run
+from ludic.runs.vllm_backend import open_vllm
 
 BUILD = VLLMBuild("py", "0.26.0", cpu=False, has_plugin=True)
 ENV = '[env]\nkind = "tic_tac_toe"\n'

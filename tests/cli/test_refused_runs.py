@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ludic.cli.check import check_parts
-from ludic.cli.run_file import parse_run
 from ludic.errors import ConfigError
 from ludic.interaction import MultiAgentProtocol
+from ludic.runs.check import check_parts
+from ludic.runs.settings import parse_run
 from tests.cli.conftest import Ludic
 from tests.cli.test_bad_input import check
 
@@ -201,6 +201,6 @@ def test_players_are_made_for_the_seats_that_there_are(monkeypatch: pytest.Monke
     def protocol(kind: str, runtime: Any, **_: Any) -> MultiAgentProtocol:
         return MultiAgentProtocol({}, default=player)
 
-    monkeypatch.setattr("ludic.cli.check.make_protocol", protocol)
+    monkeypatch.setattr("ludic.runs.check.make_protocol", protocol)
     check_parts(parse_run('[env]\nkind = "tic_tac_toe_two_player"\n'))
     assert set(asked) == {"X", "O"}

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ludic.cli.run_file import RunConfig, parse_run
-from ludic.cli.vllm_backend import open_vllm
 from ludic.inference import VLLMChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
+from ludic.runs.settings import RunConfig, parse_run
+from ludic.runs.vllm_backend import open_vllm
 from tests.cli.conftest import started
 from tests.inference.vllm.stand_in import all_end, stand_in_python, started_pids
 
@@ -90,7 +90,7 @@ async def test_a_start_that_is_cancelled_while_the_model_is_saved_leaves_no_file
         where.mkdir(exist_ok=True)
         (where / "model.safetensors").touch()
 
-    monkeypatch.setattr("ludic.cli.vllm_backend.save_for_vllm", slow)
+    monkeypatch.setattr("ludic.runs.vllm_backend.save_for_vllm", slow)
     async with AsyncExitStack() as stack:
         starting = asyncio.create_task(opened(config_of(tmp_path), None, stack))
         await asyncio.to_thread(saving.wait, 30)

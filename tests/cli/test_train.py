@@ -83,7 +83,7 @@ def test_a_dry_run_prints_the_resolved_run_and_makes_nothing(
 
 
 def test_what_a_dry_run_prints_is_itself_a_run(ludic: Ludic, letters: Path) -> None:
-    from ludic.cli.run_file import check_run, load_run
+    from ludic.runs.settings import check_run, load_run
 
     resolved = json.loads(ludic("train", letters, "--dry-run").out)
     assert check_run(resolved) == load_run(letters)

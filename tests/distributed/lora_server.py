@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 from safetensors.torch import load_file
 
-from ludic.distributed.checksums import checksums
+from ludic.distributed.vllm.checksums import checksums
 from tests.inference.vllm.fake_server import ROUTES, FakeVLLM
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

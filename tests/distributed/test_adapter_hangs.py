@@ -12,11 +12,11 @@ import pytest
 from peft import LoraConfig, get_peft_model
 
 from ludic.distributed import AdapterPolicyPublisher, ModelWeights
-from ludic.distributed.canary import MismatchBudget
+from ludic.distributed.vllm.canary import MismatchBudget
 from ludic.errors import DeadlineError
 from ludic.inference.retries import Backoff
 from ludic.inference.tiny import tiny_model
-from ludic.inference.vllm_client import VLLMChatClient
+from ludic.inference.vllm.client import VLLMChatClient
 from tests.distributed.lora_server import LOAD, FakeLoRA
 from tests.distributed.test_adapter_publisher import adapter
 from tests.inference.vllm.asking import request

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ludic.distributed import AdapterPolicyPublisher
 from ludic.errors import ConfigError, DeadlineError, InferenceError, PublishError
-from ludic.inference.vllm_client import VLLMChatClient
+from ludic.inference.vllm.client import VLLMChatClient
 from tests.distributed.lora_server import LOAD, STOCK, UNLOAD, FakeLoRA
 from tests.inference.vllm.asking import request, trace_of
 from tests.inference.vllm.fake_server import failing, hanging

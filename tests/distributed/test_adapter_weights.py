@@ -18,13 +18,13 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
-from ludic.cli.vllm_backend import save_for_vllm
 from ludic.distributed import AdapterWeights
-from ludic.distributed.adapter.folders import AdapterFolders, is_abandoned, remove_abandoned
-from ludic.distributed.adapter.weights import adapter_config, ranks
-from ludic.distributed.weights import plain_name
+from ludic.distributed.vllm.adapter.folders import AdapterFolders, is_abandoned, remove_abandoned
+from ludic.distributed.vllm.adapter.weights import adapter_config, ranks
 from ludic.errors import ConfigError
 from ludic.inference.tiny import tiny_model
+from ludic.runs.vllm_backend import save_for_vllm
+from ludic.sharding.weights import plain_name
 
 IDS = torch.arange(12)[None]
 
@@ -144,7 +144,7 @@ def test_folders_are_private_and_gone_with_their_owner(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from ludic.distributed.adapter.folders import AdapterFolders;"
+        "import sys, time; from ludic.distributed.vllm.adapter.folders import AdapterFolders;"
         "f = AdapterFolders(sys.argv[1]); (f.path / 'v1').mkdir(); print('up', flush=True);"
         "time.sleep(300)"
     )

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ludic.distributed.in_vllm.checkpoint_shapes import checkpoint_shapes
-from ludic.distributed.shared_memory import write_shared
+from ludic.distributed.vllm.shared_memory import write_shared
 
 RIGHT = {"a": torch.ones(3, 4), "b": torch.ones(5)}
 WRONG = {
@@ -116,7 +116,7 @@ def engine_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         monkeypatch.setattr(sys.modules[base], attribute, value, raising=False)
     for attribute in ("initialize_layerwise_reload", "finalize_layerwise_reload"):
         monkeypatch.setattr(sys.modules[reload], attribute, lambda *_: None, raising=False)
-    name = "ludic.distributed.in_vllm.engine"
+    name = "ludic.distributed.in_vllm.receiver"
     monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module(name)
     sys.modules.pop(name, None)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.distributed import checksums as module
-from ludic.distributed.checksums import (
+from ludic.distributed.vllm.checksums import (
     checksum,
     checksums,
     norm_is_finite,

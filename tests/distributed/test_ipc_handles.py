@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ludic.distributed import ipc_handles
-from ludic.distributed.ipc_handles import Exports, Segment, open_tensors
+from ludic.distributed.vllm.ipc_handles import Exports, Segment, open_tensors
 
 PIECE = 4096
 

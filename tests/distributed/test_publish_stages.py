@@ -17,16 +17,16 @@ from torch import Tensor
 
 from ludic.distributed import publisher as module
 from ludic.distributed import server_update
-from ludic.distributed.canary import MismatchBudget
-from ludic.distributed.planes import SharedMemoryPlane, Shipment
-from ludic.distributed.publisher import BroadcastPolicyPublisher
-from ludic.distributed.shared_memory import shared_folder
-from ludic.distributed.stages import Stages, together
-from ludic.distributed.trainer_checks import TrainerChecks
-from ludic.distributed.weights import ModelWeights
+from ludic.distributed.vllm.canary import MismatchBudget
+from ludic.distributed.vllm.planes import SharedMemoryPlane, Shipment
+from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
+from ludic.distributed.vllm.shared_memory import shared_folder
+from ludic.distributed.vllm.timing import Stages, together
+from ludic.distributed.vllm.trainer_checks import TrainerChecks
 from ludic.errors import DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model
-from ludic.inference.vllm_client import VLLMChatClient
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.sharding.weights import ModelWeights
 from tests.inference.vllm.fake_server import FakeVLLM, Handler, failing, hanging, vanishing
 
 WEIGHTS = {"a.weight": torch.arange(12.0).view(3, 4), "b.bias": torch.ones(5)}

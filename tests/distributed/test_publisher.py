@@ -14,16 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ludic.distributed.broadcast_group import BroadcastGroup
-from ludic.distributed.canary import MismatchBudget, canary_tokens
-from ludic.distributed.planes import BroadcastPlane, IPCPlane, SharedMemoryPlane
-from ludic.distributed.publisher import BroadcastPolicyPublisher
-from ludic.distributed.shared_memory import open_shared, shared_folder, write_shared
-from ludic.distributed.weights import ModelWeights
+from ludic.distributed.vllm.broadcast_group import BroadcastGroup
+from ludic.distributed.vllm.canary import MismatchBudget, canary_tokens
+from ludic.distributed.vllm.planes import BroadcastPlane, IPCPlane, SharedMemoryPlane
+from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
+from ludic.distributed.vllm.shared_memory import open_shared, shared_folder, write_shared
 from ludic.errors import ConfigError, DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model
-from ludic.inference.vllm_client import VLLMChatClient
-from ludic.inference.vllm_server import free_port
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.server import free_port
+from ludic.sharding.weights import ModelWeights
 from tests.inference.vllm.fake_server import FakeVLLM, failing, hanging
 
 WEIGHTS = {"a.weight": torch.arange(12.0).view(3, 4), "b.bias": torch.ones(5)}

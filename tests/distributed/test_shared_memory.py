@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ludic.distributed import shared_memory
-from ludic.distributed.shared_memory import write_shared
+from ludic.distributed.vllm.shared_memory import write_shared
 from ludic.errors import PublishError
 
 WEIGHTS = {"a": torch.ones(1024, 1024)}  # 4 MiB

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from ludic.distributed.canary import prompt_logprobs
-from ludic.distributed.shared_memory import open_shared
+from ludic.distributed.vllm.canary import prompt_logprobs
+from ludic.distributed.vllm.shared_memory import open_shared
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from tests.inference.vllm.fake_server import ROUTES, FakeVLLM
 

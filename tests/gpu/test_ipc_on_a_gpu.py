@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ludic.distributed.checksums import checksums, not_finite
-from ludic.distributed.planes import IPCPlane
+from ludic.distributed.vllm.checksums import checksums, not_finite
+from ludic.distributed.vllm.planes import IPCPlane
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 READER = """
 import json, sys
 import torch
-from ludic.distributed.checksums import checksums
-from ludic.distributed.ipc_handles import open_tensors
+from ludic.distributed.vllm.checksums import checksums
+from ludic.distributed.vllm.ipc_handles import open_tensors
 
 found = open_tensors(json.load(sys.stdin), torch.device("cuda", 0))
 print(json.dumps({name: str(total) for name, total in checksums(found).items()}))

@@ -11,7 +11,7 @@ from torch import Tensor
 from ludic.inference import LocalChatClient, SamplingConfig
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local.attention import rotate
-from ludic.inference.local.fused_layer import FusedLayer
+from ludic.inference.local.gpu.fused_layer import FusedLayer
 from ludic.inference.local.noise import keyed_uniform
 from ludic.inference.local.sampler import draw
 from ludic.inference.tiny import tiny_tokenizer
@@ -32,7 +32,7 @@ def off(found: Tensor, wanted: Tensor) -> float:
 
 @pytest.mark.parametrize("rows", [1, 16, 50, 128, 256])
 def test_products_in_bfloat16(rows: int) -> None:
-    from ludic.inference.local import kernels
+    from ludic.inference.local.gpu import kernels
 
     x = numbers(rows, 896)
     weights = numbers(896, 896, seed=1), numbers(128, 896, seed=2), numbers(128, 896, seed=3)
@@ -54,7 +54,7 @@ def test_products_in_bfloat16(rows: int) -> None:
 @pytest.mark.parametrize("rows", [3, 128])
 @pytest.mark.parametrize("window", [None, 100])
 def test_attention_in_bfloat16(dim: int, rows: int, window: int | None) -> None:
-    from ludic.inference.local import kernels
+    from ludic.inference.local.gpu import kernels
 
     heads, kv_heads, length = 14, 2, 400
     qkv = numbers(rows, (heads + 2 * kv_heads) * dim).view(rows, -1, dim)
@@ -84,7 +84,7 @@ def test_attention_in_bfloat16(dim: int, rows: int, window: int | None) -> None:
 
 
 def test_draws_are_those_of_the_plain_sampler() -> None:
-    from ludic.inference.local import kernels
+    from ludic.inference.local.gpu import kernels
 
     rows, vocab = 256, 151_936
     generator = torch.Generator("cuda").manual_seed(0)

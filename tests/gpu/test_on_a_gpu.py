@@ -16,11 +16,11 @@ from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest
 from ludic.saw import make_batch
 from ludic.saw.items import SampleAttachments, SAWItem, TurnSpan
 from ludic.training import RolloutBatchSource, Trainer, TrainerConfig, make_grpo, make_reinforce
-from ludic.training.attention import AttentionKind
 from ludic.training.config import CheckpointConfig
-from ludic.training.logprobs import token_logprobs
-from ludic.training.packing import lay_out, pack
-from ludic.training.policy import Policy
+from ludic.training.update.attention import AttentionKind
+from ludic.training.update.logprobs import token_logprobs
+from ludic.training.update.packing import lay_out, pack
+from ludic.training.update.policy import Policy
 
 pytestmark = pytest.mark.gpu
 

@@ -23,7 +23,7 @@ from ludic.rollouts import (
     read_rollouts,
 )
 from ludic.saw.assembly import AssignsCredit
-from ludic.training.credit_assignment import GroupNormalizedReturn
+from ludic.training.credit_assignment.returns import GroupNormalizedReturn
 from ludic.types import AgentStep, Rollout
 from tests.rollouts.worlds import (
     ENVS,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from ludic.inference.hf_chat_template import HFChatTemplate
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
+from ludic.inference.templates.hf import HFChatTemplate
 from ludic.interaction.base import Runtime
 from ludic.rollouts import GRPORequestStrategy, RolloutEngine, replay
 from tests.rollouts.worlds import ENVS, protocols, request

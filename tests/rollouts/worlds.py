@@ -9,8 +9,8 @@ from random import Random
 from typing import Any, ClassVar
 
 from ludic.envs import LudicEnv, SingleAgentEnv
-from ludic.inference.hf_chat_template import HFChatTemplate
 from ludic.inference.scripted_client import ScriptedCall, ScriptedChatClient
+from ludic.inference.templates.hf import HFChatTemplate
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.interaction.base import Runtime
 from ludic.registry import PROTOCOLS

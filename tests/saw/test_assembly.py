@@ -14,7 +14,7 @@ from ludic.saw import (
     make_batch,
     prepare_batch,
 )
-from ludic.training.credit_assignment import (
+from ludic.training.credit_assignment.returns import (
     ConstantCredit,
     GroupNormalizedReturn,
     MonteCarloReturn,

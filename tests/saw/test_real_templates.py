@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import pytest
 
 from ludic.envs import SingleAgentEnv
-from ludic.inference.hf_chat_template import HFChatTemplate
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.scripted_client import ScriptedCall, ScriptedChatClient
-from ludic.inference.tool_parsers import HermesToolParser
+from ludic.inference.templates.hf import HFChatTemplate
+from ludic.inference.templates.tool_parsers import HermesToolParser
 from ludic.interaction.base import Runtime
 from ludic.registry import register_tool, unregister_tool
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest

@@ -13,9 +13,9 @@ from ludic.agents.base_agent import CUT_FEEDBACK
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.envs import LudicEnv, SingleAgentEnv
 from ludic.envs.key_door import KeyDoorEnv
-from ludic.inference.hf_chat_template import HFChatTemplate
 from ludic.inference.local import LocalChatClient
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
+from ludic.inference.templates.hf import HFChatTemplate
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.interaction.base import Runtime
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from ludic.distributed.local import LocalPolicyPublisher
-from ludic.inference.hf_chat_template import HFChatTemplate
 from ludic.inference.local import LocalChatClient
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
+from ludic.inference.templates.hf import HFChatTemplate
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.interaction.base import Runtime
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest
@@ -33,7 +33,7 @@ from ludic.training import (
     make_reinforce,
     make_spo,
 )
-from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.credit_assignment.returns import ConstantCredit
 from ludic.types import Info, Obs
 from tests.training.learning import ColourBandit, bandit, teach_words
 from tests.training.synthetic import SyntheticSource

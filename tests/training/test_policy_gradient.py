@@ -40,10 +40,10 @@ from ludic.training import (
     make_dr_grpo,
     make_reinforce,
 )
-from ludic.training.credit_assignment import role_groups, rollout_return, spread
+from ludic.training.credit_assignment.returns import role_groups, rollout_return, spread
 from ludic.training.loss import ReinforceLoss
-from ludic.training.packing import lay_out, pack, plan_micro_batches
-from ludic.training.policy import Policy
+from ludic.training.update.packing import lay_out, pack, plan_micro_batches
+from ludic.training.update.policy import Policy
 from ludic.types import (
     Action,
     ChatResponse,

@@ -29,7 +29,7 @@ from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss
 from ludic.training.algorithms.gspo import make_gspo
 from ludic.training.config import TrainerConfig
-from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.credit_assignment.returns import ConstantCredit
 from ludic.training.trainer import Trainer
 from ludic.training.types import LossBatch, LossStats, Stat, TokenLogProbs
 from tests.training.synthetic import (

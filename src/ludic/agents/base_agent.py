@@ -9,9 +9,9 @@ from typing import Any
 
 from ludic.context.base import ContextStrategy
 from ludic.errors import AgentError, DeadlineError, InferenceError
-from ludic.inference.chat_template import ChatTemplate, ParsedCompletion
 from ludic.inference.client import ChatClient, TokenCompletionRequest
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
+from ludic.inference.templates.chat_template import ChatTemplate, ParsedCompletion
 from ludic.parsers import Parser, ParseResult
 from ludic.seeding import derive_seed
 from ludic.types import (

@@ -8,9 +8,9 @@ from ludic.agents.tool_agent import ExternalToolHandler, ToolAgent
 from ludic.agents.tools import Tool, ToolFunction
 from ludic.context.base import ContextStrategy
 from ludic.errors import AgentError
-from ludic.inference.chat_template import ChatTemplate
 from ludic.inference.client import ChatClient
 from ludic.inference.sampling import InferenceSpec
+from ludic.inference.templates.chat_template import ChatTemplate
 from ludic.parsers import Parser
 
 

@@ -17,9 +17,9 @@ from ludic.agents.tools import (
 )
 from ludic.context.base import ContextStrategy
 from ludic.errors import AgentError, ToolError
-from ludic.inference.chat_template import ChatTemplate
 from ludic.inference.client import ChatClient
 from ludic.inference.sampling import InferenceSpec
+from ludic.inference.templates.chat_template import ChatTemplate
 from ludic.parsers import Parser, ParseResult
 from ludic.types import FinishReason, Message, ToolCall
 

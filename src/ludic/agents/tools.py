@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ludic.envs.threads import EnvThreads
 from ludic.errors import DeadlineError, ToolError
 from ludic.types import Message, ToolCall
+from ludic.workers.threads import EnvThreads
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

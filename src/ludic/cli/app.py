@@ -150,7 +150,7 @@ def calibrate(run: Run, overrides: Overrides = None) -> None:
 )
 def serve(context: typer.Context) -> None:
     """Serve a model with vLLM, ready for live weight updates (`ludic serve --help`)."""
-    from ludic.inference.vllm_server import main
+    from ludic.inference.vllm.server import main
 
     raise SystemExit(main(context.args))
 

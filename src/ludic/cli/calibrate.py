@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ludic.cli.assemble import algorithm_of, build_model
-from ludic.cli.locate import locate
-from ludic.cli.show import say
+from ludic.runs.assemble import algorithm_of, build_model
+from ludic.runs.locate import locate
+from ludic.runs.show import say
 from ludic.training import TrainerConfig
-from ludic.training.calibrate import calibrate as find_budget
+from ludic.training.update.calibrate import calibrate as find_budget
 
 
 def calibrate(run: str, overrides: Sequence[str]) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from ludic.cli.assemble import open_policy
-from ludic.cli.locate import locate
-from ludic.cli.show import console, say
-from ludic.training.doctor import DoctorReport, check_machine, run_doctor
+from ludic.runs.assemble import open_policy
+from ludic.runs.doctor import DoctorReport, check_machine, run_doctor
+from ludic.runs.locate import locate
+from ludic.runs.show import console, say
 
 
 def doctor(run: str | None, overrides: Sequence[str]) -> None:

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ludic.cli.assemble import open_policy, requests_of
-from ludic.cli.locate import locate
-from ludic.cli.show import episodes_bar, say
 from ludic.errors import ConfigError, UnknownNameError
 from ludic.rollouts import FixedMix, RolloutEngine, RolloutWriter
+from ludic.runs.assemble import open_policy, requests_of
+from ludic.runs.locate import locate
+from ludic.runs.show import episodes_bar, say
 from ludic.seeding import derive_seed
 from ludic.types import FinishReason, Rollout
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from rich.text import Text
 
-from ludic.cli.assemble import make_importable
-from ludic.cli.locate import locate, open_folder
-from ludic.cli.run_file import apply_override
-from ludic.cli.show import episode_text, say
 from ludic.envs.play import play_by_hand
 from ludic.registry import make_env
+from ludic.runs.assemble import make_importable
+from ludic.runs.locate import locate, open_folder
+from ludic.runs.settings import apply_override
+from ludic.runs.show import episode_text, say
 from ludic.types import EnvSpec
 
 
@@ -37,8 +37,8 @@ def play(env: str, settings: Sequence[str], *, model: Path | None, seed: int) ->
 
 
 async def _watch(env: EnvSpec, model: Path, seed: int) -> None:
-    from ludic.cli.assemble import inference_spec, open_policy, requests_of
     from ludic.rollouts import RolloutEngine
+    from ludic.runs.assemble import inference_spec, open_policy, requests_of
     from ludic.seeding import derive_seed
 
     config, weights = locate(str(model))

@@ -7,13 +7,13 @@ from contextlib import AsyncExitStack
 from itertools import groupby, islice
 from pathlib import Path
 
-from ludic.cli.assemble import make_importable, open_policy
-from ludic.cli.locate import locate
-from ludic.cli.show import say
 from ludic.errors import ConfigError, RolloutError, UnknownNameError
 from ludic.interaction import Runtime
 from ludic.rollouts import read_rollouts
 from ludic.rollouts import replay as replay_episode
+from ludic.runs.assemble import make_importable, open_policy
+from ludic.runs.locate import locate
+from ludic.runs.show import say
 from ludic.types import Rollout
 
 

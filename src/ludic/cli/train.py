@@ -7,12 +7,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ludic.cli.assemble import make_importable
-from ludic.cli.check import check_parts
-from ludic.cli.locate import builtin_runs, find_run
-from ludic.cli.run_file import RunConfig, apply_override, check_run
-from ludic.cli.run_folder import RunFolder
 from ludic.errors import ConfigError
+from ludic.runs.assemble import make_importable
+from ludic.runs.check import check_parts
+from ludic.runs.folder import RunFolder
+from ludic.runs.locate import builtin_runs, find_run
+from ludic.runs.settings import RunConfig, apply_override, check_run
 
 
 def train(
@@ -49,7 +49,7 @@ def train(
         folder = RunFolder.create(config, out)
         origin = folder.read_json("origin.json")
         folder.write_json("origin.json", {**origin, "run_file_folder": str(beside.resolve())})
-    from ludic.cli.stages import TrainingRun
+    from ludic.runs.stages import TrainingRun
 
     asyncio.run(TrainingRun(config, folder).go())
 

@@ -8,26 +8,26 @@ from typing import TYPE_CHECKING, Any
 from ludic.distributed.interfaces import LazyWeights, PolicyPublisher, PublishReport, Weights
 
 if TYPE_CHECKING:
-    from ludic.distributed.adapter.publisher import AdapterPolicyPublisher
-    from ludic.distributed.adapter.weights import AdapterWeights
-    from ludic.distributed.fsdp import init_mesh, load_sharded, meta_parameters, shard_policy
     from ludic.distributed.local import LocalPolicyPublisher, Rank0OnlyPublisher
-    from ludic.distributed.publisher import BroadcastPolicyPublisher
-    from ludic.distributed.weights import ModelWeights
-    from ludic.distributed.world import World
+    from ludic.distributed.vllm.adapter.publisher import AdapterPolicyPublisher
+    from ludic.distributed.vllm.adapter.weights import AdapterWeights
+    from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
+    from ludic.sharding.fsdp import init_mesh, load_sharded, meta_parameters, shard_policy
+    from ludic.sharding.weights import ModelWeights
+    from ludic.sharding.world import World
 
 _LAZY = {
-    "AdapterPolicyPublisher": "ludic.distributed.adapter.publisher",
-    "AdapterWeights": "ludic.distributed.adapter.weights",
-    "BroadcastPolicyPublisher": "ludic.distributed.publisher",
+    "AdapterPolicyPublisher": "ludic.distributed.vllm.adapter.publisher",
+    "AdapterWeights": "ludic.distributed.vllm.adapter.weights",
+    "BroadcastPolicyPublisher": "ludic.distributed.vllm.publisher",
     "LocalPolicyPublisher": "ludic.distributed.local",
-    "ModelWeights": "ludic.distributed.weights",
+    "ModelWeights": "ludic.sharding.weights",
     "Rank0OnlyPublisher": "ludic.distributed.local",
-    "World": "ludic.distributed.world",
-    "init_mesh": "ludic.distributed.fsdp",
-    "load_sharded": "ludic.distributed.fsdp",
-    "meta_parameters": "ludic.distributed.fsdp",
-    "shard_policy": "ludic.distributed.fsdp",
+    "World": "ludic.sharding.world",
+    "init_mesh": "ludic.sharding.fsdp",
+    "load_sharded": "ludic.sharding.fsdp",
+    "meta_parameters": "ludic.sharding.fsdp",
+    "shard_policy": "ludic.sharding.fsdp",
 }
 
 __all__ = [

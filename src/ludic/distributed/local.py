@@ -10,8 +10,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol
 
 from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights
-from ludic.distributed.world import World
 from ludic.errors import PublishError
+from ludic.sharding.world import World
 
 
 class SharingClient(Protocol):

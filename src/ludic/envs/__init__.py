@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ludic.envs.env import LudicEnv
-from ludic.envs.runner import EnvRunner
+from ludic.envs.running.runner import EnvRunner
 from ludic.envs.single_agent_env import SingleAgentEnv
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ludic.envs.gsm8k import GSM8KEnv
     from ludic.envs.key_door import KeyDoorEnv
     from ludic.envs.math import MATHEnv
-    from ludic.envs.process import ProcessEnv, build_env
+    from ludic.envs.running.process import ProcessEnv, build_env
     from ludic.envs.tic_tac_toe import TicTacToeEnv, TwoPlayerTicTacToeEnv
 
 _LAZY = {
@@ -26,10 +26,10 @@ _LAZY = {
     "GSM8KEnv": "gsm8k",
     "KeyDoorEnv": "key_door",
     "MATHEnv": "math",
-    "ProcessEnv": "process",
+    "ProcessEnv": "running.process",
     "TicTacToeEnv": "tic_tac_toe",
     "TwoPlayerTicTacToeEnv": "tic_tac_toe",
-    "build_env": "process",
+    "build_env": "running.process",
 }
 
 

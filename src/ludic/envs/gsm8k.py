@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ludic.envs.answers import read_number
 from ludic.envs.dataset_qa_env import DatasetQAEnv, main
 from ludic.envs.dataset_rows import Row
 from ludic.errors import EnvError
 from ludic.rewards import RewardSpec, RewardSum
+from ludic.rewards.answers import read_number
 
 _PROMPT = (
     "Solve the problem step by step. The answer is one number: write it at the end as "

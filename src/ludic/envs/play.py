@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from ludic.envs.env import LudicEnv
-from ludic.envs.runner import EnvRunner
+from ludic.envs.running.runner import EnvRunner
 from ludic.types import StepOutcome
 
 

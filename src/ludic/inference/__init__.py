@@ -9,16 +9,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ludic.inference.chat_template import ChatTemplate, ParsedCompletion
 from ludic.inference.client import (
     ChatClient,
     TokenCompletionRequest,
     ToolRequest,
     VersionedClient,
 )
-from ludic.inference.hf_chat_template import HFChatTemplate, load_tokenizer
 from ludic.inference.sampling import InferenceSpec, ReturnSpec, SamplingConfig
-from ludic.inference.tool_parsers import (
+from ludic.inference.templates.chat_template import ChatTemplate, ParsedCompletion
+from ludic.inference.templates.hf import HFChatTemplate, load_tokenizer
+from ludic.inference.templates.tool_parsers import (
     HermesToolParser,
     JSONToolParser,
     ToolParse,
@@ -27,21 +27,21 @@ from ludic.inference.tool_parsers import (
     list_tool_parsers,
     register_tool_parser,
 )
-from ludic.inference.vllm_extensions import VLLMExtensions
+from ludic.inference.vllm.extensions import VLLMExtensions
 
 if TYPE_CHECKING:
     from ludic.inference.local import LocalChatClient as LocalChatClient
-    from ludic.inference.openai_client import OpenAIChatClient as OpenAIChatClient
+    from ludic.inference.openai.client import OpenAIChatClient as OpenAIChatClient
     from ludic.inference.scripted_client import ScriptedCall as ScriptedCall
     from ludic.inference.scripted_client import ScriptedChatClient as ScriptedChatClient
-    from ludic.inference.vllm_client import VLLMChatClient as VLLMChatClient
+    from ludic.inference.vllm.client import VLLMChatClient as VLLMChatClient
 
 _LAZY = {
     "LocalChatClient": "ludic.inference.local",
-    "OpenAIChatClient": "ludic.inference.openai_client",
+    "OpenAIChatClient": "ludic.inference.openai.client",
     "ScriptedCall": "ludic.inference.scripted_client",
     "ScriptedChatClient": "ludic.inference.scripted_client",
-    "VLLMChatClient": "ludic.inference.vllm_client",
+    "VLLMChatClient": "ludic.inference.vllm.client",
 }
 
 __all__ = [

@@ -21,8 +21,8 @@ from ludic.errors import (
     RequestRejectedError,
 )
 from ludic.inference.client import TokenCompletionRequest
-from ludic.inference.hf_chat_template import HFChatTemplate
-from ludic.inference.token_codec import NOTHING
+from ludic.inference.templates.hf import HFChatTemplate
+from ludic.inference.templates.token_codec import NOTHING
 from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
 
 T = TypeVar("T")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ludic.envs.env import LudicEnv
-from ludic.inference.chat_template import ChatTemplate
 from ludic.inference.client import ChatClient
 from ludic.inference.sampling import InferenceSpec
+from ludic.inference.templates.chat_template import ChatTemplate
 from ludic.types import Rollout
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from ludic.agents.base_agent import ActResult, Agent
 from ludic.envs.env import LudicEnv
-from ludic.envs.runner import EnvRunner
+from ludic.envs.running.runner import EnvRunner
 from ludic.errors import (
     AgentError,
     ConfigError,

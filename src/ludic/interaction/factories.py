@@ -15,7 +15,7 @@ from ludic.interaction.delegating import AgentFactory, DelegatingProtocol, SubAg
 from ludic.interaction.multi_agent import MultiAgentProtocol
 from ludic.interaction.single_agent import SingleAgentSyncProtocol
 from ludic.parsers import make_parser
-from ludic.registry import AGENTS, get_tool, make_agent
+from ludic.registry import get_tool, make_agent
 from ludic.types import AgentID
 
 JSON = Mapping[str, Any]
@@ -58,12 +58,7 @@ def build_agent(
         "system_prompt": system_prompt,
         **agent_kwargs,
     }
-    try:
-        made: Agent = AGENTS.get(agent)(**arguments)
-    except TypeError:
-        # `make_agent` says which argument does not fit. It is not asked first, since reading the
-        # signature takes longer than making the agent, and every episode has a fresh one.
-        return make_agent(agent, **arguments)
+    made: Agent = make_agent(agent, **arguments)
     return made
 
 

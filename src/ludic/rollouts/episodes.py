@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 from ludic.envs.env import LudicEnv
-from ludic.envs.runner import EnvRunner
-from ludic.envs.threads import shared_threads
+from ludic.envs.running.runner import EnvRunner
 from ludic.errors import (
     ConfigError,
     DeadlineError,
@@ -21,6 +20,7 @@ from ludic.errors import (
 from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
 from ludic.rollouts.planning import Episode
 from ludic.types import Rollout, to_json
+from ludic.workers.threads import shared_threads
 
 EnvFactory: TypeAlias = Callable[..., LudicEnv[Any, Any, Any]]
 ProtocolFactory: TypeAlias = Callable[..., InteractionProtocol]
@@ -136,7 +136,8 @@ class EpisodeRunner:
             )
         from ludic.registry import make_protocol
 
-        return make_protocol(spec.kind, runtime, **spec.kwargs)
+        protocol: InteractionProtocol = make_protocol(spec.kind, runtime, **spec.kwargs)
+        return protocol
 
 
 def _look_up(kind: str, name: str, registry: Mapping[str, Factory]) -> Factory:

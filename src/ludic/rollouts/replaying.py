@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ludic.errors import InferenceError, RolloutError
-from ludic.inference.chat_template import ChatTemplate, ParsedCompletion
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.sampling import InferenceSpec
+from ludic.inference.templates.chat_template import ChatTemplate, ParsedCompletion
 from ludic.interaction.base import Runtime
 from ludic.json_codec import from_plain
 from ludic.rollouts.episodes import EnvFactory, EpisodeRunner, ProtocolFactory

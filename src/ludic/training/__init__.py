@@ -23,15 +23,6 @@ if TYPE_CHECKING:
     from ludic.saw import SampleFilter as SampleFilter
     from ludic.saw import SAWBatch as SAWBatch
     from ludic.saw import SAWItem as SAWItem
-    from ludic.training.aggregation import Aggregation as Aggregation
-    from ludic.training.aggregation import Constant as Constant
-    from ludic.training.aggregation import GroupMean as GroupMean
-    from ludic.training.aggregation import SequenceMean as SequenceMean
-    from ludic.training.aggregation import TokenMean as TokenMean
-    from ludic.training.aggregation import group_mean as group_mean
-    from ludic.training.aggregation import make_aggregation as make_aggregation
-    from ludic.training.aggregation import sequence_mean as sequence_mean
-    from ludic.training.aggregation import token_mean as token_mean
     from ludic.training.algorithm import RLAlgorithm as RLAlgorithm
     from ludic.training.algorithms import list_algorithms as list_algorithms
     from ludic.training.algorithms import make_algorithm as make_algorithm
@@ -53,14 +44,38 @@ if TYPE_CHECKING:
     from ludic.training.batching import DynamicSampling as DynamicSampling
     from ludic.training.batching import OfflineBatchSource as OfflineBatchSource
     from ludic.training.batching import RolloutBatchSource as RolloutBatchSource
+    from ludic.training.batching.preprocess import KLInReward as KLInReward
+    from ludic.training.batching.preprocess import chain as chain
+    from ludic.training.batching.preprocess import (
+        drop_zero_variance_groups as drop_zero_variance_groups,
+    )
+    from ludic.training.batching.preprocess import subtract_mean as subtract_mean
+    from ludic.training.batching.scoring import BatchScorer as BatchScorer
+    from ludic.training.batching.scoring import ClientScores as ClientScores
+    from ludic.training.batching.scoring import LocalScores as LocalScores
+    from ludic.training.batching.scoring import ReferenceScorer as ReferenceScorer
+    from ludic.training.batching.scoring import RoutedScores as RoutedScores
+    from ludic.training.batching.scoring import ScoredBatchSource as ScoredBatchSource
+    from ludic.training.batching.scoring import TeacherScorer as TeacherScorer
+    from ludic.training.batching.scoring import TokenScores as TokenScores
+    from ludic.training.batching.self_play import PastPolicies as PastPolicies
+    from ludic.training.batching.self_play import SelfPlay as SelfPlay
+    from ludic.training.batching.task_sampling import UncertainTasks as UncertainTasks
     from ludic.training.config import CheckpointConfig as CheckpointConfig
     from ludic.training.config import TrainerConfig as TrainerConfig
-    from ludic.training.credit_assignment import ConstantCredit as ConstantCredit
-    from ludic.training.credit_assignment import EpisodicReturn as EpisodicReturn
-    from ludic.training.credit_assignment import GroupNormalizedReturn as GroupNormalizedReturn
-    from ludic.training.credit_assignment import HybridNormalizedReturn as HybridNormalizedReturn
-    from ludic.training.credit_assignment import MonteCarloReturn as MonteCarloReturn
-    from ludic.training.credit_assignment import PerStepReward as PerStepReward
+    from ludic.training.credit_assignment.returns import ConstantCredit as ConstantCredit
+    from ludic.training.credit_assignment.returns import EpisodicReturn as EpisodicReturn
+    from ludic.training.credit_assignment.returns import (
+        GroupNormalizedReturn as GroupNormalizedReturn,
+    )
+    from ludic.training.credit_assignment.returns import (
+        HybridNormalizedReturn as HybridNormalizedReturn,
+    )
+    from ludic.training.credit_assignment.returns import MonteCarloReturn as MonteCarloReturn
+    from ludic.training.credit_assignment.returns import PerStepReward as PerStepReward
+    from ludic.training.credit_assignment.value_tracker import BetaTracker as BetaTracker
+    from ludic.training.credit_assignment.value_tracker import DriftForgetting as DriftForgetting
+    from ludic.training.credit_assignment.value_tracker import TrackedAdvantage as TrackedAdvantage
     from ludic.training.loss import CISPOLoss as CISPOLoss
     from ludic.training.loss import CompositeLoss as CompositeLoss
     from ludic.training.loss import CorrectedLoss as CorrectedLoss
@@ -77,24 +92,18 @@ if TYPE_CHECKING:
     from ludic.training.loss import TokenClippedSurrogateLoss as TokenClippedSurrogateLoss
     from ludic.training.loss import TokenKLLoss as TokenKLLoss
     from ludic.training.loss import TruncatedImportance as TruncatedImportance
-    from ludic.training.policy_ratio import Objective as Objective
-    from ludic.training.policy_ratio import PolicyLoss as PolicyLoss
-    from ludic.training.policy_ratio import PolicyRatio as PolicyRatio
-    from ludic.training.preprocess import KLInReward as KLInReward
-    from ludic.training.preprocess import chain as chain
-    from ludic.training.preprocess import drop_zero_variance_groups as drop_zero_variance_groups
-    from ludic.training.preprocess import subtract_mean as subtract_mean
-    from ludic.training.scoring import BatchScorer as BatchScorer
-    from ludic.training.scoring import ClientScores as ClientScores
-    from ludic.training.scoring import LocalScores as LocalScores
-    from ludic.training.scoring import ReferenceScorer as ReferenceScorer
-    from ludic.training.scoring import RoutedScores as RoutedScores
-    from ludic.training.scoring import ScoredBatchSource as ScoredBatchSource
-    from ludic.training.scoring import TeacherScorer as TeacherScorer
-    from ludic.training.scoring import TokenScores as TokenScores
-    from ludic.training.self_play import PastPolicies as PastPolicies
-    from ludic.training.self_play import SelfPlay as SelfPlay
-    from ludic.training.task_sampling import UncertainTasks as UncertainTasks
+    from ludic.training.losses.aggregation import Aggregation as Aggregation
+    from ludic.training.losses.aggregation import Constant as Constant
+    from ludic.training.losses.aggregation import GroupMean as GroupMean
+    from ludic.training.losses.aggregation import SequenceMean as SequenceMean
+    from ludic.training.losses.aggregation import TokenMean as TokenMean
+    from ludic.training.losses.aggregation import group_mean as group_mean
+    from ludic.training.losses.aggregation import make_aggregation as make_aggregation
+    from ludic.training.losses.aggregation import sequence_mean as sequence_mean
+    from ludic.training.losses.aggregation import token_mean as token_mean
+    from ludic.training.losses.policy_ratio import Objective as Objective
+    from ludic.training.losses.policy_ratio import PolicyLoss as PolicyLoss
+    from ludic.training.losses.policy_ratio import PolicyRatio as PolicyRatio
     from ludic.training.trainer import Trainer as Trainer
     from ludic.training.types import BatchSource as BatchSource
     from ludic.training.types import CreditAssigner as CreditAssigner
@@ -105,9 +114,6 @@ if TYPE_CHECKING:
     from ludic.training.types import Stat as Stat
     from ludic.training.types import Stateful as Stateful
     from ludic.training.types import TokenLogProbs as TokenLogProbs
-    from ludic.training.value_tracker import BetaTracker as BetaTracker
-    from ludic.training.value_tracker import DriftForgetting as DriftForgetting
-    from ludic.training.value_tracker import TrackedAdvantage as TrackedAdvantage
     from ludic.types import RolloutStepKey as RolloutStepKey
 
 _MODULES: dict[str, tuple[str, ...]] = {
@@ -123,7 +129,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "RolloutRequest",
     ),
     "ludic.saw": ("SAWBatch", "SAWItem", "SampleAttachments", "SampleFilter"),
-    "ludic.training.aggregation": (
+    "ludic.training.losses.aggregation": (
         "Aggregation",
         "Constant",
         "GroupMean",
@@ -150,7 +156,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "ludic.training.algorithms.spo": ("make_spo",),
     "ludic.training.batching": ("DynamicSampling", "OfflineBatchSource", "RolloutBatchSource"),
     "ludic.training.config": ("CheckpointConfig", "TrainerConfig"),
-    "ludic.training.credit_assignment": (
+    "ludic.training.credit_assignment.returns": (
         "ConstantCredit",
         "EpisodicReturn",
         "GroupNormalizedReturn",
@@ -176,14 +182,14 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "TokenKLLoss",
         "TruncatedImportance",
     ),
-    "ludic.training.policy_ratio": ("Objective", "PolicyLoss", "PolicyRatio"),
-    "ludic.training.preprocess": (
+    "ludic.training.losses.policy_ratio": ("Objective", "PolicyLoss", "PolicyRatio"),
+    "ludic.training.batching.preprocess": (
         "KLInReward",
         "chain",
         "drop_zero_variance_groups",
         "subtract_mean",
     ),
-    "ludic.training.scoring": (
+    "ludic.training.batching.scoring": (
         "BatchScorer",
         "ClientScores",
         "LocalScores",
@@ -193,8 +199,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "TeacherScorer",
         "TokenScores",
     ),
-    "ludic.training.self_play": ("PastPolicies", "SelfPlay"),
-    "ludic.training.task_sampling": ("UncertainTasks",),
+    "ludic.training.batching.self_play": ("PastPolicies", "SelfPlay"),
+    "ludic.training.batching.task_sampling": ("UncertainTasks",),
     "ludic.training.trainer": ("Trainer",),
     "ludic.training.types": (
         "BatchSource",
@@ -207,7 +213,11 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "Stateful",
         "TokenLogProbs",
     ),
-    "ludic.training.value_tracker": ("BetaTracker", "DriftForgetting", "TrackedAdvantage"),
+    "ludic.training.credit_assignment.value_tracker": (
+        "BetaTracker",
+        "DriftForgetting",
+        "TrackedAdvantage",
+    ),
     "ludic.types": ("RolloutStepKey",),
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.training.preprocess import chain
+from ludic.training.batching.preprocess import chain
 
 if TYPE_CHECKING:
     from ludic.training.types import CreditAssigner, Loss, PreprocessFn

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ludic.errors import ConfigError
-from ludic.training.attention import AttentionKind
+from ludic.training.update.attention import AttentionKind
 
 
 @dataclass(frozen=True, slots=True)

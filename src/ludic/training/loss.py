@@ -1,6 +1,5 @@
 """All losses by name. Each lives in the file of the algorithm that brought it."""
 
-from ludic.training.aggregation import Aggregation, Constant, GroupMean, SequenceMean, TokenMean
 from ludic.training.algorithms.cispo import CISPOLoss
 from ludic.training.algorithms.gmpo import GMPOLoss
 from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss
@@ -10,9 +9,16 @@ from ludic.training.algorithms.reinforce import ReinforceLoss
 from ludic.training.algorithms.reinforce_baseline import ReinforceBaselineLoss
 from ludic.training.algorithms.sapo import SAPOLoss
 from ludic.training.algorithms.sft import MaskedCausalLMCrossEntropyLoss
-from ludic.training.composite import CompositeLoss, EntropyBonus
-from ludic.training.corrections import CorrectedLoss, MaskedImportance, TruncatedImportance
-from ludic.training.kl import TokenKLLoss
+from ludic.training.losses.aggregation import (
+    Aggregation,
+    Constant,
+    GroupMean,
+    SequenceMean,
+    TokenMean,
+)
+from ludic.training.losses.composite import CompositeLoss, EntropyBonus
+from ludic.training.losses.corrections import CorrectedLoss, MaskedImportance, TruncatedImportance
+from ludic.training.losses.kl import TokenKLLoss
 from ludic.training.types import Loss, LossBatch, LossStats, Stat, TokenLogProbs
 
 GSPOLoss = SequenceClippedSurrogateLoss

@@ -15,23 +15,23 @@ import torch
 from torch import nn
 
 from ludic.distributed.interfaces import PolicyPublisher
-from ludic.distributed.weights import ModelWeights
-from ludic.distributed.world import World
 from ludic.errors import ConfigError, DeadlineError, NonFiniteError
 from ludic.saw.codec import batch_from_dict, batch_to_dict
 from ludic.saw.items import SAWBatch
+from ludic.sharding.weights import ModelWeights
+from ludic.sharding.world import World
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.checkpoint import Checkpointer, TrainerState
+from ludic.training.checkpoints.checkpoint import Checkpointer, TrainerState
 from ludic.training.config import TrainerConfig
-from ludic.training.loggers import Logger, MetricLog
-from ludic.training.optimizer import MasterAdamW
-from ludic.training.perf import PerfMeter
-from ludic.training.policy import Policy, attention_cost, check_split
-from ludic.training.publish_log import PublishLog
-from ludic.training.schedule import curve, describe_change, learning_rate
-from ludic.training.stats import StatBuffer, over_steps
+from ludic.training.metrics.loggers import Logger, MetricLog
+from ludic.training.metrics.perf import PerfMeter
+from ludic.training.metrics.publish_log import PublishLog
+from ludic.training.metrics.stats import StatBuffer, over_steps
 from ludic.training.types import BatchSource, Stateful
-from ludic.training.update import Passes, mean_kl, mini_batches, pick, score_batch
+from ludic.training.update.optimizer import MasterAdamW
+from ludic.training.update.passes import Passes, mean_kl, mini_batches, pick, score_batch
+from ludic.training.update.policy import Policy, attention_cost, check_split
+from ludic.training.update.schedule import curve, describe_change, learning_rate
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -77,7 +77,7 @@ class Trainer:
         if device.type != "meta":
             check_split(model, device)
         if mesh is not None:
-            from ludic.distributed.fsdp import load_sharded, shard_policy
+            from ludic.sharding.fsdp import load_sharded, shard_policy
 
             shard_policy(self.policy, mesh)
             if init_from is not None:

@@ -48,7 +48,7 @@ class LossBatch:
     micro-batch from 0; `*_lengths` are their action tokens in the whole macro-batch. `counts` are
     those of the macro-batch over all ranks, so that the micro-batches' losses add up to the
     macro-batch's whatever the split. `importance` is a correction's factor for each token, which
-    `ludic.training.corrections` fills in; a loss that goes through `reduce` carries it.
+    `ludic.training.losses.corrections` fills in; a loss that goes through `reduce` carries it.
     """
 
     weights: Float[Tensor, " tokens"]

@@ -12,7 +12,7 @@ import torch
 
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
-from ludic.inference.vllm_replica import Replica
+from ludic.inference.vllm.replica import Replica
 from ludic.types import ChatResponse, TokenTrace
 
 PROMPT = tuple(range(60, 80))

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from ludic.distributed.publisher import BroadcastPolicyPublisher
-from ludic.distributed.weights import ModelWeights
+from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
-from ludic.inference.vllm_client import VLLMChatClient
-from ludic.inference.vllm_server import ServerSettings, VLLMServer, free_port
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
+from ludic.sharding.weights import ModelWeights
 
 ROOT = Path(__file__).resolve().parents[3]
 VLLM_PYTHON = os.environ.get("LUDIC_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")

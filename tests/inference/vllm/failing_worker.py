@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ludic.distributed.in_vllm.plain_layers import why_rebuild
-from ludic.distributed.vllm_plugin import ReceiptExtension
+from ludic.distributed.in_vllm.plugin import ReceiptExtension
 
 
 class FailingExtension(ReceiptExtension):

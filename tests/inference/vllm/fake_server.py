@@ -13,8 +13,8 @@ from typing import Any, Self
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from ludic.distributed.checksums import checksums
-from ludic.distributed.shared_memory import open_shared
+from ludic.distributed.vllm.checksums import checksums
+from ludic.distributed.vllm.shared_memory import open_shared
 
 Handler = Callable[[web.Request], Any]
 

@@ -13,14 +13,14 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import Qwen2ForCausalLM
 
-from ludic.cli.assemble import open_policy
-from ludic.cli.run_file import check_run
 from ludic.distributed import AdapterPolicyPublisher, AdapterWeights, ModelWeights
 from ludic.errors import ConfigError, PublishError, RequestRejectedError
 from ludic.inference.sampling import ReturnSpec
-from ludic.inference.vllm_client import VLLMChatClient
-from ludic.inference.vllm_server import VLLMServer
-from ludic.training.doctor import run_doctor
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.server import VLLMServer
+from ludic.runs.assemble import open_policy
+from ludic.runs.doctor import run_doctor
+from ludic.runs.settings import check_run
 from ludic.types import TokenTrace
 from tests.inference.vllm.asking import largest_gap, request, scored, trace_of, until_in_flight
 from tests.inference.vllm.conftest import NAME, server_model, tiny_server

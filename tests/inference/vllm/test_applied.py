@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from ludic.distributed.publisher import BroadcastPolicyPublisher
-from ludic.distributed.weights import ModelWeights
-from ludic.inference.vllm_client import VLLMChatClient
+from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.sharding.weights import ModelWeights
 from tests.inference.vllm.conftest import server_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
 from ludic.errors import ConfigError, DeadlineError, InferenceError, RequestRejectedError
 from ludic.inference.sampling import ReturnSpec
 from ludic.inference.tiny import tiny_tokenizer
-from ludic.inference.vllm_client import VLLMChatClient
-from ludic.inference.vllm_extensions import VLLMExtensions
-from ludic.inference.vllm_server import VLLMServer, free_port
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.extensions import VLLMExtensions
+from ludic.inference.vllm.server import VLLMServer, free_port
 from ludic.types import FinishReason
 from tests.inference.vllm.asking import (
     PROMPT,

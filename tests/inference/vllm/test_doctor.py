@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import Qwen2ForCausalLM
 
-from ludic.distributed.publisher import BroadcastPolicyPublisher
-from ludic.inference.vllm_client import VLLMChatClient
-from ludic.training.doctor import run_doctor
+from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.runs.doctor import run_doctor
 from tests.inference.vllm.conftest import NAME, server_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from ludic.errors import ConfigError, InferenceError, MissingExtraError
-from ludic.inference import vllm_flags, vllm_server
-from ludic.inference.vllm_server import (
+from ludic.inference.vllm import flags as vllm_flags
+from ludic.inference.vllm import server as vllm_server
+from ludic.inference.vllm.server import (
     ServerSettings,
     VLLMBuild,
     VLLMServer,
@@ -63,11 +64,11 @@ def test_where_ludic_is_not_installed_an_entry_point_is_made_for_it(tmp_path: Pa
     code = (
         "import importlib.metadata as m;"
         "print([e.value for e in m.entry_points(group='vllm.general_plugins')]);"
-        "import ludic.distributed.vllm_plugin"
+        "import ludic.distributed.in_vllm.plugin"
     )
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "ludic.distributed.vllm_plugin:register" in done.stdout
+    assert "ludic.distributed.in_vllm.plugin:register" in done.stdout
 
 
 def test_the_entry_point_that_is_made_is_the_one_that_is_declared(repo_root: Path) -> None:

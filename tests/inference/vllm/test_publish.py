@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from ludic.distributed.planes import BroadcastPlane, SharedMemoryPlane, Shipment
-from ludic.distributed.publisher import BroadcastPolicyPublisher
-from ludic.distributed.shared_memory import shared_folder
-from ludic.distributed.trainer_checks import TrainerChecks
-from ludic.distributed.weights import ModelWeights
+from ludic.distributed.vllm.planes import BroadcastPlane, SharedMemoryPlane, Shipment
+from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
+from ludic.distributed.vllm.shared_memory import shared_folder
+from ludic.distributed.vllm.trainer_checks import TrainerChecks
 from ludic.errors import DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model
-from ludic.inference.vllm_client import VLLMChatClient
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.sharding.weights import ModelWeights
 from ludic.types import TokenTrace
 from tests.inference.vllm.asking import largest_gap, request, scored, trace_of, until_in_flight
 from tests.inference.vllm.conftest import server_model

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from ludic.distributed.publisher import BroadcastPolicyPublisher
-from ludic.distributed.weights import ModelWeights
+from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
 from ludic.errors import InferenceError, PublishError
-from ludic.inference.vllm_client import VLLMChatClient
-from ludic.inference.vllm_replica import Replica
-from ludic.inference.vllm_server import VLLMServer
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.replica import Replica
+from ludic.inference.vllm.server import VLLMServer
+from ludic.sharding.weights import ModelWeights
 from ludic.types import TokenTrace
 from tests.inference.vllm.asking import largest_gap, request, scored, trace_of, until_in_flight
 from tests.inference.vllm.conftest import NAME, server_model, tiny_server

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from ludic.errors import InferenceError
-from ludic.inference.vllm_server import ServerSettings, VLLMServer, _group_lives, free_port
+from ludic.inference.vllm.server import ServerSettings, VLLMServer, _group_lives, free_port
 from tests.inference.vllm.stand_in import all_end, stand_in_python, started_pids
 
 PARENT = """
 import os, signal, sys, threading, time
-from ludic.inference.vllm_server import ServerSettings, VLLMServer
+from ludic.inference.vllm.server import ServerSettings, VLLMServer
 python, folder, log, ending = sys.argv[1:]
 server = VLLMServer(
     ServerSettings("m", port=int(os.environ["PORT"])), python=python, folder=folder, log=log

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ludic.distributed.publisher import BroadcastPolicyPublisher
-from ludic.inference.vllm_client import VLLMChatClient
-from ludic.training.doctor import run_doctor
+from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.runs.doctor import run_doctor
 from tests.inference.vllm.conftest import NAME, tiny_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]

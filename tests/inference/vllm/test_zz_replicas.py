@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from transformers import Qwen2ForCausalLM
 
-from ludic.distributed.planes import SharedMemoryPlane
-from ludic.distributed.publisher import BroadcastPolicyPublisher
-from ludic.distributed.weights import ModelWeights
+from ludic.distributed.vllm.planes import SharedMemoryPlane
+from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
 from ludic.errors import InferenceError, PublishError
-from ludic.inference.vllm_client import VLLMChatClient
-from ludic.inference.vllm_server import VLLMServer
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.server import VLLMServer
+from ludic.sharding.weights import ModelWeights
 from tests.inference.vllm.asking import largest_gap, request, scored, trace_of, until_in_flight
 from tests.inference.vllm.conftest import NAME, server_model
 

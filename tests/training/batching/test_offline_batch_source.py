@@ -18,12 +18,12 @@ from ludic.errors import (
     SerializationError,
     TemplateError,
 )
-from ludic.inference.chat_template import ParsedCompletion
-from ludic.inference.hf_chat_template import HFChatTemplate
+from ludic.inference.templates.chat_template import ParsedCompletion
+from ludic.inference.templates.hf import HFChatTemplate
 from ludic.rollouts import CutFileWarning, GRPORequestStrategy, RolloutWriter
 from ludic.saw import SAWItem, drop_if, drop_overlong
 from ludic.training.batching import OfflineBatchSource
-from ludic.training.credit_assignment import GroupNormalizedReturn
+from ludic.training.credit_assignment.returns import GroupNormalizedReturn
 from ludic.types import ChatResponse, Fork, ForkReason, Message, Rollout, TokenTrace
 from tests.rollouts.worlds import engine, request, template
 

@@ -23,7 +23,7 @@ from ludic.rollouts import (
 )
 from ludic.saw import SAWBatch, drop_if
 from ludic.training.batching import DynamicSampling, RolloutBatchSource
-from ludic.training.credit_assignment import GroupNormalizedReturn, MonteCarloReturn
+from ludic.training.credit_assignment.returns import GroupNormalizedReturn, MonteCarloReturn
 from ludic.types import Rollout, RolloutStepKey
 from tests.rollouts.worlds import engine, random_digit, request
 

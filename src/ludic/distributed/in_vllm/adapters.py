@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ludic.distributed.checksums import checksums
-from ludic.distributed.vllm_plugin import ReceiptExtension
+from ludic.distributed.in_vllm.plugin import ReceiptExtension
+from ludic.distributed.vllm.checksums import checksums
 
 
 class AdapterExtension(ReceiptExtension):

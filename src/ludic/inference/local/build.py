@@ -14,16 +14,16 @@ from torch import nn
 from ludic.errors import ConfigError
 from ludic.inference.local import attention
 from ludic.inference.local.arena import KVShape, SlotMemory
-from ludic.inference.local.device_batch import DeviceBatch, length_buckets
-from ludic.inference.local.eager import EagerRunner
+from ludic.inference.local.cpu.eager import EagerRunner
+from ludic.inference.local.cpu.row_sizes import candidate_sizes, equal_row_sizes
 from ludic.inference.local.family_check import check_known_attention, check_same_logits
 from ludic.inference.local.forward import Forward
-from ludic.inference.local.graphs import GraphCache
+from ludic.inference.local.gpu.device_batch import DeviceBatch, length_buckets
+from ludic.inference.local.gpu.graphs import GraphCache
+from ludic.inference.local.gpu.pipelined import PipelinedScheduler
+from ludic.inference.local.gpu.prefill import Prefill
 from ludic.inference.local.module_view import check_servable, device_and_dtype, module_view
-from ludic.inference.local.pipelined import PipelinedScheduler
-from ludic.inference.local.prefill import Prefill
 from ludic.inference.local.prefix_store import PrefixStore
-from ludic.inference.local.row_sizes import candidate_sizes, equal_row_sizes
 from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sequence
 
@@ -140,7 +140,7 @@ def usable_kernels(shape: KVShape) -> ModuleType | None:
     if torch.cuda.get_device_capability(shape.device) < (8, 0):
         return None
     try:
-        from ludic.inference.local import kernels
+        from ludic.inference.local.gpu import kernels
     except ImportError:  # Triton comes with torch's CUDA builds on Linux, and with no other
         return None
     return kernels if can_launch(kernels, shape.device) else None

@@ -23,7 +23,7 @@ from ludic.errors import (
 )
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local.build import EngineSettings, build_scheduler
-from ludic.inference.local.engine import Engine, Pause
+from ludic.inference.local.engine_thread import Engine, Pause
 from ludic.inference.local.module_view import active_dropout, base_causal_lm, may_drop
 from ludic.inference.local.noise import noise_key
 from ludic.inference.local.queue_gate import QueueGate

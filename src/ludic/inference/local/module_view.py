@@ -16,7 +16,7 @@ from torch import nn
 
 from ludic.errors import ConfigError
 from ludic.inference.local.attention import ATTENTION_NAME
-from ludic.inference.local.fused_layer import FusedLayer, can_fuse
+from ludic.inference.local.gpu.fused_layer import FusedLayer, can_fuse
 
 
 def base_causal_lm(module: nn.Module) -> nn.Module:

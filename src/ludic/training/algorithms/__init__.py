@@ -70,7 +70,7 @@ def make_algorithm(name: str, **kwargs: Any) -> RLAlgorithm:
         module, attribute = factory.split(":")
         factory = getattr(import_module(module), attribute)
     if "aggregation" in kwargs:
-        from ludic.training.aggregation import make_aggregation
+        from ludic.training.losses.aggregation import make_aggregation
 
         kwargs["aggregation"] = make_aggregation(kwargs["aggregation"])
     try:

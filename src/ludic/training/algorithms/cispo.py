@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ludic.training.aggregation import Aggregation, token_mean
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.group_relative import group_relative
-from ludic.training.policy_ratio import Objective, PolicyLoss, PolicyRatio, check_bounds
+from ludic.training.losses.aggregation import Aggregation, token_mean
+from ludic.training.losses.policy_ratio import Objective, PolicyLoss, PolicyRatio, check_bounds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,10 @@ The paper takes the longest answer allowed for L: set it so to compare learning 
 
 from __future__ import annotations
 
-from ludic.training.aggregation import Constant
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.group_relative import group_relative
 from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss
+from ludic.training.losses.aggregation import Constant
 
 
 def make_dr_grpo(

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ludic.training.aggregation import Aggregation, SequenceMean, Unit, sequence_mean
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.group_relative import group_relative
-from ludic.training.policy_ratio import Objective, PolicyLoss, PolicyRatio, check_bounds
+from ludic.training.losses.aggregation import Aggregation, SequenceMean, Unit, sequence_mean
+from ludic.training.losses.policy_ratio import Objective, PolicyLoss, PolicyRatio, check_bounds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.credit_assignment import GroupNormalizedReturn
-from ludic.training.kl import with_kl
-from ludic.training.policy_ratio import PolicyLoss
+from ludic.training.credit_assignment.returns import GroupNormalizedReturn
+from ludic.training.losses.kl import with_kl
+from ludic.training.losses.policy_ratio import PolicyLoss
 
 
 def group_relative(

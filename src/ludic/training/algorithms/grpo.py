@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ludic.training.aggregation import Aggregation, sequence_mean
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.group_relative import group_relative
-from ludic.training.policy_ratio import Clip, Objective, PolicyLoss, PolicyRatio, check_clip
+from ludic.training.losses.aggregation import Aggregation, sequence_mean
+from ludic.training.losses.policy_ratio import Clip, Objective, PolicyLoss, PolicyRatio, check_clip
 
 
 @dataclass(frozen=True, kw_only=True)

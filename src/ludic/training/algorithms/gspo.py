@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ludic.training.aggregation import Aggregation, SequenceMean, Unit, sequence_mean
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.group_relative import group_relative
-from ludic.training.policy_ratio import Clip, Objective, PolicyLoss, PolicyRatio, check_clip
+from ludic.training.losses.aggregation import Aggregation, SequenceMean, Unit, sequence_mean
+from ludic.training.losses.policy_ratio import Clip, Objective, PolicyLoss, PolicyRatio, check_clip
 
 CLIP = (1 - 3e-4, 1 + 4e-4)
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from ludic.errors import ConfigError
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.reinforce import ReinforceLoss
-from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.policy_ratio import missing_logprobs, sequence_sum
+from ludic.training.credit_assignment.returns import ConstantCredit
+from ludic.training.losses.policy_ratio import missing_logprobs, sequence_sum
 from ludic.training.types import CreditAssigner, LossBatch, LossStats, Scope, Stat, TokenLogProbs
 
 

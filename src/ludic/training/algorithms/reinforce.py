@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ludic.training.aggregation import Aggregation, token_mean
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.credit_assignment import MonteCarloReturn
-from ludic.training.policy_ratio import Objective, PolicyLoss, PolicyRatio, check_bounds
+from ludic.training.credit_assignment.returns import MonteCarloReturn
+from ludic.training.losses.aggregation import Aggregation, token_mean
+from ludic.training.losses.policy_ratio import Objective, PolicyLoss, PolicyRatio, check_bounds
 
 
 @dataclass(frozen=True, kw_only=True)

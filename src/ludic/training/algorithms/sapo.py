@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from ludic.errors import ConfigError
-from ludic.training.aggregation import Aggregation, sequence_mean
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.group_relative import group_relative
-from ludic.training.policy_ratio import Objective, PolicyLoss, PolicyRatio
+from ludic.training.losses.aggregation import Aggregation, sequence_mean
+from ludic.training.losses.policy_ratio import Objective, PolicyLoss, PolicyRatio
 
 
 @dataclass(frozen=True, kw_only=True)

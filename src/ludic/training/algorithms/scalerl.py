@@ -13,11 +13,11 @@ tasks, forced ends of long answers, the asynchronous pipeline) is left to those 
 
 from __future__ import annotations
 
-from ludic.training.aggregation import Aggregation, group_mean
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.cispo import CISPOLoss
-from ludic.training.credit_assignment import HybridNormalizedReturn
-from ludic.training.preprocess import drop_zero_variance_groups
+from ludic.training.batching.preprocess import drop_zero_variance_groups
+from ludic.training.credit_assignment.returns import HybridNormalizedReturn
+from ludic.training.losses.aggregation import Aggregation, group_mean
 
 
 def make_scalerl(

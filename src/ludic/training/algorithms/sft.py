@@ -11,10 +11,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ludic.training.aggregation import Aggregation, token_mean
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.credit_assignment import ConstantCredit
-from ludic.training.policy_ratio import check_batch, reduce
+from ludic.training.credit_assignment.returns import ConstantCredit
+from ludic.training.losses.aggregation import Aggregation, token_mean
+from ludic.training.losses.policy_ratio import check_batch, reduce
 from ludic.training.types import LossBatch, LossStats, Scope, Stat, TokenLogProbs
 
 

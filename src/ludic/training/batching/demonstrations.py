@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from ludic.errors import SerializationError, TemplateError
-from ludic.inference.chat_template import ChatTemplate
+from ludic.inference.templates.chat_template import ChatTemplate
 from ludic.types import (
     AgentStep,
     EnvironmentStep,

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ludic.errors import BatchError, CheckpointError, ConfigError, MissingExtraError
-from ludic.inference.chat_template import ChatTemplate
+from ludic.inference.templates.chat_template import ChatTemplate
 from ludic.rollouts.storage import CutFileWarning, parse_line, read_lines, rollout_from_row
 from ludic.saw.assembly import Algorithm, AssignsCredit, batch_from_rollouts, prepare_batch
 from ludic.saw.building import build_items
@@ -21,7 +21,7 @@ from ludic.saw.items import SAWBatch
 from ludic.seeding import derive_seed
 from ludic.training.batching.demonstrations import TrainOn, rollout_from_messages, row_messages
 from ludic.training.batching.rollout_batch_source import Scorer
-from ludic.training.credit_assignment import ConstantCredit
+from ludic.training.credit_assignment.returns import ConstantCredit
 from ludic.types import Rollout, RolloutStepKey
 
 Row: TypeAlias = Mapping[str, Any]

@@ -1,0 +1,82 @@
+"""One prompt that the trainer and a server both score, and how far apart they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ludic.sharding.model_parts import base_causal_lm
+
+
+@dataclass(frozen=True, slots=True)
+class MismatchBudget:
+    """How far two computations of the same log-probs may lie apart: on average, and at most."""
+
+    mean: float
+    max: float
+
+    @staticmethod
+    def for_dtype(dtype: torch.dtype | str) -> MismatchBudget:
+        """float32: rounding alone. Half types: what two right implementations were seen to differ
+        by, with room; their worst tokens are unlikely ones."""
+        name = str(dtype).split(".")[-1]
+        return MismatchBudget(2e-4, 1e-3) if name == "float32" else MismatchBudget(0.15, 2.5)
+
+    def allows(self, mean: float, worst: float) -> bool:
+        """Whether both lie within it; NaN never does."""
+        return mean <= self.mean and worst <= self.max
+
+
+@torch.no_grad()
+def canary_tokens(model: nn.Module, length: int = 24) -> tuple[int, ...]:
+    """A prompt in the model's own words, sampled with a fixed seed.
+
+    Ids without meaning would do for random weights. A trained model is so surprised by them that
+    two right computations in bfloat16 lie far apart, farther than a wrong weight would move them.
+    """
+    device = next(model.parameters()).device
+    chances = torch.Generator().manual_seed(0)
+    ids = [7 % vocabulary_of(model)]
+    for _ in range(length - 1):
+        logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits
+        probabilities = logits[0, -1].double().softmax(-1).cpu()
+        ids.append(int(torch.multinomial(probabilities, 1, generator=chances)))
+    return tuple(ids)
+
+
+@torch.no_grad()
+def prompt_logprobs(model: nn.Module, tokens: Sequence[int]) -> list[float]:
+    """What `model` finds of each token after the first, at temperature 1, in float32."""
+    device = next(model.parameters()).device
+    ids = torch.tensor([list(tokens)], device=device)
+    was_training = model.training
+    if was_training:
+        model.eval()
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    finally:
+        if was_training:
+            model.train()
+    scores = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return [float(s) for s in scores]
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """How many ids the model embeds."""
+    causal: Any = base_causal_lm(model)
+    return int(causal.get_input_embeddings().weight.shape[0])
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a rank alone cannot run it."""
+    return any(hasattr(p, "full_tensor") for p in model.parameters())
+
+
+def differences(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+    """Mean and largest absolute difference."""
+    gaps = (torch.tensor(ours, dtype=torch.float64) - torch.tensor(theirs)).abs()
+    return float(gaps.mean()), float(gaps.max())

@@ -1,0 +1,220 @@
+"""How tensors travel from the trainer to the servers; control is always HTTP.
+
+A plane makes a `Shipment` of the weights before any server is told. `update` is what each server
+is told; `move`, where there is one, sends the tensors while the servers receive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ludic.distributed.vllm.broadcast_group import BroadcastGroup
+from ludic.distributed.vllm.ipc_handles import Exports
+from ludic.distributed.vllm.shared_memory import write_shared
+from ludic.distributed.vllm.timing import Stages
+from ludic.errors import ConfigError, PublishError
+
+
+def _nothing() -> None:
+    """For shipments that leave nothing behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """Weights on their way. `close` frees what was held for them."""
+
+    update: Mapping[str, Any]
+    move: Callable[[], None] | None = None
+    close: Callable[[], None] = _nothing
+
+
+class DataPlane(Protocol):
+    """A way for tensors to travel."""
+
+    name: str
+
+    def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
+        """Gets the tensors ready to be fetched or sent. Called in a thread."""
+        ...
+
+    def invitation(self, workers: int, timeout_s: float) -> Mapping[str, Any] | None:
+        """What servers with `workers` workers together need to join; None: nothing (any more)."""
+        ...
+
+    def join(self) -> None:
+        """Takes the trainer's own place, while the servers take theirs. Called in a thread."""
+        ...
+
+    def abandon(self) -> None:
+        """After a failure: drops what the two sides may no longer agree on."""
+        ...
+
+
+class Shipping:
+    """A plane's `prepare` in a thread. Whatever comes of the publish, the shipment is closed."""
+
+    def __init__(self, plane: DataPlane, weights: Mapping[str, Tensor], stages: Stages) -> None:
+        self._stages = stages
+        self._task = asyncio.create_task(self._prepare(plane, weights))
+
+    async def ready(self) -> Shipment:
+        """The shipment, when it is made. To cancel this leaves it in the making."""
+        return await asyncio.shield(self._task)
+
+    async def close(self, seconds: float) -> None:
+        """Frees what is held: now, or where `prepare` takes longer than that, when it ends."""
+        await asyncio.wait({self._task}, timeout=seconds)
+        if self._task.done():
+            await asyncio.to_thread(_close, self._task)
+        else:
+            self._task.add_done_callback(_close)
+
+    async def _prepare(self, plane: DataPlane, weights: Mapping[str, Tensor]) -> Shipment:
+        with self._stages.timed("prepare"):
+            return await asyncio.to_thread(plane.prepare, weights)
+
+
+def _close(made: asyncio.Task[Shipment]) -> None:
+    if not made.cancelled() and made.exception() is None:
+        made.result().close()
+
+
+class SharedMemoryPlane:
+    """A safetensors file in shared memory: servers on this machine, with or without a GPU."""
+
+    name = "shared_memory"
+
+    def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
+        path = write_shared(weights)
+        update = {"plane": "shared_memory", "path": str(path)}
+        return Shipment(update, close=lambda: path.unlink(missing_ok=True))
+
+    def invitation(self, workers: int, timeout_s: float) -> Mapping[str, Any] | None:
+        return None
+
+    def join(self) -> None:
+        """There is nothing to join."""
+
+    def abandon(self) -> None:
+        """Nothing is shared between two publishes."""
+
+
+class IPCPlane:
+    """CUDA IPC: the servers read the trainer's tensors on the GPU that they share."""
+
+    name = "ipc"
+
+    def __init__(self) -> None:
+        self._exports = Exports()
+
+    def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
+        held: dict[str, Tensor] = {}
+        for name, tensor in weights.items():
+            if tensor.device.type != "cuda":
+                raise PublishError(
+                    f"{name} lies on {tensor.device}: IPC needs the trainer's weights on the GPU "
+                    "that it shares with the servers; publish over shared memory instead"
+                )
+            held[name] = tensor.detach().contiguous()
+        update = {"plane": "ipc", **self._exports.describe(held)}
+        for device in {tensor.device for tensor in held.values()}:
+            torch.cuda.synchronize(device)
+
+        def close() -> None:
+            held.clear()
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+
+        return Shipment(update, close=close)
+
+    def invitation(self, workers: int, timeout_s: float) -> Mapping[str, Any] | None:
+        return None
+
+    def join(self) -> None:
+        """There is nothing to join."""
+
+    def abandon(self) -> None:
+        """The handles stay good: they are only addresses."""
+
+
+class BroadcastPlane:
+    """A broadcast from the trainer to every worker: NCCL between GPUs, gloo between CPUs.
+
+    `host` is an address of the trainer that the servers reach. Each worker holds the new weights
+    beside the old ones until they are checked.
+    """
+
+    name = "broadcast"
+
+    def __init__(
+        self, *, backend: str = "nccl", host: str = "127.0.0.1", device: str | None = None
+    ) -> None:
+        if backend not in ("nccl", "gloo"):
+            raise ConfigError(f"BroadcastPlane(backend={backend!r}): must be 'nccl' or 'gloo'")
+        self.backend, self.host = backend, host
+        self.device = torch.device(device or ("cuda" if backend == "nccl" else "cpu"))
+        self._size = 0
+        self._port = 0
+        self._timeout_s = 0.0
+        self._group: BroadcastGroup | None = None
+
+    def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
+        tensors = {n: t.detach().to(self.device).contiguous() for n, t in weights.items()}
+        metas = [
+            {"name": n, "dtype": str(t.dtype).split(".")[-1], "shape": list(t.shape)}
+            for n, t in tensors.items()
+        ]
+
+        def move() -> None:
+            if self._group is None:
+                raise PublishError("the broadcast group is not open")
+            for tensor in tensors.values():
+                self._group.broadcast(tensor)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+        return Shipment({"plane": "broadcast", "tensors": metas}, move, tensors.clear)
+
+    def invitation(self, workers: int, timeout_s: float) -> Mapping[str, Any] | None:
+        if self._group is not None and self._size == workers + 1:
+            return None
+        self.abandon()
+        self._size, self._timeout_s = workers + 1, timeout_s
+        with socket.socket() as free:
+            free.bind((self.host, 0))
+            self._port = int(free.getsockname()[1])
+        return {
+            "host": self.host,
+            "port": self._port,
+            "world_size": self._size,
+            "backend": self.backend,
+            "timeout_s": timeout_s,
+        }
+
+    def join(self) -> None:
+        self._group = BroadcastGroup(
+            self.host,
+            self._port,
+            rank=0,
+            size=self._size,
+            backend=self.backend,
+            timeout_s=self._timeout_s,
+            device=self.device if self.device.type == "cuda" else None,
+        )
+
+    def abandon(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+
+def plane_for(weights: Mapping[str, Tensor]) -> DataPlane:
+    """IPC for weights on a GPU, shared memory for others: both for servers on this machine."""
+    first = next(iter(weights.values()))
+    return IPCPlane() if first.device.type == "cuda" else SharedMemoryPlane()

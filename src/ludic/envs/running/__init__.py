@@ -1,0 +1,1 @@
+"""What calls environments and holds them to their contract."""

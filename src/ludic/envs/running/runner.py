@@ -1,0 +1,284 @@
+"""One way to call every environment: sync or async, blocking or not, in a thread or a process.
+
+Protocols talk to an `EnvRunner`, never to the environment itself: it calls the environment the
+way it asks to be called, with a deadline, and checks what comes back.
+
+    runner = EnvRunner(env, step_timeout_s=60)
+    try:
+        openings = await runner.reset(seed)
+        while not runner.done:
+            outcomes = await runner.step({agent: … for agent in runner.active_agents})
+    finally:
+        await runner.close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from ludic.envs.env import LudicEnv
+from ludic.envs.running.outcomes import checked_opening, checked_outcomes
+from ludic.errors import ConfigError, DeadlineError, EnvError, LudicError
+from ludic.types import Action, AgentID, Info, Obs, StepOutcome
+from ludic.workers.threads import EnvThreads, shared_threads
+
+_GRACE_S = 1.0
+"""How long an async environment may take to clean up once its deadline has passed."""
+
+_CLOSE_S = 60.0
+
+
+class EnvRunner:
+    """Runs the episodes of one environment, one after another.
+
+    `step_timeout_s` bounds each `reset` and each `step` (None: no bound); an environment with
+    `blocking = False` is called directly and cannot be interrupted. Whatever goes wrong is an
+    `EnvError` or a `DeadlineError` that names the environment and the step; after that the runner
+    only closes.
+    """
+
+    def __init__(
+        self,
+        env: LudicEnv[Any, Any, Any],
+        *,
+        step_timeout_s: float | None = 60.0,
+        name: str | None = None,
+        threads: EnvThreads | None = None,
+    ) -> None:
+        self.env = env
+        self.name = name or getattr(env, "name", None) or type(env).__name__
+        self.step_timeout_s = step_timeout_s
+        self._threads = threads or shared_threads()
+        self._agent_ids: tuple[AgentID, ...] = ()
+        self._ended: set[AgentID] = set()
+        self._steps = 0
+        self._state = "new"
+        if env.isolation == "process" and not callable(getattr(env, "kill", None)):
+            raise ConfigError(
+                f'environment {self.name} has isolation = "process" but lives in this process: '
+                "build it with ludic.envs.build_env(EnvSpec(kind, kwargs))"
+            )
+        self._reset_in_thread = env.blocking and not _is_async(env, "reset", "env_reset")
+        self._step_in_thread = env.blocking and not _is_async(env, "step", "env_step")
+
+    @property
+    def agent_ids(self) -> tuple[AgentID, ...]:
+        """Every role of the episode. Known once `reset` returned."""
+        return self._agent_ids
+
+    @property
+    def done(self) -> bool:
+        """Whether the episode has ended for every agent."""
+        return len(self._ended) == len(self._agent_ids) and self._state == "running"
+
+    @property
+    def ended_agents(self) -> frozenset[AgentID]:
+        """The agents that have heard their ending."""
+        return frozenset(self._ended)
+
+    @property
+    def active_agents(self) -> tuple[AgentID, ...]:
+        """The agents that act in the next step; none when the episode is over."""
+        if self.done:
+            return ()
+        active = tuple(self.env.active_agents)
+        for agent in active:
+            if agent not in self._agent_ids or agent in self._ended:
+                why = "has ended" if agent in self._ended else f"is not in {list(self._agent_ids)}"
+                raise EnvError(
+                    f"environment {self.name}: active_agents names agent {agent!r}, which {why}; "
+                    "name only agents that can still act"
+                )
+        if not active:
+            left = [agent for agent in self._agent_ids if agent not in self._ended]
+            raise EnvError(
+                f"environment {self.name}: active_agents is empty after step {self._steps}, but "
+                f"the episode has not ended for {left}; end it for them, or let somebody act"
+            )
+        return active
+
+    @property
+    def accepts_partial_actions(self) -> bool:
+        """Whether a step may leave out an active agent whose answer could not be parsed."""
+        return self.env.accepts_partial_actions
+
+    async def reset(self, seed: int | None = None) -> Mapping[AgentID, tuple[Obs, Info]]:
+        """Begins an episode; what each agent first sees."""
+        if self._state in ("failed", "abandoned", "closed"):
+            raise EnvError(f"environment {self.name} was {self._state}: make a new one")
+        self._ended.clear()
+        self._steps = 0
+        if self._reset_in_thread:
+            result = await self._in_thread(lambda: self.env.reset(seed=seed), "reset")
+        else:
+            result = self._directly(lambda: self.env.reset(seed=seed), "reset")
+        if not isinstance(result, dict) and inspect.isawaitable(result):
+            result = await self._awaited(result, "reset")
+        self._agent_ids = self._directly(lambda: tuple(self.env.agent_ids), "agent_ids")
+        try:
+            opening = checked_opening(self.name, self._agent_ids, result)
+        except EnvError:
+            self._state = "failed"
+            raise
+        self._state = "running"
+        return opening
+
+    async def step(self, actions: Mapping[AgentID, Action]) -> Mapping[AgentID, StepOutcome]:
+        """Applies the active agents' actions; an outcome for each that the step concerns."""
+        self._check_actions(actions)
+        self._steps += 1
+        where = f"step {self._steps}"
+        if self._step_in_thread:
+            result = await self._in_thread(lambda: self.env.step(actions), where)
+        else:
+            try:
+                result = self.env.step(actions)
+            except (Exception, SystemExit) as error:
+                raise self._failed(where, error) from error
+        if not isinstance(result, dict) and inspect.isawaitable(result):
+            result = await self._awaited(result, where)
+        try:
+            outcomes = checked_outcomes(
+                self.name, where, self._agent_ids, self._ended, actions, result
+            )
+        except EnvError:
+            self._state = "failed"
+            raise
+        for agent, outcome in outcomes.items():
+            if outcome.terminated or outcome.truncated:
+                self._ended.add(agent)
+        return outcomes
+
+    def current_obs(self) -> Mapping[AgentID, Obs]:
+        """What each agent would see if it looked now."""
+        result: Mapping[AgentID, Obs] = self.env.current_obs()
+        return result
+
+    def suggested_sysprompt(self, agent_id: AgentID) -> str | None:
+        """The environment's own explanation of the task for `agent_id`."""
+        return self.env.suggested_sysprompt(agent_id)
+
+    def task_key(self) -> str | None:
+        """A stable name of the task that the last `reset` chose."""
+        return self.env.task_key()
+
+    async def close(self) -> None:
+        """Frees the environment; never raises. One that hangs is closed when it comes back."""
+        if self._state in ("closed", "abandoned"):
+            return
+        self._state = "closed"
+        try:
+            if self.env.blocking:
+                result = await self._threads.run(
+                    self.env.close, what="close", whom=self.name, timeout_s=_CLOSE_S
+                )
+            else:
+                result = self.env.close()  # type: ignore[func-returns-value]
+            if inspect.isawaitable(result):
+                await self._awaited(result, "close")
+        except (Exception, SystemExit):  # the episode is over: there is nothing left to save
+            return
+
+    def _check_actions(self, actions: Mapping[AgentID, Action]) -> None:
+        if self._state != "running":
+            raise EnvError(
+                f"environment {self.name} was stepped when it was {self._state}; "
+                "call reset first, and make a new one after a failure"
+            )
+        for agent, action in actions.items():
+            if agent in self._ended:
+                raise EnvError(
+                    f"environment {self.name}: agent {agent!r} acts after its end; "
+                    "only agents in active_agents may act"
+                )
+            if agent not in self._agent_ids:
+                raise EnvError(
+                    f"environment {self.name} was given an action of agent {agent!r}, which is "
+                    f"none of its agents {list(self._agent_ids)}"
+                )
+            if not isinstance(action, str):
+                raise EnvError(
+                    f"environment {self.name} was given {action!r} by agent {agent!r}; "
+                    "actions are text"
+                )
+        active = self.active_agents
+        if len(actions) == len(active) and all(agent in actions for agent in active):
+            return
+        missing = [agent for agent in active if agent not in actions]
+        extra = [agent for agent in actions if agent not in active]
+        if extra or not actions or not self.accepts_partial_actions:
+            raise EnvError(
+                f"environment {self.name} waits for actions of {list(active)}: "
+                f"missing {missing}, out of turn {extra}"
+            )
+
+    def _directly(self, call: Callable[[], Any], where: str) -> Any:
+        try:
+            return call()
+        except (Exception, SystemExit) as error:
+            raise self._failed(where, error) from error
+
+    async def _in_thread(self, call: Callable[[], Any], where: str) -> Any:
+        try:
+            return await self._threads.run(
+                call,
+                what=where,
+                whom=f"environment {self.name}",
+                timeout_s=self.step_timeout_s,
+                on_abandon=self._abandon,
+                on_return=self.env.close,
+            )
+        except asyncio.CancelledError:
+            if self._state != "abandoned":
+                self._state = "failed"
+            raise
+        except (Exception, SystemExit) as error:
+            raise self._failed(where, error) from error
+
+    def _abandon(self) -> None:
+        # The thread still holds the environment, and closes it if it comes back; one in a
+        # process of its own can be killed, which brings the thread back at once.
+        self._state = "abandoned"
+        kill = getattr(self.env, "kill", None)
+        if kill is not None:
+            kill()
+
+    async def _awaited(self, result: Awaitable[Any], where: str) -> Any:
+        task = asyncio.ensure_future(_contained(result))
+        try:
+            await asyncio.wait((task,), timeout=self.step_timeout_s)
+            if task.done():
+                return task.result()
+        except asyncio.CancelledError:
+            task.cancel()
+            self._state = "failed"
+            raise
+        except Exception as error:
+            raise self._failed(where, error) from error
+        task.cancel()
+        await asyncio.wait((task,), timeout=_GRACE_S)
+        self._state = "failed"
+        raise DeadlineError(where, f"environment {self.name}", self.step_timeout_s or 0.0)
+
+    def _failed(self, where: str, error: BaseException) -> LudicError:
+        if self._state != "abandoned":
+            self._state = "failed"
+        if isinstance(error, LudicError):
+            return error
+        return EnvError(
+            f"environment {self.name} raised {type(error).__name__} in {where}: {error}"
+        )
+
+
+async def _contained(result: Awaitable[Any]) -> Any:
+    try:
+        return await result
+    except SystemExit as error:  # in a task it would end the whole event loop
+        raise EnvError(f"the environment called sys.exit({error.code!r})") from error
+
+
+def _is_async(env: object, *methods: str) -> bool:
+    return any(inspect.iscoroutinefunction(getattr(env, method, None)) for method in methods)

@@ -1,0 +1,288 @@
+"""Tic-Tac-Toe: one agent against a seeded opponent, or two agents against each other.
+
+Try it by hand: `python -m ludic.envs.tic_tac_toe.env --opponent perfect`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any, ClassVar, Literal, get_args
+
+from ludic.envs.env import LudicEnv
+from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.tic_tac_toe.rules import (
+    CELLS,
+    EMPTY,
+    Board,
+    Mark,
+    best_cells,
+    draw,
+    free_cells,
+    is_over,
+    other,
+    play,
+    read_cell,
+    to_move,
+    winner,
+)
+from ludic.errors import ConfigError, EnvError
+from ludic.seeding import derive_seed
+from ludic.types import Action, Info, Obs, StepOutcome
+
+Opponent = Literal["random", "perfect", "mixed"]
+
+_RULES = (
+    "You play Tic-Tac-Toe as {mark}. X moves first. Three in a row, column or diagonal win. "
+    "Columns are A, B, C and rows are 1, 2, 3. Answer with one free cell, such as B2."
+)
+
+
+class TicTacToeEnv(SingleAgentEnv):
+    """The agent plays against a built-in opponent, whose moves come from the seed.
+
+    The action is the name of a free cell ("B2"). Anything else is an illegal move: it earns
+    `illegal_reward` and leaves the board as it is; the game then ends, or, with
+    `illegal_ends=False`, the agent moves again.
+
+    Args:
+        opponent: "random" moves anywhere, "perfect" never loses, "mixed" plays a perfect move
+            with probability `perfect_prob` and a random one otherwise.
+        mark: The agent's mark; "random" lets the seed choose. X begins.
+    """
+
+    blocking: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        opponent: Opponent = "random",
+        perfect_prob: float = 0.5,
+        mark: Mark | Literal["random"] = "X",
+        win_reward: float = 1.0,
+        draw_reward: float = 0.0,
+        loss_reward: float = -1.0,
+        illegal_reward: float = -1.0,
+        illegal_ends: bool = True,
+    ) -> None:
+        _check_choice("TicTacToeEnv", "opponent", opponent, get_args(Opponent))
+        _check_choice("TicTacToeEnv", "mark", mark, ("X", "O", "random"))
+        if not 0 <= perfect_prob <= 1:
+            raise ConfigError(f"TicTacToeEnv(perfect_prob={perfect_prob!r}): must be in [0, 1]")
+        self._perfect_prob = {"random": 0.0, "perfect": 1.0, "mixed": perfect_prob}[opponent]
+        self._mark_choice = mark
+        self._rewards = {"win": win_reward, "draw": draw_reward, "loss": loss_reward}
+        self._illegal_reward = illegal_reward
+        self._illegal_ends = illegal_ends
+        self._mark: Mark = "X"
+        self._board: Board = EMPTY
+        self._random = Random(0)
+        self._over = True
+
+    @property
+    def mark(self) -> Mark:
+        """The agent's mark in this episode."""
+        return self._mark
+
+    @property
+    def board(self) -> Board:
+        """The nine cells, row by row: "X", "O" or "."."""
+        return self._board
+
+    def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
+        if seed is None:
+            seed = secrets.randbits(63)
+        if self._mark_choice == "random":
+            self._mark = "X" if derive_seed(seed, "mark") % 2 else "O"
+        else:
+            self._mark = self._mark_choice
+        self._random = Random(derive_seed(seed, "opponent"))
+        self._board = EMPTY
+        self._over = False
+        if self._mark == "O":
+            self._opponent_moves()
+        return self.env_current_obs(), {"mark": self._mark, "board": self._board}
+
+    def env_step(self, action: Action) -> StepOutcome:
+        if self._over:
+            raise EnvError("TicTacToeEnv was stepped after its end: reset it first")
+        place = read_cell(action)
+        if place is None or self._board[place] != ".":
+            return self._illegal(action, place)
+        self._board = play(self._board, place)
+        if not is_over(self._board):
+            self._opponent_moves()
+        if not is_over(self._board):
+            return StepOutcome(self.env_current_obs(), 0.0, info={"board": self._board})
+        self._over = True
+        result = _result_for(self._mark, self._board)
+        return StepOutcome(
+            self.env_current_obs(),
+            self._rewards[result],
+            terminated=True,
+            info={"board": self._board, "result": result},
+        )
+
+    def env_current_obs(self) -> Obs:
+        return _view(self._mark, self._board)
+
+    def suggested_sysprompt(self, agent_id: str) -> str | None:
+        # The mark is in every observation: with "random" it differs between episodes.
+        return _RULES.replace("as {mark}", "against an opponent")
+
+    def _opponent_moves(self) -> None:
+        # One draw decides who moves and one decides where, whatever the opponent: runs that
+        # differ only in `perfect_prob` stay comparable.
+        perfect = self._random.random() < self._perfect_prob
+        cells = best_cells(self._board) if perfect else free_cells(self._board)
+        self._board = play(self._board, cells[int(self._random.random() * len(cells))])
+
+    def _illegal(self, action: Action, place: int | None) -> StepOutcome:
+        self._over = self._illegal_ends
+        info: dict[str, Any] = {"board": self._board, "illegal_move": True}
+        if self._over:
+            info["result"] = "illegal"
+        return StepOutcome(
+            _complaint(action, place, self._mark, self._board, self._over),
+            self._illegal_reward,
+            terminated=self._over,
+            info=info,
+        )
+
+
+class TwoPlayerTicTacToeEnv(LudicEnv[Mark, Obs, Action]):
+    """Two agents, "X" and "O", take turns. Both hear the end, each with its own reward.
+
+    Who moved hears nothing more until the other has moved. An illegal move earns its player
+    `illegal_reward`; it ends the game, which the other then gets `draw_reward` for, or, with
+    `illegal_ends=False`, the player moves again.
+    """
+
+    blocking: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        win_reward: float = 1.0,
+        draw_reward: float = 0.0,
+        loss_reward: float = -1.0,
+        illegal_reward: float = -1.0,
+        illegal_ends: bool = True,
+    ) -> None:
+        self._rewards = {"win": win_reward, "draw": draw_reward, "loss": loss_reward}
+        self._illegal_reward = illegal_reward
+        self._illegal_ends = illegal_ends
+        self._board: Board = EMPTY
+        self._over = True
+
+    @property
+    def agent_ids(self) -> Sequence[Mark]:
+        return ("X", "O")
+
+    @property
+    def active_agents(self) -> Sequence[Mark]:
+        return () if self._over else (to_move(self._board),)
+
+    @property
+    def board(self) -> Board:
+        """The nine cells, row by row: "X", "O" or "."."""
+        return self._board
+
+    def reset(self, *, seed: int | None = None) -> Mapping[Mark, tuple[Obs, Info]]:
+        self._board = EMPTY
+        self._over = False
+        return {"X": (_view("X", EMPTY), {}), "O": ("X moves first.", {})}
+
+    def step(self, actions: Mapping[Mark, Action]) -> Mapping[Mark, StepOutcome]:
+        if self._over:
+            raise EnvError("TwoPlayerTicTacToeEnv was stepped after its end: reset it first")
+        mover = to_move(self._board)
+        action = actions[mover]
+        place = read_cell(action)
+        if place is None or self._board[place] != ".":
+            return self._illegal(mover, action, place)
+        self._board = play(self._board, place)
+        self._over = is_over(self._board)
+        if not self._over:
+            info = {"board": self._board}
+            return {
+                mover: StepOutcome("", 0.0, info=info),
+                other(mover): StepOutcome(_view(other(mover), self._board), 0.0, info=info),
+            }
+        return {mark: self._end(mark, _result_for(mark, self._board)) for mark in self.agent_ids}
+
+    def current_obs(self) -> Mapping[Mark, Obs]:
+        return {mark: _view(mark, self._board) for mark in self.agent_ids}
+
+    def suggested_sysprompt(self, agent_id: Mark) -> str | None:
+        return _RULES.format(mark=agent_id)
+
+    def _end(self, mark: Mark, result: Literal["win", "draw", "loss"]) -> StepOutcome:
+        return StepOutcome(
+            _view(mark, self._board),
+            self._rewards[result],
+            terminated=True,
+            info={"board": self._board, "result": result},
+        )
+
+    def _illegal(
+        self, mover: Mark, action: Action, place: int | None
+    ) -> Mapping[Mark, StepOutcome]:
+        self._over = self._illegal_ends
+        obs = _complaint(action, place, mover, self._board, self._over)
+        info: dict[str, Any] = {"board": self._board, "illegal_move": True}
+        if not self._over:
+            return {mover: StepOutcome(obs, self._illegal_reward, info=info)}
+        info["result"] = "illegal"
+        told = StepOutcome(
+            f"{mover} made an illegal move. The game is void.",
+            self._rewards["draw"],
+            terminated=True,
+            info={"board": self._board, "result": "void"},
+        )
+        mine = StepOutcome(obs, self._illegal_reward, terminated=True, info=info)
+        return {mover: mine, other(mover): told}
+
+
+def _result_for(mark: Mark, board: Board) -> Literal["win", "draw", "loss"]:
+    won = winner(board)
+    return "draw" if won is None else "win" if won == mark else "loss"
+
+
+def _view(mark: Mark, board: Board) -> Obs:
+    if is_over(board):
+        closing = {"win": "You win.", "draw": "Draw.", "loss": "You lose."}
+        return f"You are {mark}.\n{draw(board)}\n{closing[_result_for(mark, board)]}"
+    free = " ".join(CELLS[place] for place in free_cells(board))
+    return f"You are {mark}.\n{draw(board)}\nFree: {free}"
+
+
+def _complaint(action: Action, place: int | None, mark: Mark, board: Board, over: bool) -> Obs:
+    shown = action if len(action) <= 20 else action[:20] + "..."
+    what = f"{shown!r} is no cell." if place is None else f"{CELLS[place]} is taken."
+    return f"{what} The game is over." if over else f"{what}\n{_view(mark, board)}"
+
+
+def _check_choice(env: str, option: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{env}({option}={value!r}): must be one of {', '.join(allowed)}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    import argparse
+
+    from ludic.envs.play import play_by_hand
+
+    parser = argparse.ArgumentParser(prog="python -m ludic.envs.tic_tac_toe")
+    parser.add_argument("--opponent", choices=get_args(Opponent), default="mixed")
+    parser.add_argument("--mark", choices=("X", "O", "random"), default="X")
+    parser.add_argument("--two-players", action="store_true", help="both marks from the keyboard")
+    parser.add_argument("--seed", type=int, default=None)
+    args = parser.parse_args(argv)
+    env: LudicEnv[Any, Any, Any] = (
+        TwoPlayerTicTacToeEnv(illegal_ends=False)
+        if args.two_players
+        else TicTacToeEnv(opponent=args.opponent, mark=args.mark, illegal_ends=False)
+    )
+    return play_by_hand(env, seed=args.seed)

@@ -1,0 +1,325 @@
+"""A client of any OpenAI-compatible server: for evaluation, judges and opponents.
+
+`complete_tokens` sends the prompt's token ids to `/completions` (or their text, to servers that
+take only text); `complete_messages` sends messages to `/chat/completions`. What comes back can be
+trained on only where the server returns token ids and the log-probs of the distribution that was
+sampled from; otherwise the response's trace is None, and `trainable_trace` says why. The client
+to train with is `VLLMChatClient`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+
+from ludic.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineClosedError,
+    InferenceError,
+    NotTrainableError,
+    RequestRejectedError,
+)
+from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.openai.wire import (
+    chat_response,
+    completion_response,
+    sampling_body,
+    wire_messages,
+)
+from ludic.inference.retries import Backoff, retry_after_s
+from ludic.inference.sampling import SamplingConfig
+from ludic.inference.templates.hf import HFChatTemplate
+from ludic.types import ChatResponse, Message, TokenTrace
+
+RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+_LARGEST_ANSWER = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    """What belongs to one event loop."""
+
+    loop: asyncio.AbstractEventLoop
+    session: aiohttp.ClientSession
+    slots: asyncio.Semaphore
+
+    async def close(self) -> None:
+        """Ends what is open. A loop that runs in another thread does so itself, a little later:
+        its sockets may be touched there only."""
+        with suppress(RuntimeError):  # sockets of a loop that is closed cannot be told so
+            if self.loop is not asyncio.get_running_loop() and self.loop.is_running():
+                asyncio.run_coroutine_threadsafe(self.session.close(), self.loop)
+            else:
+                await self.session.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why an attempt failed in a way that another one may mend."""
+
+    cause: str
+    retry_after_s: float | None = None
+
+
+class OpenAIChatClient:
+    """Asks the server at `base_url` (such as `http://127.0.0.1:8000/v1`).
+
+    What may be retried (connection errors, 429, 5xx) is retried with growing, jittered pauses, at
+    most `max_retries` times and always within the deadline: the request's `timeout_s`, or this
+    client's. It may be asked from several event loops in several threads; at most `max_concurrency`
+    requests are open at once in each. `dialect="vllm"` also sends what only vLLM understands
+    (top-k, min-p, stop ids, token ids in the answer). `prompts="text"` sends text decoded with
+    `chat_template`, for servers that take no ids. `extra_body` is added to every request; a None
+    in it removes the entry. `reports_sampled_logprobs` says that the server's log-probs are those
+    after temperature and truncation (vLLM's `processed_logprobs`).
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        chat_template: HFChatTemplate | None = None,
+        prompts: Literal["token_ids", "text"] = "token_ids",
+        dialect: Literal["openai", "vllm"] = "openai",
+        max_context_tokens: int | None = None,
+        max_concurrency: int = 32,
+        timeout_s: float = 120.0,
+        max_retries: int = 5,
+        backoff: Backoff | None = None,
+        extra_body: Mapping[str, Any] | None = None,
+        reports_sampled_logprobs: bool = False,
+    ) -> None:
+        rules = (
+            (base_url.startswith(("http://", "https://")), "base_url", base_url, "an http(s) URL"),
+            (prompts in ("token_ids", "text"), "prompts", prompts, "'token_ids' or 'text'"),
+            (dialect in ("openai", "vllm"), "dialect", dialect, "'openai' or 'vllm'"),
+            (max_concurrency >= 1, "max_concurrency", max_concurrency, ">= 1"),
+            (timeout_s > 0, "timeout_s", timeout_s, "> 0"),
+            (max_retries >= 0, "max_retries", max_retries, ">= 0"),
+        )
+        for ok, name, value, must in rules:
+            if not ok:
+                raise ConfigError(f"OpenAIChatClient({name}={value!r}): must be {must}")
+        if prompts == "text" and chat_template is None:
+            raise ConfigError("prompts='text' needs a chat_template to decode the ids with")
+        self.base_url = base_url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._chat_template = chat_template
+        self._prompts = prompts
+        self._dialect: Literal["openai", "vllm"] = dialect
+        self._max_context_tokens = max_context_tokens
+        self._max_concurrency = max_concurrency
+        self._timeout_s = timeout_s
+        self._max_retries = max_retries
+        self._backoff = backoff or Backoff()
+        self._extra_body = dict(extra_body or {})
+        self._reports_sampled_logprobs = reports_sampled_logprobs
+        self._connections: dict[asyncio.AbstractEventLoop, _Connection] = {}
+        self._lock = threading.Lock()  # over what the loops of several threads share
+        self._closed = False
+        self.retries = 0
+
+    def __repr__(self) -> str:
+        return f"OpenAIChatClient({self.base_url!r})"
+
+    @property
+    def max_context_tokens(self) -> int | None:
+        return self._max_context_tokens
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
+        """One completion by `/completions`; the trace is None where it cannot be trained on."""
+        body = self._completion_body(request)
+        answer = await self._post("completions", body, request.timeout_s)
+        trusted = self._reports_sampled_logprobs or _is_plain(request.sampling)
+        return completion_response(answer, request.prompt_token_ids, trust_logprobs=trusted)
+
+    async def complete_messages(
+        self,
+        messages: Sequence[Message],
+        *,
+        model: str,
+        sampling: SamplingConfig | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        timeout_s: float | None = None,
+    ) -> ChatResponse:
+        """One completion by `/chat/completions`: text only, never to be trained on. Tool calls
+        are in `info["tool_calls"]`, unreadable ones in `info["tool_call_errors"]`."""
+        if not messages:
+            raise RequestRejectedError("no messages: there is nothing to complete")
+        body: dict[str, Any] = {"model": model, "messages": wire_messages(messages)}
+        body |= sampling_body(sampling or SamplingConfig(), self._dialect)
+        if tools:
+            body["tools"] = list(tools)
+        return chat_response(await self._post("chat/completions", body, timeout_s))
+
+    def trainable_trace(self, response: ChatResponse) -> TokenTrace:
+        """The response's tokens and log-probs; `NotTrainableError` where it has none."""
+        trace = response.trace
+        if trace is None or trace.completion_logprobs is None:
+            raise NotTrainableError(
+                f"the answer of {self.base_url} has no token ids with the log-probs of the sampled "
+                "distribution, so it can be shown but not trained on: train with LocalChatClient "
+                "or VLLMChatClient"
+            )
+        return trace
+
+    async def sync_weights(
+        self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
+    ) -> str:
+        """Always an error: this client cannot change the server's weights."""
+        raise NotTrainableError(
+            f"the weights behind {self.base_url} cannot be set by this client: publish to a "
+            "LocalChatClient or a VLLMChatClient"
+        )
+
+    async def close(self) -> None:
+        """Closes the connections; requests after that, and those that are open, end with
+        `EngineClosedError`."""
+        with self._lock:
+            self._closed = True
+            connections = list(self._connections.values())
+            self._connections.clear()
+        for connection in connections:
+            await connection.close()
+
+    async def __aenter__(self) -> OpenAIChatClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _completion_body(self, request: TokenCompletionRequest) -> dict[str, Any]:
+        ids = request.prompt_token_ids
+        if not ids:
+            raise RequestRejectedError("an empty prompt: there is nothing to complete")
+        if request.returns.kept_ids or request.returns.prompt_logprobs:
+            raise RequestRejectedError(
+                "this client returns neither kept ids nor prompt log-probs: ask a LocalChatClient "
+                "or a VLLMChatClient"
+            )
+        body: dict[str, Any] = {"model": request.model}
+        if self._prompts == "text" and self._chat_template is not None:
+            body["prompt"] = self._chat_template.codec.decode(ids)
+        else:
+            body["prompt"] = list(ids)
+        body |= sampling_body(request.sampling, self._dialect)
+        if "max_tokens" not in body:
+            body["max_tokens"] = self._room(len(ids))
+        if self._dialect == "vllm":
+            body["return_token_ids"] = True
+            if request.returns.logprobs:
+                body["logprobs"] = 1
+        body |= request.extensions.get("extra_body_overrides", {})
+        return body
+
+    def _room(self, prompt_tokens: int) -> int:
+        # A server's own default may be as low as 16 tokens: never leave it to that.
+        if self._max_context_tokens is None:
+            raise RequestRejectedError(
+                "max_tokens is not set and the context length is unknown: set "
+                "SamplingConfig.max_tokens, or the client's max_context_tokens"
+            )
+        room = self._max_context_tokens - prompt_tokens
+        if room < 1:
+            raise RequestRejectedError(
+                f"a prompt of {prompt_tokens} tokens leaves no room in a context of "
+                f"{self._max_context_tokens}"
+            )
+        return room
+
+    async def _post(self, path: str, body: Mapping[str, Any], timeout_s: float | None) -> Any:
+        """The JSON answer, after as many attempts as are allowed and needed."""
+        url = f"{self.base_url}/{path}"
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        body = {k: v for k, v in {**body, **self._extra_body}.items() if v is not None}
+        connection = await self._connect()
+        last = ""
+        try:
+            async with asyncio.timeout(limit), connection.slots:
+                for attempt in range(self._max_retries + 1):
+                    self._check_open()
+                    outcome = await self._attempt(connection.session, url, body)
+                    if not isinstance(outcome, _Refusal):
+                        return outcome
+                    last = outcome.cause
+                    if attempt < self._max_retries:
+                        self.retries += 1
+                        await asyncio.sleep(self._backoff.pause_s(attempt, outcome.retry_after_s))
+        except TimeoutError as exc:
+            whom = f"{url} (last failure: {last})" if last else url
+            raise DeadlineError("a completion", whom, limit) from exc
+        self._check_open()
+        raise InferenceError(
+            f"{url} failed {self._max_retries + 1} times; the last time: {last}. Is the server up?"
+        )
+
+    async def _attempt(
+        self, session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]
+    ) -> Any | _Refusal:
+        try:
+            async with session.post(url, json=body, headers=self._headers) as response:
+                data = await response.content.read(_LARGEST_ANSWER)
+                while not response.content.at_eof() and len(data) < _LARGEST_ANSWER:
+                    data += await response.content.read(_LARGEST_ANSWER - len(data))
+                status, headers = response.status, response.headers
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as exc:
+            return _Refusal(f"{type(exc).__name__}: {exc}")
+        except aiohttp.ClientError as exc:
+            raise InferenceError(f"{url}: {type(exc).__name__}: {exc}") from exc
+        if status in RETRIED_STATUSES:
+            return _Refusal(f"HTTP {status}: {_excerpt(data)}", retry_after_s(headers))
+        if status in (401, 403):
+            raise RequestRejectedError(
+                f"{url} answered HTTP {status}: check the api_key. It says: {_excerpt(data)}"
+            )
+        if not 200 <= status < 300:
+            raise RequestRejectedError(f"{url} answered HTTP {status}: {_excerpt(data)}")
+        try:
+            return json.loads(data)
+        except ValueError as exc:
+            raise InferenceError(
+                f"{url} answered HTTP {status} with something other than JSON: {_excerpt(data)}"
+            ) from exc
+
+    async def _connect(self) -> _Connection:
+        """The connection of the running loop. Those of loops that are closed are given up; those
+        of loops in other threads are in use."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            self._check_open()
+            found = self._connections.get(loop)
+            if found is not None and not found.session.closed:
+                return found
+            left = [self._connections.pop(k) for k in list(self._connections) if k.is_closed()]
+            session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=None),
+                connector=aiohttp.TCPConnector(limit=self._max_concurrency),
+            )
+            made = _Connection(loop, session, asyncio.Semaphore(self._max_concurrency))
+            self._connections[loop] = made
+        for connection in left:
+            await connection.close()
+        return made
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError(f"this client of {self.base_url} is closed: make another one")
+
+
+def _is_plain(sampling: SamplingConfig) -> bool:
+    """Whether raw log-probs are those of the sampled distribution as well."""
+    return sampling.temperature == 1 and not sampling.truncates and not sampling.penalises
+
+
+def _excerpt(data: bytes, limit: int = 300) -> str:
+    text = data[:limit].decode("utf-8", "replace").strip()
+    return text or "(no text)"

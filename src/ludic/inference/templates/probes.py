@@ -1,0 +1,107 @@
+"""What a chat template can do, found out by rendering small conversations with it.
+
+Content that cannot be mistaken for anything else stands in for the messages, so that what the
+template itself writes shows around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ludic.errors import TemplateError
+from ludic.inference.templates.jinja import JinjaTemplate
+from ludic.inference.templates.token_codec import TokenCodec
+
+Conversation = Sequence[Mapping[str, Any]]
+
+_ASKED, _REPLIED, _NEXT = "PROBEasked7", "PROBEreplied7", "PROBEnext7"
+_USER: Mapping[str, Any] = {"role": "user", "content": _ASKED}
+_REPLY: Mapping[str, Any] = {"role": "assistant", "content": _REPLIED}
+_CALL: Mapping[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "probecall",
+            "type": "function",
+            "function": {"name": _REPLIED, "arguments": {"x": 1}},
+        }
+    ],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """How an assistant message is closed: `lead` (usually empty), then `text`. `token_id` is None
+    where the template uses no special token for it."""
+
+    lead: str
+    text: str
+    token_id: int | None
+
+
+class TemplateProbes:
+    """The answers, each found once. Recomputing one in two threads at a time does no harm."""
+
+    def __init__(self, plain: JinjaTemplate, with_tools: JinjaTemplate, codec: TokenCodec) -> None:
+        self._plain, self._with_tools, self._codec = plain, with_tools, codec
+        self._closings: dict[str | None, Closing | None] = {}
+        self._roles: dict[str, bool] = {}
+        tool = {
+            "type": "function",
+            "function": {"name": _NEXT, "description": "", "parameters": {}},
+        }
+        self.supports_tools = _NEXT in (self._render([_USER], [tool]) or "")
+        self.spells_tool_calls = _REPLIED in (self._render([_USER, _CALL]) or "")
+
+    def renders_role(self, role: str) -> bool:
+        """Whether messages of the role show at all. A template that objects to the probe may
+        still take the real conversation, or say what is wrong with it: then True."""
+        if role not in self._roles:
+            probe = {"role": role, "content": _NEXT, "tool_call_id": "probecall", "name": _NEXT}
+            tried: dict[str, list[Conversation]] = {
+                "system": [[{"role": role, "content": _NEXT}, _USER]],
+                "tool": [[_USER, _CALL, probe]],
+                "assistant": [[_USER, {"role": role, "content": _NEXT}]],
+            }
+            outcomes = [self._render(c) for c in tried.get(role, [[{**_USER, "content": _NEXT}]])]
+            self._roles[role] = any(text is None or _NEXT in text for text in outcomes)
+        return self._roles[role]
+
+    def control_tokens(self) -> set[str]:
+        """The special tokens with which the template structures a conversation."""
+        system: Mapping[str, Any] = {"role": "system", "content": _NEXT}
+        texts = (self._render([_USER, _REPLY, _USER]), self._render([system, _USER, _REPLY, _USER]))
+        return {t for text in texts if text for t in self._codec.special_pattern.findall(text)}
+
+    def closing(self, next_role: str | None) -> Closing | None:
+        """What ends an assistant message that a message of `next_role` follows (None: nothing
+        follows); None where that does not show."""
+        if next_role not in self._closings:
+            self._closings[next_role] = self._find_closing(next_role)
+        return self._closings[next_role]
+
+    def _find_closing(self, next_role: str | None) -> Closing | None:
+        messages = [_USER, _REPLY]
+        if next_role is not None:
+            messages.append({"role": next_role, "content": _NEXT, "tool_call_id": "probecall"})
+        text = self._render(messages)
+        if text is None and next_role == "tool":  # it wants to see a call before the answer
+            return self.closing("user")
+        if text is None or text.count(_REPLIED) != 1:
+            return None
+        between = text.partition(_REPLIED)[2].partition(_NEXT)[0]
+        special = self._codec.special_pattern.search(between)
+        if special is None:
+            return Closing("", between, None) if between else None
+        return Closing(between[: special.start()], special[0], self._codec.special_id(special[0]))
+
+    def _render(
+        self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str | None:
+        try:
+            return (self._with_tools if tools else self._plain).render(messages, tools)
+        except TemplateError:
+            return None

@@ -1,0 +1,1 @@
+"""vLLM servers: starting them, asking them, choosing among them."""

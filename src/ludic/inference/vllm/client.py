@@ -1,0 +1,273 @@
+"""`VLLMChatClient`: samples from one or more vLLM servers, token ids in and out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Self
+
+from ludic.errors import (
+    ConfigError,
+    DeadlineError,
+    InferenceError,
+    PublishError,
+    RequestRejectedError,
+)
+from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.retries import Backoff
+from ludic.inference.vllm.replica import (
+    Replica,
+    ServerFacts,
+    Serving,
+    UnreachableError,
+    ask,
+)
+from ludic.inference.vllm.rotation import VLLMServers
+from ludic.inference.vllm.wire import (
+    completions_body,
+    generate_body,
+    read_answer,
+)
+from ludic.types import ChatResponse, FinishReason
+
+
+class VLLMChatClient(VLLMServers):
+    """Samples from vLLM servers that hold the same model.
+
+    A request goes to the server with the fewest requests, and a conversation stays with its
+    server, whose prefix cache knows it. What may be retried (no connection, HTTP 429 and 5xx, a
+    request that an update aborted) is retried with growing pauses, on another server where there
+    is one, within the deadline. A server that was away is used again only when it has the weights
+    that this client expects. Use it as an async context manager, or call `close()`.
+
+    Args:
+        servers: addresses such as `http://127.0.0.1:8000`; one, or several replicas.
+        model: the name under which the servers serve it; None: what each request says.
+        max_concurrency: how many requests are open at once, over all servers.
+        timeout_s: the deadline of a request that names none.
+        connect_timeout_s: how long a server may take to accept a connection; one that takes
+            longer counts as away.
+        max_retries: how often a request is tried again.
+        version: the number of the weights that the servers were started with.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str] | str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        max_concurrency: int = 512,
+        timeout_s: float = 600.0,
+        connect_timeout_s: float = 10.0,
+        max_retries: int = 8,
+        backoff: Backoff | None = None,
+        version: int = 0,
+    ) -> None:
+        urls = [servers] if isinstance(servers, str) else list(servers)
+        urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        rules = (
+            (bool(urls), "servers", urls, "at least one address"),
+            (len(set(urls)) == len(urls), "servers", urls, "different addresses"),
+            (
+                all(u.startswith(("http://", "https://")) for u in urls),
+                "servers",
+                urls,
+                "http(s) addresses such as http://127.0.0.1:8000",
+            ),
+            (max_concurrency >= 1, "max_concurrency", max_concurrency, ">= 1"),
+            (timeout_s > 0, "timeout_s", timeout_s, "> 0"),
+            (connect_timeout_s > 0, "connect_timeout_s", connect_timeout_s, "> 0"),
+            (max_retries >= 0, "max_retries", max_retries, ">= 0"),
+        )
+        for ok, name, value, must in rules:
+            if not ok:
+                raise ConfigError(f"VLLMChatClient({name}={value!r}): must be {must}")
+        super().__init__(
+            tuple(Replica(url, None, version, Serving(version=version)) for url in urls),
+            model=model,
+            version=version,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            backoff=backoff or Backoff(first_s=0.1, longest_s=5.0),
+            max_concurrency=max_concurrency,
+            connect_timeout_s=connect_timeout_s,
+        )
+        self.retries = 0
+        self.weight_sender: Callable[[Mapping[str, Any], int], Awaitable[Any]] | None = None
+        self._timeout_s = timeout_s
+        self._max_retries = max_retries
+
+    def __repr__(self) -> str:
+        return f"VLLMChatClient({[r.url for r in self.replicas]})"
+
+    async def __aenter__(self) -> Self:
+        await self.connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # The client contract
+
+    @property
+    def max_context_tokens(self) -> int | None:
+        """The longest prompt plus completion; None until a server was asked."""
+        known = [r.facts.max_model_len for r in self.replicas if r.facts is not None]
+        return min((n for n in known if n is not None), default=None)
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
+        """Samples one completion; see `ChatClient`. Prompt log-probs, when asked for, are in
+        `info["prompt_logprobs"]` (None first), at temperature 1."""
+        if not request.prompt_token_ids:
+            raise RequestRejectedError("the prompt is empty: give at least one token id")
+        limit = self._timeout_s if request.timeout_s is None else request.timeout_s
+        if not limit > 0:
+            raise RequestRejectedError(f"timeout_s={limit}: must be more than 0")
+        connection = await self._connect()
+        failures: list[str] = []
+        try:
+            async with asyncio.timeout(limit), connection.slots:
+                return await self._complete(request, failures)
+        except TimeoutError as exc:
+            if isinstance(exc, DeadlineError):
+                raise
+            last = f" (last failure: {failures[-1]})" if failures else ""
+            raise DeadlineError("a completion", f"{self!r}{last}", limit) from exc
+
+    async def sync_weights(
+        self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
+    ) -> str:
+        """Publishes `params` through the publisher that was made for this client."""
+        if self.weight_sender is None:
+            raise PublishError(
+                "this client has no way to its servers' weights: make a "
+                "BroadcastPolicyPublisher(client), which gives it one"
+            )
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.weight_sender(params, version)
+        except TimeoutError as exc:
+            if isinstance(exc, DeadlineError):
+                raise
+            raise DeadlineError(
+                f"the publish of version {version}", repr(self), timeout_s or 0
+            ) from exc
+        return f"sent {len(params)} tensors to {len(self.in_rotation())} servers"
+
+    async def get_policy_version(self) -> int:
+        """The oldest version among the servers in rotation, as they say it."""
+        await self._connect()
+        found = [await self.replica_version(r) for r in self.in_rotation()]
+        if not found:
+            raise InferenceError(f"no server is in rotation: {self._states()}")
+        return min(found)
+
+    def stats(self) -> dict[str, float]:
+        """What is going on now, for a log."""
+        return {
+            "replicas": float(len(self.replicas)),
+            "replicas_in_rotation": float(len(self.in_rotation())),
+            "in_flight": float(sum(r.in_flight for r in self.replicas)),
+            "served": float(sum(r.served for r in self.replicas)),
+            "retries": float(self.retries),
+            "version": float(self._version),
+        }
+
+    # Inside
+
+    async def _complete(self, request: TokenCompletionRequest, failures: list[str]) -> ChatResponse:
+        failed: set[Replica] = set()
+        for attempt in range(self._max_retries + 1):
+            pause_s = 0.0
+            replica = await self._choose(request.conversation_id, failed)
+            if replica is not None:
+                try:
+                    return await self.ask_replica(replica, request)
+                except UnreachableError as exc:
+                    failures.append(str(exc))
+                    failed.add(replica)
+                    if exc.retry_after_s or not self._another(replica):
+                        pause_s = self._backoff.pause_s(attempt, exc.retry_after_s)
+            else:
+                failures.append(f"no server is in rotation: {self._states()}")
+                waited_for = [r.retry_at for r in self.replicas if r.out is None]
+                if not waited_for:
+                    break
+                pause_s = max(0.0, min(waited_for) - time.monotonic())
+            if attempt < self._max_retries:
+                self.retries += 1
+                await asyncio.sleep(pause_s)
+        raise InferenceError(
+            f"no server could serve the request in {len(failures)} tries; the last failure: "
+            f"{failures[-1]}. {self._states()}"
+        )
+
+    async def ask_replica(
+        self, replica: Replica, request: TokenCompletionRequest, serving: Serving | None = None
+    ) -> ChatResponse:
+        """One try on one server; `serving`: of something else than it serves now."""
+        connection = await self._connect()
+        facts = replica.facts
+        assert facts is not None
+        room = self._room(request, facts)
+        serving = serving or replica.serving
+        adapter = serving.adapter
+        version = replica.version if adapter is None else serving.version
+        if adapter is not None and request.returns.prompt_logprobs:
+            raise RequestRejectedError(
+                "prompt log-probs can end the engine of a server with adapters (vLLM 0.32, CPU): "
+                "score with the trainer's module, or on a server without adapters"
+            )
+        make, path = (
+            (generate_body, "/inference/v1/generate")
+            if facts.generates
+            else (completions_body, "/v1/completions")
+        )
+        body = make(request, room, f"ludic-v{self._version}")
+        body["model"] = adapter or self.model or request.model
+        replica.in_flight += 1
+        serving.requests += 1
+        try:
+            answer = await ask(
+                connection.session, "POST", replica.url + path, body=body, headers=self._headers
+            )
+        except UnreachableError as exc:
+            if exc.status in (None, 502, 503, 504):  # 500 and 429 are about this one request
+                replica.mark_down(str(exc), self._backoff.pause_s(replica.failures))
+            raise
+        except RequestRejectedError as exc:
+            if adapter is None or "HTTP 404" not in str(exc):
+                raise
+            # It was restarted between two requests.
+            replica.mark_down(f"it no longer has the adapter {adapter}", 0.0)
+            raise UnreachableError(str(exc)) from exc
+        finally:
+            replica.in_flight -= 1
+            serving.requests -= 1
+        response = read_answer(
+            answer,
+            request,
+            version=version,
+            first_version=self.first_version,
+            adapter=adapter is not None,
+        )
+        if response.finish_reason is FinishReason.ABORT:
+            raise UnreachableError(f"{replica.url} aborted the request")
+        replica.served += 1
+        return response
+
+    def _room(self, request: TokenCompletionRequest, facts: ServerFacts) -> int:
+        length, limit = len(request.prompt_token_ids), facts.max_model_len
+        if limit is None:
+            if request.sampling.max_tokens is None:
+                raise RequestRejectedError(
+                    "the server does not say how long a context it takes: set max_tokens"
+                )
+            return request.sampling.max_tokens
+        if length >= limit:
+            raise RequestRejectedError(
+                f"a prompt of {length} tokens leaves no room for a completion within the server's "
+                f"max_model_len of {limit}: shorten the prompt, or start it with a larger one"
+            )
+        return limit - length

@@ -1,0 +1,213 @@
+"""One vLLM server as this library sees it: what it can do, how it fares, and its control routes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from ludic.errors import ConfigError, DeadlineError, InferenceError, RequestRejectedError
+from ludic.inference.retries import retry_after_s
+
+RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+PROBE_TEXT = "Tokenizers agree: 12 + 30 = 42, naïve café, <b>tags</b>\n\tand\n\nlines."
+
+
+class UnreachableError(InferenceError):
+    """A server that does not answer: it may come back, or another one may serve."""
+
+    def __init__(
+        self, message: str, *, status: int | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.retry_after_s = status, retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server said about itself."""
+
+    vllm_version: str
+    models: tuple[str, ...]
+    max_model_len: int | None
+    generates: bool
+    """It has `/inference/v1/generate`, and says which weights sampled each token."""
+    updates: bool
+    """It has the routes of a live weight update."""
+    names_versions: bool
+    """It keeps the name of its weights (`/weight_info`)."""
+    loads_adapters: bool = False
+    """It takes LoRA adapters while it serves (`/v1/load_lora_adapter`)."""
+
+
+@dataclass(eq=False)
+class Serving:
+    """What requests are sampled from: a server's own weights, or an adapter on top of them."""
+
+    adapter: str | None = None
+    """The name that requests give for it; None: the server's own weights."""
+    version: int = 0
+    """The adapter's version."""
+    requests: int = 0
+    """How many are running."""
+
+
+@dataclass(eq=False)
+class Replica:
+    """One server's address and state. `version` is what it was last brought to by this process."""
+
+    url: str
+    facts: ServerFacts | None = None
+    version: int = 0
+    serving: Serving = field(default_factory=Serving)
+    """What new requests are sampled from."""
+    in_flight: int = 0
+    served: int = 0
+    down_since: float | None = None
+    retry_at: float = 0.0
+    failures: int = 0
+    out: str | None = None
+    """Why it is out of rotation; None while it serves."""
+    lost: bool = False
+    """It was unreachable since its weights were last checked."""
+    notes: list[str] = field(default_factory=list)
+
+    def mark_down(self, cause: str, pause_s: float) -> None:
+        """Notes that the server did not answer; it is asked again after a pause."""
+        self.failures += 1
+        self.lost = True
+        self.down_since = self.down_since or time.monotonic()
+        self.retry_at = time.monotonic() + pause_s
+        self.notes = [*self.notes[-4:], cause]
+
+    def mark_up(self) -> None:
+        self.down_since, self.failures, self.lost = None, 0, False
+
+    def describe(self) -> str:
+        if self.out is not None:
+            return f"{self.url}: out of rotation ({self.out})"
+        if self.down_since is not None:
+            return f"{self.url}: down ({self.notes[-1] if self.notes else 'no answer'})"
+        return f"{self.url}: up, {self.in_flight} requests"
+
+
+async def ask(
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    *,
+    body: Any = None,
+    timeout_s: float | None = None,
+    headers: Mapping[str, str] | None = None,
+    plain: bool = False,
+) -> Any:
+    """One exchange. Answers the JSON (`plain`: the text); raises `UnreachableError` for what
+    another try may mend, `RequestRejectedError` for a refusal, `DeadlineError` past `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            async with session.request(method, url, json=body, headers=headers) as response:
+                data = await response.read()
+                status, answered = response.status, response.headers
+                if status >= 500:
+                    response.close()  # the server closes after such an answer: not to be reused
+    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as exc:
+        # No connection in time is a TimeoutError as well, but not of the deadline's making.
+        if isinstance(exc, TimeoutError) and not isinstance(exc, aiohttp.ClientError):
+            raise DeadlineError("an answer", f"{method} {url}", timeout_s or 0.0) from exc
+        raise UnreachableError(f"{url} did not answer: {type(exc).__name__}: {exc}") from exc
+    except aiohttp.ClientError as exc:
+        raise InferenceError(f"{url}: {type(exc).__name__}: {exc}") from exc
+    if status in RETRIED_STATUSES:
+        raise UnreachableError(
+            f"{url} answered HTTP {status}: {_reason(data)}",
+            status=status,
+            retry_after_s=retry_after_s(answered),
+        )
+    if not 200 <= status < 300:
+        raise RequestRejectedError(f"{url} answered HTTP {status}: {_reason(data)}")
+    if plain:
+        return data.decode("utf-8", "replace")
+    if not data:
+        return None
+    try:
+        return json.loads(data)
+    except ValueError as exc:
+        raise InferenceError(f"{url} answered something other than JSON: {_reason(data)}") from exc
+
+
+async def learn(
+    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], timeout_s: float
+) -> ServerFacts:
+    """Asks a server what it is and what it can. Raises `ConfigError` for one that is no vLLM."""
+
+    async def get(path: str) -> Any:
+        return await ask(session, "GET", url + path, timeout_s=timeout_s, headers=headers)
+
+    try:
+        served = await get("/v1/models")
+        version = (await get("/version")).get("version", "unknown")
+        paths = set((await get("/openapi.json")).get("paths", {}))
+        models = tuple(str(m["id"]) for m in served["data"])
+    except UnreachableError:
+        raise
+    except (InferenceError, KeyError, TypeError, AttributeError) as exc:
+        raise ConfigError(
+            f"{url} does not answer like a vLLM server ({exc}): is the address right? Start one "
+            "with `python -m ludic.inference.vllm.server --model …`"
+        ) from exc
+    lengths = [m.get("max_model_len") for m in served["data"] if m.get("max_model_len")]
+    names_versions = "/weight_info" in paths
+    return ServerFacts(
+        vllm_version=str(version),
+        models=models,
+        max_model_len=min(lengths, default=None),
+        # Older servers have the route too, but say nothing of versions and are slower there.
+        generates=names_versions
+        and "/inference/v1/generate" in paths
+        and await _generate_is_enabled(session, url, headers, timeout_s),
+        updates="/start_weight_update" in paths,
+        names_versions=names_versions,
+        loads_adapters="/v1/load_lora_adapter" in paths,
+    )
+
+
+async def _generate_is_enabled(
+    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], timeout_s: float
+) -> bool:
+    """Without --enable-scale-out the route refuses everything; with it, an empty body."""
+    try:
+        path = url + "/inference/v1/generate"
+        await ask(session, "POST", path, body={}, timeout_s=timeout_s, headers=headers)
+    except RequestRejectedError as exc:
+        return "HTTP 403" not in str(exc)
+    return True
+
+
+def check_spelling(url: str, theirs: list[int], tokenizer: Any) -> None:
+    """Raises `ConfigError` where a tokenizer spells `PROBE_TEXT` otherwise than the server."""
+    ours = list(tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
+    if theirs != ours:
+        raise ConfigError(
+            f"the tokenizer does not fit {url}: a probe text is {len(ours)} tokens {ours[:8]}… "
+            f"here and {len(theirs)} tokens {theirs[:8]}… there. Load the tokenizer of the model "
+            "that the server serves"
+        )
+
+
+def _reason(data: bytes, limit: int = 600) -> str:
+    """The message in an error's body, whatever its shape."""
+    try:
+        found = json.loads(data)
+        for key in ("error", "detail", "message"):
+            if isinstance(found, Mapping) and key in found:
+                found = found[key]
+        if isinstance(found, str):
+            return found[:limit]
+    except ValueError:
+        pass
+    return data[:limit].decode("utf-8", "replace").strip() or "(no text)"

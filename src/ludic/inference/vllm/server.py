@@ -1,0 +1,317 @@
+"""`python -m ludic.inference.vllm.server`: vLLM's own server, with the flags that training needs.
+
+Nothing of vLLM is changed. The server gets its RL routes (development mode), token-in-token-out
+where the version has it, processed log-probs, and Ludic's weight transfer through vLLM's plugin
+entry point. The update routes have no lock of their own, so it listens on loopback unless told
+otherwise. vLLM may live in an environment of its own: `--python`, or `LUDIC_VLLM_PYTHON`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from ludic.errors import ConfigError, DeadlineError, InferenceError, MissingExtraError
+from ludic.inference.vllm.flags import ServerSettings as ServerSettings
+from ludic.inference.vllm.flags import VLLMBuild as VLLMBuild
+from ludic.inference.vllm.flags import command_line as command_line
+from ludic.inference.vllm.flags import environment as environment
+
+_GRACE_S = 20
+# The server, and beside it in its group a watcher, which waits on a pipe that this process holds:
+# a line says that the server was ended; without one this process is gone, however it went. Then
+# it ends the group ($$, kindly first) and removes the folder ($0).
+_WATCHED = f"""
+exec 3<&0 </dev/null
+(
+    trap '' HUP INT TERM
+    read -r line <&3 && exit
+    kill -s TERM -- -$$
+    waited=0
+    while kill -s 0 $$ && [ $waited -lt {_GRACE_S} ]; do sleep 1; waited=$((waited + 1)); done
+    rm -rf -- "$0"
+    kill -s KILL -- -$$
+) >/dev/null 2>&1 &
+exec "$@" 3<&-
+"""
+
+
+class VLLMServer:
+    """A running vLLM server with its children: `with VLLMServer(settings) as server: …`.
+
+    Entering waits until it is healthy and raises with its last words where it does not come up;
+    leaving ends it and everything it started. It ends with this process too, also where that is
+    killed. `folder` is for its temporary files, the log too unless `log` says where, and is
+    removed with it; by default it is a new one.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        *,
+        python: str | None = None,
+        log: str | Path | None = None,
+        start_timeout_s: float = 600.0,
+        folder: str | Path | None = None,
+    ) -> None:
+        self.settings, self.build = settings, VLLMBuild.of(python)
+        self.start_timeout_s = start_timeout_s
+        self._folder = Path(folder or tempfile.mkdtemp(prefix="ludic-vllm-"))
+        self.log = Path(log) if log is not None else self._folder / "server.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return self.settings.url
+
+    def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Starts the process; `wait_until_healthy` says when it serves."""
+        if _port_is_taken(self.settings.host, self.settings.port):
+            raise ConfigError(
+                f"port {self.settings.port} of {self.settings.host} is taken: choose another, or "
+                "stop the server that has it"
+            )
+        if self.process is not None:  # one that died by itself, and its watcher
+            self.kill()
+        command = ["sh", "-c", _WATCHED, str(self._folder.absolute())]
+        command += command_line(self.settings, self.build)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.PIPE,  # the watcher's; the server itself gets none
+                env=environment(self.settings, self.build, self._folder / "plugin"),
+                start_new_session=True,  # one group, so that its workers can be ended with it
+            )
+        if self.build.cpu:
+            _give_way(self.process.pid)
+
+    def wait_until_healthy(self) -> None:
+        """Returns when the server answers; raises with the reason when it ended or is too late."""
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        deadline = time.monotonic() + self.start_timeout_s
+        while time.monotonic() < deadline:
+            process = self.process  # `stop` may be called meanwhile, from another thread
+            if process is None:
+                raise InferenceError(f"vLLM {self.build.version} was stopped before it was healthy")
+            if process.poll() is not None:
+                raise InferenceError(
+                    f"vLLM {self.build.version} ended with status {process.returncode} before it "
+                    f"was healthy. Its last words:\n{self.last_words()}"
+                )
+            try:
+                with direct.open(f"{self.url}/health", timeout=5) as answer:
+                    if answer.status == 200:
+                        return
+            except (urllib.error.URLError, OSError):
+                pass
+            time.sleep(0.25)
+        whom = f"{self.url}; its last words:\n{self.last_words()}"
+        raise DeadlineError("a healthy vLLM server", whom, self.start_timeout_s)
+
+    def last_words(self, lines: int = 25) -> str:
+        """The end of the log, errors first where there are any."""
+        if not self.log.is_file():
+            return "(no output)"
+        with open(self.log, encoding="utf-8", errors="replace") as log:
+            every = deque(log, maxlen=400)
+        errors = [line for line in every if "Error" in line or "error:" in line]
+        return "".join([*errors[-5:], *list(every)[-lines:]]).strip() or "(no output)"
+
+    def stop(self, grace_s: float = _GRACE_S) -> None:
+        """Ends the server and its children, kindly first. A wait for its health ends as well."""
+        process, self.process = self.process, None
+        if process is not None:
+            for sign, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):
+                _signal_group(process.pid, sign)
+                try:
+                    process.wait(timeout=wait_s)
+                except subprocess.TimeoutExpired:
+                    continue
+                _dismiss_watcher(process)
+                if _group_ended(process.pid, 5.0):
+                    break
+            _dismiss_watcher(process)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        """Ends everything at once, as a crash would."""
+        if self.process is not None:
+            _signal_group(self.process.pid, signal.SIGKILL)
+            self.process.wait(timeout=30)
+            _dismiss_watcher(self.process)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as found:
+        found.bind((host, 0))
+        return int(found.getsockname()[1])
+
+
+def _port_is_taken(host: str, port: int) -> bool:
+    target = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((target, port)) == 0
+
+
+def _give_way(leader: int) -> None:
+    """vLLM's processes wait for each other by spinning. On a few cores they would keep the trainer
+    from running, for seconds at a time: so their session gets a smaller share than others."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, leader, 10)
+    with suppress(OSError):  # Linux shares among sessions first, and among their processes then
+        Path(f"/proc/{leader}/autogroup").write_text("10")
+
+
+def _dismiss_watcher(process: subprocess.Popen[bytes]) -> None:
+    """Says that the server was ended. A watcher that was killed with it does not hear it."""
+    if process.stdin is not None and not process.stdin.closed:
+        with suppress(BrokenPipeError):
+            process.stdin.write(b"\n")
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+
+
+def _signal_group(group: int, sign: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, sign)
+
+
+def _group_ended(group: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not _group_lives(group):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _group_lives(group: int) -> bool:
+    """Whether a process of the group runs. In a container nobody may collect those that ended,
+    so that the system still lists them: they do not count."""
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    if not Path("/proc/self/stat").exists():
+        return True
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, of_group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(of_group) == group and state != "Z":
+                return True
+    return False
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[ServerSettings, argparse.Namespace]:
+    """The command line; what it does not know is handed to vLLM as it stands."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ludic.inference.vllm.server",
+        description="Start vLLM's own server for training. Further flags go to vLLM.",
+    )
+    parser.add_argument("--model", required=True, help="a folder or a name on the hub")
+    parser.add_argument("--served-model-name", help="the name that clients use")
+    parser.add_argument("--host", default="127.0.0.1", help="the update routes have no lock!")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--dtype", help="default: float32 on the CPU build, else the model's")
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--max-num-seqs", type=int)
+    parser.add_argument("--kv-cache-gib", type=int, default=1, help="CPU build only")
+    parser.add_argument("--gpu-memory-utilization", type=float)
+    parser.add_argument("--enforce-eager", action="store_true", default=None)
+    parser.add_argument("--no-live-updates", action="store_true", help="serve only")
+    parser.add_argument("--max-lora-rank", type=int, help="take LoRA adapters up to this rank")
+    parser.add_argument("--max-loras", type=int, default=4, help="how many adapters at once")
+    parser.add_argument("--python", help="the Python that has vLLM; else LUDIC_VLLM_PYTHON")
+    parser.add_argument("--log", help="where the server's output goes")
+    parser.add_argument("--start-timeout-s", type=float, default=600.0)
+    args, rest = parser.parse_known_args(arguments)
+    settings = ServerSettings(
+        model=args.model,
+        served_name=args.served_model_name,
+        host=args.host,
+        port=args.port,
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        kv_cache_gib=args.kv_cache_gib,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        eager=args.enforce_eager,
+        live_updates=not args.no_live_updates,
+        max_lora_rank=args.max_lora_rank,
+        max_loras=args.max_loras,
+        extra=tuple(rest),
+    )
+    return settings, args
+
+
+def serve(
+    settings: ServerSettings,
+    *,
+    python: str | None = None,
+    log: str | None = None,
+    start_timeout_s: float = 600.0,
+) -> int:
+    """Starts the server, says when it is healthy, and stays until it ends or is told to stop."""
+    server = VLLMServer(settings, python=python, log=log, start_timeout_s=start_timeout_s)
+    if log is None:  # a user reads it when the server has ended: not in its temporary files
+        server.log = Path(tempfile.mkdtemp(prefix="ludic-vllm-log-"), "server.log")
+    # A plain SIGTERM would leave the children behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    began = time.monotonic()
+    print(f"starting vLLM {server.build.version}; its output is in {server.log}", flush=True)
+    try:
+        with server:
+            print(f"{server.url} is healthy after {time.monotonic() - began:.0f} s", flush=True)
+            assert server.process is not None
+            code = server.process.wait()
+            print(f"the server ended with status {code}:\n{server.last_words()}", file=sys.stderr)
+            return code or 1
+    except KeyboardInterrupt:
+        print("stopped", flush=True)
+        return 0
+    except (InferenceError, DeadlineError, ConfigError) as exc:
+        print(exc, file=sys.stderr)
+        return 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    settings, args = parse(arguments)
+    try:
+        return serve(
+            settings, python=args.python, log=args.log, start_timeout_s=args.start_timeout_s
+        )
+    except (ConfigError, MissingExtraError) as exc:
+        print(exc, file=sys.stderr)
+        return 2

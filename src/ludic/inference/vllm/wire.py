@@ -1,0 +1,243 @@
+"""The bodies of vLLM's requests and answers, and what they mean here.
+
+Two routes are spoken: `/inference/v1/generate`, which takes and returns ids and says which weights
+sampled each token, and `/v1/completions` for servers that lack it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ludic.errors import InferenceError, RequestRejectedError
+from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.vllm.extensions import VLLMExtensions
+from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
+
+UNNAMED_VERSION = "default"
+"""What a server calls the weights that it was started with."""
+
+_ENDINGS = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+}
+# Fields of a generate request that are not sampling parameters.
+_GENERATE_FIELDS = frozenset(
+    {"cache_salt", "priority", "request_id", "model", "kv_transfer_params", "features", "stream"}
+)
+
+
+def sampling_params(request: TokenCompletionRequest, room: int) -> dict[str, Any]:
+    """Every sampling setting, also those that are off: what is left out, the server would take
+    from the model's own generation settings, and the log-probs would be of another policy."""
+    sampling = request.sampling
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "max_tokens": room if sampling.max_tokens is None else min(sampling.max_tokens, room),
+    }
+    if sampling.seed is not None:
+        params["seed"] = sampling.seed
+    if sampling.stop:
+        params |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
+    if sampling.stop_token_ids:
+        params["stop_token_ids"] = list(sampling.stop_token_ids)
+    if request.returns.logprobs:
+        params["logprobs"] = 0  # of the sampled token alone
+    if request.returns.prompt_logprobs:
+        params["prompt_logprobs"] = 0
+    return params
+
+
+def generate_body(request: TokenCompletionRequest, room: int, salt: str | None) -> dict[str, Any]:
+    """A request to `/inference/v1/generate`."""
+    extensions, overrides = _extensions(request)
+    params = sampling_params(request, room) | extensions
+    body: dict[str, Any] = {
+        "model": request.model,
+        "token_ids": list(request.prompt_token_ids),
+        "sampling_params": params,
+    }
+    if salt is not None:
+        body["cache_salt"] = salt
+    for name, value in overrides.items():
+        if name == "sampling_params":
+            params |= value
+        else:
+            (body if name in _GENERATE_FIELDS else params)[name] = value
+    return body
+
+
+def completions_body(
+    request: TokenCompletionRequest, room: int, salt: str | None
+) -> dict[str, Any]:
+    """A request to `/v1/completions`."""
+    extensions, overrides = _extensions(request)
+    body: dict[str, Any] = {
+        "model": request.model,
+        "prompt": list(request.prompt_token_ids),
+        "return_token_ids": True,
+        **sampling_params(request, room),
+        **extensions,
+    }
+    if salt is not None:
+        body["cache_salt"] = salt
+    return {**body, **overrides}
+
+
+def _extensions(request: TokenCompletionRequest) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    known = dict(request.extensions)
+    plain: dict[str, Any] = {}
+    if "ignore_eos" in known:  # understood by the in-process engine as well
+        plain["ignore_eos"] = bool(known.pop("ignore_eos"))
+    found = VLLMExtensions.from_mapping(known)
+    if found.max_think_tokens is not None:
+        plain["thinking_token_budget"] = found.max_think_tokens
+    return plain, found.extra_body_overrides
+
+
+def read_answer(
+    answer: Any,
+    request: TokenCompletionRequest,
+    *,
+    version: int,
+    first_version: int,
+    adapter: bool = False,
+) -> ChatResponse:
+    """The response in an answer of either route.
+
+    `version` is stamped on everything where the server does not say which weights sampled what,
+    and where an `adapter` did: the server's own names are then those of the weights below it.
+    `first_version` is the number of the weights that the server was started with.
+    """
+    choices = answer.get("choices") if isinstance(answer, Mapping) else None
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
+        raise InferenceError(f"the server's answer has no choices: {_excerpt(answer)}")
+    choice = choices[0]
+    ids = choice.get("token_ids")
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise InferenceError(
+            "the server's answer has no token ids, so it cannot be trained on: is this a vLLM "
+            f"server of 0.26 or newer? It answered {_excerpt(choice)}"
+        )
+    reason = choice.get("finish_reason")
+    if reason not in _ENDINGS:
+        raise InferenceError(f"the server ended a completion for the unknown reason {reason!r}")
+    info: dict[str, Any] = {}
+    if request.returns.prompt_logprobs:
+        info["prompt_logprobs"] = _prompt_logprobs(answer, choice, request.prompt_token_ids)
+    if isinstance(choice.get("stop_reason"), (int, str)):
+        info["stop_reason"] = choice["stop_reason"]
+    trace = TokenTrace(
+        request.prompt_token_ids,
+        tuple(ids),
+        _logprobs(choice, ids) if request.returns.logprobs else None,
+        _adapter_span(choice.get("weight_versions"), len(ids), version)
+        if adapter
+        else _spans(choice.get("weight_versions"), len(ids), version, first_version),
+        _kept(choice, len(ids)) if request.returns.kept_ids else None,
+    )
+    text = choice.get("text")
+    return ChatResponse(trace, _ENDINGS[reason], text if isinstance(text, str) else None, info)
+
+
+def version_number(name: Any, first_version: int) -> int:
+    """A version as the server names it, as a number."""
+    if name == UNNAMED_VERSION or name is None:
+        return first_version
+    try:
+        return int(name)
+    except (TypeError, ValueError):
+        raise InferenceError(
+            f"the server names its weights {name!r}, which is no version of ours: another trainer "
+            "publishes to it"
+        ) from None
+
+
+def _logprobs(choice: Mapping[str, Any], ids: Sequence[int]) -> tuple[float, ...]:
+    found = choice.get("logprobs") or {}
+    if "content" in found:
+        values: Any = [entry.get("logprob") for entry in found["content"] or []]
+    else:
+        values = found.get("token_logprobs") or []
+    if len(values) != len(ids):
+        raise InferenceError(
+            f"the server returned {len(ids)} token ids and {len(values)} log-probs: they cannot be "
+            "matched, so the completion is refused"
+        )
+    for position, value in enumerate(values):
+        # vLLM writes -9999 for what it cannot say, which would pass for a very unlikely token.
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= -9999:
+            raise InferenceError(
+                f"the log-prob of completion token {position} is {value!r}: are the server's "
+                "weights finite?"
+            )
+    return tuple(map(float, values))
+
+
+def _prompt_logprobs(
+    answer: Mapping[str, Any], choice: Mapping[str, Any], ids: tuple[int, ...]
+) -> list[float | None]:
+    found = answer.get("prompt_logprobs") or choice.get("prompt_logprobs")
+    if not isinstance(found, list) or len(found) != len(ids):
+        got = len(found) if isinstance(found, list) else "none"
+        raise InferenceError(f"the server returned {got} prompt log-probs for {len(ids)} tokens")
+    scores: list[float | None] = [None]
+    for position, (row, token) in enumerate(zip(found[1:], ids[1:], strict=True), start=1):
+        entry = (row or {}).get(str(token))
+        if entry is None:
+            raise InferenceError(f"the server scored prompt token {position} without its own id")
+        scores.append(float(entry["logprob"]))
+    return scores
+
+
+def _spans(found: Any, tokens: int, version: int, first_version: int) -> tuple[VersionSpan, ...]:
+    if not tokens:
+        return ()
+    if found is None:
+        return (VersionSpan(0, tokens, version),)
+    spans = tuple(
+        VersionSpan(s["start"], s["end"], version_number(s["version"], first_version))
+        for s in found
+    )
+    covered = [i for s in spans for i in range(s.start, s.end)]
+    if covered != list(range(tokens)):
+        raise InferenceError(
+            f"the server's version spans {_excerpt(found)} do not cover {tokens} tokens once each"
+        )
+    return spans
+
+
+def _adapter_span(found: Any, tokens: int, version: int) -> tuple[VersionSpan, ...]:
+    """One span: a request keeps the adapter that it began with."""
+    below = {span.get("version") for span in found or ()}
+    if len(below) > 1:
+        raise InferenceError(
+            f"the weights below the adapter changed while it sampled ({sorted(map(str, below))}): "
+            "publish adapters or whole weights to a server, not both"
+        )
+    return (VersionSpan(0, tokens, version),) if tokens else ()
+
+
+def _kept(choice: Mapping[str, Any], tokens: int) -> tuple[tuple[int, ...], ...]:
+    mask = choice.get("sampling_mask")
+    if not isinstance(mask, list) or len(mask) != tokens:
+        raise RequestRejectedError(
+            "the server did not say which ids truncated sampling kept: start it with "
+            "--return-sampling-mask (a GPU, /inference/v1/generate and top_k > 0), or turn "
+            "truncation off to train"
+        )
+    return tuple(tuple(int(i) for i in row) for row in mask)
+
+
+def _excerpt(value: Any, limit: int = 200) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= limit else text[:limit] + "…"

@@ -1,0 +1,245 @@
+"""When two answers are the same: as numbers, exactly, and as mathematics, symbolically.
+
+Nothing here guesses: a text that does not read as a whole is no number and equals nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+from functools import lru_cache
+from queue import Empty, LifoQueue
+from typing import Any
+
+from ludic.errors import DeadlineError, EnvError
+from ludic.workers.json_process import Answerer, ChildError, JsonProcess
+
+MAX_NUMBER_CHARS = 100
+MAX_MATH_CHARS = 1000
+
+_PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
+_NUMBER = re.compile(rf"({_PLAIN})(?:[eE]([+-]?\d{{1,3}}))?(?:\s*/\s*({_PLAIN}))?")
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
+_CURRENCY = re.compile(r"\\?[$€£]")
+_SEARCHED = re.compile(
+    rf"(?<![\w.,/])-? ?(?:\\?[$€£] ?)?(?:{_PLAIN})(?:[eE][+-]?\d{{1,3}})?(?: ?/ ?(?:{_PLAIN}))?"
+    r"(?!\w|[.,/]\d)"
+)
+
+
+def read_number(text: str) -> Fraction | None:
+    """The number that a whole text is, exactly; None if it is anything else.
+
+    Thousands may be separated by commas; a sign, a currency sign before and a percent sign or a
+    full stop after are allowed ("-$1,234.50", "50%", "3/4", "\\frac{3}{4}"). A percent sign is
+    read as a unit: 50% is 50.
+    """
+    if len(text) > MAX_NUMBER_CHARS:
+        return None
+    body = text.strip().rstrip(".").strip("$").replace("\\!", "").replace("\\,", "").strip()
+    body = re.sub(r"\s*\\?%$", "", body)
+    body = _LATEX_FRACTION.sub(r"\1/\2", body)
+    sign = 1
+    body, currencies = _CURRENCY.subn("", body, count=1) if _CURRENCY.match(body) else (body, 0)
+    if body[:1] in ("-", "+", "−"):
+        sign = 1 if body[0] == "+" else -1
+        body = body[1:].lstrip()
+        if not currencies and _CURRENCY.match(body):
+            body = _CURRENCY.sub("", body, count=1)
+    match = _NUMBER.fullmatch(body.strip())
+    if match is None:
+        return None
+    numerator, exponent, denominator = match.groups()
+    value = _plain(numerator) * Fraction(10) ** int(exponent or 0)
+    if denominator is not None:
+        below = _plain(denominator)
+        if below == 0:
+            return None
+        value /= below
+    return sign * value
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number that stands in a text; None if there is none."""
+    tail = text[-10_000:]  # an answer stands at the end; the bound keeps this linear
+    found = [match.group() for match in _SEARCHED.finditer(tail)]
+    return read_number(found[-1]) if found else None
+
+
+def _plain(text: str) -> Fraction:
+    return Fraction(text.replace(",", "").rstrip(".") or "0")
+
+
+def same_number(a: str, b: str, *, tolerance: float = 0.0) -> bool:
+    """Whether both texts are numbers no further apart than `tolerance`, absolutely."""
+    x, y = read_number(a), read_number(b)
+    return x is not None and y is not None and abs(x - y) <= Fraction(tolerance)
+
+
+def same_mathematics(answer: str, target: str, *, timeout_s: float = 10.0) -> bool:
+    """Whether two LaTeX or plain expressions mean the same, by math-verify.
+
+    Numbers and equal spellings are settled at once; the rest goes to one of a few processes, since
+    an expression can take for ever to simplify. What is not spelled the same and cannot be read,
+    is longer than `MAX_MATH_CHARS`, or is not settled within `timeout_s` counts as different.
+    Blocks.
+    """
+    if answer.strip() == target.strip():
+        return bool(answer.strip())
+    if max(len(answer), len(target)) > MAX_MATH_CHARS:
+        return False
+    x, y = read_number(answer), read_number(target)
+    if x is not None and y is not None:
+        return x == y
+    plain_answer, plain_target = _spelling(answer), _spelling(target)
+    if not plain_answer or not plain_target:
+        return False
+    if plain_answer == plain_target:
+        return True
+    # Words would be read as products of letters, equal to any anagram.
+    if _WORDS.fullmatch(plain_target) or _WORDS.fullmatch(plain_answer):
+        return plain_answer.lower() == plain_target.lower()
+    if not (_well_formed(answer) and _well_formed(target)):
+        return False
+    try:
+        return _settled(answer, target, timeout_s)
+    except (DeadlineError, ChildError):
+        return False
+
+
+_WORDS = re.compile(r"[A-Za-z]{2,}")
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}")
+_SPACING = re.compile(r"\\(?:left|right|!|,|;|:|quad|\s)|[\s$]")
+_TOKENS = re.compile(r"\\.|[{}$]", re.DOTALL)
+
+
+def _spelling(text: str) -> str:
+    """The text without what only changes how it looks."""
+    body = _TEXT.sub(r"\1", text)
+    body = _SPACING.sub("", body).rstrip(".")
+    return body.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+
+
+def _well_formed(text: str) -> bool:
+    """Whether the text can be put into a box and stays one answer."""
+    if "\\boxed" in text:
+        return False
+    depth = 0
+    for match in _TOKENS.finditer(text.strip().strip("$")):
+        token = match.group()
+        depth += (token == "{") - (token == "}")
+        if depth < 0 or token == "$":
+            return False
+    return depth == 0
+
+
+@lru_cache(maxsize=4096)
+def _settled(answer: str, target: str, timeout_s: float) -> bool:
+    # The answers of a group repeat. What was not settled raises, and is not remembered.
+    return _verifiers.same(answer, target, timeout_s)
+
+
+class _Verifiers:
+    """At most so many processes with math-verify, each asked by one caller at a time.
+
+    The wait for a free one is not counted against an expression's own time. The one that was free
+    last is taken first, so that callers who come one by one start one process.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.idle: LifoQueue[_Verifier] = LifoQueue()
+        self._all = [_Verifier() for _ in range(most)]
+        for verifier in self._all:
+            self.idle.put(verifier)
+
+    def same(self, answer: str, target: str, timeout_s: float) -> bool:
+        try:
+            # Everyone ahead in the queue is bounded by their own deadline; this bounds the queue.
+            verifier = self.idle.get(timeout=_QUEUE_S)
+        except Empty:
+            raise EnvError(
+                f"waited {_QUEUE_S:.0f} s for a turn at the math verifier; lower the number of "
+                "concurrent episodes, or the symbolic reward's timeout_s"
+            ) from None
+        try:
+            return verifier.same(answer, target, timeout_s)
+        finally:
+            self.idle.put(verifier)
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        for verifier in self._all:
+            verifier.stop()
+
+
+class _Verifier:
+    """A process that math-verify runs in; started when first needed, and again after a kill."""
+
+    def __init__(self) -> None:
+        self._process: JsonProcess | None = None
+
+    def same(self, answer: str, target: str, timeout_s: float) -> bool:
+        process = self._process = self._process or self._started()
+        question = {"answer": answer, "target": target}
+        try:
+            return bool(process.ask(question, timeout_s=timeout_s, what="a verdict"))
+        except (DeadlineError, ChildError):
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Ends the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+
+    def _started(self) -> JsonProcess:
+        process = JsonProcess(f"{__name__}:serve_verdicts", {}, name="the math verifier")
+        try:
+            # Importing it takes seconds on a busy machine; that is not the expression's time.
+            process.ask({"answer": "1", "target": "1"}, timeout_s=_START_S, what="its start")
+        except (DeadlineError, ChildError) as error:
+            process.close()
+            raise EnvError(f"the math verifier does not start: {error}") from error
+        return process
+
+
+_START_S = 120.0
+_QUEUE_S = 600.0
+_MEMORY_BYTES = 4 * 1024**3
+# No more than there are cores, or they would take each other's time.
+_verifiers = _Verifiers(min(4, os.cpu_count() or 1))
+atexit.register(_verifiers.stop)
+
+
+def serve_verdicts(setup: Mapping[str, Any]) -> Answerer:
+    """The child's half: reads both expressions and compares them."""
+    import logging
+    import resource
+
+    logging.disable(logging.CRITICAL)
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    def read(text: str) -> Any:
+        # No time-out of its own: it would need signals, and the parent kills what takes too long.
+        boxed = f"\\boxed{{{text.strip().strip('$')}}}"
+        return parse(
+            boxed,
+            extraction_config=[LatexExtractionConfig()],
+            fallback_mode="no_fallback",
+            parsing_timeout=None,
+        )
+
+    def answer(message: Mapping[str, Any]) -> bool:
+        try:
+            target, given = read(message["target"]), read(message["answer"])
+            return bool(target and given and verify(target, given, timeout_seconds=None))
+        except Exception:  # whatever it could not read or compare is not equal
+            return False
+
+    return answer

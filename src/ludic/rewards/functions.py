@@ -1,0 +1,242 @@
+"""Rewards as functions: small ones, added up with weights.
+
+A reward function takes an `Attempt` and gives a number, at once or as an awaitable. Those made
+here give between 0 and 1. `RewardSum` weighs and adds them, and keeps every part:
+
+    >>> total = RewardSum(numeric_reward(), length_reward(limit=200), weights=[1.0, 0.1])
+    >>> score = total(Attempt(answer="42", target="42.0"))
+    >>> score.reward, dict(score.components)
+    (1.1, {'numeric': 1.0, 'length': 0.1})
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import numbers
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from ludic.errors import ConfigError, EnvError, UnknownNameError
+from ludic.parsers import Parser, make_parser
+from ludic.rewards.answers import last_number, read_number, same_mathematics
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What is judged: the agent's answer, and what is known about the task."""
+
+    answer: str
+    target: str = ""
+    question: str = ""
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The total, and the weighted parts that add up to it."""
+
+    reward: float
+    components: Mapping[str, float]
+
+
+RewardFn: TypeAlias = Callable[[Attempt], float | Awaitable[float]]
+
+
+def exact_reward(*, ignore_case: bool = False) -> RewardFn:
+    """1 if the answer is the target, white space around them aside."""
+
+    def exact(attempt: Attempt) -> float:
+        answer, target = attempt.answer.strip(), attempt.target.strip()
+        if ignore_case:
+            answer, target = answer.casefold(), target.casefold()
+        return float(answer == target)
+
+    return exact
+
+
+def numeric_reward(*, tolerance: float = 0.0, find: Literal["whole", "last"] = "whole") -> RewardFn:
+    """1 if the answer and the target are the same number, up to `tolerance`, absolutely.
+
+    With `find="whole"` the answer must be a number and nothing else; with "last" its last number
+    counts, whatever is said around it.
+    """
+    if not tolerance >= 0:
+        raise ConfigError(f"numeric_reward(tolerance={tolerance!r}): must be >= 0")
+    if find not in ("whole", "last"):
+        raise ConfigError(f"numeric_reward(find={find!r}): must be 'whole' or 'last'")
+
+    def numeric(attempt: Attempt) -> float:
+        target = _numeric_target(attempt)
+        answer = (read_number if find == "whole" else last_number)(attempt.answer)
+        return float(answer is not None and abs(answer - target) <= tolerance)
+
+    return numeric
+
+
+def _numeric_target(attempt: Attempt) -> Any:
+    target = read_number(attempt.target)
+    if target is None:
+        raise EnvError(
+            f"the numeric reward was given the target {attempt.target[:80]!r}, which is no number; "
+            "use the symbolic or exact reward for this data, or repair the row"
+        )
+    return target
+
+
+def symbolic_reward(*, timeout_s: float = 10.0) -> RewardFn:
+    """1 if the answer equals the target as mathematics: `\\frac{1}{2}`, `0.5` and `2^{-1}` are
+    the same. Blocks for as long as that takes; an answer not settled in time counts as wrong."""
+
+    def symbolic(attempt: Attempt) -> float:
+        return float(same_mathematics(attempt.answer, attempt.target, timeout_s=timeout_s))
+
+    return symbolic
+
+
+def format_reward(parser: str | Mapping[str, Any] | Sequence[Any] | Parser) -> RewardFn:
+    """1 if `parser` (or the parser of that spec) can read the answer."""
+    parse = make_parser(parser)
+
+    def format(attempt: Attempt) -> float:
+        return float(parse(attempt.answer).action is not None)
+
+    return format
+
+
+def length_reward(*, limit: int, free: int = 0) -> RewardFn:
+    """1 for answers of up to `free` characters, 0 from `limit` on, and a straight line between.
+
+    With `free=0` (the default) there is no slope: 1 up to the limit and 0 beyond.
+    """
+    if not 0 <= free <= limit or limit < 1:
+        raise ConfigError(f"length_reward(limit={limit}, free={free}): needs 0 <= free <= limit")
+
+    def length(attempt: Attempt) -> float:
+        size = len(attempt.answer)
+        if size <= free:
+            return 1.0
+        if free == 0 or free == limit:
+            return float(size <= limit)
+        return max(0.0, (limit - size) / (limit - free))
+
+    return length
+
+
+class RewardSum:
+    """Reward functions added up with weights; each part is kept under its name.
+
+    Names come from the functions (`numeric`, `length`, …) unless given; equal ones are numbered.
+    The result is awaitable if a part is.
+    """
+
+    def __init__(
+        self,
+        *functions: RewardFn,
+        weights: Iterable[float] | None = None,
+        names: Iterable[str] | None = None,
+    ) -> None:
+        if not functions:
+            raise ConfigError("RewardSum needs at least one reward function")
+        self._functions = functions
+        self._weights = [1.0] * len(functions) if weights is None else [float(w) for w in weights]
+        given = [_name(fn) for fn in functions] if names is None else list(names)
+        if not len(functions) == len(self._weights) == len(given):
+            raise ConfigError(
+                f"RewardSum: {len(functions)} functions, {len(self._weights)} weights and "
+                f"{len(given)} names; give one of each per function"
+            )
+        if not all(map(math.isfinite, self._weights)):
+            raise ConfigError(f"RewardSum: weights must be finite, not {self._weights}")
+        self._names = _distinct(given)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._names)
+
+    def __call__(self, attempt: Attempt) -> Score | Awaitable[Score]:
+        values = [function(attempt) for function in self._functions]
+        if any(map(inspect.isawaitable, values)):
+            return self._later(values)
+        return self._score(values)
+
+    async def _later(self, values: Sequence[Any]) -> Score:
+        waiting = [_wait(value) for value in values]
+        return self._score(await asyncio.gather(*waiting))
+
+    def _score(self, values: Sequence[Any]) -> Score:
+        components: dict[str, float] = {}
+        for name, weight, value in zip(self._names, self._weights, values, strict=True):
+            if not isinstance(value, numbers.Real) or not math.isfinite(value):
+                raise EnvError(
+                    f"the reward function {name!r} gave {value!r}; it must give a finite number"
+                )
+            components[name] = weight * float(value)
+        return Score(math.fsum(components.values()), components)
+
+
+async def _wait(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _name(function: RewardFn) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    seen: dict[str, int] = {}
+    result = []
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+        result.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    if len(set(result)) != len(result):
+        raise ConfigError(f"reward names must differ: {list(names)}")
+    return result
+
+
+_KINDS: Mapping[str, Callable[..., RewardFn]] = {
+    "exact": exact_reward,
+    "numeric": numeric_reward,
+    "symbolic": symbolic_reward,
+    "format": format_reward,
+    "length": length_reward,
+}
+
+RewardSpec: TypeAlias = str | Mapping[str, Any] | RewardFn
+
+
+def make_rewards(specs: RewardSpec | Sequence[RewardSpec] | RewardSum) -> RewardSum:
+    """A `RewardSum` from JSON, for run files.
+
+    One spec or a list of them: `"numeric"`, or `{"kind": "length", "limit": 200, "weight": 0.1,
+    "name": "short"}`. Functions (a judge, say, which needs a client) may stand among them.
+    """
+    if isinstance(specs, RewardSum):
+        return specs
+    if isinstance(specs, str | Mapping) or callable(specs):
+        specs = [specs]
+    functions, weights, names = [], [], []
+    for spec in specs:
+        function, weight, name = _make_reward(spec)
+        functions.append(function)
+        weights.append(weight)
+        names.append(name or _name(function))
+    return RewardSum(*functions, weights=weights, names=names)
+
+
+def _make_reward(spec: RewardSpec) -> tuple[RewardFn, float, str | None]:
+    if callable(spec):
+        return spec, 1.0, None
+    options: dict[str, Any] = {"kind": spec} if isinstance(spec, str) else dict(spec)
+    kind = options.pop("kind", None)
+    weight, name = options.pop("weight", 1.0), options.pop("name", None)
+    if not isinstance(kind, str):
+        raise ConfigError(f"a reward's spec needs a 'kind', one of {sorted(_KINDS)}: {spec!r}")
+    if kind not in _KINDS:
+        raise UnknownNameError("reward", kind, _KINDS)
+    try:
+        return _KINDS[kind](**options), weight, name
+    except TypeError as error:
+        raise ConfigError(f"reward {kind!r} cannot be made from {options}: {error}") from error

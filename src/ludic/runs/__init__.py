@@ -1,0 +1,1 @@
+"""What a run is: its settings, assembling it, its stages, its folder."""

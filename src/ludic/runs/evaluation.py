@@ -1,0 +1,64 @@
+"""Evaluating a run: its held-out episodes, and the reports that its stages leave behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from ludic.errors import ConfigError
+from ludic.eval import EvalReport, RolloutEvaluator, eval_requests
+from ludic.rollouts import RolloutEngine, RolloutRequest
+from ludic.rollouts.progress import ProgressCallback
+from ludic.runs.assemble import Policy, inference_spec, requests_of
+from ludic.runs.settings import RunConfig
+from ludic.seeding import derive_seed
+
+
+def read_report(path: Path) -> EvalReport:
+    """A report's file, or the last stage's report of a run folder."""
+    if path.is_dir():
+        stages = ("after_rl", "after_sft", "before")
+        found = [path / "eval" / f"{s}.json" for s in stages]
+        path = next((f for f in found if f.is_file()), found[0])
+    try:
+        report = EvalReport.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise ConfigError(f"{path} is no report of `ludic eval`: {exc}") from exc
+    return replace(report, name=str(path))
+
+
+def eval_plan(config: RunConfig) -> list[RolloutRequest]:
+    """The held-out episodes of a run: fixed by its evaluation seed, whatever the run's seed."""
+    mix = list(requests_of(config, held_out=True).values())
+    share = -(-config.eval.episodes // len(mix))
+    plan: list[RolloutRequest] = []
+    for index, (request, _) in enumerate(mix):
+        plan += eval_requests(
+            request,
+            min(share, config.eval.episodes - len(plan)),
+            seed=derive_seed(config.eval.seed, "env", index),
+            samples_per_task=config.eval.samples_per_task,
+        )
+    return plan
+
+
+def eval_engine(config: RunConfig, policy: Policy) -> RolloutEngine:
+    """Samples as the evaluation does, which may be at another temperature."""
+    inference = inference_spec(config, temperature=config.eval.temperature, trained_on=False)
+    return RolloutEngine(runtime=replace(policy.runtime, inference=inference))
+
+
+async def evaluate_policy(
+    config: RunConfig, policy: Policy, *, name: str, on_progress: ProgressCallback | None = None
+) -> EvalReport:
+    """The held-out episodes with the present policy."""
+    evaluator = RolloutEvaluator(
+        eval_engine(config, policy),
+        eval_plan(config),
+        max_steps=config.training.max_steps,
+        name=name,
+        concurrency=config.training.concurrency,
+        on_progress=on_progress,
+    )
+    return await evaluator.evaluate()

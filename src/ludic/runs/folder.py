@@ -1,0 +1,145 @@
+"""What a run leaves behind: one folder that says what was run, with what, and how it went.
+
+run.json          the resolved configuration
+origin.json       versions, git state, machine, command
+metrics.jsonl     one line per step
+rollouts/         every episode, compressed
+checkpoints/      resumable state; `latest` names the newest whole one
+eval/             reports, one file per stage
+summary.json      the figures at the end
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ludic.runs.settings import RunConfig, check_run
+from ludic.errors import ConfigError
+
+PACKAGES = ("ludic-rl", "torch", "transformers", "tokenizers", "numpy", "peft", "vllm")
+
+
+class RunFolder:
+    """The files of one run. Writes are atomic: a reader never sees half a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @staticmethod
+    def create(config: RunConfig, path: Path | None = None) -> RunFolder:
+        """Makes the folder; one that holds a run already is never written over."""
+        if path is None:
+            stamp = time.strftime("%Y%m%d-%H%M%S")
+            path = Path(config.run.folder) / f"{config.run.name}-seed{config.run.seed}-{stamp}"
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(
+                f"{path} exists already: name another with --out, or go on with "
+                f"`ludic train --resume {path}`"
+            )
+        folder = RunFolder(path)
+        try:
+            for part in (path, folder.rollouts, folder.checkpoints, folder.evals):
+                part.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise ConfigError(f"cannot make the run folder {path}: {exc.strerror}") from exc
+        folder.write_json("run.json", config.model_dump(by_alias=True, mode="json"))
+        folder.write_json("origin.json", origin())
+        return folder
+
+    @staticmethod
+    def open(path: str | Path) -> RunFolder:
+        """An existing run's folder."""
+        folder = RunFolder(Path(path))
+        if not (folder.path / "run.json").is_file():
+            raise ConfigError(f"{path} is no run folder: it has no run.json")
+        return folder
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def evals(self) -> Path:
+        return self.path / "eval"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def config(self) -> RunConfig:
+        """The configuration that the run was started with."""
+        return check_run(self.read_json("run.json"), source=str(self.path / "run.json"))
+
+    def weights(self) -> Path:
+        """The model folder of the newest whole checkpoint, of the last stage that has one."""
+        for stage in ("rl", "sft"):
+            latest = self.checkpoints / stage / "latest"
+            if latest.is_file():
+                return latest.parent / latest.read_text(encoding="utf-8").strip() / "model"
+        raise ConfigError(f"{self.path} has no checkpoint yet")
+
+    def has(self, name: str) -> bool:
+        """Whether the file was written."""
+        return (self.path / name).is_file()
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
+        """Writes a file under a temporary name and renames it."""
+        target = self.path / name
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+            os.replace(temporary, target)
+        except OSError as exc:
+            temporary.unlink(missing_ok=True)
+            raise ConfigError(f"cannot write {target}: {exc.strerror}") from exc
+        return target
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Reads a file of the folder."""
+        try:
+            data: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"cannot read {self.path / name}: {exc}") from exc
+        return data
+
+
+def origin() -> dict[str, Any]:
+    """Where a result came from: versions, git, machine and the command."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "versions": {"python": platform.python_version(), **versions},
+        "git": _git_state(),
+        "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def _git_state() -> dict[str, Any] | None:
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, timeout=5, check=True
+        ).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,94 @@
+"""Who plays in a run's episodes: the policy alone, or also what it was before."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ludic.runs.assemble import Policy, requests_of
+from ludic.runs.settings import RunConfig
+from ludic.envs import build_env
+from ludic.errors import ConfigError
+from ludic.interaction import Runtime
+from ludic.rollouts import Curriculum, FixedMix
+from ludic.seeding import derive_seed
+from ludic.training import Trainer
+from ludic.training.batching.self_play import PastPolicies, SelfPlay
+
+
+@dataclass(frozen=True)
+class Seating:
+    """What episodes to play, and with whom."""
+
+    runtime: Runtime
+    curriculum: Curriculum
+    pool: PastPolicies | None = None
+
+    async def train(self, trainer: Trainer, steps: int) -> None:
+        """Trains up to `steps` in all; a pool of past policies is refreshed on the way."""
+        if self.pool is None:
+            await trainer.train(steps)
+            return
+        assert isinstance(self.curriculum, SelfPlay)
+        await trainer.start()
+        goal = 0
+        while goal < steps and trainer.step >= goal:
+            # Where a checkpoint has steps already, this only counts them as done.
+            if trainer.step < min(due := self.pool.next_due(goal), steps):
+                self.curriculum.slots = await self.pool.bring_to(trainer.step)
+            await trainer.train(min(due, steps) - goal)
+            goal = min(due, steps)
+
+
+@asynccontextmanager
+async def seating(config: RunConfig, policy: Policy, folder: Path) -> AsyncIterator[Seating]:
+    """The run's players. Past policies are kept in `folder`/pool."""
+    training = config.training
+    if not training.past_opponents:
+        yield Seating(policy.runtime, FixedMix(requests_of(config), seed=_seed(config)))
+        return
+    curriculum = _self_play(config)
+    pool = PastPolicies(
+        policy.model,
+        policy.runtime,
+        policy.tokenizer,
+        folder / "pool",
+        size=training.past_opponents,
+        every=training.checkpoint_every,
+        max_slots=config.inference.slots,
+        max_context_tokens=config.inference.max_context_tokens,
+        deterministic=config.inference.deterministic,
+    )
+    async with pool:
+        yield Seating(replace(policy.runtime, others=pool.runtimes), curriculum, pool)
+
+
+def check_seating(config: RunConfig) -> None:
+    """Raises where the run's settings do not allow for past opponents, and it asks for them."""
+    if config.training.past_opponents:
+        _self_play(config)
+
+
+def _self_play(config: RunConfig) -> SelfPlay:
+    requests = requests_of(config)
+    request, _ = next(iter(requests.values()))
+    if len(requests) > 1:
+        raise ConfigError("training.past_opponents works with one environment, not with a mix")
+    if not config.training.checkpoint_every:
+        raise ConfigError(
+            "training.past_opponents takes a past policy at every checkpoint: set "
+            "training.checkpoint_every to more than 0"
+        )
+    if request.protocol.kind != "multi_agent":
+        raise ConfigError(
+            f"training.past_opponents needs protocol.kind='multi_agent', not "
+            f"{request.protocol.kind!r}"
+        )
+    seats = [str(agent) for agent in build_env(request.env).agent_ids]
+    return SelfPlay(request, seats, past_share=config.training.past_share, seed=_seed(config))
+
+
+def _seed(config: RunConfig) -> int:
+    return derive_seed(config.run.seed, "train", "env")

@@ -1,0 +1,239 @@
+"""Log-probs of a second model, attached to a batch: a reference to stay near, or a teacher.
+
+A `TokenScores` says how likely a model finds the action tokens of items, at the temperature and
+over the kept ids that they were sampled with, as the trainer does: a local model, a client, or
+several by name. `ReferenceScorer` and `TeacherScorer` attach its answers to a batch; they are
+what a batch source takes as `scorers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ludic.errors import BatchError, DeadlineError, NotTrainableError, UnknownNameError
+from ludic.inference.client import ChatClient, TokenCompletionRequest
+from ludic.inference.sampling import ReturnSpec, SamplingConfig
+from ludic.saw.batch import make_batch
+from ludic.saw.items import SAWBatch, SAWItem
+from ludic.training.types import BatchSource, Stateful
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Scores = list[NDArray[np.float32]]
+
+
+class TokenScores(Protocol):
+    """A model's log-probs of items' action tokens."""
+
+    async def logprobs(self, items: Sequence[SAWItem]) -> Scores:
+        """One array per item, with one log-prob per action token."""
+        ...
+
+
+class LocalScores:
+    """Scores with a model in this process, through the trainer's own arithmetic.
+
+    `model` is a frozen causal LM. With `without_adapter` it is a PEFT model whose base is the
+    reference: its adapter is off while it scores, so nobody may sample from it meanwhile.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, micro_token_budget: int = 16384, without_adapter: bool = False
+    ) -> None:
+        from ludic.training.update.policy import Policy
+
+        self.policy = Policy(model)
+        self.micro_token_budget = micro_token_budget
+        self._adapter_off: Callable[[], Any] = (
+            model.disable_adapter if without_adapter else nullcontext  # type: ignore[assignment]
+        )
+
+    async def logprobs(self, items: Sequence[SAWItem]) -> Scores:
+        return await asyncio.to_thread(self._score, items)
+
+    def _score(self, items: Sequence[SAWItem]) -> Scores:
+        import torch
+
+        from ludic.training.update.packing import lay_out, pack, plan_micro_batches
+
+        layout = lay_out(make_batch(items))
+        longest = max(p.input_ids.size for p in layout.packed)
+        budget = max(self.micro_token_budget, longest)
+        (plan,) = plan_micro_batches(layout, micro_token_budget=budget)
+        device = next(self.policy.parameters()).device
+        scores: Scores = [np.empty(p.actions.size, dtype=np.float32) for p in layout.packed]
+        with torch.no_grad(), self._adapter_off():
+            for members in filter(None, plan):
+                found = self.policy.score(pack(layout, members).to(device)).logprobs
+                flat, start = found.float().cpu().numpy(), 0
+                for member in members:
+                    scores[member][:] = flat[start : start + len(scores[member])]
+                    start += len(scores[member])
+        return scores
+
+
+@dataclass(frozen=True, slots=True)
+class ClientScores:
+    """Scores with any `ChatClient` that returns `prompt_logprobs`: a teacher behind a server.
+
+    Most servers report prompt log-probs at temperature 1 whatever is asked; `tempered` says that
+    this one applies the request's temperature. Otherwise items sampled at another are refused, as
+    are those of truncated sampling, whose kept ids no server takes.
+    """
+
+    client: ChatClient
+    model: str
+    concurrency: int = 8
+    timeout_s: float = 120.0
+    tempered: bool = False
+
+    async def logprobs(self, items: Sequence[SAWItem]) -> Scores:
+        slots = asyncio.Semaphore(self.concurrency)
+
+        async def one(item: SAWItem) -> NDArray[np.float32]:
+            async with slots:
+                return await self._score(item)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(item)) for item in items]
+        except ExceptionGroup as failed:  # the first cause says it better than the bundle
+            raise failed.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _score(self, item: SAWItem) -> NDArray[np.float32]:
+        where = f"rollout {item.rollout_id!r}"
+        kept = item.attachments.kept_token_ids
+        if kept is not None and any(len(ids) for ids in kept):
+            raise NotTrainableError(
+                f"{where} was sampled with truncation, which a server cannot score alike: use a "
+                "LocalScores, or sample without top-p, top-k and min-p"
+            )
+        if item.temperature != 1.0 and not self.tempered:
+            raise NotTrainableError(
+                f"{where} was sampled at temperature {item.temperature}, and {self.model!r} is "
+                "scored at 1: sample at 1, use a LocalScores, or set tempered=True for a server "
+                "that applies the temperature to prompt log-probs"
+            )
+        shown = np.asarray(item.attention_mask, dtype=bool)
+        actions = np.flatnonzero(np.asarray(item.action_mask, dtype=bool)[shown])
+        request = TokenCompletionRequest(
+            self.model,
+            tuple(np.asarray(item.input_ids)[shown].tolist()),
+            SamplingConfig(temperature=item.temperature, max_tokens=1),
+            ReturnSpec(logprobs=False, prompt_logprobs=True),
+            timeout_s=self.timeout_s,
+        )
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                response = await self.client.complete_tokens(request)
+        except TimeoutError as exc:
+            raise DeadlineError(f"the scores of {where}", repr(self.model), self.timeout_s) from exc
+        found = response.info.get("prompt_logprobs")
+        if found is None or len(found) != int(shown.sum()):
+            got = "none" if found is None else len(found)
+            raise BatchError(
+                f"{where}: {got} prompt log-probs for {int(shown.sum())} tokens; the client must "
+                'answer ReturnSpec(prompt_logprobs=True) in info["prompt_logprobs"]'
+            )
+        values = [found[position] for position in actions]
+        if any(value is None for value in values):
+            raise BatchError(f"{where}: an action token came back without a log-prob")
+        return np.array(values, dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedScores:
+    """Several teachers: each item is scored by the one that `route` names, by default the
+    rollout's `meta["teacher"]`."""
+
+    models: Mapping[str, TokenScores]
+    route: Callable[[SAWItem], str] = lambda item: str(item.meta.get("teacher"))
+
+    async def logprobs(self, items: Sequence[SAWItem]) -> Scores:
+        places: dict[str, list[int]] = {}
+        for position, item in enumerate(items):
+            name = self.route(item)
+            if name not in self.models:
+                raise UnknownNameError(
+                    f"teacher of rollout {item.rollout_id!r},", name, self.models
+                )
+            places.setdefault(name, []).append(position)
+        scores: Scores = [np.empty(0, dtype=np.float32)] * len(items)
+        for name, members in places.items():
+            found = await self.models[name].logprobs([items[m] for m in members])
+            for member, values in zip(members, found, strict=True):
+                scores[member] = values
+        return scores
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceScorer:
+    """Attaches the reference's log-probs, for `TokenKLLoss` and `KLInReward`."""
+
+    reference: TokenScores
+
+    async def score(self, batch: SAWBatch) -> SAWBatch:
+        """The batch with `reference_logprobs` on every item."""
+        return await _attach(batch, self.reference, "reference_logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherScorer:
+    """Attaches the teacher's log-probs, for `make_opd`."""
+
+    teacher: TokenScores
+
+    async def score(self, batch: SAWBatch) -> SAWBatch:
+        """The batch with `teacher_logprobs` on every item."""
+        return await _attach(batch, self.teacher, "teacher_logprobs")
+
+
+async def _attach(batch: SAWBatch, model: TokenScores, name: str) -> SAWBatch:
+    if not batch.items:
+        return batch
+    items = []
+    for item, scores in zip(batch.items, await model.logprobs(batch.items), strict=True):
+        if not np.isfinite(scores).all():
+            raise BatchError(f"rollout {item.rollout_id!r}: its {name} are not all finite")
+        changes: dict[str, Any] = {name: scores}
+        items.append(replace(item, attachments=replace(item.attachments, **changes)))
+    return make_batch(items, batch.meta)
+
+
+class BatchScorer(Protocol):
+    """What a batch source takes as one of its `scorers`."""
+
+    async def score(self, batch: SAWBatch) -> SAWBatch: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredBatchSource:
+    """Any batch source with scorers behind it; as resumable as the source inside."""
+
+    source: BatchSource
+    scorers: Sequence[BatchScorer]
+
+    async def next_batch(self) -> SAWBatch:
+        """The next batch of the source inside, scored."""
+        batch = await self.source.next_batch()
+        for scorer in self.scorers:
+            batch = await scorer.score(batch)
+        return batch
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The state of the source inside."""
+        return {"source": self.source.state_dict() if isinstance(self.source, Stateful) else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Hands the state to the source inside."""
+        if isinstance(self.source, Stateful) and state["source"] is not None:
+            self.source.load_state_dict(state["source"])

@@ -1,0 +1,56 @@
+"""SPO's curriculum: tasks whose outcome is least certain come most often."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ludic.errors import ConfigError
+from ludic.rollouts.curricula import draw_tasks
+from ludic.rollouts.requests import RolloutRequest
+from ludic.training.credit_assignment.value_tracker import BetaTracker
+from ludic.types import Rollout
+
+
+class UncertainTasks:
+    """Draws tasks ∝ √(v̂(1 − v̂)) + `eps`, where v̂ is the tracker's value of the task.
+
+    Give it the tracker of `make_spo`: the algorithm's credit updates it, so `report` need not.
+    Every request carries its task's name as `task_key`. A `Curriculum`.
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[str, RolloutRequest],
+        tracker: BetaTracker,
+        *,
+        eps: float = 0.05,
+        seed: int = 0,
+    ) -> None:
+        if not tasks or not eps > 0:
+            raise ConfigError("UncertainTasks: give at least one task, and eps > 0")
+        self._tasks = {name: replace(task, task_key=name) for name, task in tasks.items()}
+        self._tracker, self._eps, self._seed, self._drawn = tracker, eps, seed, 0
+
+    def probabilities(self) -> Mapping[str, float]:
+        """How likely each task is to be drawn next."""
+        names = list(self._tasks)
+        weights = self._tracker.sampling_weights(names, self._eps)
+        return dict(zip(names, weights, strict=True))
+
+    def next_requests(self, count: int) -> list[RolloutRequest]:
+        """The next `count` requests."""
+        numbers = range(self._drawn, self._drawn + count)
+        self._drawn += count
+        return draw_tasks(self._tasks, self.probabilities(), numbers, self._seed)
+
+    def report(self, rollouts: Sequence[Rollout]) -> None:
+        """Nothing to do: the algorithm's credit assigner keeps the tracker."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """How many tasks were drawn; the tracker is saved with the algorithm."""
+        return {"drawn": self._drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._drawn = int(state["drawn"])

@@ -1,0 +1,1 @@
+"""Saving a whole training state, and taking it up again."""

@@ -1,0 +1,403 @@
+"""The whole state of a run on disk, such that a half-written one is never taken for whole.
+
+A checkpoint is a folder:
+
+    manifest.json      what is in it: every file with size and checksum, every tensor's pieces
+    model/             the model (or adapter) as transformers and PEFT load it
+    state-*.safetensors  per rank: the trained weights, the optimizer's moments, RNG states
+
+It is written under a temporary name, renamed when complete, and `latest` is moved last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from re import fullmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ludic.errors import CheckpointError, DamagedCheckpointError
+from ludic.sharding.world import World
+from ludic.training.checkpoints.model_loading import model_fingerprint, save_model
+from ludic.training.checkpoints.state_shards import load_tensors, write_shard
+from ludic.training.config import CheckpointConfig
+from ludic.training.update.optimizer import MasterAdamW
+
+_log = logging.getLogger("ludic.training")
+FORMAT = 1
+_TEMPORARY = ".writing-"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """What a trainer is besides tensors. `curve` are the learning rate's settings; `parts` are the
+    states of batch source, algorithm and whatever else is saved, as JSON."""
+
+    step: int
+    version: int
+    nonfinite_steps: int = 0
+    curve: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Checkpointer:
+    """Writes, finds, checks, loads and prunes the checkpoints of one run."""
+
+    def __init__(self, cfg: CheckpointConfig, world: World | None = None) -> None:
+        self.cfg, self.world = cfg, world or World()
+        self.folder = Path(cfg.folder)
+        self.last_step = -1
+        self._writer: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def save(self, model: nn.Module, optimizer: MasterAdamW, state: TrainerState) -> None:
+        """Saves everything. In the background, only copying the tensors is waited for; an error
+        of the writing then comes with the next call."""
+        self.finish()
+        name = f"step-{state.step:08d}"
+        pieces = _trainer_tensors(optimizer)
+        if self.cfg.background:
+            pieces = {k: t.detach().clone() for k, t in pieces.items()}
+        model_files = save_model(model, self.world)
+        fingerprint = model_fingerprint(model)
+        rng = _rng_state(self.world.device)
+
+        def write() -> None:
+            self._write(name, pieces, model_files, fingerprint, rng, state)
+
+        if not self.cfg.background or self.world.size > 1:
+            write()
+        else:
+            self._writer = threading.Thread(target=self._guarded, args=(write,), daemon=False)
+            self._writer.start()
+        self.last_step = state.step
+
+    def finish(self) -> None:
+        """Waits for a checkpoint that is being written, and raises what went wrong with it."""
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _guarded(self, write: Any) -> None:
+        try:
+            write()
+        except BaseException as exc:
+            self._failure = exc
+
+    def _write(
+        self,
+        name: str,
+        pieces: Mapping[str, Tensor],
+        model_files: Any,
+        fingerprint: str,
+        rng: Mapping[str, Tensor],
+        state: TrainerState,
+    ) -> None:
+        temporary = self.folder / f"{_TEMPORARY}{name}"
+        error: CheckpointError | None = None
+        described: dict[str, Any] = {}
+        try:
+            if self.world.leads:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+                model_files(temporary / "model")
+            self.world.barrier()
+            described = write_shard(temporary, pieces, rng, self.world)
+        except Exception as exc:  # safetensors and transformers have errors of their own
+            error = self._unwritable(temporary, exc)
+        self.world.agree(error)
+        if self.world.leads:
+            try:
+                self._complete(temporary, name, described, fingerprint, state)
+            except CheckpointError as exc:
+                error = exc
+            except OSError as exc:
+                error = self._unwritable(temporary, exc)
+        self.world.agree(error)
+
+    def _unwritable(self, temporary: Path, exc: Exception) -> CheckpointError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        last = self.latest()
+        kept = f"the last good one is {last}" if last else "there is no earlier one"
+        return CheckpointError(
+            f"could not write a checkpoint to {self.folder}: {exc}; {kept}. Free some space, or "
+            "choose another folder in CheckpointConfig"
+        )
+
+    def _complete(
+        self, temporary: Path, name: str, tensors: Any, fingerprint: str, state: TrainerState
+    ) -> None:
+        files = {
+            str(path.relative_to(temporary)): {
+                "bytes": path.stat().st_size,
+                "blake2b": _checksum(path),
+            }
+            for path in sorted(temporary.rglob("*"))
+            if path.is_file()
+        }
+        manifest = {
+            "format": FORMAT,
+            "world_size": self.world.size,
+            "fingerprint": fingerprint,
+            "state": asdict(state),
+            "tensors": tensors,
+            "files": files,
+        }
+        try:
+            text = json.dumps(manifest)
+        except (TypeError, ValueError) as exc:
+            raise CheckpointError(f"a state_dict of the run holds more than JSON: {exc}") from exc
+        _write_synced(temporary / "manifest.json", text)
+        target = self.folder / name
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(temporary, target)
+        _sync_folder(self.folder)
+        self._point_at(name)
+        self._prune(name)
+
+    def _prune(self, newest: str) -> None:
+        for later in [p for p in self.complete() if p.name > newest]:
+            self._set_aside(later, "superseded")  # `latest` was moved back: of another course
+        for old in self.complete()[: -self.cfg.keep]:
+            # Renamed first: a kill in the middle must not leave half of one under its name.
+            doomed = self.folder / f"{_TEMPORARY}{old.name}"
+            shutil.rmtree(doomed, ignore_errors=True)
+            os.replace(old, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+    def complete(self) -> list[Path]:
+        """All checkpoints by name, oldest first. Those being written have other names."""
+        return sorted(p for p in self.folder.glob("step-*") if (p / "manifest.json").is_file())
+
+    def latest(self) -> Path | None:
+        """The checkpoint that `latest` names; where it names none, the newest."""
+        named = self._named()
+        if named is not None and (named / "manifest.json").is_file():
+            return named
+        found = self.complete()
+        return found[-1] if found else None
+
+    def _named(self) -> Path | None:
+        """What `latest` names, whether or not it is there."""
+        pointer = self.folder / "latest"
+        name = pointer.read_text("utf-8", "replace").strip() if pointer.is_file() else ""
+        return self.folder / name if fullmatch(r"step-\d+", name) else None
+
+    def resume(self, model: nn.Module, optimizer: MasterAdamW) -> TrainerState | None:
+        """Loads the newest whole checkpoint; None where there is none at all, or `resume` is off.
+
+        A damaged one is passed over with a warning, and kept under another name. Raises
+        `CheckpointError` when none is whole.
+        """
+        if self.world.leads and self.folder.is_dir():
+            for left in self.folder.glob(f"{_TEMPORARY}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        if not self.cfg.resume:
+            self._start_over()
+            return None
+        whole, error = None, None
+        damaged: dict[Path, DamagedCheckpointError] = {}
+        if self.world.leads:
+            try:
+                whole = self._newest_whole(damaged)
+            except CheckpointError as exc:
+                error = exc
+        self.world.agree(error)
+        name = self.world.share({"name": whole[0].name if whole else None})["name"]
+        if name is None:
+            return None
+        path = self.folder / name
+        manifest = whole[1] if whole else verify_checkpoint(path)
+        state = _load(path, manifest, model, optimizer, self.world)
+        if damaged:
+            self._point_at(name)
+        for passed, why in damaged.items():
+            kept = self._set_aside(passed, "damaged")
+            _log.warning("%s; %s. Resuming from step %d instead", why, kept, state.step)
+        self.last_step = state.step
+        return state
+
+    def _start_over(self) -> None:
+        """Keeps what an earlier run left under other names: it is no part of this one."""
+        error: CheckpointError | None = None
+        if self.world.leads:
+            try:
+                (self.folder / "latest").unlink(missing_ok=True)
+                for earlier in sorted(p for p in self.folder.glob("step-*") if p.is_dir()):
+                    kept = self._set_aside(earlier, "superseded")
+                    _log.warning("resume is off and %s is of an earlier run: %s", earlier, kept)
+            except CheckpointError as exc:
+                error = exc
+            except OSError as exc:
+                error = CheckpointError(f"cannot start over in {self.folder}: {exc}")
+        self.world.agree(error)
+
+    def _newest_whole(
+        self, damaged: dict[Path, DamagedCheckpointError]
+    ) -> tuple[Path, dict[str, Any]] | None:
+        """What `latest` names, or else the newest that is whole, with its manifest. What is wrong
+        with those before it goes into `damaged`."""
+        named = self._named()
+        found = sorted((p for p in self.folder.glob("step-*") if p.is_dir()), reverse=True)
+        for path in dict.fromkeys([named, *found] if named else found):
+            try:
+                return path, verify_checkpoint(path)
+            except DamagedCheckpointError as exc:
+                damaged[path] = exc
+        if damaged:
+            reasons = "; ".join(map(str, damaged.values()))
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is whole: {reasons}. Put the "
+                "files back from a copy, or train from the start in another folder"
+            )
+        return None
+
+    def _set_aside(self, path: Path, why: str) -> str:
+        """Renames a checkpoint, so that no later one of its step takes its place."""
+        if not path.exists():
+            return "nothing is left of it"
+        kept = path.with_name(f"{why}-{path.name}")
+        number = 2
+        while kept.exists():
+            kept, number = path.with_name(f"{why}-{path.name}-{number}"), number + 1
+        try:
+            os.replace(path, kept)
+        except OSError as exc:
+            raise CheckpointError(f"cannot rename the {why} {path} to {kept}: {exc}") from exc
+        return f"it is kept as {kept.name}"
+
+    def _point_at(self, name: str) -> None:
+        _write_synced(self.folder / ".latest", name)
+        os.replace(self.folder / ".latest", self.folder / "latest")
+        _sync_folder(self.folder)
+
+
+def load_checkpoint(
+    path: str | Path, model: nn.Module, optimizer: MasterAdamW, world: World | None = None
+) -> TrainerState:
+    """Brings model, optimizer and RNG to the checkpoint's state, on any number of ranks.
+
+    Raises `CheckpointError` when a file is missing, cut or changed, or the model is another.
+    """
+    path = Path(path)
+    return _load(path, verify_checkpoint(path), model, optimizer, world or World())
+
+
+def _load(
+    path: Path,
+    manifest: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: MasterAdamW,
+    world: World,
+) -> TrainerState:
+    own = model_fingerprint(model)
+    if manifest["fingerprint"] != own:
+        raise CheckpointError(
+            f"{path} is a checkpoint of another model (fingerprint {manifest['fingerprint']}, this "
+            f"one has {own}): names, shapes and frozen weights must be the same"
+        )
+    wanted = _trainer_tensors(optimizer, moments=True)
+    loaded = load_tensors(path, manifest["tensors"], wanted, required=_trainer_tensors(optimizer))
+    with torch.no_grad():
+        for name, parameter in optimizer.parameters.items():
+            parameter.copy_(loaded[f"{name}/weight"])
+            if optimizer.masters[name] is not parameter:
+                loaded[f"{name}/master"] = loaded[f"{name}/weight"]
+    optimizer.load_state_dict(loaded)
+    _load_rng(path, manifest, world)
+    return TrainerState(**manifest["state"])
+
+
+def verify_checkpoint(path: str | Path) -> dict[str, Any]:
+    """The manifest of a whole checkpoint; raises `DamagedCheckpointError` for anything less."""
+    path = Path(path)
+    try:
+        manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        files, version = manifest["files"].items(), manifest["format"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise DamagedCheckpointError(f"{path} is no whole checkpoint: its manifest: {exc}") from exc
+    if version > FORMAT:
+        raise CheckpointError(f"{path} has format {version}; this Ludic reads up to {FORMAT}")
+    for name, facts in files:
+        file = path / name
+        if not file.is_file() or file.stat().st_size != facts["bytes"]:
+            raise DamagedCheckpointError(f"{path} is half-written: {name} is missing or cut")
+        try:
+            checksum = _checksum(file)
+        except OSError as exc:
+            raise DamagedCheckpointError(f"{path} is damaged: {name}: {exc}") from exc
+        if checksum != facts["blake2b"]:
+            raise DamagedCheckpointError(f"{path} is damaged: {name} is not what was written")
+    return manifest
+
+
+def _trainer_tensors(optimizer: MasterAdamW, *, moments: bool = False) -> dict[str, Tensor]:
+    """The trained weights in full precision, and the optimizer's state.
+
+    With `moments`, also the places of moments that a fresh optimizer does not have yet.
+    """
+    tensors = {f"{name}/weight": master for name, master in optimizer.masters.items()}
+    for key, value in optimizer.state_dict().items():
+        if not key.endswith("/master"):
+            tensors[key] = value
+    if moments:
+        for name, master in optimizer.masters.items():
+            tensors.setdefault(f"{name}/exp_avg", master)
+            tensors.setdefault(f"{name}/exp_avg_sq", master)
+            tensors.setdefault(f"{name}/step", torch.zeros(()))
+    return tensors
+
+
+def _rng_state(device: torch.device) -> dict[str, Tensor]:
+    state = {"rng/cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["rng/cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _load_rng(path: Path, manifest: Mapping[str, Any], world: World) -> None:
+    from safetensors import safe_open
+
+    if manifest["world_size"] != world.size:
+        return  # other ranks, other streams: nothing that could be the same
+    with safe_open(path / f"state-{world.rank:05d}.safetensors", framework="pt") as file:
+        torch.set_rng_state(file.get_tensor("rng/cpu"))
+        if world.device.type == "cuda" and "rng/cuda" in file.keys():  # noqa: SIM118
+            torch.cuda.set_rng_state(file.get_tensor("rng/cuda"), world.device)
+
+
+def _checksum(path: Path) -> str:
+    digest = blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

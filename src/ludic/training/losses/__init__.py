@@ -1,0 +1,1 @@
+"""What losses are made of: aggregation, policy ratios, KL, corrections, sums of losses."""

@@ -1,0 +1,166 @@
+"""Corrections for the mismatch of sampler and trainer, which compose with any loss.
+
+Three policies take part: behaviour (what sampled), proximal (the trainer's weights at the start
+of this update) and current. A plain loss takes its ratio against behaviour. A `CorrectedLoss`
+takes it against proximal, and multiplies every token's term by a factor made of
+
+    r = exp(logp_proximal − logp_behaviour)
+
+per token, or per turn or rollout as a product or a geometric mean. What is masked counts in the
+normalisers all the same. Where no proximal log-probs were recorded the current ones stand for
+them, which is exact for the first step on a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from ludic.errors import ConfigError, NotTrainableError
+from ludic.training.losses.composite import widest
+from ludic.training.losses.policy_ratio import check_bounds, exp_bounded, mean_over
+from ludic.training.types import Loss, LossBatch, LossStats, Scope, Stat, TokenLogProbs
+
+Level = Literal["token", "turn", "rollout"]
+Mean = Literal["product", "geometric"]
+
+
+class Correction(Protocol):
+    """Gives each token a factor. `level` says which tokens it looks at together."""
+
+    @property
+    def level(self) -> Level: ...
+
+    def factors(
+        self, log_ratio: Float[Tensor, " tokens"], batch: LossBatch
+    ) -> tuple[Float[Tensor, " tokens"], LossStats]:
+        """The factors, and statistics from before anything was cut."""
+        ...
+
+
+def level_ratio(
+    log_ratio: Float[Tensor, " tokens"], batch: LossBatch, level: Level, mean: Mean
+) -> Float[Tensor, " tokens"]:
+    """Each token's ratio at the level: its own, or its turn's or rollout's."""
+    if level != "token":
+        averaged = mean_over(log_ratio, batch, level)
+        if mean == "product":
+            turn = level == "turn"
+            lengths = batch.turn_lengths if turn else batch.rollout_lengths
+            ids = batch.turn_ids if turn else batch.rollout_ids
+            averaged = averaged * lengths[ids].to(averaged.dtype)
+        log_ratio = averaged
+    return exp_bounded(log_ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class TruncatedImportance:
+    """min(r, `upper`), and at least `lower` where one is set: every token keeps a gradient."""
+
+    upper: float = 2.0
+    lower: float | None = None
+    level: Level = "token"
+    mean: Mean = "product"
+
+    def __post_init__(self) -> None:
+        check_bounds(self.lower, self.upper)
+
+    def factors(
+        self, log_ratio: Float[Tensor, " tokens"], batch: LossBatch
+    ) -> tuple[Float[Tensor, " tokens"], LossStats]:
+        ratio = level_ratio(log_ratio, batch, self.level, self.mean)
+        held = ratio.clamp(min=self.lower, max=self.upper)
+        return held, _stats("truncated", self.level, ratio, held != ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedImportance:
+    """r where `lower` ≤ r ≤ `upper`, else 0: what the trainer cannot account for is left out.
+
+    With `keep_ratio=False` the factor is 1 inside the bounds: a pure rejection, to be combined
+    with a `TruncatedImportance`.
+    """
+
+    lower: float = 0.5
+    upper: float = 2.0
+    level: Level = "token"
+    mean: Mean = "product"
+    keep_ratio: bool = True
+
+    def __post_init__(self) -> None:
+        check_bounds(self.lower, self.upper)
+
+    def factors(
+        self, log_ratio: Float[Tensor, " tokens"], batch: LossBatch
+    ) -> tuple[Float[Tensor, " tokens"], LossStats]:
+        ratio = level_ratio(log_ratio, batch, self.level, self.mean)
+        inside = (ratio >= self.lower) & (ratio <= self.upper)
+        value = ratio if self.keep_ratio else torch.ones_like(ratio)
+        factors = torch.where(inside, value, torch.zeros_like(ratio))
+        return factors, _stats("masked", self.level, ratio, ~inside)
+
+
+def _stats(
+    what: str, level: Level, ratio: Float[Tensor, " tokens"], hit: Bool[Tensor, " tokens"]
+) -> LossStats:
+    return {
+        f"correction_{level}_ratio_mean": Stat.mean(ratio),
+        f"correction_{level}_ratio_max": Stat.max(ratio),
+        f"correction_{level}_ratio_min": Stat.min(ratio),
+        f"correction_{level}_{what}_fraction": Stat.mean(hit.to(ratio.dtype)),
+    }
+
+
+class CorrectedLoss:
+    """A loss against the proximal policy, its tokens multiplied by all the corrections' factors.
+
+    >>> from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss
+    >>> geometric = MaskedImportance(0.99, 1.01, level="turn", mean="geometric", keep_ratio=False)
+    >>> CorrectedLoss(TokenClippedSurrogateLoss(), TruncatedImportance(2.0), geometric).scope
+    'turn'
+    """
+
+    def __init__(self, loss: Loss, *corrections: Correction) -> None:
+        if not corrections:
+            raise ConfigError(
+                "CorrectedLoss needs at least one correction, such as TruncatedImportance()"
+            )
+        self.loss, self.corrections = loss, corrections
+        self.preprocess = getattr(loss, "preprocess", None)
+
+    @property
+    def needs_logits(self) -> bool:
+        return self.loss.needs_logits
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.loss.needs_entropy
+
+    @property
+    def scope(self) -> Scope:
+        return widest(self.loss.scope, *(c.level for c in self.corrections))
+
+    def compute(self, policy: TokenLogProbs, batch: LossBatch) -> tuple[Tensor, LossStats]:
+        """The corrected loss's share; the `correction_*` statistics are from before any cut."""
+        if batch.behavior_logprobs is None:
+            raise NotTrainableError(
+                "a correction compares with the policy that sampled, but this batch has no "
+                "behaviour log-probs: sample with ReturnSpec(logprobs=True)"
+            )
+        proximal = batch.proximal_logprobs
+        if proximal is None:
+            proximal = policy.logprobs.detach()
+        log_ratio = (proximal - batch.behavior_logprobs).detach()
+        stats: dict[str, Stat] = {}
+        importance = torch.ones_like(log_ratio) if batch.importance is None else batch.importance
+        for correction in self.corrections:
+            factors, found = correction.factors(log_ratio, batch)
+            importance = importance * factors
+            stats.update(found)
+        inner = replace(batch, behavior_logprobs=proximal, importance=importance)
+        loss, found = self.loss.compute(policy, inner)
+        return loss, {**found, **stats}

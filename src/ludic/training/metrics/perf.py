@@ -1,0 +1,107 @@
+"""Where a step's time goes, and how much of the device's arithmetic it used."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ludic.saw.items import SAWBatch
+from ludic.sharding.model_parts import base_causal_lm, head_of
+from ludic.sharding.world import World
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "L40S": 362e12}
+"""Dense bfloat16 operations per second, from the makers' data sheets."""
+
+
+class Clock:
+    """Laps of a stopwatch: each adds the time since the one before to its name."""
+
+    def __init__(self) -> None:
+        self.start = self._last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
+        self._last = now
+
+    @property
+    def elapsed(self) -> float:
+        return self._last - self.start
+
+
+class ModelFlops:
+    """Counts a training step's useful operations; recomputation is not useful.
+
+    A token costs 6 operations per backbone parameter, an action token 6 per parameter of the
+    head, and attention 6 · layers · width · length² per sequence (causal: half of the square).
+    Frozen weights (LoRA) need no gradient of their own and cost 4 instead of 6.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        causal = base_causal_lm(model)
+        head = head_of(causal)
+        embedding = causal.get_input_embeddings()  # type: ignore[operator]
+        skip = {id(p) for m in (head, embedding) for p in m.parameters()}
+        own = [p for p in causal.parameters() if id(p) not in skip]
+        self.backbone = sum(p.numel() * (6 if p.requires_grad else 4) for p in own)
+        self.head = sum(p.numel() * (6 if p.requires_grad else 4) for p in head.parameters())
+        config: Any = causal.config
+        heads = getattr(config, "num_attention_heads", 0)
+        width = (getattr(config, "head_dim", None) or 0) * heads or getattr(
+            config, "hidden_size", 0
+        )
+        self.attention = 6 * getattr(config, "num_hidden_layers", 0) * width
+
+    def of(self, lengths: list[int], actions: int) -> float:
+        """Operations of forward and backward over sequences of these lengths."""
+        return (
+            self.backbone * sum(lengths)
+            + self.head * actions
+            + self.attention * sum(n * n for n in lengths)
+        )
+
+
+class PerfMeter:
+    """Turns a step's laps into `perf/` metrics."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self.flops, self.world = ModelFlops(model), world
+        self.peak = peak_flops(world.device)
+
+    def clock(self) -> Clock:
+        return Clock()
+
+    def metrics(self, batch: SAWBatch, clock: Clock, *, passes: int = 1) -> Mapping[str, float]:
+        """Tokens per second, share of the device's arithmetic, memory, and the laps themselves."""
+        lengths = [int(i.attention_mask.sum()) for i in batch.items]
+        computing = clock.laps.get("perf/forward_backward_s", 0.0)
+        computing = max(computing + clock.laps.get("perf/optimizer_s", 0.0), 1e-9)
+        result = {
+            **clock.laps,
+            "perf/step_s": clock.elapsed,
+            "perf/tokens_per_s": passes * sum(lengths) / computing,
+            "perf/tokens": float(sum(lengths)),
+        }
+        if self.peak:
+            work = passes * self.flops.of(lengths, batch.counts.tokens)
+            result["perf/mfu"] = work / computing / (self.peak * self.world.size)
+        if self.world.device.type == "cuda":
+            result["perf/gpu_mem_alloc_mb"] = torch.cuda.memory_allocated(self.world.device) / 2**20
+            result["perf/gpu_mem_peak_mb"] = (
+                torch.cuda.max_memory_allocated(self.world.device) / 2**20
+            )
+            torch.cuda.reset_peak_memory_stats(self.world.device)
+        return result
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense bfloat16 operations per second, where they are known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)

@@ -1,0 +1,1 @@
+"""One update: packed micro-batches through the model, gradients, the optimizer step."""

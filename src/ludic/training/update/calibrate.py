@@ -1,0 +1,166 @@
+"""Finds the largest `micro_token_budget` that a device holds, by trying real updates."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from ludic.errors import ConfigError, OutOfMemoryError
+from ludic.saw.batch import make_batch
+from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
+from ludic.sharding.model_parts import base_causal_lm, vocabulary_size
+from ludic.sharding.world import World
+from ludic.training.config import TrainerConfig
+from ludic.training.metrics.stats import StatBuffer
+from ludic.training.types import Loss
+from ludic.training.update.optimizer import MasterAdamW
+from ludic.training.update.packing import Cost, lay_out
+from ludic.training.update.passes import Passes
+from ludic.training.update.policy import Policy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+ROUND = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The budget to set, and the peak memory of an update with it, in bytes."""
+
+    micro_token_budget: int
+    peak_bytes: int
+    total_bytes: int
+
+
+def calibrate(
+    model: nn.Module,
+    loss: Loss,
+    cfg: TrainerConfig | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    action_share: float = 0.5,
+    headroom: float = 0.08,
+    max_tokens: int = 1 << 20,
+) -> Calibration:
+    """The largest budget whose update leaves `headroom` of the memory free.
+
+    `model` is as it will be trained: with adapters, in its type, on its device (or on the meta
+    device, with a mesh). The more of the tokens are actions, the more memory the head needs:
+    `action_share` is what to count with. The weights do not change. Needs a GPU.
+    """
+    cfg = cfg or TrainerConfig()
+    device = torch.device(mesh.device_type) if mesh else next(model.parameters()).device
+    if device.type != "cuda":
+        raise ConfigError(
+            f"calibrate measures a GPU's memory, and the model is on {device}: on a CPU, choose "
+            "micro_token_budget by hand"
+        )
+    policy = Policy(
+        model,
+        attention=cfg.attention,
+        gradient_checkpointing=cfg.gradient_checkpointing,
+        compile_layers=cfg.compile,
+    )
+    if mesh is not None:
+        from ludic.sharding.fsdp import shard_policy
+
+        shard_policy(policy, mesh)
+    world = World.of(mesh, device)
+    optimizer = MasterAdamW(model.named_parameters(), cfg)
+    vocab = vocabulary_size(base_causal_lm(model))
+    total = torch.cuda.get_device_properties(device).total_memory
+
+    def peak(tokens: int) -> int | None:
+        """The peak of an update over one micro-batch per rank; None where it does not fit."""
+        settings = replace(cfg, micro_token_budget=tokens, max_seq_len=min(cfg.max_seq_len, tokens))
+        passes = Passes(policy, loss, settings, world, Cost())
+        batch = synthetic_batch(tokens, settings.max_seq_len, action_share, vocab, world.size)
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        fits = True
+        try:
+            passes.accumulate(lay_out(batch), optimizer, StatBuffer(), version=0, proximal=None)
+            optimizer.step(0.0)  # makes room for the moments; a rate of 0 moves nothing
+        except OutOfMemoryError:
+            fits = False
+            optimizer.zero_grad()
+        worst = torch.tensor([0.0 if fits else 1.0], device=device)
+        if world.group is not None:
+            torch.distributed.all_reduce(worst, group=world.group)
+        return torch.cuda.max_memory_allocated(device) if not worst.item() else None
+
+    smallest = max(min(cfg.max_seq_len, 2048), ROUND)
+    budget, used = largest_that_fits(
+        peak, limit=int(total * (1 - headroom)), smallest=smallest, largest=max_tokens
+    )
+    return Calibration(budget, used, total)
+
+
+def largest_that_fits(
+    peak: Callable[[int], int | None], *, limit: int, smallest: int, largest: int
+) -> tuple[int, int]:
+    """The largest size, in steps of 256, whose peak is within `limit`, and that peak.
+
+    `peak` grows with the size, about linearly, and is None where a try fails: two small tries
+    give the line, and the guess it makes is tested, and corrected by halving what is unknown.
+    """
+    low, low_peak = smallest, peak(smallest)
+    if low_peak is None or low_peak > limit:
+        raise OutOfMemoryError(
+            f"not even {smallest} tokens fit: set gradient_checkpointing=True, train an adapter, "
+            "or shard the model over more devices"
+        )
+    high: int | None = None
+    guess = min(2 * smallest, largest)
+    while True:
+        guess = max(low + ROUND, guess // ROUND * ROUND)
+        if guess > largest or (high is not None and guess >= high):
+            return low, low_peak
+        used = peak(guess)
+        if used is None or used > limit:
+            high = guess
+            guess = (low + high) // 2
+        else:
+            slope = max((used - low_peak) / (guess - low), 1e-9)
+            low, low_peak = guess, used
+            guess = min(int(low + (limit - used) / slope), largest)
+            if high is not None:
+                guess = min(guess, (low + high) // 2)
+
+
+def synthetic_batch(
+    tokens: int, longest: int, action_share: float, vocab: int, ranks: int = 1
+) -> SAWBatch:
+    """Sequences of `longest` tokens that fill `tokens` for each rank; their ends are actions."""
+    rng, items = np.random.default_rng(0), []
+    for _ in range(ranks):
+        left = tokens
+        while left >= 2:
+            length = min(longest, left)
+            left -= length
+            mask = np.zeros(length, np.int8)
+            mask[-max(int(length * action_share), 1) :] = 1
+            mask[0] = 0
+            count = int(mask.sum())
+            items.append(
+                SAWItem(
+                    rng.integers(0, vocab, length),
+                    np.ones(length, np.int8),
+                    mask,
+                    1.0,
+                    attachments=SampleAttachments(
+                        behavior_logprobs=np.full(count, -np.log(vocab), np.float32),
+                        reference_logprobs=np.full(count, -np.log(vocab), np.float32),
+                        teacher_logprobs=np.full(count, -np.log(vocab), np.float32),
+                    ),
+                )
+            )
+    return make_batch(items)

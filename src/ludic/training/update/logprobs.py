@@ -1,0 +1,281 @@
+"""Log-probs of action tokens without whole logits.
+
+Only the hidden states that predict an action go through the head, a chunk at a time. The
+backward pass recomputes each chunk's logits, so that never more than one chunk of them is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ludic.training.update.packing import KeptIds
+
+TokenValues: TypeAlias = tuple[Tensor, Tensor | None]
+"""Log-probs and, where asked, entropies of a run of tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRule:
+    """What a model family does to the head's output before the softmax."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        logits = logits * self.scale if self.scale != 1.0 else logits
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+def chunk_tokens(vocab: int, device: torch.device) -> int:
+    """How many tokens' logits are held at once: about 1 GB in float32 on a GPU, 64 MB on a CPU."""
+    elements = 2**28 if device.type == "cuda" else 2**24
+    return max(elements // vocab // 128 * 128, 32)
+
+
+def token_logprobs(
+    hidden: Float[Tensor, "tokens width"],
+    head: nn.Module,
+    targets: Int[Tensor, " tokens"],
+    temperatures: Float[Tensor, " tokens"],
+    *,
+    kept: KeptIds | None = None,
+    rule: LogitRule | None = None,
+    entropy: bool = False,
+    chunk: int | None = None,
+) -> TokenValues:
+    """The log-prob of each target under softmax(head(hidden) / temperature), in float32.
+
+    Where `kept` lists ids for a token, the softmax is over those alone. With `entropy`, the
+    entropy of the same distribution, from the same pass; both carry gradients.
+    """
+    rule = rule or LogitRule()
+    if type(head) is nn.Linear and rule.softcap is None:
+        chunk = chunk or chunk_tokens(head.out_features, hidden.device)
+        scales = rule.scale / temperatures.to(_wide(hidden.dtype))
+        ids, offsets = (kept.ids, kept.offsets) if kept else (None, None)
+        logprobs, entropies = _FusedLogProbs.apply(  # type: ignore[no-untyped-call]
+            hidden, head.weight, head.bias, targets, scales, ids, offsets, entropy, chunk
+        )
+        return logprobs, entropies if entropy else None
+    return _checkpointed(hidden, head, targets, temperatures, kept, rule, entropy, chunk)
+
+
+def action_logits(
+    hidden: Float[Tensor, "tokens width"],
+    head: nn.Module,
+    temperatures: Float[Tensor, " tokens"],
+    *,
+    kept: KeptIds | None = None,
+    rule: LogitRule | None = None,
+) -> Float[Tensor, "tokens vocab"]:
+    """The whole logits that the log-probs are a softmax of, for losses that ask for them."""
+    logits = (rule or LogitRule())(head(hidden).to(_wide(hidden.dtype)))
+    logits = logits / temperatures[:, None]
+    mask = _kept_mask(kept, 0, hidden.shape[0], logits.shape[1])
+    return logits if mask is None else logits.masked_fill(mask, -torch.inf)
+
+
+def _kept_mask(kept: KeptIds | None, start: int, end: int, vocab: int) -> Tensor | None:
+    return None if kept is None else _mask(kept.ids, kept.offsets, start, end, vocab)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _mask(
+    ids: Tensor | None, offsets: Tensor | None, start: int, end: int, vocab: int
+) -> Tensor | None:
+    """True where an id was cut from the distribution of tokens `start` to `end`."""
+    if ids is None or offsets is None:
+        return None
+    counts = offsets[start + 1 : end + 1] - offsets[start:end]
+    rows = torch.repeat_interleave(torch.arange(end - start, device=ids.device), counts)
+    mask = torch.ones(end - start, vocab, dtype=torch.bool, device=ids.device)
+    mask[rows, ids[offsets[start] : offsets[end]]] = False
+    return mask & (counts > 0)[:, None]
+
+
+def _reduce(
+    logits: Tensor, scales: Tensor, mask: Tensor | None, targets: Tensor, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-normaliser, log-prob and entropy of each row of the head's output."""
+    logits = logits * scales[:, None]
+    if mask is not None:
+        logits = logits.masked_fill(mask, -torch.inf)
+    lse = logits.logsumexp(dim=1)
+    logprobs = logits.gather(1, targets[:, None]).squeeze(1) - lse
+    if not entropy:
+        return lse, logprobs, torch.zeros_like(lse)
+    probs = torch.exp(logits - lse[:, None])
+    if mask is not None:
+        logits = logits.masked_fill(mask, 0.0)  # 0 * inf would be NaN
+    return lse, logprobs, lse - (probs * logits).sum(1)
+
+
+def _logit_gradient(
+    logits: Tensor,
+    scales: Tensor,
+    mask: Tensor | None,
+    targets: Tensor,
+    lse: Tensor,
+    entropies: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropies: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The gradient for the head's output, in `dtype`, from those of log-prob and entropy."""
+    logp = logits * scales[:, None] - lse[:, None]
+    probs = torch.exp(logp)
+    if mask is not None:
+        probs = probs.masked_fill(mask, 0.0)
+    factor = -grad_logprobs[:, None]
+    if grad_entropies is not None:
+        factor = factor - (logp + entropies[:, None]) * grad_entropies[:, None]
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    hit = torch.where(ids[None, :] == targets[:, None], grad_logprobs[:, None], 0.0)
+    return ((probs * factor + hit) * scales[:, None]).to(dtype)
+
+
+@cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def _kernel(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    # On a GPU the many passes over a chunk of logits would cost more than the head itself.
+    return _fused(function) if device.type == "cuda" else function
+
+
+def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b with the result in `dtype`; a GPU never rounds it to the inputs' type."""
+    if a.dtype == dtype:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
+
+
+class _FusedLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        scales: Tensor,
+        kept_ids: Tensor | None,
+        offsets: Tensor | None,
+        entropy: bool,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        reduce = _kernel(_reduce, hidden.device)
+        parts = [
+            reduce(
+                _chunk_logits(hidden[start:end], weight, bias, scales.dtype),
+                scales[start:end],
+                _mask(kept_ids, offsets, start, end, len(weight)),
+                targets[start:end],
+                entropy,
+            )
+            for start, end in _ranges(len(hidden), chunk)
+        ]
+        lse, logprobs, entropies = (
+            torch.cat([scales.new_zeros(0), *(part[i] for part in parts)]) for i in range(3)
+        )
+        ctx.save_for_backward(
+            hidden, weight, bias, targets, scales, kept_ids, offsets, lse, entropies
+        )
+        ctx.chunk = chunk
+        ctx.set_materialize_grads(False)
+        if not entropy:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> Any:
+        hidden, weight, bias, targets, scales, kept_ids, offsets, lse, entropies = ctx.saved_tensors
+        gradient, wide = _kernel(_logit_gradient, hidden.device), scales.dtype
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(lse)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = grad_bias = None
+        for start, end in _ranges(len(hidden), ctx.chunk):
+            part = slice(start, end)
+            grad = gradient(
+                _chunk_logits(hidden[part], weight, bias, wide),
+                scales[part],
+                _mask(kept_ids, offsets, start, end, len(weight)),
+                targets[part],
+                lse[part],
+                entropies[part],
+                grad_logprobs[part],
+                None if grad_entropies is None else grad_entropies[part],
+                hidden.dtype,
+            )
+            if needs_bias:
+                total = grad.sum(0, dtype=wide)
+                grad_bias = total if grad_bias is None else grad_bias + total
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[part])
+            if needs_weight:
+                share = _matmul(grad.t(), hidden[part], wide)
+                grad_weight = share if grad_weight is None else grad_weight.add_(share)
+        if needs_weight:
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight
+            grad_weight = grad_weight.to(weight.dtype)
+        if needs_bias and grad_bias is not None:
+            grad_bias = grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+def _ranges(total: int, chunk: int) -> list[tuple[int, int]]:
+    return [(start, min(start + chunk, total)) for start in range(0, total, chunk)]
+
+
+def _chunk_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    logits = _matmul(hidden, weight.t(), dtype)
+    return logits if bias is None else logits.add_(bias)
+
+
+def _checkpointed(
+    hidden: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    temperatures: Tensor,
+    kept: KeptIds | None,
+    rule: LogitRule,
+    entropy: bool,
+    chunk: int | None,
+) -> TokenValues:
+    """The same for a head that is more than one matrix (LoRA on it, a soft cap)."""
+    vocab = int(getattr(head, "out_features", 2**17))
+    chunk = chunk or chunk_tokens(vocab, hidden.device)
+
+    def score(part: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+        logits = rule(head(part).to(_wide(hidden.dtype)))
+        mask = _kept_mask(kept, start, end, logits.shape[1])
+        scales = 1.0 / temperatures[start:end]
+        return _reduce(logits, scales, mask, targets[start:end], entropy)[1:]
+
+    parts = [
+        checkpoint(score, hidden[start:end], start, end, use_reentrant=False)
+        for start, end in _ranges(len(hidden), chunk)
+    ]
+    empty = hidden.new_zeros(0, dtype=_wide(hidden.dtype))
+    logprobs = torch.cat([empty, *(p[0] for p in parts)])
+    return logprobs, torch.cat([empty, *(p[1] for p in parts)]) if entropy else None

@@ -1,0 +1,170 @@
+"""One optimizer step's arithmetic: micro-batches forward and backward, and log-prob scoring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ludic.errors import OutOfMemoryError
+from ludic.saw.batch import make_batch
+from ludic.saw.items import SAWBatch
+from ludic.seeding import derive_seed
+from ludic.sharding.world import World
+from ludic.training.config import TrainerConfig
+from ludic.training.losses.policy_ratio import MAX_LOG_RATIO
+from ludic.training.metrics.stats import StatBuffer, policy_stats, total
+from ludic.training.types import Loss, Stat
+from ludic.training.update.optimizer import MasterAdamW
+from ludic.training.update.packing import (
+    Cost,
+    Layout,
+    MicroBatch,
+    lay_out,
+    pack,
+    plan_micro_batches,
+)
+from ludic.training.update.policy import Policy
+
+Scores = list[NDArray[np.float32]]
+"""Log-probs of a batch's action tokens, one array per item."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Forward and backward passes over macro-batches, on this rank."""
+
+    policy: Policy
+    loss: Loss
+    cfg: TrainerConfig
+    world: World
+    cost: Cost
+
+    def plan(self, layout: Layout) -> list[tuple[tuple[int, ...], bool]]:
+        """This rank's micro-batches, and whether each counts: a rank without work of its own
+        repeats a small one for nothing, since all must take part in the collectives."""
+        plan = plan_micro_batches(
+            layout,
+            micro_token_budget=self.cfg.micro_token_budget,
+            scope=self.loss.scope,
+            cost=self.cost,
+            world_size=self.world.size,
+        )
+        everyone = [m for rank in plan for m in rank if m]
+        spare = min(everyone, key=lambda m: sum(layout.packed[i].input_ids.size for i in m))
+        return [(m, True) if m else (spare, False) for m in plan[self.world.rank]]
+
+    def accumulate(
+        self,
+        layout: Layout,
+        optimizer: MasterAdamW,
+        stats: StatBuffer,
+        *,
+        version: int,
+        proximal: Scores | None,
+    ) -> None:
+        """Adds the batch's gradient to the optimizer, one micro-batch after another."""
+        for indices, counted in self.plan(layout):
+            micro = pack(layout, indices, proximal_logprobs=proximal).to(self.world.device)
+            try:
+                self._one(micro, counted, optimizer, stats, version)
+            except torch.OutOfMemoryError as exc:
+                raise self._out_of_memory(micro) from exc
+            except RuntimeError as exc:
+                if "can't allocate memory" not in str(exc):
+                    raise
+                raise self._out_of_memory(micro) from exc
+
+    def _one(
+        self,
+        micro: MicroBatch,
+        counted: bool,
+        optimizer: MasterAdamW,
+        stats: StatBuffer,
+        version: int,
+    ) -> None:
+        scored = self.policy.score(micro, entropy=True, logits=self.loss.needs_logits)
+        loss, loss_stats = self.loss.compute(scored, micro.loss)
+        # FSDP averages gradients over ranks, while these losses are shares of a sum.
+        (loss * (self.world.size if counted else 0)).backward()  # type: ignore[no-untyped-call]
+        optimizer.accumulate()
+        own: dict[str, Stat] = {"loss": total(loss.detach())}
+        own |= policy_stats(scored, micro.loss, version)
+        stats.add(own | dict(loss_stats), counted=counted)
+
+    def _out_of_memory(self, micro: MicroBatch) -> OutOfMemoryError:
+        return OutOfMemoryError(
+            f"out of memory on {self.world.device} with a micro-batch of {micro.num_tokens} tokens "
+            f"({micro.num_actions} actions): lower micro_token_budget="
+            f"{self.cfg.micro_token_budget} (`ludic calibrate` finds the largest that fits), or "
+            "set gradient_checkpointing=True"
+        )
+
+    @torch.no_grad()
+    def score(self, layout: Layout) -> Scores:
+        """The present policy's log-probs of every item, on every rank."""
+        places = np.concatenate([[0], np.cumsum([p.actions.size for p in layout.packed])])
+        values = torch.zeros(int(places[-1]), device=self.world.device)
+        for indices, counted in self.plan(layout):
+            micro = pack(layout, indices).to(self.world.device)
+            scored = self.policy.score(micro).logprobs.float()
+            if counted:
+                where = np.concatenate([np.arange(places[i], places[i + 1]) for i in indices])
+                values[torch.from_numpy(where).to(values.device)] = scored
+        if self.world.group is not None:
+            dist.all_reduce(values, group=self.world.group)
+        flat = values.cpu().numpy()
+        return [flat[a:b] for a, b in pairwise(places)]
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """The part of a batch that one optimizer step is taken on, with counts of its own."""
+
+    layout: Layout
+    members: tuple[int, ...]
+
+
+def mini_batches(batch: SAWBatch, cfg: TrainerConfig, *, step: int) -> list[MiniBatch]:
+    """The batch, split for every optimizer step that it gives; rollouts stay whole.
+
+    The order is drawn from the run's seed, the step and the epoch.
+    """
+    if cfg.updates_per_batch == 1:
+        layout = lay_out(batch, max_seq_len=cfg.max_seq_len)
+        return [MiniBatch(layout, tuple(range(len(batch.items))))]
+    rollouts: dict[str, list[int]] = {}
+    for index, item in enumerate(batch.items):
+        rollouts.setdefault(item.rollout_id or f"sample-{index}", []).append(index)
+    result = []
+    for epoch in range(cfg.epochs):
+        rng = np.random.default_rng(derive_seed(cfg.seed, "mini_batches", step, epoch))
+        order = rng.permutation(len(rollouts)) if cfg.mini_batches > 1 else range(len(rollouts))
+        names = list(rollouts)
+        for part in np.array_split(np.asarray(order), min(cfg.mini_batches, len(names))):
+            members = tuple(sorted(i for n in part for i in rollouts[names[int(n)]]))
+            share = make_batch([batch.items[i] for i in members], batch.meta)
+            result.append(MiniBatch(lay_out(share, max_seq_len=cfg.max_seq_len), members))
+    return result
+
+
+def score_batch(passes: Passes, batch: SAWBatch) -> Scores:
+    """The policy's log-probs of a whole batch: the proximal policy's, at the start of an update."""
+    return passes.score(lay_out(batch, max_seq_len=passes.cfg.max_seq_len))
+
+
+def mean_kl(before: Scores, after: Scores) -> float:
+    """KL(before || after) per token, estimated (k3) on tokens that the first policy sampled."""
+    gap = np.concatenate(after).astype(np.float64) - np.concatenate(before)
+    gap = gap.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return max(float(np.mean(np.expm1(gap) - gap)), 0.0)
+
+
+def pick(scores: Scores | None, members: Sequence[int]) -> Scores | None:
+    """The scores of some of the items."""
+    return None if scores is None else [scores[i] for i in members]

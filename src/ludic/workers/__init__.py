@@ -1,0 +1,1 @@
+"""Threads and processes for code that blocks or must be killable."""

@@ -1,0 +1,204 @@
+"""Environments in a process of their own: only JSON crosses over, and a kill is a kill."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from ludic.envs import EnvRunner, LudicEnv, ProcessEnv, TicTacToeEnv, build_env
+from ludic.errors import ConfigError, DeadlineError, EnvError
+from ludic.registry import register_env, unregister_env
+from ludic.types import EnvSpec, StepOutcome
+from ludic.workers.json_process import ChildError, JsonProcess
+from ludic.workers.threads import EnvThreads
+from tests.envs.odd_envs import CountEnv, ProcessAsyncEnv, ProcessCountEnv, ProcessOddEnv
+from tests.envs.waiting import eventually
+
+pytestmark = pytest.mark.integration
+
+TIC_TAC_TOE = EnvSpec("tic_tac_toe", {"opponent": "mixed", "mark": "random"})
+
+
+@asynccontextmanager
+async def running(env: LudicEnv[Any, Any, Any], **options: Any) -> AsyncIterator[EnvRunner]:
+    runner = EnvRunner(env, **options)
+    try:
+        await runner.reset(5)
+        yield runner
+    finally:
+        await runner.close()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def gone(pid: int) -> None:
+    await eventually(lambda: not is_running(pid))
+
+
+def echo_pid(setup: Any) -> Any:
+    """The child of the JsonProcess tests."""
+
+    def answer(message: Any) -> Any:
+        if message == "sleep":
+            time.sleep(600)
+        return {"pid": os.getpid(), "setup": setup, "message": message}
+
+    return answer
+
+
+class TestPlaying:
+    async def test_it_plays_the_same_episode_as_in_this_process(self) -> None:
+        local = TicTacToeEnv(**TIC_TAC_TOE.kwargs)
+        async with (
+            running(build_env(TIC_TAC_TOE, isolation="process")) as there,
+            running(local) as here,
+        ):
+            assert there.agent_ids == here.agent_ids
+            assert there.suggested_sysprompt("agent") == here.suggested_sysprompt("agent")
+            assert there.current_obs() == here.current_obs()
+            while not here.done:
+                free = here.current_obs()["agent"].rpartition("Free: ")[2].split()
+                action = {"agent": free[0]}
+                assert await there.step(action) == await here.step(action)
+                assert there.active_agents == here.active_agents
+            assert there.done
+
+    @pytest.mark.parametrize("kind", [ProcessCountEnv, ProcessAsyncEnv])
+    async def test_an_environment_that_asks_for_it_gets_a_process(
+        self, kind: type[CountEnv]
+    ) -> None:
+        env = build_env(EnvSpec("count", {"end": 1}), kind)
+        assert isinstance(env, ProcessEnv)
+        async with running(env) as runner:
+            assert runner.task_key() == "count to 1"
+            assert await runner.step({"agent": "x"}) == {
+                "agent": StepOutcome("x 1", 0.5, terminated=True)
+            }
+
+    async def test_one_that_a_script_registered_gets_a_process_too(self) -> None:
+        register_env("isolated_count", ProcessCountEnv)
+        try:
+            async with running(build_env(EnvSpec("isolated_count", {"end": 1}))) as runner:
+                assert (await runner.step({"agent": "x"}))["agent"].terminated
+        finally:
+            unregister_env("isolated_count")
+
+    async def test_others_stay_in_this_process(self) -> None:
+        assert isinstance(build_env(TIC_TAC_TOE), TicTacToeEnv)
+        assert isinstance(build_env(EnvSpec("c"), ProcessCountEnv, isolation="thread"), CountEnv)
+
+    async def test_what_it_prints_does_not_disturb(self) -> None:
+        async with running(build_env(EnvSpec("odd", {}), ProcessOddEnv)) as runner:
+            assert (await runner.step({"agent": "print"}))["agent"].obs == "print 1"
+
+    async def test_large_observations_cross_over(self) -> None:
+        async with running(build_env(EnvSpec("odd", {}), ProcessOddEnv)) as runner:
+            assert len((await runner.step({"agent": "big"}))["agent"].obs) == 1_000_000
+
+
+class TestFailing:
+    async def test_one_that_hangs_is_killed_and_holds_no_thread(self) -> None:
+        threads = EnvThreads()
+        env = build_env(EnvSpec("odd", {}), ProcessOddEnv)
+        async with running(env, step_timeout_s=30, threads=threads) as runner:
+            child = int((await runner.step({"agent": "child"}))["agent"].obs)
+            assert is_running(child)
+            runner.step_timeout_s = 0.2
+            with pytest.raises(DeadlineError, match="step 2 from environment odd"):
+                await runner.step({"agent": "hang"})
+            await eventually(lambda: threads.abandoned == 0)
+            await gone(child)  # what it had started is gone too
+
+    @pytest.mark.parametrize(
+        ("action", "says"),
+        [
+            ("raise", "ValueError: a bad move"),
+            ("exit", "SystemExit: 3"),
+            ("die", "ended while step was due"),
+            ("nan", "the reward nan"),
+            ("not json", "not JSON"),
+        ],
+    )
+    async def test_what_goes_wrong_there_is_an_env_error_here(self, action: str, says: str) -> None:
+        async with running(build_env(EnvSpec("odd", {}), ProcessOddEnv)) as runner:
+            with pytest.raises(EnvError, match=f"environment odd.*{says}"):
+                await runner.step({"agent": action})
+
+    async def test_cancelling_kills_it(self) -> None:
+        env = build_env(EnvSpec("odd", {}), ProcessOddEnv)
+        async with running(env) as runner:
+            child = int((await runner.step({"agent": "child"}))["agent"].obs)
+            step = asyncio.create_task(runner.step({"agent": "hang"}))
+            await asyncio.sleep(0.05)
+            step.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await step
+            await gone(child)
+
+    async def test_arguments_it_does_not_take_are_said(self) -> None:
+        runner = EnvRunner(build_env(EnvSpec("count", {"no_such": 1}), ProcessCountEnv))
+        with pytest.raises(EnvError, match="no_such"):
+            await runner.reset(0)
+        await runner.close()
+
+    def test_arguments_that_are_not_json_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match="must be JSON"):
+            build_env(EnvSpec("count", {"end": object()}), ProcessCountEnv)
+
+    def test_a_factory_that_cannot_be_imported_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="cannot import"):
+            build_env(EnvSpec("count", {}), lambda: CountEnv(), isolation="process")
+
+    def test_before_a_reset_it_says_that_it_does_not_know(self) -> None:
+        env = ProcessEnv(TIC_TAC_TOE)
+        with pytest.raises(EnvError, match="reset it to know its agent_ids"):
+            _ = env.agent_ids
+        env.close()
+        with pytest.raises(EnvError, match="closed"):
+            env.reset(seed=0)
+
+
+class TestJsonProcess:
+    def test_questions_are_answered_in_another_process(self) -> None:
+        process = JsonProcess(f"{__name__}:echo_pid", {"a": 1}, name="echo")
+        answer = process.ask([1, "é", None], timeout_s=60)
+        assert answer["pid"] != os.getpid()
+        assert (answer["setup"], answer["message"]) == ({"a": 1}, [1, "é", None])
+        assert process.ask("x" * 3_000_000, timeout_s=60)["message"] == "x" * 3_000_000
+        process.close()
+
+    def test_a_late_answer_is_a_deadline_error_and_kills(self) -> None:
+        process = JsonProcess(f"{__name__}:echo_pid", None, name="echo")
+        pid = process.ask("hello", timeout_s=60)["pid"]
+        with pytest.raises(DeadlineError, match="an answer from echo"):
+            process.ask("sleep", timeout_s=0.1)
+        with pytest.raises(ChildError):
+            process.ask("hello", timeout_s=1)
+        process.close()
+        assert not is_running(pid)
+
+    def test_it_ends_when_the_parent_goes_away(self) -> None:
+        process = JsonProcess(f"{__name__}:echo_pid", None, name="echo")
+        pid = process.ask("hello", timeout_s=60)["pid"]
+        assert process._child.stdin is not None
+        process._child.stdin.close()
+        asyncio.run(gone(pid))
+        process.close()
+
+    def test_a_factory_that_is_not_there_is_said(self) -> None:
+        process = JsonProcess("ludic.envs.running.process:no_such", None, name="nothing")
+        with pytest.raises(ChildError, match="no_such"):
+            process.ask("hello", timeout_s=60)
+        process.close()

@@ -1,0 +1,213 @@
+"""The GPU's kernels against plain torch, run by Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import random
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ludic.inference.local import LocalChatClient, build
+from ludic.inference.local.attention import rotate
+from ludic.inference.local.family_check import through_slots
+from ludic.inference.local.forward import Forward
+from ludic.inference.local.gpu.fused_layer import FusedLayer
+from ludic.inference.local.module_view import module_view
+from ludic.inference.local.noise import keyed_uniform
+from ludic.inference.local.sampler import draw
+from ludic.inference.sampling import ReturnSpec
+from tests.inference.local.asking import ask_all, plain_logprobs, request
+from tests.inference.local.test_families import family
+
+pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch, or `make setup`")
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ModuleType:
+    """The kernels, as Python where there is no GPU (`tests/conftest.py` asks Triton for that)."""
+    import triton
+
+    from ludic.inference.local.gpu import kernels
+
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("these tests are for Triton's interpreter; `tests/gpu` has those for a GPU")
+    return kernels
+
+
+@pytest.fixture
+def random_numbers() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-5) -> bool:
+    return bool(((found - wanted).abs() <= tolerance * (1 + wanted.abs())).all())
+
+
+@pytest.mark.parametrize("rows", [1, 20, 70])
+@pytest.mark.parametrize("biased", [True, False])
+def test_three_projections_side_by_side(
+    kernels: Any, random_numbers: torch.Generator, rows: int, biased: bool
+) -> None:
+    g = random_numbers
+    x = torch.randn(rows, 64, generator=g)
+    weights = tuple(torch.randn(n, 64, generator=g) for n in (64, 32, 32))
+    biases = tuple(torch.randn(n, generator=g) if biased else None for n in (64, 32, 32))
+    wanted = torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)], 1)
+    assert close(kernels.project(x, weights, biases), wanted, 1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 20, 70])
+def test_the_gated_product(kernels: Any, random_numbers: torch.Generator, rows: int) -> None:
+    g = random_numbers
+    x = torch.randn(rows, 64, generator=g)
+    gate, up = (torch.randn(96, 64, generator=g) / 8 for _ in range(2))
+    wanted = F.silu(x @ gate.T) * (x @ up.T)
+    assert close(kernels.gated(x, gate, up), wanted)
+    assert close(kernels.silu_times(x @ gate.T, x @ up.T), wanted)
+
+
+def test_keys_and_values_land_in_their_slots_and_nowhere_else(
+    kernels: Any, random_numbers: torch.Generator
+) -> None:
+    g, rows, heads, kv_heads, dim = random_numbers, 5, 6, 3, 16
+    flat = torch.randn(rows, (heads + 2 * kv_heads) * dim, generator=g)
+    q, k, v = flat.view(rows, -1, dim).tensor_split([heads, heads + kv_heads], 1)
+    rotary = (torch.randn(rows, dim, generator=g), torch.randn(rows, dim, generator=g))
+    keys, values = (torch.randn(9, kv_heads, 40, dim, generator=g) for _ in range(2))
+    slots, positions = torch.tensor([3, 1, 4, 0, 8]), torch.tensor([0, 39, 5, 7, 2])
+    want_keys, want_values = keys.clone(), values.clone()
+    want_keys[slots, :, positions] = rotate(k, rotary)
+    want_values[slots, :, positions] = v
+    out = kernels.rotate_and_store(q, k, v, rotary, (keys, values), slots, positions)
+    assert close(out, rotate(q, rotary))
+    assert close(keys, want_keys)
+    assert torch.equal(values, want_values)
+
+
+@pytest.mark.parametrize("window", [None, 1, 24])
+@pytest.mark.parametrize("heads", [2, 6])
+def test_a_row_attends_to_its_slot_up_to_its_position(
+    kernels: Any, random_numbers: torch.Generator, window: int | None, heads: int
+) -> None:
+    g, kv_heads, dim = random_numbers, 2, 16
+    positions = torch.tensor([0, 63, 64, 7, 130])
+    q = torch.randn(5, heads, dim, generator=g)
+    keys, values = (torch.randn(6, kv_heads, 144, dim, generator=g) for _ in range(2))
+    keys[:, :, 131:] = torch.nan  # nobody may look there
+    found = kernels.attend_rows(q, keys, values, positions, 0.3, window)
+    for row, position in enumerate(positions.tolist()):
+        first = max(0, position + 1 - window) if window else 0
+        k, v = (
+            part[row, :, first : position + 1].repeat_interleave(heads // kv_heads, 0)
+            for part in (keys, values)
+        )
+        weights = torch.softmax(torch.einsum("hd,htd->ht", q[row], k) * 0.3, -1)
+        assert close(found[row], torch.einsum("ht,htd->hd", weights, v))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_draws_are_those_of_the_plain_sampler_and_are_carried_on(
+    kernels: Any, random_numbers: torch.Generator
+) -> None:
+    g, rows, vocab = random_numbers, 40, 5000
+    batch = SimpleNamespace(
+        inverse_temperature=torch.rand(rows, generator=g) + 0.5,
+        keys=torch.randint(-(2**62), 2**62, (rows,), generator=g),
+        at=torch.randint(0, 100, (rows,), generator=g),
+        live=torch.ones(rows, dtype=torch.long),
+        ids=torch.zeros(rows, dtype=torch.long),
+        positions=torch.arange(rows),
+        tokens=torch.zeros(rows, dtype=torch.long),
+        logprobs=torch.zeros(rows),
+    )
+    batch.live[3] = 0
+    logits = 3 * torch.randn(rows, vocab, generator=g)
+    logits[5, 17] = torch.nan
+    logits[6, 2048:] = -torch.inf
+    logits[7, 100] = torch.inf
+    logits[8, :] = -1e4
+    logits[8, 4096 + 3] = 1e4
+    at, positions = batch.at.clone(), batch.positions.clone()
+    scaled = logits * batch.inverse_temperature[:, None]
+    tokens, logprobs = draw(scaled, keyed_uniform(batch.keys, batch.at))
+    kernels.draw_and_carry_on(logits, batch, rows)
+    broken = logprobs.isnan()
+    assert broken.nonzero()[:, 0].tolist() == [5, 7]
+    assert torch.equal(batch.logprobs.isnan(), broken)
+    assert torch.equal(batch.tokens[~broken], tokens[~broken])
+    assert close(batch.logprobs[~broken], logprobs[~broken])
+    assert torch.equal(batch.ids, batch.tokens * batch.live)
+    assert torch.equal(batch.at, at + batch.live)
+    assert torch.equal(batch.positions, positions + batch.live)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Mistral", "GPT2"])
+async def test_an_engine_with_kernels_gives_the_logprobs_of_a_plain_pass(
+    kernels: ModuleType, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    head_dim = {} if name == "GPT2" else {"head_dim": 16}
+    model = family(name, **head_dim)
+    fused = [m for m in module_view(model, kernels=kernels).modules() if type(m) is FusedLayer]
+    assert len(fused) == (0 if name == "GPT2" else 2)
+    dims = 16 if head_dim else 8
+    rng = random.Random(0)
+    asks = [
+        request([rng.randrange(258) for _ in range(rng.randrange(1, 16))], seed=i, max_tokens=4)
+        for i in range(4)
+    ]
+    # One that extends another's prompt, so that a chunk starts in the middle of a slot.
+    asks.append(request([*asks[0].prompt_token_ids, 7, 8, 9], seed=9, max_tokens=4))
+    monkeypatch.setattr(build, "usable_kernels", lambda shape: kernels if dims == 16 else None)
+    options: Any = {"deterministic": False, "pipelined": True, "max_slots": 4}
+    async with LocalChatClient(model, tokenizer, **options) as client:
+        answers = [*(await ask_all(client, asks[:-1])), *(await ask_all(client, asks[-1:]))]
+        scored = ReturnSpec(prompt_logprobs=True)
+        prompt = tuple(range(5, 12))
+        judged = await client.complete_tokens(request(prompt, seed=1, max_tokens=1, returns=scored))
+    for answer in answers:
+        assert answer.trace is not None
+        assert answer.trace.completion_logprobs == pytest.approx(
+            plain_logprobs(model, answer), abs=2e-5
+        )
+    with torch.no_grad():
+        plain = model(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
+    wanted = [float(plain[i, t]) for i, t in enumerate(prompt[1:])]
+    assert judged.info["prompt_logprobs"][1:] == pytest.approx(wanted, abs=2e-5)
+
+
+def test_without_a_compiler_the_engine_does_without_kernels(
+    kernels: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: torch.Tensor) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    cpu = torch.device("cpu")
+    assert build.can_launch(kernels, cpu)
+    assert not build.can_launch(SimpleNamespace(silu_times=fails), cpu)
+    assert "Failed to find C compiler" in caplog.text
+
+
+def test_a_lora_layer_is_called_as_it_is(kernels: ModuleType) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = family("Llama", head_dim=16)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj", "gate_proj"])
+    adapted: Any = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    causal = adapted.get_base_model()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    plain, fused = module_view(causal), module_view(causal, kernels=kernels)
+    shape = build._kv_shape(causal, causal.config, torch.device("cpu"))
+    logits = []
+    for view in (plain, fused):
+        forward = Forward(view, torch.device("cpu"))
+        with torch.inference_mode():
+            logits.append(through_slots(forward, ids, shape))
+    assert any(type(m) is FusedLayer for m in fused.modules())
+    assert close(logits[1], logits[0])

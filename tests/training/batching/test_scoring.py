@@ -1,0 +1,189 @@
+"""Reference and teacher log-probs: from a local model, from a client, from several teachers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ludic.errors import BatchError, DeadlineError, NotTrainableError, UnknownNameError
+from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.tiny import tiny_model, tiny_tokenizer
+from ludic.saw.batch import make_batch
+from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
+from ludic.training.batching.scoring import (
+    BatchScorer,
+    ClientScores,
+    LocalScores,
+    ReferenceScorer,
+    RoutedScores,
+    ScoredBatchSource,
+    TeacherScorer,
+)
+from ludic.types import ChatResponse, FinishReason
+
+
+def make_item(length: int, seed: int, **changes: Any) -> SAWItem:
+    rng = np.random.default_rng(seed)
+    mask = (rng.random(length) < 0.5).astype(np.int8)
+    mask[0], mask[-1] = 0, 1
+    return SAWItem(
+        input_ids=rng.integers(0, 256, length),
+        attention_mask=np.ones(length, dtype=np.int8),
+        action_mask=mask,
+        weight=1.0,
+        rollout_id=f"r{seed}",
+        **changes,
+    )
+
+
+@torch.no_grad()
+def plain_scores(model: Any, item: SAWItem) -> list[float]:
+    """One forward pass over the whole row, and a softmax over every position."""
+    logits = model(input_ids=torch.from_numpy(item.input_ids)[None]).logits[0].double()
+    kept = item.attachments.kept_token_ids
+    found = []
+    for number, place in enumerate(np.flatnonzero(item.action_mask)):
+        row = logits[place - 1] / item.temperature
+        if kept is not None and len(kept[number]):
+            cut = torch.full_like(row, -torch.inf)
+            cut[torch.from_numpy(kept[number])] = row[torch.from_numpy(kept[number])]
+            row = cut
+        found.append(row.log_softmax(0)[item.input_ids[place]].item())
+    return found
+
+
+async def test_a_local_model_scores_like_a_plain_forward_pass_at_each_items_temperature() -> None:
+    items = [make_item(n, n, temperature=t) for n, t in ((5, 1.0), (17, 0.7), (9, 1.3))]
+    truncated = make_item(8, 8)
+    targets = truncated.input_ids[np.flatnonzero(truncated.action_mask)]
+    kept = tuple(np.array([t, (t + 1) % 256, (t + 2) % 256]) for t in targets)
+    items.append(replace(truncated, attachments=SampleAttachments(kept_token_ids=kept)))
+    scores = await LocalScores(tiny_model(), micro_token_budget=20).logprobs(items)
+    for item, found in zip(items, scores, strict=True):
+        assert found.tolist() == pytest.approx(plain_scores(tiny_model(), item), abs=1e-4)
+
+
+async def test_a_client_scores_as_the_local_model_does() -> None:
+    from ludic.inference import LocalChatClient
+
+    items = [make_item(n, n, temperature=0.8) for n in (5, 12)]
+    local = await LocalScores(tiny_model(seed=3)).logprobs(items)
+    async with LocalChatClient(tiny_model(seed=3), tiny_tokenizer()) as client:
+        remote = await ClientScores(client, "tiny", tempered=True).logprobs(items)
+    for ours, theirs in zip(local, remote, strict=True):
+        assert theirs.tolist() == pytest.approx(ours.tolist(), abs=1e-4)
+
+
+class Source:
+    def __init__(self, batch: SAWBatch) -> None:
+        self.batch, self.position = batch, 0
+
+    async def next_batch(self) -> SAWBatch:
+        self.position += 1
+        return self.batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.position = state["position"]
+
+
+class Fixed:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    async def logprobs(self, items: Sequence[SAWItem]) -> list[Any]:
+        return [np.full(int(i.action_mask.sum()), self.value, dtype=np.float32) for i in items]
+
+
+async def test_a_scored_source_attaches_both_and_is_resumable() -> None:
+    batch = make_batch([make_item(5, 1), make_item(6, 2)], {"reward": 1.0})
+    scorers: list[BatchScorer] = [ReferenceScorer(Fixed(-1.0)), TeacherScorer(Fixed(-2.0))]
+    source = ScoredBatchSource(Source(batch), scorers)
+    scored = await source.next_batch()
+    assert scored.meta == {"reward": 1.0}
+    assert scored.counts == batch.counts
+    for item in scored.items:
+        assert set(item.attachments.reference_logprobs.tolist()) == {-1.0}  # type: ignore[union-attr]
+        assert set(item.attachments.teacher_logprobs.tolist()) == {-2.0}  # type: ignore[union-attr]
+    again = ScoredBatchSource(Source(batch), scorers)
+    again.load_state_dict(source.state_dict())
+    assert again.state_dict() == {"source": {"position": 1}}
+
+
+async def test_each_item_is_scored_by_the_teacher_that_it_names() -> None:
+    items = [make_item(4 + i, i, meta={"teacher": name}) for i, name in enumerate("abab")]
+    routed = RoutedScores({"a": Fixed(-1.0), "b": Fixed(-2.0)})
+    batch = await TeacherScorer(routed).score(make_batch(items))
+    values = [set(i.attachments.teacher_logprobs.tolist()) for i in batch.items]  # type: ignore[union-attr]
+    assert values == [{-1.0}, {-2.0}, {-1.0}, {-2.0}]
+    with pytest.raises(UnknownNameError, match=r"rollout 'r9'.*'c'"):
+        await routed.logprobs([make_item(4, 9, meta={"teacher": "c"})])
+
+
+async def test_scores_that_are_not_finite_are_refused() -> None:
+    with pytest.raises(BatchError, match=r"r1.*not all finite"):
+        await ReferenceScorer(Fixed(float("nan"))).score(make_batch([make_item(5, 1)]))
+
+
+class Server:
+    """A client that answers what it is told to, for faults a real one does not produce."""
+
+    max_context_tokens = None
+
+    def __init__(self, info: dict[str, Any] | None) -> None:
+        self.info = info
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
+        if self.info is None:
+            await asyncio.sleep(60)
+        return ChatResponse(None, FinishReason.STOP, info=self.info or {})
+
+    async def sync_weights(self, *args: Any, **kwargs: Any) -> str:
+        raise NotImplementedError
+
+
+async def test_a_client_that_cannot_score_is_named() -> None:
+    item = make_item(5, 1)
+    with pytest.raises(BatchError, match="none prompt log-probs for 5"):
+        await ClientScores(Server({}), "t").logprobs([item])
+    with pytest.raises(BatchError, match="2 prompt log-probs for 5"):
+        await ClientScores(Server({"prompt_logprobs": [None, -1.0]}), "t").logprobs([item])
+    with pytest.raises(BatchError, match="without a log-prob"):
+        await ClientScores(Server({"prompt_logprobs": [None] * 5}), "t").logprobs([item])
+    with pytest.raises(DeadlineError, match=r"scores of rollout 'r1' from 't'"):
+        await ClientScores(Server(None), "t", timeout_s=0.05).logprobs([item])
+
+
+async def test_a_server_is_not_asked_for_what_it_cannot_reproduce() -> None:
+    server = Server({"prompt_logprobs": [None, -1.0, -1.0, -1.0, -1.0]})
+    with pytest.raises(NotTrainableError, match=r"temperature 0.7"):
+        await ClientScores(server, "t").logprobs([make_item(5, 1, temperature=0.7)])
+    item = make_item(5, 1)
+    kept = tuple(np.array([1, 2]) for _ in range(int(item.action_mask.sum())))
+    item = replace(item, attachments=SampleAttachments(kept_token_ids=kept))
+    with pytest.raises(NotTrainableError, match="truncation"):
+        await ClientScores(server, "t").logprobs([item])
+
+
+async def test_the_base_of_an_adapter_is_scored_with_the_adapter_off() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    item = make_item(9, 4)
+    base = await LocalScores(tiny_model()).logprobs([item])
+    adapted = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"]))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.5)
+    on = await LocalScores(adapted).logprobs([item])
+    off = await LocalScores(adapted, without_adapter=True).logprobs([item])
+    assert off[0].tolist() == pytest.approx(base[0].tolist(), abs=1e-5)
+    assert on[0].tolist() != pytest.approx(base[0].tolist(), abs=1e-3)

@@ -1,0 +1,79 @@
+"""What becomes of an earlier run's lines and checkpoints when a run starts in its folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.training.checkpoints.test_checkpoint import assert_equal, make, run
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "ck").iterdir() if path.is_dir())
+
+
+def steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()]
+
+
+def test_a_run_killed_before_its_first_checkpoint_leaves_no_line_twice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed = make(tmp_path, every=100)
+
+    async def some_steps() -> None:
+        for _ in range(3):
+            await killed.train_step()
+
+    asyncio.run(some_steps())
+    killed.close()
+    assert steps(tmp_path) == [1, 2, 3]
+    run(make(tmp_path, every=100), 5)
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+    kept = (tmp_path / "superseded-metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in kept] == [1, 2, 3]
+    assert "superseded-metrics.jsonl" in caplog.text
+
+
+def test_without_resume_a_run_keeps_its_own_checkpoints_and_the_earlier_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(make(tmp_path, keep=2), 8)
+    run(make(tmp_path, keep=2, resume=False), 4)
+    assert names(tmp_path) == [
+        "step-00000002",
+        "step-00000004",
+        "superseded-step-00000006",
+        "superseded-step-00000008",
+    ]
+    assert "resume is off" in caplog.text
+    resumed = make(tmp_path, keep=2)
+    straight = run(make(tmp_path / "straight"), 6)
+    assert_equal(run(resumed, 6), straight)
+
+
+def test_without_resume_a_run_that_saves_nothing_leaves_nothing_to_resume(tmp_path: Path) -> None:
+    run(make(tmp_path), 2)
+    begun = make(tmp_path, resume=False)
+    begun._resume()
+    begun.close()
+    fresh = make(tmp_path)
+    fresh._resume()
+    assert fresh.step == 0
+    fresh.close()
+
+
+def test_what_lies_ahead_of_a_latest_moved_back_is_kept_aside(tmp_path: Path) -> None:
+    run(make(tmp_path, keep=4), 8)
+    (tmp_path / "ck/latest").write_text("step-00000002")
+    run(make(tmp_path, keep=2), 4)
+    assert names(tmp_path) == [
+        "step-00000002",
+        "step-00000004",
+        "superseded-step-00000006",
+        "superseded-step-00000008",
+    ]
+    assert (tmp_path / "ck/latest").read_text() == "step-00000004"

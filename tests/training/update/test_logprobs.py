@@ -1,0 +1,175 @@
+"""Fused log-probs against whole logits, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from ludic.training.update.logprobs import LogitRule, action_logits, chunk_tokens, token_logprobs
+from ludic.training.update.packing import KeptIds
+
+VOCAB, WIDTH = 23, 7
+
+
+def make(
+    seed: int, tokens: int, *, truncated: bool
+) -> tuple[Tensor, Tensor, Tensor, KeptIds | None]:
+    gen = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, WIDTH, generator=gen, dtype=torch.float64)
+    targets = torch.randint(VOCAB, (tokens,), generator=gen)
+    temperatures = 0.3 + torch.rand(tokens, generator=gen, dtype=torch.float64)
+    if not truncated:
+        return hidden, targets, temperatures, None
+    rows = []
+    for i in range(tokens):
+        if i % 3 == 0:  # nothing was cut from this token's distribution
+            rows.append(torch.zeros(0, dtype=torch.int64))
+            continue
+        others = torch.randperm(VOCAB, generator=gen)[:5]
+        rows.append(torch.unique(torch.cat([others, targets[i : i + 1]])))
+    lengths = torch.tensor([0, *(len(r) for r in rows)])
+    return hidden, targets, temperatures, KeptIds(torch.cat(rows), lengths.cumsum(0))
+
+
+def reference(
+    hidden: Tensor,
+    head: nn.Linear,
+    targets: Tensor,
+    temperatures: Tensor,
+    kept: KeptIds | None,
+    rule: LogitRule,
+) -> tuple[Tensor, Tensor]:
+    """Token by token, from whole logits."""
+    logprobs, entropies = [], []
+    for i in range(len(hidden)):
+        logits = hidden[i] @ head.weight.t()
+        logits = logits if head.bias is None else logits + head.bias
+        logits = logits * rule.scale
+        if rule.softcap is not None:
+            logits = rule.softcap * torch.tanh(logits / rule.softcap)
+        logits = logits / temperatures[i]
+        ids = torch.arange(VOCAB)
+        if kept is not None and kept.offsets[i] < kept.offsets[i + 1]:
+            ids = kept.ids[kept.offsets[i] : kept.offsets[i + 1]]
+        logp = logits[ids].log_softmax(0)
+        logprobs.append(logp[ids == targets[i]].sum())
+        entropies.append(-(logp.exp() * logp).sum())
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 10_000),
+    tokens=st.integers(1, 17),
+    chunk=st.integers(1, 20),
+    bias=st.booleans(),
+    truncated=st.booleans(),
+    softcap=st.sampled_from([None, 4.0]),
+    scale=st.sampled_from([1.0, 0.25]),
+)
+def test_values_and_gradients_are_those_of_whole_logits(
+    seed: int,
+    tokens: int,
+    chunk: int,
+    bias: bool,
+    truncated: bool,
+    softcap: float | None,
+    scale: float,
+) -> None:
+    torch.manual_seed(seed)
+    head = nn.Linear(WIDTH, VOCAB, bias=bias, dtype=torch.float64)
+    hidden, targets, temperatures, kept = make(seed, tokens, truncated=truncated)
+    rule = LogitRule(scale, softcap)
+    upstream = torch.randn(2, tokens, dtype=torch.float64)
+    results = []
+    for fused in (True, False):
+        h = hidden.clone().requires_grad_()
+        head.zero_grad()
+        if fused:
+            logprobs, entropies = token_logprobs(
+                h, head, targets, temperatures, kept=kept, rule=rule, entropy=True, chunk=chunk
+            )
+            assert entropies is not None
+        else:
+            logprobs, entropies = reference(h, head, targets, temperatures, kept, rule)
+        ((logprobs * upstream[0]).sum() + (entropies * upstream[1]).sum()).backward()  # type: ignore[no-untyped-call]
+        grads = [h.grad, *(p.grad for p in head.parameters())]
+        results.append([logprobs.detach(), entropies.detach(), *grads])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+def test_the_gradient_passes_the_numerical_check() -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(WIDTH, VOCAB, dtype=torch.float64)
+    hidden, targets, temperatures, kept = make(3, 5, truncated=True)
+
+    def both(h: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs, entropy = token_logprobs(
+            h, head, targets, temperatures, kept=kept, entropy=True, chunk=2
+        )
+        assert entropy is not None
+        return logprobs, entropy
+
+    assert torch.autograd.gradcheck(both, (hidden.requires_grad_(),))
+
+
+def test_logits_for_a_loss_are_those_the_logprobs_come_from() -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(WIDTH, VOCAB, dtype=torch.float64)
+    hidden, targets, temperatures, kept = make(1, 9, truncated=True)
+    whole = action_logits(hidden, head, temperatures, kept=kept).log_softmax(1)
+    ours, _ = token_logprobs(hidden, head, targets, temperatures, kept=kept)
+    torch.testing.assert_close(whole.gather(1, targets[:, None])[:, 0], ours)
+
+
+def test_a_head_that_is_more_than_a_matrix_gives_the_same() -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(WIDTH, VOCAB, dtype=torch.float64)
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = head
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)  # type: ignore[no-any-return]
+
+    hidden, targets, temperatures, kept = make(2, 11, truncated=True)
+    results = []
+    for module in (head, Wrapped()):
+        h = hidden.clone().requires_grad_()
+        head.zero_grad()
+        logprobs, entropy = token_logprobs(
+            h, module, targets, temperatures, kept=kept, entropy=True, chunk=4
+        )
+        assert entropy is not None
+        (logprobs.sum() + (entropy**2).sum()).backward()  # type: ignore[no-untyped-call]
+        results.append((logprobs.detach(), entropy.detach(), h.grad, head.weight.grad))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_results_of_a_bfloat16_model_are_float32_and_close() -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(WIDTH, VOCAB)
+    hidden, targets, temperatures, _ = make(5, 40, truncated=False)
+    exact, _ = token_logprobs(hidden.float(), head, targets, temperatures.float())
+    narrow = nn.Linear(WIDTH, VOCAB, dtype=torch.bfloat16)
+    narrow.load_state_dict(head.state_dict())
+    h = hidden.bfloat16().requires_grad_()
+    ours, _ = token_logprobs(h, narrow, targets, temperatures.float())
+    assert ours.dtype == torch.float32
+    assert (ours - exact).abs().max() < 0.1
+    ours.sum().backward()  # type: ignore[no-untyped-call]
+    assert h.grad is not None
+    assert h.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("vocab", [300, 151_936, 2**24])
+def test_a_chunk_holds_at_least_some_tokens_and_at_most_64_mb_on_a_cpu(vocab: int) -> None:
+    tokens = chunk_tokens(vocab, torch.device("cpu"))
+    assert tokens == 32 or tokens * vocab * 4 <= 2**26

@@ -1,0 +1,212 @@
+"""Masters in float32: small steps add up, and LoRA trains only its own."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+from ludic.errors import ConfigError, PublishError
+from ludic.inference.tiny import tiny_model
+from ludic.sharding.weights import ModelWeights
+from ludic.training.config import CheckpointConfig, TrainerConfig
+from ludic.training.trainer import Trainer
+from ludic.training.update.optimizer import MasterAdamW
+from ludic.training.update.schedule import learning_rate
+from tests.training.synthetic import RecordingPublisher, SyntheticSource, reinforce
+
+
+def test_steps_too_small_for_bfloat16_are_not_lost() -> None:
+    parameter = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([("w", parameter)], TrainerConfig(learning_rate=1e-5))
+    for _ in range(1000):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.accumulate()
+        optimizer.step(1e-5)
+    assert parameter.dtype == torch.bfloat16
+    assert optimizer.masters["w"].dtype == torch.float32
+    assert torch.allclose(optimizer.masters["w"], torch.full((4, 4), 0.99), atol=1e-4)
+    assert torch.equal(parameter, optimizer.masters["w"].bfloat16())
+    assert parameter[0, 0].item() < 1.0
+
+
+def test_gradients_of_micro_batches_add_up_in_float32() -> None:
+    parameter = nn.Parameter(torch.zeros(1, 1, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([("w", parameter)], TrainerConfig())
+    for value in (256.0, *[0.5] * 64):  # in bfloat16, 256 + 0.5 is 256
+        parameter.grad = torch.full_like(parameter, value)
+        optimizer.accumulate()
+    assert optimizer.gradients()[0].item() == 288.0
+    assert optimizer.gradient_norm().item() == 288.0
+
+
+def test_a_float32_module_takes_the_steps_of_plain_adamw() -> None:
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(5, 3), nn.Linear(5, 3)
+    theirs.load_state_dict(ours.state_dict())
+    cfg = TrainerConfig(learning_rate=1e-2, weight_decay=0.1)
+    optimizer = MasterAdamW(ours.named_parameters(), cfg)
+    plain = torch.optim.AdamW(
+        [
+            {"params": [theirs.weight], "weight_decay": 0.1},
+            {"params": [theirs.bias], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        betas=cfg.betas,
+    )
+    for _ in range(5):
+        x = torch.randn(7, 5)
+        for module in (ours, theirs):
+            module(x).square().sum().backward()
+        optimizer.step(1e-2)
+        plain.step()
+        plain.zero_grad()
+    assert torch.equal(ours.weight, theirs.weight)
+    assert torch.equal(ours.bias, theirs.bias)
+    assert optimizer.masters["weight"] is ours.weight
+
+
+def test_the_state_comes_back_and_nothing_trainable_is_an_error() -> None:
+    torch.manual_seed(0)
+    a = nn.Linear(5, 3, dtype=torch.bfloat16)
+    b = copy.deepcopy(a)
+    first, second = (MasterAdamW(m.named_parameters(), TrainerConfig()) for m in (a, b))
+    for _ in range(2):
+        a(torch.ones(2, 5, dtype=torch.bfloat16)).sum().backward()
+        first.accumulate()
+        first.step(1e-2)
+    second.load_state_dict(first.state_dict())
+    state, again = first.state_dict(), second.state_dict()
+    assert state.keys() == again.keys()
+    assert all(torch.equal(state[k], again[k]) for k in state)
+    with pytest.raises(ConfigError, match="no parameter"):
+        MasterAdamW([("w", nn.Parameter(torch.ones(1), requires_grad=False))], TrainerConfig())
+
+
+def test_schedules_warm_up_and_fall_to_their_floor() -> None:
+    cfg = TrainerConfig(
+        learning_rate=1.0, warmup_steps=4, total_steps=12, schedule="linear", final_lr_ratio=0.1
+    )
+    assert [learning_rate(cfg, s) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert learning_rate(cfg, 4) == 1.0
+    assert learning_rate(cfg, 8) == pytest.approx(0.55)
+    assert learning_rate(cfg, 12) == learning_rate(cfg, 99) == pytest.approx(0.1)
+    cosine = TrainerConfig(learning_rate=1.0, total_steps=10, schedule="cosine")
+    assert learning_rate(cosine, 5) == pytest.approx(0.5)
+    assert learning_rate(TrainerConfig(learning_rate=3.0), 1000) == 3.0
+
+
+def lora(dtype: torch.dtype = torch.float32, *, head: bool = False) -> PeftModel:
+    targets = ["q_proj", "v_proj", "down_proj", *(["lm_head"] if head else [])]
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
+    torch.manual_seed(1)
+    return get_peft_model(tiny_model().to(dtype), config)
+
+
+def lora_trainer(model: PeftModel, folder: Path, publisher: RecordingPublisher) -> Trainer:
+    return Trainer(
+        model=model,
+        algo=reinforce(),
+        batch_source=SyntheticSource(),
+        publisher=publisher,
+        cfg=TrainerConfig(
+            learning_rate=1e-2,
+            max_seq_len=64,
+            micro_token_budget=64,
+            run_dir=folder,
+            checkpoint=CheckpointConfig(folder / "ck", every=1),
+        ),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lora_trains_adapters_only_and_publishes_merged_weights_without_drift(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    model, publisher = lora(dtype), RecordingPublisher()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    trainer = lora_trainer(model, tmp_path, publisher)
+    trainer.train_sync(3)
+    trainer.close()
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert changed
+    assert all(".lora_" in n for n in changed)
+    names = {n for n, _ in tiny_model().named_parameters()}
+    published = publisher.weights[-1]
+    assert published.keys() == names
+    again = dict(ModelWeights(model))
+    assert all(torch.equal(published[n], again[n]) for n in names)
+    merged = copy.deepcopy(model).float().merge_and_unload()
+    for name, tensor in merged.named_parameters():
+        torch.testing.assert_close(published[name].float(), tensor, rtol=1e-2, atol=1e-2)
+    ids = torch.arange(10)[None]
+    plain = tiny_model().to(dtype)
+    plain.load_state_dict(published, strict=False)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.15
+    torch.testing.assert_close(plain(ids).logits, model(ids).logits, rtol=0, atol=tolerance)
+
+
+def test_a_lora_run_resumes_to_the_bit_and_its_adapter_loads_with_peft(tmp_path: Path) -> None:
+    straight = lora_trainer(lora(), tmp_path / "a", RecordingPublisher())
+    straight.train_sync(3)
+    first = lora_trainer(lora(), tmp_path / "b", RecordingPublisher())
+    first.train_sync(2)
+    second = lora_trainer(lora(), tmp_path / "b", RecordingPublisher())
+    second.train_sync(3)
+    for trainer in (straight, first, second):
+        trainer.close()
+    ours = dict(second.model.named_parameters())
+    assert all(torch.equal(p, ours[n]) for n, p in straight.model.named_parameters())
+    loaded = PeftModel.from_pretrained(tiny_model(), str(tmp_path / "b/ck/step-00000003/model"))
+    ids = torch.arange(10)[None]
+    torch.testing.assert_close(loaded(ids).logits, second.model(ids).logits)
+
+
+def test_an_adapter_on_the_head_is_scored_too(tmp_path: Path) -> None:
+    model = lora(head=True)
+    trainer = Trainer(
+        model=model,
+        algo=reinforce(),
+        batch_source=SyntheticSource(),
+        cfg=TrainerConfig(
+            learning_rate=1e-2, max_seq_len=64, micro_token_budget=64, run_dir=tmp_path
+        ),
+    )
+    trainer.train_sync(1)
+    trainer.close()
+    head = [p for n, p in model.named_parameters() if "lm_head.lora_B" in n]
+    fresh = [p for n, p in lora(head=True).named_parameters() if "lm_head.lora_B" in n]
+    assert head
+    assert not torch.equal(head[0], fresh[0])
+    with pytest.raises(PublishError, match="tied"):
+        list(ModelWeights(model))
+
+
+def test_modules_that_an_adapter_trains_whole_are_published_by_their_own_name() -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["norm"])
+    model = get_peft_model(tiny_model(), config)
+    saved = dict(model.named_parameters())[
+        "base_model.model.model.norm.modules_to_save.default.weight"
+    ]
+    with torch.no_grad():
+        saved.fill_(7.0)
+    published = dict(ModelWeights(model))
+    assert published.keys() == {n for n, _ in tiny_model().named_parameters()}
+    assert torch.equal(published["model.norm.weight"], saved)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_loaded_counts_of_steps_are_where_the_step_looks_for_them(fused: bool) -> None:
+    weight = torch.nn.Parameter(torch.empty(2, 2, device="meta"))  # stands for one on a GPU
+    optimizer = MasterAdamW([("w", weight)], TrainerConfig())
+    optimizer._fused = fused
+    zeros = torch.zeros(2, 2)
+    optimizer.load_state_dict(
+        {"w/step": torch.tensor(3.0), "w/exp_avg": zeros, "w/exp_avg_sq": zeros}
+    )
+    step = optimizer._adam.state[weight]["step"]
+    assert step.device.type == ("meta" if fused else "cpu")

@@ -1,0 +1,197 @@
+"""Packing changes neither loss nor gradient, and refuses what cannot be trained on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ludic.errors import BatchError
+from ludic.inference.tiny import tiny_model
+from ludic.saw.batch import make_batch
+from ludic.saw.items import BatchCounts, SampleAttachments, SAWBatch, SAWItem, TurnSpan
+from ludic.training.update.packing import Cost, lay_out, pack, plan_micro_batches
+from ludic.training.update.policy import Policy
+from tests.training.synthetic import synthetic_batch, synthetic_item
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 10_000),
+    rollouts=st.integers(1, 12),
+    budget=st.integers(30, 120),
+    world=st.integers(1, 4),
+    scope=st.sampled_from(["token", "turn", "rollout"]),
+)
+def test_a_plan_covers_every_item_once_within_the_budget(
+    seed: int, rollouts: int, budget: int, world: int, scope: str
+) -> None:
+    layout = lay_out(synthetic_batch(seed, rollouts))
+    plan = plan_micro_batches(
+        layout,
+        micro_token_budget=budget,
+        scope=scope,  # type: ignore[arg-type]
+        cost=Cost(0.01),
+        world_size=world,
+    )
+    assert len(plan) == world
+    assert len({len(rank) for rank in plan}) == 1
+    assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(rollouts))
+    for micro in (m for rank in plan for m in rank):
+        assert sum(layout.packed[i].input_ids.size for i in micro) <= budget
+
+
+def test_rows_of_one_turn_or_rollout_share_a_micro_batch_where_the_loss_asks() -> None:
+    rng = np.random.default_rng(0)
+    rows = [synthetic_item(rng, f"r{i}", "g", 1) for i in range(3)]
+    forked = replace(
+        synthetic_item(rng, "r0", "g", 1),
+        turns=(TurnSpan(0, 0, 0, 1.0),),
+    )
+    count = int(forked.action_mask.sum())
+    same_turn = replace(forked, turns=(TurnSpan(0, count, 0, 1.0),))
+    next_turn = replace(forked, turns=(TurnSpan(0, count, 1, 1.0),))
+    longest = max(len(i.input_ids) for i in [*rows, forked])
+
+    def micro_of(extra: SAWItem, scope: str, budget: int) -> list[tuple[int, ...]]:
+        layout = lay_out(make_batch([*rows, extra]))
+        return plan_micro_batches(layout, micro_token_budget=budget, scope=scope)[0]  # type: ignore[arg-type]
+
+    together = [m for m in micro_of(same_turn, "turn", 2 * longest) if 0 in m]
+    assert 3 in together[0]
+    together = [m for m in micro_of(next_turn, "rollout", 2 * longest) if 0 in m]
+    assert 3 in together[0]
+    with pytest.raises(BatchError, match=r"must see together.*micro_token_budget"):
+        micro_of(same_turn, "turn", longest)
+
+
+def test_micro_batches_are_balanced_by_cost_and_not_by_count() -> None:
+    rng = np.random.default_rng(0)
+    items = []
+    for i, length in enumerate([1000, 1000, *[100] * 20]):
+        mask = np.zeros(length, dtype=np.int8)
+        mask[-5:] = 1
+        items.append(SAWItem(rng.integers(0, 9, length), np.ones(length, np.int8), mask, 1.0))
+        del i
+    layout = lay_out(make_batch(items))
+    cost = Cost(0.01)
+    plan = plan_micro_batches(layout, micro_token_budget=2100, cost=cost, world_size=2)
+    loads = [sum(cost(layout.packed[i].input_ids.size) for m in rank for i in m) for rank in plan]
+    assert max(loads) / min(loads) < 1.05
+    assert [sum(i < 2 for m in rank for i in m) for rank in plan] == [1, 1]
+
+
+def test_a_packed_row_is_the_sequence_alone() -> None:
+    batch = synthetic_batch(7, 5)
+    model = tiny_model().double()
+    policy = Policy(model)
+    layout = lay_out(batch)
+    packed = policy.score(pack(layout, range(5)), entropy=True)
+    alone = [policy.score(pack(layout, [i]), entropy=True) for i in range(5)]
+    assert packed.entropy is not None
+    torch.testing.assert_close(packed.logprobs, torch.cat([a.logprobs for a in alone]))
+    torch.testing.assert_close(
+        packed.entropy, torch.cat([a.entropy for a in alone if a.entropy is not None])
+    )
+
+
+def test_packed_logprobs_are_those_of_the_model_itself() -> None:
+    batch = synthetic_batch(3, 4)
+    model = tiny_model().double()
+    expected = []
+    for item in batch.items:
+        logits = model(torch.from_numpy(item.input_ids)[None]).logits[0] / item.temperature
+        where = np.flatnonzero(item.action_mask)
+        logp = logits.log_softmax(1)[where - 1]
+        expected.append(logp.gather(1, torch.from_numpy(item.input_ids[where])[:, None])[:, 0])
+    ours = Policy(model).score(pack(lay_out(batch), range(4)))
+    torch.testing.assert_close(ours.logprobs, torch.cat(expected), rtol=1e-6, atol=1e-8)
+
+
+def test_the_lengths_that_a_loss_divides_by_are_those_of_the_whole_batch() -> None:
+    layout = lay_out(synthetic_batch(5, 6))
+    turns: dict[int, int] = {}
+    for p in layout.packed:
+        for turn in p.turn_ids:
+            turns[int(turn)] = turns.get(int(turn), 0) + 1
+    micro = pack(layout, [2, 4]).loss
+    for token, local in enumerate(micro.turn_ids.tolist()):
+        flat = np.concatenate([layout.packed[2].turn_ids, layout.packed[4].turn_ids])
+        assert int(micro.turn_lengths[local]) == turns[int(flat[token])]
+    assert micro.counts == layout.counts
+    assert int(micro.rollout_lengths.sum()) == len(micro.weights)
+    group_tokens = {p.group_id: 0 for p in layout.packed}
+    for p in layout.packed:
+        group_tokens[p.group_id] += p.actions.size
+    assert micro.group_lengths.tolist() == [
+        group_tokens[layout.packed[2].group_id],
+        group_tokens[layout.packed[4].group_id],
+    ]
+
+
+def test_masked_tokens_are_left_out() -> None:
+    item = synthetic_batch(1, 1).items[0]
+    padded = replace(
+        item,
+        input_ids=np.concatenate([item.input_ids, [0, 0, 0]]),
+        attention_mask=np.concatenate([item.attention_mask, [0, 0, 0]]).astype(np.int8),
+        action_mask=np.concatenate([item.action_mask, [0, 0, 0]]).astype(np.int8),
+    )
+    plain, with_padding = (pack(lay_out(make_batch([i])), [0]) for i in (item, padded))
+    assert torch.equal(plain.input_ids, with_padding.input_ids)
+    assert torch.equal(plain.action_positions, with_padding.action_positions)
+
+
+def bad(item: SAWItem, **changes: object) -> SAWBatch:
+    return SAWBatch((replace(item, **changes),), BatchCounts(1, 1, 1, 1))  # type: ignore[arg-type]
+
+
+def test_bad_samples_are_named() -> None:
+    item = synthetic_batch(2, 1).items[0]
+    length, count = len(item.input_ids), int(item.action_mask.sum())
+    first = item.action_mask.copy()
+    first[0] = 1
+    endless = replace(item.attachments, token_weights=np.full(count, np.inf, np.float32))
+    short = replace(item.attachments, behavior_logprobs=np.zeros(1, np.float32))
+    nothing = {
+        "action_mask": np.zeros(length, np.int8),
+        "turns": (),
+        "weight": 1.0,
+        "attachments": SampleAttachments(),
+    }
+    cases: list[tuple[dict[str, object], str]] = [
+        (nothing, "without an action token"),
+        ({"attention_mask": np.ones(length + 1, np.int8)}, "masks of"),
+        ({"action_mask": first}, "first token is an action"),
+        ({"attention_mask": 1 - item.action_mask}, "hidden by the attention mask"),
+        ({"temperature": 0.0}, "temperature 0"),
+        ({"attachments": endless}, "not finite"),
+        ({"attachments": short}, "behavior_logprobs for"),
+        ({"turns": (replace(item.turns[0], end=0),)}, "no turn span"),
+    ]
+    for changes, said in cases:
+        with pytest.raises(BatchError, match=said):
+            lay_out(bad(item, **changes))
+    with pytest.raises(BatchError, match=rf"rollout '2-r0'.*{length} tokens.*max_seq_len=4"):
+        lay_out(bad(item), max_seq_len=4)
+    kept = replace(item.attachments, kept_token_ids=[np.array([VOCAB_END])] * count)
+    layout = lay_out(bad(item, attachments=kept))
+    with pytest.raises(BatchError, match="not among the ids"):
+        pack(layout, [0])
+
+
+VOCAB_END = 10_000
+
+
+def test_an_attachment_that_only_some_samples_have_is_an_error() -> None:
+    batch = synthetic_batch(2, 2)
+    lacking = replace(
+        batch.items[1], attachments=replace(batch.items[1].attachments, behavior_logprobs=None)
+    )
+    layout = lay_out(make_batch([batch.items[0], lacking]))
+    with pytest.raises(BatchError, match="no behavior_logprobs"):
+        pack(layout, [0, 1])
