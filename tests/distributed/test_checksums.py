@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludic.distributed import checksums as module
+from ludic.distributed.vllm import checksums as module
 from ludic.distributed.vllm.checksums import (
     checksum,
     checksums,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ludic.distributed import ipc_handles
+from ludic.distributed.vllm import ipc_handles
 from ludic.distributed.vllm.ipc_handles import Exports, Segment, open_tensors
 
 PIECE = 4096

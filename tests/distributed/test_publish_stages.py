@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ludic.distributed import publisher as module
-from ludic.distributed import server_update
+from ludic.distributed.vllm import server_update
 from ludic.distributed.vllm.canary import MismatchBudget
 from ludic.distributed.vllm.planes import SharedMemoryPlane, Shipment
 from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from ludic.distributed import shared_memory
+from ludic.distributed.vllm import shared_memory
 from ludic.distributed.vllm.shared_memory import write_shared
 from ludic.errors import PublishError
 
@@ -22,7 +22,7 @@ WEIGHTS = {"a": torch.ones(1024, 1024)}  # 4 MiB
 OTHER = """
 import sys, time, torch
 from pathlib import Path
-from ludic.distributed import shared_memory
+from ludic.distributed.vllm import shared_memory
 shared_memory.shared_folder = lambda: Path(sys.argv[1])
 print(shared_memory.write_shared({"a": torch.ones(9)}), flush=True)
 time.sleep(300)

@@ -369,9 +369,9 @@ def test_extending_needs_no_memory_of_the_prompt() -> None:
 def test_what_is_remembered_is_bounded_and_forgetting_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from ludic.inference import hf_chat_template
+    from ludic.inference.templates import hf
 
-    monkeypatch.setattr(hf_chat_template, "_REMEMBERED_CHARS", 300)
+    monkeypatch.setattr(hf, "_REMEMBERED_CHARS", 300)
     template = HFChatTemplate(tokenizer_of("smollm2"))
     games = [[user(f"game {n}")] for n in range(8)]
     prompts = [template.render(messages) for messages in games]

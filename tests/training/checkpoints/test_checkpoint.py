@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from ludic.errors import CheckpointError, DamagedCheckpointError
 from ludic.inference.tiny import tiny_model
-from ludic.training import state_shards
+from ludic.training.checkpoints import state_shards
 from ludic.training.checkpoints.checkpoint import load_checkpoint
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.trainer import Trainer

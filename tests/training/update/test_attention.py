@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ludic.errors import ConfigError
-from ludic.training import attention
+from ludic.training.update import attention
 
 
 class OnGpu(torch.Tensor):
