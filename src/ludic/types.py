@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
+from typing import Any, Literal, NotRequired, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 from ludic.errors import DataError
 from ludic.json_codec import check_json, from_json, from_plain, to_json, to_plain
@@ -31,6 +31,7 @@ __all__ = [
     "ProtocolSpec",
     "Rollout",
     "RolloutStepKey",
+    "Stateful",
     "Step",
     "StepOutcome",
     "TokenTrace",
@@ -384,3 +385,12 @@ class Rollout:
 
 RolloutStepKey: TypeAlias = tuple[str, int]
 """(rollout id, turn index): what credit is assigned to."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Something whose state is saved with a checkpoint; the state is JSON."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

@@ -22,7 +22,7 @@ from ludic.rollouts import (
     RolloutWriter,
     read_rollouts,
 )
-from ludic.saw.assembly import AssignsCredit
+from ludic.saw.credit import CreditAssigner
 from ludic.training.credit_assignment.returns import GroupNormalizedReturn
 from ludic.types import AgentStep, Rollout
 from tests.rollouts.worlds import (
@@ -40,7 +40,7 @@ from tests.rollouts.worlds import (
 class Credit:
     """An algorithm with nothing but credit."""
 
-    def __init__(self, credit_assigner: AssignsCredit) -> None:
+    def __init__(self, credit_assigner: CreditAssigner) -> None:
         self.credit_assigner = credit_assigner
 
 

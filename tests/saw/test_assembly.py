@@ -1,18 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import pytest
 
 from ludic.errors import CreditError
 from ludic.saw import (
-    SAWBatch,
     batch_from_rollouts,
     drop_parse_errors,
     group_by_role,
-    make_batch,
-    prepare_batch,
 )
 from ludic.training.credit_assignment.returns import (
     ConstantCredit,
@@ -109,7 +105,7 @@ def test_turns_without_credit_are_counted() -> None:
     assert batch.meta["dropped"] == {"no_credit": 1}
 
 
-def test_meta_tells_rewards_lengths_endings_and_staleness() -> None:
+def test_meta_tells_rewards_lengths_endings_and_versions() -> None:
     batch = batch_from_rollouts(
         [rollout("a", 1.0, version=7), rollout("b", 0.0, version=5)],
         MonteCarloReturn(),
@@ -121,7 +117,7 @@ def test_meta_tells_rewards_lengths_endings_and_staleness() -> None:
     assert meta["reward_mean"] == 0.5
     assert meta["completion_tokens_mean"] == 2.0
     assert meta["terminated_rate"] == 1.0
-    assert (meta["version_max"], meta["staleness_max"], meta["staleness_mean"]) == (7, 2, 1.0)
+    assert (meta["version_max"], meta["version_min"]) == (7, 5)
     assert meta["dropped"] == {"earlier": 3}
     assert meta["mine"] == "yes"
 
@@ -130,25 +126,3 @@ def test_no_rollouts_make_an_empty_batch() -> None:
     batch = batch_from_rollouts([rollout("a", error="boom")], ConstantCredit())
     assert batch.items == ()
     assert batch.meta["dropped"] == {"rollout_error": 1}
-
-
-@dataclass
-class Doubling:
-    """Counts how often it prepares."""
-
-    credit_assigner: ConstantCredit
-    name: str = "doubling"
-    calls: int = 0
-
-    def preprocess(self, batch: SAWBatch) -> SAWBatch:
-        self.calls += 1
-        return make_batch([replace(i, weight=2 * i.weight) for i in batch.items], batch.meta)
-
-
-def test_a_batch_is_prepared_once() -> None:
-    algorithm = Doubling(ConstantCredit())
-    batch = batch_from_rollouts([rollout("a")], algorithm.credit_assigner)
-    once = prepare_batch(batch, algorithm)
-    twice = prepare_batch(once, algorithm)
-    assert algorithm.calls == 1
-    assert twice.items[0].weight == 2.0

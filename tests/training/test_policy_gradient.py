@@ -31,7 +31,7 @@ from ludic.rollouts import (
     RolloutEngine,
     RolloutRequest,
 )
-from ludic.saw import batch_from_rollouts, prepare_batch
+from ludic.saw import batch_from_rollouts
 from ludic.seeding import derive_seed
 from ludic.training import (
     Constant,
@@ -237,7 +237,7 @@ def world(request: pytest.FixtureRequest) -> World:
 
 def batch_gradient(policy: Policy, rollouts: Sequence[Rollout], algorithm: RLAlgorithm) -> Tensor:
     """What one update would follow, by the trainer's own arithmetic: −L · d loss."""
-    batch = prepare_batch(batch_from_rollouts(rollouts, algorithm.credit_assigner), algorithm)
+    batch = algorithm.prepare(batch_from_rollouts(rollouts, algorithm.credit_assigner))
     layout = lay_out(batch)
     (plan,) = plan_micro_batches(layout, micro_token_budget=2048, scope=algorithm.loss.scope)
     policy.zero_grad()

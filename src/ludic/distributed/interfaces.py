@@ -33,7 +33,14 @@ class PublishReport:
 
 
 class PolicyPublisher(Protocol):
-    """Brings the trainer's weights to the samplers, or raises `PublishError` within a deadline."""
+    """Brings the trainer's weights to the samplers, or raises `PublishError` within a deadline.
+
+    `shares_weights` says that the sampler reads the trainer's own tensors: then nothing may be
+    sampling while they change. It may be a plain class attribute.
+    """
+
+    @property
+    def shares_weights(self) -> bool: ...
 
     def updating(self) -> AbstractAsyncContextManager[None]:
         """Held by the trainer while it changes the weights in place. Where the sampler shares the

@@ -57,6 +57,7 @@ class Rank0OnlyPublisher:
         if world.leads and inner is None:
             raise PublishError("rank 0 has no publisher to publish through")
         self.inner, self.world = inner, world
+        self.shares_weights = inner is not None and inner.shares_weights
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:

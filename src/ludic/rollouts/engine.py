@@ -15,7 +15,7 @@ from ludic.rollouts.episodes import EnvFactory, EpisodeRunner, ProtocolFactory
 from ludic.rollouts.planning import Episode, plan_episodes
 from ludic.rollouts.progress import Budget, BudgetGate, FailureMonitor, Progress, ProgressCallback
 from ludic.rollouts.requests import RolloutRequest
-from ludic.saw.assembly import Algorithm, batch_from_rollouts, prepare_batch
+from ludic.saw.assembly import Algorithm, batch_from_rollouts
 from ludic.saw.filters import SampleFilter
 from ludic.saw.grouping import LostMember
 from ludic.saw.items import SAWBatch
@@ -133,8 +133,8 @@ class RolloutEngine:
         on_progress: ProgressCallback | None = None,
         writer: RolloutWriterLike | None = None,
     ) -> SAWBatch:
-        """Rollouts with credit, filtered, merged and prepared for the algorithm's loss; `meta` has
-        the statistics, and the drops by reason. A batch may turn out empty."""
+        """Rollouts with credit, filtered and merged; `meta` has the statistics, and the drops by
+        reason. A batch may turn out empty. The trainer applies the algorithm's preprocess."""
         rollouts = await self.generate_rollouts(
             requests,
             max_steps,
@@ -144,14 +144,13 @@ class RolloutEngine:
             on_progress=on_progress,
             writer=writer,
         )
-        batch = batch_from_rollouts(
+        return batch_from_rollouts(
             rollouts,
             algorithm.credit_assigner,
             sample_filter=sample_filter,
             merge=merge,
             lost_member=self.group_policy,
         )
-        return prepare_batch(batch, algorithm)
 
     async def _run(
         self,

@@ -1,9 +1,10 @@
 """State, action, weight: from rollouts and credit to the sequences that are trained on."""
 
-from ludic.saw.assembly import Algorithm, batch_from_rollouts, prepare_batch
+from ludic.saw.assembly import Algorithm, batch_from_rollouts
 from ludic.saw.batch import count_items, make_batch
 from ludic.saw.building import UNKNOWN_VERSION, build_items
 from ludic.saw.codec import batch_from_dict, batch_to_dict, item_from_dict, item_to_dict
+from ludic.saw.credit import ComparesGroups, CreditAssigner, WatchesDrift
 from ludic.saw.filters import (
     Sample,
     SampleFilter,
@@ -22,6 +23,8 @@ __all__ = [
     "UNKNOWN_VERSION",
     "Algorithm",
     "BatchCounts",
+    "ComparesGroups",
+    "CreditAssigner",
     "LostMember",
     "SAWBatch",
     "SAWItem",
@@ -29,6 +32,7 @@ __all__ = [
     "SampleAttachments",
     "SampleFilter",
     "TurnSpan",
+    "WatchesDrift",
     "batch_from_dict",
     "batch_from_rollouts",
     "batch_to_dict",
@@ -45,7 +49,6 @@ __all__ = [
     "item_statistics",
     "item_to_dict",
     "make_batch",
-    "prepare_batch",
     "rollout_statistics",
     "settle_groups",
 ]

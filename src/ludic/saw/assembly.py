@@ -1,49 +1,31 @@
-"""The whole way from rollouts to a batch, as every batch source goes it."""
+"""From rollouts to a batch: the one way that every batch source takes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 from ludic.saw.batch import make_batch
 from ludic.saw.building import build_items
+from ludic.saw.credit import CreditAssigner
 from ludic.saw.filters import SampleFilter
 from ludic.saw.grouping import LostMember, group_by_role, settle_groups
 from ludic.saw.items import SAWBatch
 from ludic.saw.statistics import item_statistics, rollout_statistics
-from ludic.types import Rollout, RolloutStepKey
-
-
-class AssignsCredit(Protocol):
-    """The one thing that a batch needs from an algorithm's credit assigner."""
-
-    def compute(self, rollouts: Sequence[Rollout]) -> Mapping[RolloutStepKey, float]: ...
+from ludic.types import Rollout
 
 
 class Algorithm(Protocol):
-    """What making a batch needs of an algorithm; `RLAlgorithm` has it. It may also have a
-    `preprocess` of batches, or a `prepare` that includes it."""
+    """What making a batch needs of an algorithm: `RLAlgorithm`, or anything with credit."""
 
     @property
-    def credit_assigner(self) -> AssignsCredit: ...
-
-
-def prepare_batch(batch: SAWBatch, algorithm: Algorithm) -> SAWBatch:
-    """Applies the algorithm's `prepare` (or plain `preprocess`) once: `meta["prepared"]` says that
-    it was done, and a second call changes nothing. Scorers go before it."""
-    if batch.meta.get("prepared") or not batch.items:
-        return batch
-    step = getattr(algorithm, "prepare", None) or getattr(algorithm, "preprocess", None)
-    prepared: SAWBatch = batch if step is None else step(batch)
-    name = getattr(algorithm, "name", type(algorithm).__name__)
-    return replace(prepared, meta={**prepared.meta, "prepared": name})
+    def credit_assigner(self) -> CreditAssigner: ...
 
 
 def batch_from_rollouts(
     rollouts: Sequence[Rollout],
-    credit_assigner: AssignsCredit,
+    credit_assigner: CreditAssigner,
     *,
     sample_filter: SampleFilter | None = None,
     merge: bool = True,
@@ -55,7 +37,8 @@ def batch_from_rollouts(
 
     Groups are per role: the credit assigner sees each `group_id` with the agent's role added.
     `drops` are earlier drops, by reason, to be counted in; the batch's `meta["dropped"]` has all
-    of them, in turns. What an algorithm does to whole batches comes after: see `prepare_batch`.
+    of them, in turns. The algorithm's preprocess is not applied: the trainer does that, once, to
+    every batch it takes.
     """
     dropped: Counter[str] = Counter(drops or {})
     kept = group_by_role(settle_groups(rollouts, lost_member, dropped))

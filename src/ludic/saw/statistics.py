@@ -17,10 +17,10 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Rewards, lengths and endings over the rollouts that did not fail, and the rate of those
     that did, as numbers for the log."""
     if not rollouts:
-        return {"rollouts": 0}
+        return {"rollouts_sampled": 0}
     episodes = {r.episode_id or r.id: r.error is not None for r in rollouts}
     stats: dict[str, Any] = {
-        "rollouts": len(rollouts),
+        "rollouts_sampled": len(rollouts),
         "episodes": len(episodes),
         "failed_episodes": sum(episodes.values()),
         "failed_rate": sum(episodes.values()) / len(episodes),
@@ -54,7 +54,7 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def item_statistics(items: Sequence[SAWItem]) -> dict[str, Any]:
-    """Row lengths, and how far the tokens' policy versions lie behind the newest one among them."""
+    """Row lengths, and the oldest and newest policy version among the tokens."""
     if not items:
         return {"items": 0, "tokens": 0}
     lengths = np.array([len(item.input_ids) for item in items])
@@ -68,13 +68,7 @@ def item_statistics(items: Sequence[SAWItem]) -> dict[str, Any]:
     known = np.concatenate(versions) if versions else np.empty(0, dtype=np.int64)
     known = known[known != UNKNOWN_VERSION]
     if known.size:
-        newest = int(known.max())
-        stats |= {
-            "version_max": newest,
-            "version_min": int(known.min()),
-            "staleness_mean": float((newest - known).mean()),
-            "staleness_max": int(newest - known.min()),
-        }
+        stats |= {"version_max": int(known.max()), "version_min": int(known.min())}
     return stats
 
 

@@ -44,12 +44,6 @@ if TYPE_CHECKING:
     from ludic.training.batching import DynamicSampling as DynamicSampling
     from ludic.training.batching import OfflineBatchSource as OfflineBatchSource
     from ludic.training.batching import RolloutBatchSource as RolloutBatchSource
-    from ludic.training.batching.preprocess import KLInReward as KLInReward
-    from ludic.training.batching.preprocess import chain as chain
-    from ludic.training.batching.preprocess import (
-        drop_zero_variance_groups as drop_zero_variance_groups,
-    )
-    from ludic.training.batching.preprocess import subtract_mean as subtract_mean
     from ludic.training.batching.scoring import BatchScorer as BatchScorer
     from ludic.training.batching.scoring import ClientScores as ClientScores
     from ludic.training.batching.scoring import LocalScores as LocalScores
@@ -104,6 +98,12 @@ if TYPE_CHECKING:
     from ludic.training.losses.policy_ratio import Objective as Objective
     from ludic.training.losses.policy_ratio import PolicyLoss as PolicyLoss
     from ludic.training.losses.policy_ratio import PolicyRatio as PolicyRatio
+    from ludic.training.preprocess import KLInReward as KLInReward
+    from ludic.training.preprocess import chain as chain
+    from ludic.training.preprocess import (
+        drop_zero_variance_groups as drop_zero_variance_groups,
+    )
+    from ludic.training.preprocess import subtract_mean as subtract_mean
     from ludic.training.trainer import Trainer as Trainer
     from ludic.training.types import BatchSource as BatchSource
     from ludic.training.types import CreditAssigner as CreditAssigner
@@ -183,7 +183,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "TruncatedImportance",
     ),
     "ludic.training.losses.policy_ratio": ("Objective", "PolicyLoss", "PolicyRatio"),
-    "ludic.training.batching.preprocess": (
+    "ludic.training.preprocess": (
         "KLInReward",
         "chain",
         "drop_zero_variance_groups",

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.training.batching.preprocess import chain
+from ludic.saw.credit import ComparesGroups, CreditAssigner, WatchesDrift
+from ludic.saw.items import SAWBatch
+from ludic.training.preprocess import PreprocessFn, chain, preprocess_of
+from ludic.types import Stateful
 
 if TYPE_CHECKING:
-    from ludic.training.types import CreditAssigner, Loss, PreprocessFn
+    from ludic.training.types import Loss
 
 
 @dataclass(frozen=True)
 class RLAlgorithm:
     """What the trainer optimises, and what turns rollouts into weights.
 
-    `preprocess` is applied to each macro-batch before it is split. A loss that brings a
-    `preprocess` of its own (a baseline over the batch, say) has it added behind that one.
+    `preprocess` is applied to each macro-batch before it is split; one that the loss brings (a
+    baseline over the batch, say) comes after it.
     """
 
     name: str
@@ -27,14 +30,18 @@ class RLAlgorithm:
     preprocess: PreprocessFn | None = None
 
     def __post_init__(self) -> None:
-        steps = chain(self.preprocess, getattr(self.loss, "preprocess", None))
+        steps = chain(self.preprocess, preprocess_of(self.loss))
         object.__setattr__(self, "preprocess", steps)
+
+    def prepare(self, batch: SAWBatch) -> SAWBatch:
+        """The batch as the loss wants it. The trainer calls this once for every batch."""
+        return batch if self.preprocess is None or not batch.items else self.preprocess(batch)
 
     @property
     def group_size(self) -> int | None:
         """How many rollouts are compared with each other; None where rollouts stand alone."""
-        size = getattr(self.credit_assigner, "group_size", None)
-        return None if size is None else int(size)
+        credit = self.credit_assigner
+        return credit.group_size if isinstance(credit, ComparesGroups) else None
 
     def check_rollouts_per_update(self, rollouts_per_update: int) -> None:
         """Raises `ConfigError` when that many rollouts are not a whole number of groups."""
@@ -49,26 +56,56 @@ class RLAlgorithm:
     @property
     def watches_drift(self) -> bool:
         """Whether its credit wants to hear how far each update moved the policy."""
-        return bool(getattr(self.credit_assigner, "watches_drift", False))
+        credit = self.credit_assigner
+        return isinstance(credit, WatchesDrift) and credit.watches_drift
 
     def observe_drift(self, kl: float) -> None:
         """Tells the credit, where it watches, the KL per token of an update."""
-        if self.watches_drift:
-            self.credit_assigner.observe_drift(kl)  # type: ignore[attr-defined]
+        credit = self.credit_assigner
+        if isinstance(credit, WatchesDrift) and credit.watches_drift:
+            credit.observe_drift(kl)
 
     def state_dict(self) -> Mapping[str, Any]:
         """What must be saved with a checkpoint: the credit assigner's memory, if it has one."""
-        own = getattr(self.credit_assigner, "state_dict", None)
-        return {"name": self.name, "credit_assigner": own() if own else None}
+        credit = self.credit_assigner
+        own = credit.state_dict() if isinstance(credit, Stateful) else None
+        return {"name": self.name, "credit_assigner": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes back what `state_dict` gave; raises `CheckpointError` for another algorithm's."""
-        saved = state.get("credit_assigner")
-        load = getattr(self.credit_assigner, "load_state_dict", None)
-        if state.get("name") != self.name or (saved is None) != (load is None):
+        """Restores what `state_dict` returned; refuses another algorithm's."""
+        credit, saved = self.credit_assigner, state.get("credit_assigner")
+        if state.get("name") != self.name or (saved is None) == isinstance(credit, Stateful):
             raise CheckpointError(
                 f"the checkpoint holds the state of {state.get('name')!r}, this is {self.name!r}: "
                 "resume with the algorithm that the run began with"
             )
-        if load is not None:
-            load(saved)
+        if isinstance(credit, Stateful) and saved is not None:
+            credit.load_state_dict(saved)
+
+
+@runtime_checkable
+class HasAlgorithm(Protocol):
+    """A batch source that assigns credit by an algorithm, or None where it needs none."""
+
+    @property
+    def algorithm(self) -> RLAlgorithm | None: ...
+
+
+def one_algorithm(algo: RLAlgorithm | None, source: object) -> RLAlgorithm:
+    """The algorithm of a run whose trainer was given `algo` and takes batches from `source`.
+
+    Raises `ConfigError` where there is none, and where credit would come from one and the loss
+    from another.
+    """
+    own = source.algorithm if isinstance(source, HasAlgorithm) else None
+    found = algo or own
+    if found is None:
+        raise ConfigError("there is no algorithm: pass algo=, or a batch source that has one")
+    if algo is None or own is None or algo is own:
+        return found
+    if algo != own or isinstance(own.credit_assigner, Stateful):
+        raise ConfigError(
+            f"the trainer was given {algo.name!r} and its batch source assigns credit by another "
+            f"{own.name!r}: pass the same object to both, or leave algo= out"
+        )
+    return found

@@ -6,28 +6,31 @@ import asyncio
 import functools
 import logging
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from ludic.distributed.interfaces import PolicyPublisher
-from ludic.errors import ConfigError, DeadlineError, NonFiniteError
+from ludic.errors import BatchError, ConfigError, DeadlineError, NonFiniteError
 from ludic.saw.codec import batch_from_dict, batch_to_dict
 from ludic.saw.items import SAWBatch
 from ludic.sharding.weights import ModelWeights
 from ludic.sharding.world import World
-from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithm import RLAlgorithm, one_algorithm
+from ludic.training.batching.ahead import SamplingAhead
 from ludic.training.checkpoints.checkpoint import Checkpointer, TrainerState
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.loggers import Logger, MetricLog
 from ludic.training.metrics.perf import PerfMeter
 from ludic.training.metrics.publish_log import PublishLog
 from ludic.training.metrics.stats import StatBuffer, over_steps
-from ludic.training.types import BatchSource, Stateful
+from ludic.training.types import BatchSource, Stateful, WorksAhead
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes, mean_kl, mini_batches, pick, score_batch
 from ludic.training.update.policy import Policy, attention_cost, check_split
@@ -38,23 +41,25 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ludic.training")
 T = TypeVar("T")
+_MAX_EMPTY_BATCHES = 8
 Metrics = dict[str, float]
 Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
 
 
 class Trainer:
-    """Optimises `model` on whatever `batch_source` gives, by `algo`'s loss.
+    """Optimises `model` on whatever `batch_source` yields, by the loss of `algo`.
 
-    It knows no episode and no reward: only batches of state, action and weight. With a `mesh` the
-    model is sharded over its ranks (FSDP2); batches then come from rank 0's source, and only
-    rank 0 publishes and logs. `stateful` are further objects to save with every checkpoint.
+    It knows no episode and no reward: only batches of state, action and weight. `algo` may be left
+    out where the source has one. With a `mesh` the model is sharded over its ranks (FSDP2); batches
+    then come from rank 0's source, and only rank 0 publishes and logs. `stateful` are further
+    objects to save with every checkpoint.
     """
 
     def __init__(
         self,
         *,
         model: nn.Module,
-        algo: RLAlgorithm,
+        algo: RLAlgorithm | None = None,
         batch_source: BatchSource | None,
         publisher: PolicyPublisher | None = None,
         cfg: TrainerConfig | None = None,
@@ -65,7 +70,11 @@ class Trainer:
         stateful: Mapping[str, Stateful] | None = None,
     ) -> None:
         self.cfg = cfg = cfg or TrainerConfig()
-        self.model, self.algo, self.source, self.publisher = model, algo, batch_source, publisher
+        self.algo = algo = one_algorithm(algo, batch_source)
+        if cfg.overlap and not (batch_source is None or isinstance(batch_source, WorksAhead)):
+            batch_source = SamplingAhead(batch_source)
+        self.model, self.source, self.publisher = model, batch_source, publisher
+        self._weights_are_shared = publisher is not None and publisher.shares_weights
         self.policy = Policy(
             model,
             attention=cfg.attention,
@@ -87,17 +96,20 @@ class Trainer:
         self.world = World.of(mesh, next(model.parameters()).device)
         if self.world.leads and batch_source is None:
             raise ConfigError("rank 0 needs a batch source")
+        if self.world.size > 1 and isinstance(batch_source, WorksAhead) and not cfg.overlap:
+            raise ConfigError("on several ranks a source that works ahead needs overlap=True")
         self.optimizer = MasterAdamW(model.named_parameters(), cfg)
         self.passes = Passes(self.policy, algo.loss, cfg, self.world, cost)
         self.step = self.version = self.nonfinite_steps = 0
         self.evaluate = evaluate
         self.log = MetricLog(loggers, cfg.run_dir, algo.name, writes=self.world.leads)
         self.perf = PerfMeter(model, self.world)
-        self._stateful = dict(stateful or {}) | _stateful_parts(algo, batch_source)
+        self._stateful: dict[str, Stateful] = {**(stateful or {}), "algorithm": algo}
+        if isinstance(batch_source, Stateful):
+            self._stateful["batch_source"] = batch_source
         self._checkpoints = Checkpointer(cfg.checkpoint, self.world) if cfg.checkpoint else None
         self._publish_log = PublishLog()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="ludic-train")
-        self._ahead: asyncio.Task[SAWBatch] | None = None
         self._saving_s = 0.0  # what the step before took to save: its own line came earlier
         self._states_before_ahead: dict[str, Any] | None = None
         self._asked = self._taken = 0  # steps, in this process; a resumed one may be ahead
@@ -129,7 +141,8 @@ class Trainer:
             if self._checkpoints and self._checkpoints.last_step != self.step:
                 await self._save()
         finally:
-            await self._stop_sampling_ahead()
+            if isinstance(self.source, WorksAhead):
+                await self.source.drop_ahead()
             if self._checkpoints is not None:
                 await self._run(self._checkpoints.finish)
 
@@ -153,8 +166,9 @@ class Trainer:
         batch = await self._next_batch()
         clock.lap("perf/wait_for_batch_s")
         last = self._goal is not None and self.step + 1 >= self._goal
-        if self.cfg.overlap and not last:
-            self._sample_ahead()
+        if isinstance(self.source, WorksAhead) and not last:
+            self._states_before_ahead = self._states()
+            self.source.start_ahead()
         parts = await self._run(mini_batches, batch, self.cfg, step=self.step)
         several, watched = len(parts) > 1, self.algo.watches_drift
         before = await self._run(score_batch, self.passes, batch) if several or watched else None
@@ -180,13 +194,13 @@ class Trainer:
                 skipped.append(line)
                 continue
             lines.append(line)
-            if not stepped and getattr(self.publisher, "shares_weights", False):
-                await self._sampled_ahead()  # the next batch belongs to the present policy
+            if not stepped and self._weights_are_shared:
+                await self._settle()  # the next batch belongs to the present policy
             async with self._updating():
                 await self._run(self.optimizer.step, rate, self._clip(line["train/grad_norm"]))
             stepped = True
             clock.lap("perf/optimizer_s")
-        await self._sampled_ahead()
+        await self._settle()
         clock.lap("perf/wait_for_next_batch_s")
         metrics = over_steps(lines or skipped)
         if stepped and watched and before is not None:
@@ -253,41 +267,39 @@ class Trainer:
         return batch or batch_from_dict(shared)
 
     async def _from_source(self) -> SAWBatch:
-        task, self._ahead = self._ahead, None
-        self._states_before_ahead = None
-        if task is not None:
-            return await task
+        """The source's next batch, prepared for the loss: the one place where that happens. One of
+        which nothing is left is followed by another, and its drops are counted there."""
         assert self.source is not None
-        return await self._bounded(
-            self.source.next_batch(),
-            "a batch",
-            type(self.source).__name__,
-            self.cfg.batch_timeout_s,
-        )
-
-    def _sample_ahead(self) -> None:
-        if self.source is not None and self.world.leads:
-            self._states_before_ahead = self._states()
-            work = self._bounded(
+        dropped: Counter[str] = Counter()
+        for _ in range(_MAX_EMPTY_BATCHES):
+            self._states_before_ahead = None
+            batch = await self._bounded(
                 self.source.next_batch(),
                 "a batch",
                 type(self.source).__name__,
                 self.cfg.batch_timeout_s,
             )
-            self._ahead = asyncio.ensure_future(work)
+            batch = self.algo.prepare(batch)
+            dropped += Counter(batch.meta.get("dropped", {}))
+            if batch.items:
+                return replace(batch, meta={**batch.meta, "dropped": dict(dropped)})
+        raise BatchError(
+            f"{_MAX_EMPTY_BATCHES} batches in a row held nothing to train on after the preprocess "
+            f"of {self.algo.name!r}; dropped, in turns: {dict(dropped)}. Look at why rewards do "
+            "not vary"
+        )
 
-    async def _sampled_ahead(self) -> None:
-        """Waits until the batch that is sampled ahead is whole; its error comes when it is used."""
-        if self._ahead is not None:
-            await asyncio.wait([self._ahead])
+    async def _settle(self) -> None:
+        """Waits until no batch is being made, on every rank."""
+        if isinstance(self.source, WorksAhead):
+            await self._bounded(
+                self.source.settle(),
+                "the batch that is made ahead",
+                type(self.source).__name__,
+                self.cfg.batch_timeout_s,
+            )
         if self.cfg.overlap:
             await self._run(self.world.barrier)
-
-    async def _stop_sampling_ahead(self) -> None:
-        if self._ahead is not None:
-            self._ahead.cancel()
-            await asyncio.gather(self._ahead, return_exceptions=True)
-            self._ahead = None
 
     def _updating(self) -> AbstractAsyncContextManager[None]:
         return self.publisher.updating() if self.publisher is not None else nullcontext()
@@ -362,13 +374,8 @@ class Trainer:
             raise DeadlineError(what, whom, seconds) from exc
 
 
-def _stateful_parts(*parts: Any) -> dict[str, Stateful]:
-    names = ("algorithm", "batch_source")
-    return {n: p for n, p in zip(names, parts, strict=True) if isinstance(p, Stateful)}
-
-
 def _batch_metrics(batch: SAWBatch) -> Metrics:
-    """What the batch source says of its rollouts, where it is a number."""
+    """What the batch source says of its rollouts, where it is a number, and what is trained on."""
     numbers = {k: v for k, v in batch.meta.items() if isinstance(v, (int, float))}
     counts = batch.counts
     return {

@@ -1,30 +1,23 @@
-"""The contracts of the training half: credit, losses, batch sources."""
+"""The contracts of the training half: losses and batch sources.
+
+Credit's is in `ludic.saw.credit`, an algorithm's in `ludic.training.algorithm`, a publisher's in
+`ludic.distributed.interfaces`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ludic.saw.credit import CreditAssigner as CreditAssigner
 from ludic.saw.items import BatchCounts, SAWBatch
-from ludic.types import Rollout, RolloutStepKey
-
-
-class CreditAssigner(Protocol):
-    """Gives every turn of every rollout its weight. Pure: the same rollouts, the same weights.
-
-    One with memory across batches also has `state_dict` and `load_state_dict`. One that forgets as
-    the policy moves has `watches_drift`, and `observe_drift(kl)` tells it of every update.
-    """
-
-    def compute(self, rollouts: Sequence[Rollout]) -> Mapping[RolloutStepKey, float]: ...
-
-
-PreprocessFn = Callable[[SAWBatch], SAWBatch]
+from ludic.training.preprocess import PreprocessFn as PreprocessFn
+from ludic.types import Stateful as Stateful
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +103,15 @@ Scope = Literal["token", "turn", "rollout"]
 
 
 class Loss(Protocol):
-    """To be minimised. `scope` says which tokens must be seen together: a loss with ratios over a
-    whole turn says "turn", and the turn's tokens then share a micro-batch. The three properties
-    may be plain class attributes."""
+    """To be minimised. The two properties may be plain class attributes.
+
+    `needs_logits` asks for whole logits. `scope` says which tokens must be seen together: a loss
+    with ratios over a whole turn says "turn", and the turn's tokens then share a micro-batch. A
+    loss that wants every batch changed first (a baseline, say) is also a `HasPreprocess`.
+    """
 
     @property
     def needs_logits(self) -> bool: ...
-
-    @property
-    def needs_entropy(self) -> bool: ...
 
     @property
     def scope(self) -> Scope: ...
@@ -130,16 +123,36 @@ class Loss(Protocol):
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """Where macro-batches come from. One that can be resumed has `state_dict` and
-    `load_state_dict`."""
+    """Where macro-batches come from: items with their credit, ready for `make_batch`.
 
-    async def next_batch(self) -> SAWBatch: ...
+    The trainer applies the algorithm's preprocess to every batch, whatever its source, so a source
+    leaves that alone. A source that can be resumed is also `Stateful`; one that assigns credit by
+    an algorithm is a `HasAlgorithm`; one that works while the trainer does, a `WorksAhead`.
+    """
+
+    async def next_batch(self) -> SAWBatch:
+        """The next macro-batch. Raises `StopAsyncIteration` when there are no more."""
+        ...
 
 
 @runtime_checkable
-class Stateful(Protocol):
-    """Something whose state is saved with a checkpoint; the state is JSON."""
+class WorksAhead(BatchSource, Protocol):
+    """A batch source that makes the next batch while the trainer trains on this one.
 
-    def state_dict(self) -> Mapping[str, Any]: ...
+    The trainer promises three things. It calls `start_ahead` only when another batch will be
+    trained on. It awaits `settle` before it changes weights that a sampler shares, and before an
+    update ends. And a checkpoint holds every part's state from before `start_ahead`, so that a
+    resumed run makes that batch again.
+    """
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def start_ahead(self) -> None:
+        """Begins the batch that the next call of `next_batch` returns."""
+        ...
+
+    async def settle(self) -> None:
+        """Returns once no batch is under way; its error, if any, comes with `next_batch`."""
+        ...
+
+    async def drop_ahead(self) -> None:
+        """Cancels and forgets the batch that was begun."""
+        ...

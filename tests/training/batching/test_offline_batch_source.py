@@ -3,7 +3,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from ludic.inference.templates.chat_template import ParsedCompletion
 from ludic.inference.templates.hf import HFChatTemplate
 from ludic.rollouts import CutFileWarning, GRPORequestStrategy, RolloutWriter
 from ludic.saw import SAWItem, drop_if, drop_overlong
+from ludic.training.algorithms.grpo import make_grpo
 from ludic.training.batching import OfflineBatchSource
-from ludic.training.credit_assignment.returns import GroupNormalizedReturn
 from ludic.types import ChatResponse, Fork, ForkReason, Message, Rollout, TokenTrace
 from tests.rollouts.worlds import engine, request, template
 
@@ -95,14 +94,9 @@ async def test_a_weight_scales_the_credit_of_its_row() -> None:
     assert [i.weight for i in batch.items] == [0.5, 2.0, 1.0]
 
 
-@dataclass
-class Algorithm:
-    credit_assigner: Any = field(default_factory=lambda: GroupNormalizedReturn(2))
-
-
 async def test_offline_rl_uses_rewards_and_keeps_groups_together() -> None:
     data = [{**r, "reward": float(i == 0), "group_id": f"g{i % 3}"} for i, r in enumerate(rows(6))]
-    running = source(data, algorithm=Algorithm(), batch_size=2, seed=3)
+    running = source(data, algorithm=make_grpo(2, normalize_adv=False), batch_size=2, seed=3)
     for _ in range(6):
         batch = await running.next_batch()
         assert batch.counts.groups == 1
@@ -192,8 +186,11 @@ async def test_stored_rollouts_give_the_batch_that_they_gave_online(tmp_path: Pa
     asked = GRPORequestStrategy(2).expand([request(env_seed=1), request(env_seed=2)])
     path = tmp_path / "r.jsonl.gz"
     with RolloutWriter(path) as writer:
-        online = await engine(writer=writer).generate_batch(asked, Algorithm(), max_steps=3)
-    offline = source(path, algorithm=Algorithm(), chat_template=None, shuffle=False)
+        online = await engine(writer=writer).generate_batch(
+            asked, make_grpo(2, normalize_adv=False), max_steps=3
+        )
+    algorithm = make_grpo(2, normalize_adv=False)
+    offline = source(path, algorithm=algorithm, chat_template=None, shuffle=False)
     batch = await offline.next_batch()
     assert batch.counts == online.counts
     by_id = {i.rollout_id: i for i in online.items}
@@ -336,3 +333,31 @@ async def test_masks_are_exact_with_real_templates(kind: str) -> None:
     if kind == "qwen3_thinking":
         assert "small numbers" in spoken[0]
         assert len(batch.items) == 2
+
+
+async def test_assistant_messages_inside_the_prompt_are_state_and_not_trained_on() -> None:
+    row = {"prompt": DIALOGUE[:4], "completion": DIALOGUE[4:]}
+    for train_on in ("all", "last"):
+        (item,) = (await source([row], train_on=train_on).next_batch()).items
+        trained = item.input_ids[item.action_mask.astype(bool)].tolist()
+        assert "Five." in template().codec.decode(trained)
+        assert "Four." not in template().codec.decode(trained)
+        assert "Four." in template().codec.decode(item.input_ids.tolist())
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "words"),
+    [
+        (5, {}, "row 1 is int, not a mapping"),
+        ({**rows(1)[0], "weight": "heavy"}, {}, "row 1: weight is 'heavy'"),
+        ({**rows(1)[0], "reward": float("nan")}, {}, "row 1: reward is nan"),
+        ({"messages": [{"role": "user", "content": 5}]}, {}, "row 1: message 0 has content of"),
+        ({"messages": [{"role": 5, "content": "x"}]}, {}, "row 1: message 0 has no role"),
+        ({"other": 1}, {"row_fn": lambda row: {"prompt": row["prompt"]}}, "row 1: row_fn raised"),
+    ],
+)
+async def test_a_bad_row_is_named_by_its_number(
+    row: Any, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SerializationError, match=words):
+        await source([rows(1)[0], row], shuffle=False, **options).next_batch()

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,30 +19,28 @@ from ludic.rollouts import (
     TargetSolveRate,
     read_rollouts,
 )
-from ludic.saw import SAWBatch, drop_if
+from ludic.saw import CreditAssigner, SAWBatch, drop_if
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithms.reinforce import ReinforceLoss
 from ludic.training.batching import DynamicSampling, RolloutBatchSource
 from ludic.training.credit_assignment.returns import GroupNormalizedReturn, MonteCarloReturn
-from ludic.types import Rollout, RolloutStepKey
 from tests.rollouts.worlds import engine, random_digit, request
 
 
-@dataclass
-class Algorithm:
-    """Credit, and the name it goes by."""
-
-    credit_assigner: Any = field(default_factory=MonteCarloReturn)
-    name: str = "test"
+def assigning(credit: CreditAssigner) -> RLAlgorithm:
+    """An algorithm of which only the credit matters."""
+    return RLAlgorithm("test", credit, ReinforceLoss())
 
 
-def grouped(size: int = 2) -> Algorithm:
-    return Algorithm(GroupNormalizedReturn(size))
+def grouped(size: int = 2) -> RLAlgorithm:
+    return assigning(GroupNormalizedReturn(size))
 
 
 def source(**options: Any) -> RolloutBatchSource:
     defaults: dict[str, Any] = {
         "engine": engine(),
         "request_fn": lambda: [request(num_episodes=2)],
-        "algorithm": Algorithm(),
+        "algorithm": assigning(MonteCarloReturn()),
         "max_steps": 3,
     }
     return RolloutBatchSource(**{**defaults, **options})
@@ -140,31 +136,10 @@ async def test_a_curriculum_is_asked_for_groups_and_told_the_outcomes() -> None:
     assert {i.meta["curriculum"] for i in batch.items} <= {"a", "b"}
 
 
-@dataclass
-class Tracking:
-    """Credit with a memory."""
-
-    seen: int = 0
-
-    def compute(self, rollouts: Sequence[Rollout]) -> Mapping[RolloutStepKey, float]:
-        self.seen += len(rollouts)
-        return MonteCarloReturn().compute(rollouts)
-
-
-@dataclass
-class Remembering(Algorithm):
-    def state_dict(self) -> Mapping[str, Any]:
-        return {"seen": self.credit_assigner.seen}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.credit_assigner.seen = state["seen"]
-
-
 async def test_a_resumed_source_goes_on_as_if_it_had_not_stopped() -> None:
     def make() -> RolloutBatchSource:
         return source(
             request_fn=TargetSolveRate({"a": request(env_seed=1), "b": request()}),
-            algorithm=Remembering(Tracking()),
             rollouts_per_update=3,
         )
 
@@ -173,7 +148,6 @@ async def test_a_resumed_source_goes_on_as_if_it_had_not_stopped() -> None:
     await whole.next_batch()
     resumed = make()
     resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
-    assert resumed.algorithm.credit_assigner.seen == 6  # type: ignore[attr-defined]
     for _ in range(2):
         a, b = await whole.next_batch(), await resumed.next_batch()
         assert ids(a) == ids(b)
@@ -181,13 +155,18 @@ async def test_a_resumed_source_goes_on_as_if_it_had_not_stopped() -> None:
     assert whole.state_dict() == resumed.state_dict()
 
 
+def test_a_state_from_when_sources_saved_the_algorithm_too_is_still_read() -> None:
+    running = source()
+    old = {"step": 3, "episodes": 6, "tokens": 9, "requests": None, "algorithm": {"name": "test"}}
+    running.load_state_dict(old)
+    assert running.step == 3
+
+
 def test_a_state_that_does_not_fit_is_refused() -> None:
     with pytest.raises(CheckpointError, match="no state"):
         source().load_state_dict({"step": 1})
     with pytest.raises(CheckpointError, match="do not fit"):
-        source().load_state_dict(
-            {"step": 1, "episodes": 1, "tokens": 1, "requests": {"given": {}}, "algorithm": None}
-        )
+        source().load_state_dict({"step": 1, "episodes": 1, "tokens": 1, "requests": {"given": {}}})
 
 
 async def test_groups_without_variance_are_sampled_again() -> None:
@@ -218,7 +197,7 @@ async def test_groups_without_variance_are_sampled_again() -> None:
     assert batch.meta["dropped"]["no_variance"] >= 2
     assert batch.meta["sampling_rounds"] == len(rounds) > 1
     assert all(i.weight != 0.0 for i in batch.items)
-    assert batch.meta["rollouts"] > batch.counts.rollouts
+    assert batch.meta["rollouts_sampled"] > batch.counts.rollouts
     assert running.step == 1
 
 
@@ -274,24 +253,6 @@ async def test_the_run_ends_cleanly_when_the_tokens_are_spent() -> None:
         await resumed.next_batch()
 
 
-async def test_scorers_see_the_batch_before_the_algorithm_prepares_it() -> None:
-    order: list[str] = []
-
-    class Scorer:
-        async def score(self, batch: SAWBatch) -> SAWBatch:
-            order.append("score")
-            return replace(batch, meta={**batch.meta, "scored": True})
-
-    class Prepares(Algorithm):
-        def preprocess(self, batch: SAWBatch) -> SAWBatch:
-            order.append("prepare")
-            assert batch.meta["scored"]
-            return batch
-
-    await source(algorithm=Prepares(), scorers=[Scorer()]).next_batch()
-    assert order == ["score", "prepare"]
-
-
 async def test_rollouts_are_written_on_the_way(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl.gz"
     with RolloutWriter(path) as writer:
@@ -308,7 +269,7 @@ async def test_the_policy_is_followed_when_a_member_is_lost() -> None:
         return source(
             engine=engine(random_digit, fault=fault, lost_member=policy),
             request_fn=lambda: [request(), request()],
-            algorithm=Algorithm(credit),
+            algorithm=assigning(credit),
         )
 
     dropped = await run("drop_group", GroupNormalizedReturn(2)).next_batch()

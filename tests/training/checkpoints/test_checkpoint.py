@@ -21,6 +21,7 @@ from ludic.training.checkpoints import state_shards
 from ludic.training.checkpoints.checkpoint import load_checkpoint
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.trainer import Trainer
+from ludic.training.types import WorksAhead
 from tests.training.synthetic import RecordingPublisher, SyntheticSource, reinforce
 
 
@@ -376,7 +377,8 @@ def test_with_overlap_the_batch_sampled_ahead_is_sampled_again(tmp_path: Path) -
         trainer._goal = -1
         await trainer.train_step()
         await trainer.train_step()
-        await trainer._stop_sampling_ahead()
+        assert isinstance(trainer.source, WorksAhead)
+        await trainer.source.drop_ahead()
 
     asyncio.run(two_steps())
     trainer.close()

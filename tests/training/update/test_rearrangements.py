@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ludic.inference.tiny import tiny_model
-from ludic.saw import batch_from_rollouts, build_items, make_batch, prepare_batch
+from ludic.saw import batch_from_rollouts, build_items, make_batch
 from ludic.saw.items import SAWBatch
 from ludic.training import (
     CorrectedLoss,
@@ -110,7 +110,7 @@ def loss_and_gradient(
         assert behavior is not None
         attached = replace(item.attachments, teacher_logprobs=behavior - np.float32(0.25))
         items.append(replace(item, attachments=attached))
-    batch = prepare_batch(make_batch(items, batch.meta), chosen)
+    batch = chosen.prepare(make_batch(items, batch.meta))
     layout = lay_out(batch)
     (plan,) = plan_micro_batches(layout, micro_token_budget=budget, scope=chosen.loss.scope)
     policy().zero_grad()

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from ludic.saw.items import SAWBatch
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.reinforce import ReinforceLoss
-from ludic.training.batching.preprocess import subtract_mean
 from ludic.training.credit_assignment.returns import MonteCarloReturn
 from ludic.training.losses.aggregation import Aggregation, token_mean
+from ludic.training.preprocess import subtract_mean
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.cispo import CISPOLoss
-from ludic.training.batching.preprocess import drop_zero_variance_groups
 from ludic.training.credit_assignment.returns import HybridNormalizedReturn
 from ludic.training.losses.aggregation import Aggregation, group_mean
+from ludic.training.preprocess import drop_zero_variance_groups
 
 
 def make_scalerl(

@@ -1,6 +1,7 @@
 """Batch sources: where the trainer's macro-batches come from. No torch here."""
 
+from ludic.training.batching.ahead import SamplingAhead
 from ludic.training.batching.offline_batch_source import OfflineBatchSource
 from ludic.training.batching.rollout_batch_source import DynamicSampling, RolloutBatchSource
 
-__all__ = ["DynamicSampling", "OfflineBatchSource", "RolloutBatchSource"]
+__all__ = ["DynamicSampling", "OfflineBatchSource", "RolloutBatchSource", "SamplingAhead"]

@@ -31,11 +31,14 @@ TrainOn: TypeAlias = Literal["all", "last"]
 _FOLLOW_UP: Message = {"role": "user", "content": "."}
 
 
-def row_messages(row: Mapping[str, Any], where: str) -> list[Message]:
-    """The dialogue of a row: `messages`, or a `prompt` and a `completion`, each of which is text
-    or messages. Raises `SerializationError` for anything else."""
+def row_messages(row: Mapping[str, Any], where: str) -> tuple[list[Message], int]:
+    """The dialogue of a row, and how many of its messages are only prompt.
+
+    A row has `messages`, or a `prompt` and a `completion`, each of which is text or messages.
+    Raises `SerializationError` for anything else.
+    """
     if "messages" in row:
-        return _messages(row["messages"], where)
+        return _messages(row["messages"], where), 0
     if "prompt" in row and "completion" in row:
         prompt, completion = row["prompt"], row["completion"]
         before = (
@@ -48,7 +51,7 @@ def row_messages(row: Mapping[str, Any], where: str) -> list[Message]:
             if isinstance(completion, str)
             else _messages(completion, where)
         )
-        return before + after
+        return before + after, len(before)
     raise SerializationError(
         f"{where}: has {sorted(row)}; a row needs 'messages', or 'prompt' and 'completion', or a "
         "stored rollout: map it with row_fn"
@@ -62,14 +65,18 @@ def rollout_from_messages(
     rollout_id: str,
     tools: Tools = None,
     train_on: TrainOn = "all",
+    prompt_messages: int = 0,
     reward: float = 0.0,
     group_id: str | None = None,
     task_key: str | None = None,
     meta: Mapping[str, Any] | None = None,
 ) -> Rollout:
     """A dialogue as a rollout: every trained assistant message is a turn, and `reward` comes with
-    the last. There are no log-probs, since nobody sampled it."""
-    spoken = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    the last. The first `prompt_messages` are state, whoever wrote them. There are no log-probs,
+    since nobody sampled it."""
+    spoken = [
+        i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= prompt_messages
+    ]
     if not spoken:
         raise TemplateError(f"{rollout_id}: no assistant message, so there is nothing to train on")
     if spoken[0] == 0:
@@ -150,9 +157,14 @@ def _messages(value: Any, where: str) -> list[Message]:
         raise SerializationError(f"{where}: messages must be a list, not {type(value).__name__}")
     messages: list[Message] = []
     for number, entry in enumerate(value):
-        if not isinstance(entry, Mapping) or "role" not in entry:
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
             raise SerializationError(f"{where}: message {number} has no role: {entry!r}")
         # Tables fill the fields that a message does not have with nulls.
-        present = {k: v for k, v in entry.items() if v is not None}
-        messages.append({"content": "", **present})  # type: ignore[typeddict-item]
+        present = {"content": "", **{k: v for k, v in entry.items() if v is not None}}
+        if not isinstance(present["content"], str):
+            raise SerializationError(
+                f"{where}: message {number} has content of type "
+                f"{type(present['content']).__name__}; it must be text"
+            )
+        messages.append(present)  # type: ignore[arg-type]
     return messages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,17 +11,24 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ludic.errors import BatchError, CheckpointError, ConfigError, MissingExtraError
+from ludic.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    MissingExtraError,
+    SerializationError,
+)
 from ludic.inference.templates.chat_template import ChatTemplate
 from ludic.rollouts.storage import CutFileWarning, parse_line, read_lines, rollout_from_row
-from ludic.saw.assembly import Algorithm, AssignsCredit, batch_from_rollouts, prepare_batch
+from ludic.saw.assembly import batch_from_rollouts
 from ludic.saw.building import build_items
+from ludic.saw.credit import CreditAssigner
 from ludic.saw.filters import SampleFilter
 from ludic.saw.grouping import LostMember
 from ludic.saw.items import SAWBatch
 from ludic.seeding import derive_seed
+from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.demonstrations import TrainOn, rollout_from_messages, row_messages
-from ludic.training.batching.rollout_batch_source import Scorer
 from ludic.training.credit_assignment.returns import ConstantCredit
 from ludic.types import Rollout, RolloutStepKey
 
@@ -47,7 +55,7 @@ class OfflineBatchSource:
         data: Data,
         *,
         chat_template: ChatTemplate | None = None,
-        algorithm: Algorithm | None = None,
+        algorithm: RLAlgorithm | None = None,
         batch_size: int | None = None,
         batch_tokens: int | None = None,
         epochs: int | None = None,
@@ -58,7 +66,6 @@ class OfflineBatchSource:
         sample_filter: SampleFilter | None = None,
         merge: bool = True,
         lost_member: LostMember = "drop_group",
-        scorers: Sequence[Scorer] = (),
     ) -> None:
         if (batch_size is None) == (batch_tokens is None):
             raise ConfigError("OfflineBatchSource: set either batch_size or batch_tokens")
@@ -78,7 +85,6 @@ class OfflineBatchSource:
         self.row_fn = row_fn
         self.train_on: TrainOn = train_on
         self.sample_filter, self.merge, self.lost_member = sample_filter, merge, lost_member
-        self.scorers = tuple(scorers)
         self._rows = _load(data)
         if not len(self._rows):
             raise ConfigError("OfflineBatchSource: the data holds no rows")
@@ -122,11 +128,8 @@ class OfflineBatchSource:
                 meta=meta,
             )
             if batch.items:
-                break
+                return batch
             drops = Counter(batch.meta["dropped"])
-        for scorer in self.scorers:
-            batch = await scorer.score(batch)
-        return batch if self.algorithm is None else prepare_batch(batch, self.algorithm)
 
     def _take(self) -> list[Rollout]:
         """The rollouts of the next batch; moves the position behind them."""
@@ -162,41 +165,53 @@ class OfflineBatchSource:
             return [[index] for index in range(len(self._rows))]
         units: dict[Any, list[int]] = {}
         for index in range(len(self._rows)):
-            row = self._rows[index]
-            if isinstance(row, Rollout):
-                group = row.group_id
-            else:
-                row = row if self.row_fn is None else self.row_fn(row)
-                group = row.get("group_id") or None
+            row = self._row(index)
+            group = row.group_id if isinstance(row, Rollout) else row.get("group_id") or None
             units.setdefault(index if group is None else ("group", group), []).append(index)
         return list(units.values())
 
-    def _rollout(self, index: int) -> Rollout:
+    def _row(self, index: int) -> Row | Rollout:
+        """The row as `row_fn` maps it."""
         row = self._rows[index]
         if isinstance(row, Rollout):
             return row
-        where = f"row {index}"
         if self.row_fn is not None:
-            row = self.row_fn(row)
+            try:
+                row = self.row_fn(row)
+            except Exception as exc:
+                raise SerializationError(
+                    f"row {index}: row_fn raised {type(exc).__name__}: {exc}"
+                ) from exc
+        if not isinstance(row, Mapping):
+            raise SerializationError(
+                f"row {index} is {type(row).__name__}, not a mapping: map it with row_fn"
+            )
+        return row
+
+    def _rollout(self, index: int) -> Rollout:
+        row, where = self._row(index), f"row {index}"
+        if isinstance(row, Rollout):
+            return row
         if "rollout" in row:
             return rollout_from_row(row, where)
-        messages = row_messages(row, where)
+        messages, prompt_messages = row_messages(row, where)
         if self.chat_template is None:
             raise ConfigError(
                 f"{where} holds messages: OfflineBatchSource needs a chat_template, such as "
                 "HFChatTemplate(tokenizer), to make tokens of them"
             )
-        weight = row.get("weight")
+        weight = _number(row, "weight", where)
         return rollout_from_messages(
             messages,
             self.chat_template,
             rollout_id=f"row-{index}",
             tools=row.get("tools") or None,
             train_on=self.train_on,
-            reward=float(row.get("reward") or 0.0),
+            prompt_messages=prompt_messages,
+            reward=_number(row, "reward", where) or 0.0,
             group_id=row.get("group_id") or None,
             task_key=row.get("task_key") or None,
-            meta={} if weight is None else {"weight": float(weight)},
+            meta={} if weight is None else {"weight": weight},
         )
 
     def _tokens_of(self, rollouts: Sequence[Rollout]) -> int:
@@ -204,7 +219,7 @@ class OfflineBatchSource:
         items = build_items(rollouts, credit, merge=self.merge, sample_filter=self.sample_filter)
         return sum(len(item.input_ids) for item in items)
 
-    def _credit(self) -> AssignsCredit:
+    def _credit(self) -> CreditAssigner:
         given = ConstantCredit() if self.algorithm is None else self.algorithm.credit_assigner
         return _RowWeighted(given)
 
@@ -233,7 +248,7 @@ class OfflineBatchSource:
 class _RowWeighted:
     """Credit times the weight that a row carries."""
 
-    def __init__(self, credit: AssignsCredit) -> None:
+    def __init__(self, credit: CreditAssigner) -> None:
         self._credit = credit
 
     def compute(self, rollouts: Sequence[Rollout]) -> Mapping[RolloutStepKey, float]:
@@ -242,6 +257,19 @@ class _RowWeighted:
         if not weights:
             return credit
         return {key: value * weights.get(key[0], 1.0) for key, value in credit.items()}
+
+
+def _number(row: Row, name: str, where: str) -> float | None:
+    value = row.get(name)
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise SerializationError(f"{where}: {name} is {value!r}; it must be a finite number")
+    return number
 
 
 def _load(data: Any) -> Sequence[Any]:

@@ -10,12 +10,12 @@ from ludic.errors import CheckpointError, ConfigError
 from ludic.rollouts.curricula import Curriculum
 from ludic.rollouts.requests import RolloutRequest
 from ludic.rollouts.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
-from ludic.saw.assembly import Algorithm
-from ludic.types import Rollout
+from ludic.training.algorithm import RLAlgorithm
+from ludic.types import Rollout, Stateful
 
 Requests: TypeAlias = Sequence[RolloutRequest]
 RequestFn: TypeAlias = Callable[..., Requests | Awaitable[Requests]]
-"""`fn(step)` or `fn()`. One that remembers what it gave has `state_dict` and `load_state_dict`."""
+"""`fn(step)` or `fn()`. One that remembers what it returned is also `Stateful`."""
 
 
 class RequestFeed:
@@ -57,24 +57,22 @@ class RequestFeed:
             self._curriculum.report(rollouts)
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        state = getattr(self.source, "state_dict", None)
-        return None if state is None else dict(state())
+        return dict(self.source.state_dict()) if isinstance(self.source, Stateful) else None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        load = getattr(self.source, "load_state_dict", None)
-        if (load is None) != (state is None):
+        if isinstance(self.source, Stateful) == (state is None):
             raise CheckpointError(
                 "the checkpoint and this run's request_fn do not fit: one of them has a state and "
                 "the other has none; resume with the request_fn that the run began with"
             )
-        if load is not None:
-            load(state)
+        if isinstance(self.source, Stateful) and state is not None:
+            self.source.load_state_dict(state)
 
 
-def choose_strategy(strategy: RequestStrategy | None, algorithm: Algorithm) -> RequestStrategy:
+def choose_strategy(strategy: RequestStrategy | None, algorithm: RLAlgorithm) -> RequestStrategy:
     """The given strategy, checked against the group size that the algorithm compares; without
     one, groups where the algorithm compares them."""
-    size = group_size_of(algorithm)
+    size = algorithm.group_size
     if strategy is None:
         return IdentityStrategy() if size is None else GRPORequestStrategy(size)
     if size is not None and strategy.group_size not in (1, size):
@@ -83,12 +81,6 @@ def choose_strategy(strategy: RequestStrategy | None, algorithm: Algorithm) -> R
             f"compares groups of {size}: give both the same group_size"
         )
     return strategy
-
-
-def group_size_of(algorithm: Algorithm) -> int | None:
-    """How many rollouts the algorithm's credit compares with each other; None where it does not."""
-    size = getattr(algorithm.credit_assigner, "group_size", None)
-    return None if size is None else int(size)
 
 
 def _takes_argument(function: Callable[..., Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ludic.errors import CheckpointError, ConfigError, RolloutError
 from ludic.rollouts.curricula import Curriculum
@@ -13,25 +13,15 @@ from ludic.rollouts.engine import RolloutEngine, RolloutWriterLike
 from ludic.rollouts.progress import Budget, ProgressCallback
 from ludic.rollouts.requests import RolloutRequest
 from ludic.rollouts.strategies import IdentityStrategy, RequestStrategy
-from ludic.saw.assembly import Algorithm, batch_from_rollouts, prepare_batch
+from ludic.saw.assembly import batch_from_rollouts
 from ludic.saw.filters import SampleFilter
 from ludic.saw.grouping import settle_groups
 from ludic.saw.items import SAWBatch
 from ludic.saw.statistics import rollout_statistics
 from ludic.seeding import derive_seed
-from ludic.training.batching.requests import (
-    RequestFeed,
-    RequestFn,
-    choose_strategy,
-    group_size_of,
-)
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.batching.requests import RequestFeed, RequestFn, choose_strategy
 from ludic.types import Rollout
-
-
-class Scorer(Protocol):
-    """Adds what others say of the sampled tokens, such as reference or teacher log-probs."""
-
-    async def score(self, batch: SAWBatch) -> SAWBatch: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +42,9 @@ class RolloutBatchSource:
     `request_fn` is a function of the step, or without arguments, or a `Curriculum`. Without a
     `request_strategy`, requests become groups of the size that the algorithm's credit compares;
     those that come with a `group_id` stay as they are. `rollouts_per_update` is the number of
-    episodes per batch (each gives one rollout per agent). `scorers` see the batch before the
-    algorithm's own preparation. The `budget` is that of the whole run: when it is spent,
-    `next_batch` raises `StopAsyncIteration`. Seeds come from the engine's seed and the step.
+    episodes per batch (each gives one rollout per agent). The `budget` is that of the whole run:
+    when it is spent, `next_batch` raises `StopAsyncIteration`. Seeds come from the engine's seed
+    and the step.
     """
 
     def __init__(
@@ -62,14 +52,13 @@ class RolloutBatchSource:
         *,
         engine: RolloutEngine,
         request_fn: RequestFn | Curriculum,
-        algorithm: Algorithm,
+        algorithm: RLAlgorithm,
         max_steps: int = 100,
         concurrency: int = 8,
         request_strategy: RequestStrategy | None = None,
         sample_filter: SampleFilter | None = None,
         merge: bool = True,
         writer: RolloutWriterLike | None = None,
-        scorers: Sequence[Scorer] = (),
         rollouts_per_update: int | None = None,
         resample: DynamicSampling | None = None,
         budget: Budget | None = None,
@@ -84,7 +73,6 @@ class RolloutBatchSource:
         self.sample_filter = sample_filter
         self.merge = merge
         self.writer = writer
-        self.scorers = tuple(scorers)
         self.rollouts_per_update = rollouts_per_update
         self.resample = resample
         self.budget = budget or Budget()
@@ -95,7 +83,7 @@ class RolloutBatchSource:
         self._episodes = 0
         self._tokens = 0
         if rollouts_per_update is not None:
-            _check_whole_groups(rollouts_per_update, self._group_size)
+            self._check_whole_groups(rollouts_per_update)
         if resample is not None and self._group_size == 1:
             raise ConfigError("DynamicSampling needs groups: give a GRPORequestStrategy")
         per_request = self.strategy.group_size
@@ -106,7 +94,15 @@ class RolloutBatchSource:
 
     @property
     def _group_size(self) -> int:
-        return group_size_of(self.algorithm) or self.strategy.group_size
+        return self.algorithm.group_size or self.strategy.group_size
+
+    def _check_whole_groups(self, rollouts_per_update: int) -> None:
+        self.algorithm.check_rollouts_per_update(rollouts_per_update)
+        if rollouts_per_update % self.strategy.group_size:
+            raise ConfigError(
+                f"rollouts_per_update={rollouts_per_update} is not a multiple of the request "
+                f"strategy's group_size={self.strategy.group_size}: a batch holds whole groups"
+            )
 
     async def next_batch(self) -> SAWBatch:
         """The next batch; one that turns out empty is counted and followed by another, at most
@@ -127,7 +123,7 @@ class RolloutBatchSource:
         if self._spent():
             raise StopAsyncIteration(f"the budget is spent: {self.budget}")
         kept, sampled, rounds = await self._rollouts(drops)
-        batch = batch_from_rollouts(
+        return batch_from_rollouts(
             kept,
             self.algorithm.credit_assigner,
             sample_filter=self.sample_filter,
@@ -141,10 +137,6 @@ class RolloutBatchSource:
                 "sampling_rounds": rounds,
             },
         )
-        if batch.items:
-            for scorer in self.scorers:
-                batch = await scorer.score(batch)
-        return prepare_batch(batch, self.algorithm)
 
     async def _rollouts(self, drops: Counter[str]) -> tuple[list[Rollout], list[Rollout], int]:
         """The batch's rollouts, all that were sampled for it, and in how many rounds."""
@@ -228,36 +220,24 @@ class RolloutBatchSource:
         )
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Everything that decides what comes next: the step, what was spent, and the state of the
-        curriculum and of the algorithm where they have one."""
-        algorithm = getattr(self.algorithm, "state_dict", None)
+        """Everything that decides what comes next: the step, what was spent, and the curriculum's
+        state where it has one. The trainer saves the algorithm's."""
         return {
             "step": self.step,
             "episodes": self._episodes,
             "tokens": self._tokens,
             "requests": self._feed.state_dict(),
-            "algorithm": None if algorithm is None else dict(algorithm()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken."""
+        """Continues where `state_dict` was taken."""
         try:
             step, episodes, tokens = (int(state[k]) for k in ("step", "episodes", "tokens"))
-            requests, algorithm = state["requests"], state["algorithm"]
+            requests = state["requests"]
         except (KeyError, TypeError, ValueError) as exc:
             raise CheckpointError(f"this is no state of a RolloutBatchSource: {exc!r}") from exc
         self._feed.load_state_dict(requests)
-        if algorithm is not None and (load := getattr(self.algorithm, "load_state_dict", None)):
-            load(algorithm)
         self.step, self._episodes, self._tokens = step, episodes, tokens
-
-
-def _check_whole_groups(rollouts_per_update: int, group_size: int) -> None:
-    if rollouts_per_update < 1 or rollouts_per_update % group_size:
-        raise ConfigError(
-            f"rollouts_per_update={rollouts_per_update} is not a positive multiple of "
-            f"group_size={group_size}: a batch holds whole groups"
-        )
 
 
 def _groups(rollouts: Sequence[Rollout]) -> set[str | None]:

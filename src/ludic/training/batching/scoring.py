@@ -22,6 +22,7 @@ from ludic.inference.client import ChatClient, TokenCompletionRequest
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
+from ludic.training.algorithm import HasAlgorithm, RLAlgorithm
 from ludic.training.types import BatchSource, Stateful
 
 if TYPE_CHECKING:
@@ -221,6 +222,11 @@ class ScoredBatchSource:
 
     source: BatchSource
     scorers: Sequence[BatchScorer]
+
+    @property
+    def algorithm(self) -> RLAlgorithm | None:
+        """The algorithm of the source inside."""
+        return self.source.algorithm if isinstance(self.source, HasAlgorithm) else None
 
     async def next_batch(self) -> SAWBatch:
         """The next batch of the source inside, scored."""

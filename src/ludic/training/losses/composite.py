@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from ludic.errors import BatchError, ConfigError
-from ludic.training.batching.preprocess import chain
 from ludic.training.losses.aggregation import Aggregation, token_mean
+from ludic.training.preprocess import chain, preprocess_of
 from ludic.training.types import Loss, LossBatch, LossStats, Scope, Stat, TokenLogProbs
 
 SCOPES: tuple[Scope, ...] = ("token", "turn", "rollout")
@@ -36,7 +36,7 @@ class CompositeLoss:
         if not terms:
             raise ConfigError("CompositeLoss needs at least one (coefficient, loss)")
         self.terms = terms
-        self.preprocess = chain(*(getattr(loss, "preprocess", None) for _, loss in terms))
+        self.preprocess = chain(*(preprocess_of(loss) for _, loss in terms))
 
     @property
     def needs_logits(self) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor
 from ludic.errors import ConfigError, NotTrainableError
 from ludic.training.losses.composite import widest
 from ludic.training.losses.policy_ratio import check_bounds, exp_bounded, mean_over
+from ludic.training.preprocess import preprocess_of
 from ludic.training.types import Loss, LossBatch, LossStats, Scope, Stat, TokenLogProbs
 
 Level = Literal["token", "turn", "rollout"]
@@ -130,7 +131,7 @@ class CorrectedLoss:
                 "CorrectedLoss needs at least one correction, such as TruncatedImportance()"
             )
         self.loss, self.corrections = loss, corrections
-        self.preprocess = getattr(loss, "preprocess", None)
+        self.preprocess = preprocess_of(loss)
 
     @property
     def needs_logits(self) -> bool:

@@ -1,7 +1,8 @@
 """What is done to a macro-batch as a whole before it is trained on. NumPy only.
 
-A preprocess takes a `SAWBatch` and answers another one. It runs once, after credit, filters and
-scorers and before the batch is split, so that it may use quantities of the whole batch.
+A preprocess takes a `SAWBatch` and returns another one. The trainer runs it once on every batch,
+after credit, filters and scorers and before the batch is split, so that it may use quantities of
+the whole batch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +20,27 @@ from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem, TurnSpan
 from ludic.types import RolloutStepKey
 
-Preprocess = Callable[[SAWBatch], SAWBatch]
+PreprocessFn = Callable[[SAWBatch], SAWBatch]
+
+
+@runtime_checkable
+class HasPreprocess(Protocol):
+    """A loss that wants every macro-batch changed before it is split."""
+
+    @property
+    def preprocess(self) -> PreprocessFn | None: ...
+
+
+def preprocess_of(loss: object) -> PreprocessFn | None:
+    """The preprocess that a loss brings, if it brings one."""
+    return loss.preprocess if isinstance(loss, HasPreprocess) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
     """Several preprocesses, one after the other, left to right."""
 
-    steps: tuple[Preprocess, ...]
+    steps: tuple[PreprocessFn, ...]
 
     def __call__(self, batch: SAWBatch) -> SAWBatch:
         for step in self.steps:
@@ -34,9 +48,9 @@ class Chain:
         return batch
 
 
-def chain(*steps: Preprocess | None) -> Preprocess | None:
+def chain(*steps: PreprocessFn | None) -> PreprocessFn | None:
     """All the steps as one, each of them once; None for none."""
-    todo: list[Preprocess] = []
+    todo: list[PreprocessFn] = []
     for step in steps:
         for part in step.steps if isinstance(step, Chain) else (step,):
             if part is not None and part not in todo:

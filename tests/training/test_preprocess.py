@@ -15,7 +15,7 @@ from ludic.saw.batch import make_batch
 from ludic.saw.building import build_items
 from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem, TurnSpan
 from ludic.training import GroupNormalizedReturn, KLInReward, MonteCarloReturn
-from ludic.training.batching.preprocess import (
+from ludic.training.preprocess import (
     chain,
     drop_zero_variance_groups,
     subtract_mean,
