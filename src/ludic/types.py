@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
+from typing import Annotated, Literal, NotRequired, TypeAlias
+
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from ludic.errors import DataError
-from ludic.json_codec import check_json, from_json, from_plain, to_json, to_plain
+from ludic.json_codec import ByKind, JsonObject, check_json, from_json, to_json
 
 __all__ = [
     "Action",
@@ -40,15 +42,13 @@ __all__ = [
     "VersionSpan",
     "check_json",
     "from_json",
-    "from_plain",
     "to_json",
-    "to_plain",
 ]
 
 AgentID: TypeAlias = str
 Obs: TypeAlias = str
 Action: TypeAlias = str
-Info: TypeAlias = Mapping[str, Any]
+Info: TypeAlias = JsonObject
 """Extra facts about a step. The values must be JSON: None, bool, int, float, str, list, dict."""
 
 
@@ -56,7 +56,7 @@ class FunctionCall(TypedDict):
     """The function half of a tool call; `arguments` is a JSON object."""
 
     name: str
-    arguments: Mapping[str, Any]
+    arguments: JsonObject
 
 
 class ToolCall(TypedDict):
@@ -220,7 +220,7 @@ class AgentStep:
     fork: Fork | None = None
     tool_messages: tuple[Message, ...] = ()
     tool_call_errors: tuple[str, ...] = ()
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sampling: JsonObject = field(default_factory=dict)
     info: Info = field(default_factory=dict)
     kind: Literal["agent"] = "agent"
 
@@ -257,7 +257,7 @@ class EnvironmentStep:
             )
 
 
-Step: TypeAlias = AgentStep | EnvironmentStep
+Step: TypeAlias = Annotated[AgentStep | EnvironmentStep, ByKind()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +265,7 @@ class EnvSpec:
     """Which environment, by registered name, with which arguments. Pure data."""
 
     kind: str
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ class ProtocolSpec:
     """Which interaction protocol, by registered name, with which arguments. Pure data."""
 
     kind: str
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

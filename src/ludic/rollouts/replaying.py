@@ -20,7 +20,6 @@ from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.sampling import InferenceSpec
 from ludic.inference.templates.chat_template import ChatTemplate, ParsedCompletion
 from ludic.interaction.base import Runtime
-from ludic.json_codec import from_plain
 from ludic.rollouts.episodes import EnvFactory, EpisodeRunner, ProtocolFactory
 from ludic.rollouts.planning import Episode
 from ludic.rollouts.requests import RolloutRequest
@@ -36,6 +35,7 @@ from ludic.types import (
     Step,
     TokenTrace,
     TruncationReason,
+    from_json,
 )
 
 _OUTSIDE = {
@@ -137,7 +137,7 @@ def _episode_of(rollouts: Sequence[Rollout]) -> tuple[Episode, int]:
     request = RolloutRequest(
         first.env,
         first.protocol,
-        inference=None if inference is None else from_plain(InferenceSpec, inference),
+        inference=None if inference is None else from_json(InferenceSpec, json.dumps(inference)),
     )
     seed = first.sampling_seed if first.sampling_seed is not None else 0
     episode = Episode(0, first.episode_id, request, first.env_seed, seed)
