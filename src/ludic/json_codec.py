@@ -8,7 +8,7 @@ keep every bit, NaN and the infinities included.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, overload
 
@@ -62,7 +62,8 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
         ser_json_inf_nan="constants",
     )
     # An alias, because pydantic takes a configuration only for types that cannot have their own.
-    return TypeAdapter(TypeAliasType("Stored", cls), config=config)  # type: ignore[misc]
+    stored: Any = TypeAliasType("Stored", cls)
+    return TypeAdapter(stored, config=config)
 
 
 def to_json(value: Any, cls: Any = None) -> bytes:
@@ -129,7 +130,7 @@ def _not_json(value: Any, path: str = "", depth: int = 0) -> str | None:
         for key in value:
             if not isinstance(key, str):
                 return f"{path} has the key {_shown(key)}; JSON has only strings"
-        items = value.items()
+        items: Iterable[tuple[Any, Any]] = value.items()
     elif isinstance(value, list):
         items = enumerate(value)
     else:

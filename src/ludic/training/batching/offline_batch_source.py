@@ -12,7 +12,8 @@ import numpy as np
 
 from ludic.errors import BatchError, CheckpointError, ConfigError, MissingExtraError
 from ludic.inference.templates.chat_template import ChatTemplate
-from ludic.rollouts.storage import CutFileWarning, parse_line, read_lines, rollout_from_row
+from ludic.rollouts.lines import CutFileWarning, parse_line, read_lines
+from ludic.rollouts.storage import rollout_from_row
 from ludic.saw.assembly import Algorithm, AssignsCredit, batch_from_rollouts, prepare_batch
 from ludic.saw.building import build_items
 from ludic.saw.filters import SampleFilter
