@@ -109,7 +109,7 @@ class ForkReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """What `ChatTemplate.extend` answers when it cannot extend: the reason, and where it shows."""
+    """What `ChatTemplate.extend` returns when it cannot extend: the reason, and where it shows."""
 
     reason: ForkReason
     detail: str = ""
@@ -175,10 +175,10 @@ class TokenTrace:
 
 @dataclass(frozen=True, slots=True)
 class ChatResponse:
-    """What an inference backend answers to one request, normalised.
+    """An inference backend's response to one request, in one form for all backends.
 
     `text` is the decoded completion where the backend decodes; a backend that returns only text
-    leaves `trace` as None, and its answers can be shown but not trained on.
+    leaves `trace` as None, and its responses can be shown but not trained on.
     """
 
     trace: TokenTrace | None
@@ -205,7 +205,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class AgentStep:
-    """One model call: the prompt as tokens, the assistant's message, and what its tools answered.
+    """One model call: the prompt as tokens, the assistant's message, and its tools' results.
 
     `new_messages` are the messages that entered the conversation since the previous model call
     of the rollout, so that the whole dialogue can be read back without storing it once per call.

@@ -1,4 +1,4 @@
-"""From requests to episodes: every one with its own id and its own seeds."""
+"""From requests to episodes, each with its id and seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a call of the engine is, what it may spend, and how many failures it bears."""
+"""A call's progress, its budget, and the failure rate at which it stops."""
 
 from __future__ import annotations
 

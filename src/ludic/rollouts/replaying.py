@@ -1,4 +1,4 @@
-"""Replay: runs a recorded episode again and says where, if anywhere, it takes another way.
+"""Replay: runs a recorded episode again and reports where it first differs, if it does.
 
 The episode goes through the same protocol as the first time, with the recorded seeds. What the
 model said comes from the record, so that neither a model nor a tokenizer is needed: tools, parsers,
@@ -68,7 +68,7 @@ async def replay(
             TapeTemplate(tape) if chat_template is None else chat_template,
             "replay",
         )
-        # Sampling settings have no say in what a tape answers.
+        # A tape ignores sampling settings.
         episode = replace(episode, request=replace(episode.request, inference=None))
     runner = EpisodeRunner(
         env_registry, protocol_registry, runtime, step_timeout_s, episode_timeout_s

@@ -11,7 +11,7 @@ from ludic.types import EnvSpec, Info, ProtocolSpec
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """A wish for `num_episodes` episodes of one environment under one protocol.
+    """Asks for `num_episodes` episodes of one environment under one protocol.
 
     A single episode uses the seeds as they are given; several differ in the seeds derived from
     them. Episodes with the same `group_id`, of one request or of several, share the environment's

@@ -46,7 +46,7 @@ class RolloutWriter:
         self._file: BinaryIO | None = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
     def write(self, rollout: Rollout) -> None:
-        """Appends one rollout and hands it to the operating system."""
+        """Appends one rollout, past any buffer in this process."""
         if self._file is None:
             raise SerializationError(f"{self.path} was written to after it was closed")
         line = json.dumps(rollout_row(rollout), ensure_ascii=False).encode() + b"\n"

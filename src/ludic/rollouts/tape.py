@@ -1,4 +1,4 @@
-"""A record in the model's place: a client and a template that answer with what was said then."""
+"""A record in place of a model: a client and a template that return what was recorded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Tape:
 
 
 class TapeClient:
-    """Answers each conversation's calls with what was recorded for them."""
+    """Returns, for each conversation's calls, what was recorded for them."""
 
     def __init__(self, tape: Tape, *, with_tokens: bool) -> None:
         self._tape = tape
