@@ -315,10 +315,31 @@ def test_log_probs_and_kept_ids_have_the_length_of_the_completion() -> None:
         TokenTrace((1,), (2, 3), kept_token_ids=((),))
 
 
-def test_a_version_span_lies_inside_the_completion() -> None:
-    for span in (VersionSpan(0, 3, 1), VersionSpan(-1, 1, 1), VersionSpan(2, 1, 1)):
-        with pytest.raises(DataError, match="outside the 2 completion tokens"):
-            TokenTrace((), (2, 3), version_spans=(span,))
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(0, 3)],
+        [(0, 1), (1, 3)],
+        [(-1, 2)],
+        [(0, 1)],
+        [(1, 2)],
+        [(0, 1), (0, 2)],
+        [(1, 2), (0, 1)],
+        [(0, 2), (2, 0), (0, 2)],
+    ],
+)
+def test_version_spans_that_do_not_cover_each_token_once_are_refused(
+    spans: list[tuple[int, int]],
+) -> None:
+    with pytest.raises(DataError, match="version spans .* 2 completion tokens"):
+        TokenTrace((), (2, 3), version_spans=tuple(VersionSpan(a, b, 1) for a, b in spans))
+
+
+def test_a_completion_that_is_cut_takes_its_log_probs_kept_ids_and_versions_with_it() -> None:
+    whole = TokenTrace((1,), (2, 3), (-0.5, -0.5), (VersionSpan(0, 2, 7),), ((2,), (3,)))
+    for name in ("completion_logprobs", "kept_token_ids", "version_spans"):
+        with pytest.raises(DataError, match=name.split("_")[0]):
+            TokenTrace((1,), (2,), **{name: getattr(whole, name)})
 
 
 def test_a_trace_given_lists_compares_like_one_given_tuples() -> None:

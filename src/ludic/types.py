@@ -131,6 +131,7 @@ class TokenTrace:
     `completion_logprobs` are those of the distribution that was sampled from (after temperature
     and truncation), in float32. `kept_token_ids`, when recorded, lists for every completion token
     the ids that truncated sampling had kept; an empty tuple stands for the whole vocabulary.
+    `version_spans` cover the completion, token by token, or are empty where nothing is known.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -154,9 +155,14 @@ class TokenTrace:
             value = getattr(self, name)
             if value is not None and len(value) != n:
                 raise DataError(f"TokenTrace.{name} has {len(value)} entries for {n} tokens")
-        for span in self.version_spans:
-            if not 0 <= span.start <= span.end <= n:
-                raise DataError(f"TokenTrace: {span} lies outside the {n} completion tokens")
+        starts = [span.start for span in self.version_spans]
+        ends = [0, *(span.end for span in self.version_spans)]
+        if starts and (starts != ends[:-1] or ends != sorted(ends) or ends[-1] != n):
+            found = ", ".join(f"{s.start}-{s.end}" for s in self.version_spans)
+            raise DataError(
+                f"TokenTrace: the version spans {found} do not cover the {n} completion tokens, "
+                "each once and in order"
+            )
 
     @property
     def token_ids(self) -> tuple[int, ...]:
