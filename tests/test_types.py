@@ -331,7 +331,7 @@ def test_log_probs_and_kept_ids_have_the_length_of_the_completion() -> None:
 def test_version_spans_that_do_not_cover_each_token_once_are_refused(
     spans: list[tuple[int, int]],
 ) -> None:
-    with pytest.raises(DataError, match="version spans .* 2 completion tokens"):
+    with pytest.raises(DataError, match=r"version spans .* 2 completion tokens"):
         TokenTrace((), (2, 3), version_spans=tuple(VersionSpan(a, b, 1) for a, b in spans))
 
 

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from ludic.errors import ConfigError, SchemaVersionError, SerializationError
 from ludic.rollouts import CutFileWarning, RolloutWriter, read_rollouts
 from ludic.rollouts.storage import dialogue, rollout_from_row, rollout_row
-from ludic.types import Rollout
+from ludic.types import (
+    AgentStep,
+    EnvironmentStep,
+    FinishReason,
+    Message,
+    Rollout,
+    Step,
+    TokenTrace,
+    VersionSpan,
+)
 from tests.rollouts.worlds import engine, request
 from tests.saw.drawing import rollouts as drawn_rollouts
 
@@ -111,6 +120,20 @@ async def test_appending_cuts_off_what_a_killed_run_left_unfinished(
     assert list(read_rollouts(path)) == [rollouts[0], *rollouts[2:]]
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+async def test_appending_keeps_a_last_line_that_lacks_only_its_end(
+    tmp_path: Path, suffix: str
+) -> None:
+    rollouts = await some_rollouts()
+    path = tmp_path / f"r{suffix}"
+    lines = "\n".join(json.dumps(rollout_row(rollout)) for rollout in rollouts[:2]).encode()
+    path.write_bytes(gzip.compress(lines) if suffix == ".jsonl.gz" else lines)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write(path, rollouts[2:], append=True)
+    assert list(read_rollouts(path)) == rollouts
+
+
 async def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     write(path, await some_rollouts())
@@ -118,11 +141,54 @@ async def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
         RolloutWriter(path)
 
 
+async def test_files_of_the_first_schema_are_read() -> None:
+    now = await engine().generate_rollouts(
+        [request(env_seed=2, kwargs={"tries": 3}), request("duel")], 3, 4
+    )
+    assert list(read_rollouts(Path(__file__).with_name("schema_1.jsonl"))) == now
+
+
+def chat(turns: int, *, forgets: bool = False) -> Rollout:
+    """Every prompt has all the tokens before it; one that forgets lacks each answer's second."""
+    steps: list[Step] = []
+    prompt = tuple(range(100))
+    for turn in range(turns):
+        answer = tuple(range(turn, turn + 20))
+        message = Message(role="assistant", content="x" * 40)
+        trace = TokenTrace(prompt, answer, (-0.5,) * 20, (VersionSpan(0, 20, turn),))
+        steps.append(AgentStep(turn, (), message, FinishReason.STOP, trace))
+        steps.append(EnvironmentStep(turn, (2 * turn,), "o", "a", "n", 0.0))
+        prompt += (answer[:1] + answer[2:] if forgets else answer) + (7,) * 10
+    return Rollout("r", tuple(steps))
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_stored_rollout_grows_with_its_turns_and_not_with_their_square(
+    tmp_path: Path, suffix: str, forgets: bool
+) -> None:
+    sizes = []
+    for turns in (10, 80):
+        path = tmp_path / f"{turns}{suffix}"
+        write(path, [chat(turns, forgets=forgets)])
+        assert list(read_rollouts(path)) == [chat(turns, forgets=forgets)]
+        sizes.append(path.stat().st_size)
+    assert sizes[1] < 10 * sizes[0]
+
+
+@pytest.mark.parametrize("shared", [[0, 125], [0, -1], [0], [0, 0, 0], [1, 0]])
+def test_prompts_that_share_more_than_there_is_are_refused(shared: list[int]) -> None:
+    row = rollout_row(chat(2))
+    stored = json.loads(row["rollout"]) | {"shared": shared}
+    with pytest.raises(SerializationError, match=r"that row: .*shared"):
+        rollout_from_row(row | {"rollout": json.dumps(stored)}, "that row")
+
+
 async def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
-    row = rollout_row((await some_rollouts())[0]) | {"schema": 2}
+    row = rollout_row((await some_rollouts())[0]) | {"schema": 3}
     path = tmp_path / "r.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(row).encode() + b"\n"))
-    with pytest.raises(SchemaVersionError, match=r"line 1: schema 2.*reads up to 1"):
+    with pytest.raises(SchemaVersionError, match=r"line 1: schema 3.*reads up to 2"):
         list(read_rollouts(path))
 
 
@@ -134,7 +200,26 @@ async def test_a_broken_line_that_others_follow_is_an_error(tmp_path: Path) -> N
         list(read_rollouts(path))
 
 
-@pytest.mark.parametrize("row", ["{}", "[]", '{"schema": 1}', '{"schema": 1, "rollout": "{}"}'])
+@pytest.mark.parametrize(
+    "row",
+    [
+        "{}",
+        "[]",
+        "5",
+        '{"schema": "1"}',
+        *(
+            f'{{"schema": {schema}{rest}}}'
+            for schema in (0, 1, 2)
+            for rest in (
+                "",
+                *(f', "rollout": {value}' for value in ('"{}"', 5, "null", r'"\ud800"')),
+            )
+        ),
+        "[" * 200_000,
+        '{"a":' * 200_000,
+    ],
+    ids=lambda row: row[:40],
+)
 def test_rows_that_hold_no_rollout_are_refused(tmp_path: Path, row: str) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(row + "\n")

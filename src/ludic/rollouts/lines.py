@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import warnings
@@ -35,20 +36,26 @@ def parse_line(line: bytes, where: str) -> Any:
     """One line as JSON; `where` names it in errors."""
     try:
         return json.loads(line)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise SerializationError(f"{where}: not JSON: {exc}") from exc
 
 
-def cut_off_unfinished(path: Path) -> None:
-    """Removes what a killed run left behind the last whole line, so that lines can follow."""
+def as_stored(path: Path, text: bytes) -> bytes:
+    """The bytes that `text` becomes in a file of that name."""
+    return gzip.compress(text, compresslevel=5, mtime=0) if path.suffix == ".gz" else text
+
+
+def mend_last_line(path: Path) -> None:
+    """Lets lines follow: completes a last line that lacks only its end, and removes what a killed
+    run left unfinished."""
     size = keep = path.stat().st_size
     rest = b""
     for start, text, whole in _pieces(path):
-        if not whole:
-            keep = start
         rest = (rest + text).rpartition(b"\n")[2]
-    if path.suffix != ".gz":
-        keep = size - len(rest)
+        if not whole:
+            keep, rest = start, b""
+    if path.suffix != ".gz" and not _is_json(rest):
+        keep, rest = size - len(rest), b""
     if keep < size:
         warnings.warn(
             f"{path}: an unfinished line of {size - keep} bytes at its end was cut off",
@@ -56,6 +63,9 @@ def cut_off_unfinished(path: Path) -> None:
             stacklevel=3,
         )
         os.truncate(path, keep)
+    if rest:
+        with open(path, "ab") as file:
+            file.write(as_stored(path, b"\n"))
 
 
 def _pieces(path: Path) -> Iterator[tuple[int, bytes, bool]]:

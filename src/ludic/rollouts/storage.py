@@ -8,7 +8,6 @@ that whatever was written before a run was killed stays readable.
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import os
@@ -18,31 +17,33 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from ludic.errors import ConfigError, SchemaVersionError, SerializationError
-from ludic.rollouts.lines import CutFileWarning, cut_off_unfinished, parse_line, read_lines
+from ludic.rollouts.lines import CutFileWarning, as_stored, mend_last_line, parse_line, read_lines
+from ludic.rollouts.stored_prompts import StoredRollout, with_repeats, without_repeats
 from ludic.types import Message, Rollout, from_json, to_json
 
-SCHEMA = 1
-"""The version of the row's layout; a file of a newer one is refused."""
+SCHEMA = 2
+"""The version of the row's layout; a file of a newer one is refused. In the first, prompts were
+stored whole."""
 
 
 class RolloutWriter:
     """Writes each rollout at once, whole or not at all as far as the system allows.
 
     A path that ends in `.gz` is compressed. An existing file is refused unless `append=True`;
-    then a line that an earlier run left unfinished is cut off first, with a `CutFileWarning`.
+    then a last line that is whole but for its end is completed, and one that an earlier run left
+    unfinished is cut off, with a `CutFileWarning`.
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
         self.path = Path(path)
         self.count = 0
-        self._compress = self.path.suffix == ".gz"
         if self.path.exists() and not append:
             raise ConfigError(
                 f"{self.path} exists: choose another path, or RolloutWriter(path, append=True)"
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
-            cut_off_unfinished(self.path)
+            mend_last_line(self.path)
         self._file: BinaryIO | None = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
     def write(self, rollout: Rollout) -> None:
@@ -50,7 +51,7 @@ class RolloutWriter:
         if self._file is None:
             raise SerializationError(f"{self.path} was written to after it was closed")
         line = json.dumps(rollout_row(rollout), ensure_ascii=False).encode() + b"\n"
-        data = memoryview(gzip.compress(line, compresslevel=5, mtime=0) if self._compress else line)
+        data = memoryview(as_stored(self.path, line))
         while data:
             data = data[self._file.write(data) :]
         self.count += 1
@@ -118,7 +119,7 @@ def rollout_row(rollout: Rollout) -> dict[str, Any]:
         "truncation_reason": rollout.truncation_reason or "",
         "error": rollout.error or "",
         "messages": [{"role": m["role"], "content": m["content"]} for m in dialogue(rollout)],
-        "rollout": to_json(rollout).decode(),
+        "rollout": to_json(without_repeats(rollout)).decode(),
     }
 
 
@@ -132,8 +133,12 @@ def rollout_from_row(row: Any, where: str = "this row") -> Rollout:
             "update Ludic to read it"
         )
     try:
-        return from_json(Rollout, row["rollout"])
-    except (KeyError, SerializationError) as exc:
+        if row["schema"] < 2:
+            return from_json(Rollout, row["rollout"])
+        return with_repeats(from_json(StoredRollout, row["rollout"]))
+    except KeyError as exc:
+        raise SerializationError(f"{where}: it has no column {exc}") from exc
+    except SerializationError as exc:
         raise SerializationError(f"{where}: {exc}") from exc
 
 
