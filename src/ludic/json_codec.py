@@ -8,7 +8,7 @@ keep every bit, NaN and the infinities included.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, overload
 
@@ -96,10 +96,20 @@ def from_json(cls: Any, data: bytes | str) -> Any:
 
     A field that is absent takes its default; one that the type does not have is an error.
     """
+    return _read(cls, _adapter(cls).validate_json, data)
+
+
+def from_plain(cls: type[T], data: Any) -> T:
+    """A typed dict from dicts, lists, strings and numbers, checked likewise."""
+    checked: T = _read(cls, _adapter(cls).validate_python, data)
+    return checked
+
+
+def _read(cls: Any, validate: Callable[[Any], Any], data: Any) -> Any:
     from pydantic import ValidationError
 
     try:
-        return _adapter(cls).validate_json(data)
+        return validate(data)
     except ValidationError as exc:
         raise SerializationError(f"cannot read {_place(cls, exc)}") from None
 

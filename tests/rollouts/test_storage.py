@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludic.errors import ConfigError, SchemaVersionError, SerializationError
+from ludic.errors import ConfigError, LudicError, SchemaVersionError, SerializationError
 from ludic.rollouts import CutFileWarning, RolloutWriter, read_rollouts
 from ludic.rollouts.storage import dialogue, rollout_from_row, rollout_row
 from ludic.types import (
@@ -25,6 +26,7 @@ from ludic.types import (
     VersionSpan,
 )
 from tests.rollouts.worlds import engine, request
+from tests.saw.drawing import damaged
 from tests.saw.drawing import rollouts as drawn_rollouts
 
 SUFFIXES = [".jsonl", ".jsonl.gz"]
@@ -225,6 +227,53 @@ def test_rows_that_hold_no_rollout_are_refused(tmp_path: Path, row: str) -> None
     path.write_text(row + "\n")
     with pytest.raises(SerializationError, match="line 1"):
         list(read_rollouts(path))
+
+
+@st.composite
+def damaged_lines(draw: st.DrawFn) -> bytes:
+    """A line with another value somewhere in its row or its rollout, or with other bytes."""
+    row = json.loads(json.dumps(rollout_row(draw(drawn_rollouts()))))
+    where = draw(st.sampled_from(("row", "rollout", "bytes")))
+    if where == "rollout":
+        row["rollout"] = json.dumps(draw(damaged(json.loads(row["rollout"]))))
+    line = json.dumps(draw(damaged(row)) if where == "row" else row).encode()
+    if where == "bytes":
+        at = draw(st.integers(0, len(line)))
+        line = line[:at] + draw(st.binary(max_size=3)) + line[at + draw(st.integers(0, 9)) :]
+    return line
+
+
+@settings(max_examples=300)
+@given(damaged_lines(), st.sampled_from(SUFFIXES), st.booleans())
+def test_a_damaged_line_is_read_or_refused_and_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, line: bytes, suffix: str, ended: bool
+) -> None:
+    path = tmp_path_factory.getbasetemp() / f"damaged{suffix}"
+    text = line + b"\n" * ended
+    path.write_bytes(gzip.compress(text) if suffix == ".jsonl.gz" else text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CutFileWarning)
+        with suppress(LudicError):
+            assert all(isinstance(rollout, Rollout) for rollout in read_rollouts(path))
+
+
+@settings(max_examples=100)
+@given(st.lists(drawn_rollouts(), min_size=1, max_size=3), st.data())
+def test_a_damaged_compressed_file_is_read_or_refused_and_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, rollouts: list[Rollout], data: st.DataObject
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged-bytes.jsonl.gz"
+    path.unlink(missing_ok=True)
+    write(path, rollouts)
+    whole = path.read_bytes()
+    at = data.draw(st.integers(0, len(whole) - 1))
+    path.write_bytes(whole[:at] + data.draw(st.binary(max_size=3)) + whole[at + 1 :])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CutFileWarning)
+        with suppress(LudicError):
+            assert len(list(read_rollouts(path))) <= len(rollouts)
+        with suppress(LudicError):
+            write(path, rollouts[:1], append=True)
 
 
 def test_damage_in_the_middle_of_a_compressed_file_is_an_error(tmp_path: Path) -> None:
