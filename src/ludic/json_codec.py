@@ -99,10 +99,9 @@ def from_json(cls: Any, data: bytes | str) -> Any:
     return _read(cls, _adapter(cls).validate_json, data)
 
 
-def from_plain(cls: type[T], data: Any) -> T:
+def from_plain(cls: Any, data: Any) -> Any:
     """A typed dict from dicts, lists, strings and numbers, checked likewise."""
-    checked: T = _read(cls, _adapter(cls).validate_python, data)
-    return checked
+    return _read(cls, _adapter(cls).validate_python, data)
 
 
 def _read(cls: Any, validate: Callable[[Any], Any], data: Any) -> Any:

@@ -117,7 +117,7 @@ def damaged(draw: st.DrawFn, plain: Any) -> Any:
         places = list(plain) if isinstance(plain, dict) else range(len(plain))
         at = draw(st.sampled_from(places))
         how = draw(st.sampled_from(("within", "within", "within", "remove", "repeat")))
-        copied = plain.copy()
+        copied: Any = plain.copy()
         if how == "remove":
             del copied[at]
         elif how == "repeat":

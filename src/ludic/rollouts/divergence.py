@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ludic.rollouts.stored_prompts import shared_length
 from ludic.types import AgentStep, Rollout, Step, TruncationReason
 
 _OUTSIDE = {
@@ -15,7 +16,6 @@ _OUTSIDE = {
     TruncationReason.ERROR,
 }
 """Endings that come from a backend or a clock: the record ends there, and so may the replay."""
-
 
 _PER_TOKEN = ("prompt_token_ids", "completion_token_ids", "completion_logprobs")
 
@@ -69,23 +69,24 @@ def first_divergence(
 
 def _facts(step: Step, with_tokens: bool, ending: bool) -> Iterator[tuple[str, Any]]:
     """What is compared of a step, in order, by name."""
-    names: tuple[str, ...] = ("kind", "turn_index")
+    yield from _named(step, "kind", "turn_index")
     if isinstance(step, AgentStep):
-        names += ("new_messages",)
-    else:
-        names += ("stepped", "obs", "action", "next_obs", "reward", "terminated")
-        names += ("truncated", "truncation_reason") if ending else ()
-    yield from ((name, getattr(step, name)) for name in names)
-    if isinstance(step, AgentStep):
+        yield from _named(step, "new_messages")
         if with_tokens:
             yield "trace", step.trace is not None
             if step.trace is not None:
-                yield from ((name, getattr(step.trace, name)) for name in _PER_TOKEN)
-        for name in ("message", "finish_reason", "tool_messages"):
-            yield name, getattr(step, name)
-    elif ending:
+                yield from _named(step.trace, *_PER_TOKEN)
+        yield from _named(step, "message", "finish_reason", "tool_messages")
+        return
+    yield from _named(step, "stepped", "obs", "action", "next_obs", "reward", "terminated")
+    if ending:
+        yield from _named(step, "truncated", "truncation_reason")
         yield "keys of info", sorted(step.info)
         yield from ((f"info[{key!r}]", step.info[key]) for key in sorted(step.info))
+
+
+def _named(owner: Any, *names: str) -> Iterator[tuple[str, Any]]:
+    return ((name, getattr(owner, name)) for name in names)
 
 
 def _same(name: str, before: Any, after: Any) -> bool:
@@ -97,8 +98,7 @@ def _same(name: str, before: Any, after: Any) -> bool:
 def _divergence(rollout_id: str, step: int, name: str, before: Any, after: Any) -> Divergence:
     if name not in _PER_TOKEN or before is None or after is None:
         return Divergence(rollout_id, step, name, before, after)
-    shared = min(len(before), len(after))
-    at = next((i for i in range(shared) if before[i] != after[i]), shared)
+    at = shared_length(before, after)
     was, now = (ids[at] if at < len(ids) else None for ids in (before, after))
     return Divergence(rollout_id, step, name, was, now, token=at)
 
@@ -107,8 +107,7 @@ def _shortened(a: str, b: str, limit: int = 160) -> tuple[str, str]:
     """Both texts; long ones from shortly before the first character that differs."""
     if max(len(a), len(b)) <= limit:
         return a, b
-    shared = min(len(a), len(b))
-    start = max(next((i for i in range(shared) if a[i] != b[i]), shared) - 20, 0)
+    start = max(shared_length(a, b) - 20, 0)
 
     def part(text: str) -> str:
         after = "…" if len(text) > start + limit else ""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
 from ludic.errors import SerializationError
-from ludic.types import AgentStep, Rollout, Step
+from ludic.types import AgentStep, Rollout, TokenTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,45 +22,48 @@ class StoredRollout:
 
 def without_repeats(rollout: Rollout) -> StoredRollout:
     """Cuts from every prompt what it shares with the call before."""
-    shared: list[int] = []
-    steps: list[Step] = []
-    before: tuple[int, ...] = ()
-    for step in rollout.steps:
-        if isinstance(step, AgentStep) and step.trace is not None:
-            prompt = step.trace.prompt_token_ids
-            shared.append(_shared_length(before, prompt))
-            before = step.trace.token_ids
-            step = replace(step, trace=replace(step.trace, prompt_token_ids=prompt[shared[-1] :]))
-        steps.append(step)
-    return StoredRollout(replace(rollout, steps=tuple(steps)), tuple(shared))
+    traces = _traces(rollout)
+    later = (shared_length(a.token_ids, b.prompt_token_ids) for a, b in pairwise(traces))
+    shared = (0, *later)[: len(traces)]
+    prompts = (t.prompt_token_ids[n:] for t, n in zip(traces, shared, strict=True))
+    return StoredRollout(_with_prompts(rollout, prompts), shared)
 
 
 def with_repeats(stored: StoredRollout) -> Rollout:
     """The inverse of `without_repeats`; raises `SerializationError` for impossible counts."""
-    traced = [s for s in stored.rollout.agent_steps if s.trace is not None]
-    if len(stored.shared) != len(traced):
-        raise SerializationError(f"shared has {len(stored.shared)} entries for {len(traced)} calls")
-    counts = iter(stored.shared)
-    steps: list[Step] = []
+    traces = _traces(stored.rollout)
+    if len(stored.shared) != len(traces):
+        raise SerializationError(f"shared has {len(stored.shared)} entries for {len(traces)} calls")
+    prompts: list[tuple[int, ...]] = []
     before: tuple[int, ...] = ()
-    for step in stored.rollout.steps:
-        if isinstance(step, AgentStep) and step.trace is not None:
-            count = next(counts)
-            if not 0 <= count <= len(before):
-                raise SerializationError(
-                    f"step {len(steps)}: shared is {count}, and the call before has {len(before)}"
-                    " tokens"
-                )
-            prompt = before[:count] + step.trace.prompt_token_ids
-            step = replace(step, trace=replace(step.trace, prompt_token_ids=prompt))
-            assert step.trace is not None
-            before = step.trace.token_ids
-        steps.append(step)
-    return replace(stored.rollout, steps=tuple(steps))
+    for number, (trace, count) in enumerate(zip(traces, stored.shared, strict=True)):
+        if not 0 <= count <= len(before):
+            raise SerializationError(
+                f"call {number}: shared is {count}, and the call before has {len(before)} tokens"
+            )
+        prompts.append(before[:count] + trace.prompt_token_ids)
+        before = prompts[-1] + trace.completion_token_ids
+    return _with_prompts(stored.rollout, prompts)
 
 
-def _shared_length(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+def shared_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How long two sequences are the same from their beginning."""
     n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n
-    return next(i for i in range(n) if a[i] != b[i])
+    return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
+
+
+def _traces(rollout: Rollout) -> list[TokenTrace]:
+    return [step.trace for step in rollout.agent_steps if step.trace is not None]
+
+
+def _with_prompts(rollout: Rollout, prompts: Iterable[tuple[int, ...]]) -> Rollout:
+    following = iter(prompts)
+    return replace(
+        rollout,
+        steps=tuple(
+            replace(step, trace=replace(step.trace, prompt_token_ids=next(following)))
+            if isinstance(step, AgentStep) and step.trace is not None
+            else step
+            for step in rollout.steps
+        ),
+    )

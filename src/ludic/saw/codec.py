@@ -76,13 +76,14 @@ def item_to_dict(item: SAWItem) -> dict[str, Any]:
 def item_from_dict(data: Mapping[str, Any]) -> SAWItem:
     """Reads what `item_to_dict` wrote; `SerializationError` names the field at fault."""
     _check_schema(data, "item")
-    item = from_plain(_Item, data)
+    item: _Item = from_plain(_Item, data)
+    lists: Mapping[str, Any] = item["attachments"]
     try:
         attached: dict[str, Any] = {
             name: tuple(np.array(ids, dtype=np.int64) for ids in values)
             if name == "kept_token_ids"
             else np.array(values, dtype=np.int64 if name == "versions" else np.float32)
-            for name, values in item["attachments"].items()
+            for name, values in lists.items()
         }
         return SAWItem(
             input_ids=np.array(item["input_ids"], dtype=np.int64),
@@ -113,7 +114,7 @@ def batch_to_dict(batch: SAWBatch) -> dict[str, Any]:
 def batch_from_dict(data: Mapping[str, Any]) -> SAWBatch:
     """Reads what `batch_to_dict` wrote; `SerializationError` names the item and field at fault."""
     _check_schema(data, "batch")
-    batch = from_plain(_Batch, data)
+    batch: _Batch = from_plain(_Batch, data)
     items = []
     for index, item in enumerate(batch["items"]):
         try:
