@@ -35,9 +35,7 @@ from ludic.types import (
     VersionSpan,
     check_json,
     from_json,
-    from_plain,
     to_json,
-    to_plain,
 )
 
 TEXT = st.text()  # all of Unicode except surrogates, which UTF-8 does not have
@@ -196,7 +194,6 @@ def test_every_type_comes_back_from_json_unchanged(cls: Any, data: st.DataObject
     line = to_json(value, cls)
     assert b"\n" not in line
     assert exactly(from_json(cls, line)) == exactly(value)
-    assert exactly(from_plain(cls, to_plain(value, cls))) == exactly(value)
 
 
 @given(step=AGENT_STEPS | env_steps())
@@ -222,7 +219,7 @@ class Colour(StrEnum):
 )
 def test_what_json_does_not_have_is_refused_with_its_place(value: Any) -> None:
     rollout = Rollout("r", (), meta={"deep": [0, {"it": value}]})
-    with pytest.raises(SerializationError, match=r"Rollout\.meta\['deep'\]\[1\]\['it'\]"):
+    with pytest.raises(SerializationError, match=r"Rollout\.meta: \['deep'\]\[1\]\['it'\]"):
         to_json(rollout)
     with pytest.raises(SerializationError, match=r"the info\['x'\]"):
         check_json({"x": value}, "the info")
@@ -255,30 +252,28 @@ def test_an_integer_too_long_for_python_to_print_is_refused() -> None:
 def test_an_integer_reward_comes_back_as_the_equal_float() -> None:
     outcome = StepOutcome("", 1)
     assert from_json(StepOutcome, to_json(outcome)) == outcome
-    with pytest.raises(SerializationError, match="no float equals"):
-        to_json(StepOutcome("", 2**53 + 1))
-    with pytest.raises(SerializationError, match="no float equals"):
+    with pytest.raises(SerializationError, match=r"StepOutcome\.reward"):
         to_json(StepOutcome("", 10**400))
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "not JSON"),
-        ("{", "not JSON"),
-        (b"\xff\xfe", "not JSON"),
-        ("[]", "not an object"),
-        ("null", "not an object"),
-        ('{"steps": []}', "lacks 'id'"),
-        ('{"id": 7, "steps": []}', r"\.id is not a str"),
-        ('{"id": "r", "steps": {}}', r"\.steps is not a list"),
-        ('{"id": "r", "steps": [], "wat": 1}', "'wat'"),
-        ('{"id": "r", "steps": [{"kind": "dream"}]}', r"\.steps\[0\] has the kind 'dream'"),
+        ("", "Invalid JSON"),
+        ("{", "Invalid JSON"),
+        (b"\xff\xfe", "Invalid JSON"),
+        ("[]", "Rollout: .* object"),
+        ("null", "Rollout: .* object"),
+        ('{"steps": []}', r"Rollout\.id"),
+        ('{"id": 7, "steps": []}', r"Rollout\.id: .* string"),
+        ('{"id": "r", "steps": {}}', r"\.steps: .* array"),
+        ('{"id": "r", "steps": [], "wat": 1}', r"\.wat: Unexpected"),
+        ('{"id": "r", "steps": [{"kind": "dream"}]}', r"\.steps\[0\]: .* 'dream'"),
         ('{"id": "r", "steps": [{"kind": ["agent"]}]}', "kind"),
-        ('{"id": "r", "steps": [{"kind": "agent"}]}', r"\.steps\[0\] lacks"),
-        ('{"id": "r", "steps": [], "env_seed": true}', r"\.env_seed is not a int"),
+        ('{"id": "r", "steps": [{"kind": "agent"}]}', r"\.steps\[0\]\.agent\.turn_index"),
+        ('{"id": "r", "steps": [], "env_seed": true}', r"\.env_seed: .* integer"),
         ('{"id": "r", "steps": [], "env": {"kind": "x", "kwargs": []}}', r"\.env\.kwargs"),
-        ("[" * 100_000, "not JSON"),
+        ("[" * 100_000, "recursion limit"),
     ],
 )
 def test_wrong_input_names_the_field_at_fault(text: Any, complaint: str) -> None:
@@ -297,7 +292,7 @@ def test_whatever_is_read_either_fits_or_is_a_serialization_error(junk: bytes) -
 
 
 def test_a_reason_that_is_not_known_is_answered_with_those_that_are() -> None:
-    with pytest.raises(SerializationError, match="'stop', 'length', 'abort'"):
+    with pytest.raises(SerializationError, match="'stop', 'length' or 'abort'"):
         from_json(ChatResponse, '{"trace": null, "finish_reason": "tired"}')
 
 
@@ -320,10 +315,31 @@ def test_log_probs_and_kept_ids_have_the_length_of_the_completion() -> None:
         TokenTrace((1,), (2, 3), kept_token_ids=((),))
 
 
-def test_a_version_span_lies_inside_the_completion() -> None:
-    for span in (VersionSpan(0, 3, 1), VersionSpan(-1, 1, 1), VersionSpan(2, 1, 1)):
-        with pytest.raises(DataError, match="outside the 2 completion tokens"):
-            TokenTrace((), (2, 3), version_spans=(span,))
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(0, 3)],
+        [(0, 1), (1, 3)],
+        [(-1, 2)],
+        [(0, 1)],
+        [(1, 2)],
+        [(0, 1), (0, 2)],
+        [(1, 2), (0, 1)],
+        [(0, 2), (2, 0), (0, 2)],
+    ],
+)
+def test_version_spans_that_do_not_cover_each_token_once_are_refused(
+    spans: list[tuple[int, int]],
+) -> None:
+    with pytest.raises(DataError, match=r"version spans .* 2 completion tokens"):
+        TokenTrace((), (2, 3), version_spans=tuple(VersionSpan(a, b, 1) for a, b in spans))
+
+
+def test_a_completion_that_is_cut_takes_its_log_probs_kept_ids_and_versions_with_it() -> None:
+    whole = TokenTrace((1,), (2, 3), (-0.5, -0.5), (VersionSpan(0, 2, 7),), ((2,), (3,)))
+    for name in ("completion_logprobs", "kept_token_ids", "version_spans"):
+        with pytest.raises(DataError, match=name.split("_")[0]):
+            TokenTrace((1,), (2,), **{name: getattr(whole, name)})
 
 
 def test_a_trace_given_lists_compares_like_one_given_tuples() -> None:

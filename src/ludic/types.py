@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NotRequired, Protocol, TypeAlias, TypedDict, runtime_checkable
+from typing import Annotated, Any, Literal, NotRequired, Protocol, TypeAlias, runtime_checkable
+
+from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from ludic.errors import DataError
-from ludic.json_codec import check_json, from_json, from_plain, to_json, to_plain
+from ludic.json_codec import ByKind, JsonObject, check_json, from_json, to_json
 
 __all__ = [
     "Action",
@@ -41,15 +43,13 @@ __all__ = [
     "VersionSpan",
     "check_json",
     "from_json",
-    "from_plain",
     "to_json",
-    "to_plain",
 ]
 
 AgentID: TypeAlias = str
 Obs: TypeAlias = str
 Action: TypeAlias = str
-Info: TypeAlias = Mapping[str, Any]
+Info: TypeAlias = JsonObject
 """Extra facts about a step. The values must be JSON: None, bool, int, float, str, list, dict."""
 
 
@@ -57,7 +57,7 @@ class FunctionCall(TypedDict):
     """The function half of a tool call; `arguments` is a JSON object."""
 
     name: str
-    arguments: Mapping[str, Any]
+    arguments: JsonObject
 
 
 class ToolCall(TypedDict):
@@ -110,7 +110,7 @@ class ForkReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """What `ChatTemplate.extend` answers when it cannot extend: the reason, and where it shows."""
+    """What `ChatTemplate.extend` returns when it cannot extend: the reason, and where it shows."""
 
     reason: ForkReason
     detail: str = ""
@@ -132,6 +132,7 @@ class TokenTrace:
     `completion_logprobs` are those of the distribution that was sampled from (after temperature
     and truncation), in float32. `kept_token_ids`, when recorded, lists for every completion token
     the ids that truncated sampling had kept; an empty tuple stands for the whole vocabulary.
+    `version_spans` cover the completion, token by token, or are empty where nothing is known.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -155,9 +156,14 @@ class TokenTrace:
             value = getattr(self, name)
             if value is not None and len(value) != n:
                 raise DataError(f"TokenTrace.{name} has {len(value)} entries for {n} tokens")
-        for span in self.version_spans:
-            if not 0 <= span.start <= span.end <= n:
-                raise DataError(f"TokenTrace: {span} lies outside the {n} completion tokens")
+        starts = [span.start for span in self.version_spans]
+        ends = [0, *(span.end for span in self.version_spans)]
+        if starts and (starts != ends[:-1] or ends != sorted(ends) or ends[-1] != n):
+            found = ", ".join(f"{s.start}-{s.end}" for s in self.version_spans)
+            raise DataError(
+                f"TokenTrace: the version spans {found} do not cover the {n} completion tokens, "
+                "each once and in order"
+            )
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -176,10 +182,10 @@ class TokenTrace:
 
 @dataclass(frozen=True, slots=True)
 class ChatResponse:
-    """What an inference backend answers to one request, normalised.
+    """An inference backend's response to one request, in one form for all backends.
 
     `text` is the decoded completion where the backend decodes; a backend that returns only text
-    leaves `trace` as None, and its answers can be shown but not trained on.
+    leaves `trace` as None, and its responses can be shown but not trained on.
     """
 
     trace: TokenTrace | None
@@ -206,7 +212,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class AgentStep:
-    """One model call: the prompt as tokens, the assistant's message, and what its tools answered.
+    """One model call: the prompt as tokens, the assistant's message, and its tools' results.
 
     `new_messages` are the messages that entered the conversation since the previous model call
     of the rollout, so that the whole dialogue can be read back without storing it once per call.
@@ -221,7 +227,7 @@ class AgentStep:
     fork: Fork | None = None
     tool_messages: tuple[Message, ...] = ()
     tool_call_errors: tuple[str, ...] = ()
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sampling: JsonObject = field(default_factory=dict)
     info: Info = field(default_factory=dict)
     kind: Literal["agent"] = "agent"
 
@@ -258,7 +264,7 @@ class EnvironmentStep:
             )
 
 
-Step: TypeAlias = AgentStep | EnvironmentStep
+Step: TypeAlias = Annotated[AgentStep | EnvironmentStep, ByKind()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +272,7 @@ class EnvSpec:
     """Which environment, by registered name, with which arguments. Pure data."""
 
     kind: str
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +280,7 @@ class ProtocolSpec:
     """Which interaction protocol, by registered name, with which arguments. Pure data."""
 
     kind: str
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

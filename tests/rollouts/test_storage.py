@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludic.errors import ConfigError, SchemaVersionError, SerializationError
+from ludic.errors import ConfigError, LudicError, SchemaVersionError, SerializationError
 from ludic.rollouts import CutFileWarning, RolloutWriter, read_rollouts
 from ludic.rollouts.storage import dialogue, rollout_from_row, rollout_row
-from ludic.types import Rollout
+from ludic.types import (
+    AgentStep,
+    EnvironmentStep,
+    FinishReason,
+    Message,
+    Rollout,
+    Step,
+    TokenTrace,
+    VersionSpan,
+)
 from tests.rollouts.worlds import engine, request
+from tests.saw.drawing import damaged
 from tests.saw.drawing import rollouts as drawn_rollouts
 
 SUFFIXES = [".jsonl", ".jsonl.gz"]
@@ -77,18 +88,15 @@ async def test_a_file_cut_anywhere_is_read_up_to_the_cut(tmp_path: Path, suffix:
     ]:
         path.write_bytes(data[:cut])
         whole = sum(size <= cut for size in sizes[1:])
-        reader = read_rollouts(path)
         # A plain line that lacks nothing but its end of line is whole.
         if suffix == ".jsonl" and cut + 1 in sizes:
-            assert list(reader) == rollouts[: whole + 1]
-            assert not reader.cut
+            assert list(read_rollouts(path, on_cut="error")) == rollouts[: whole + 1]
             continue
         # A compressed line may lack nothing but the checksum that follows it.
         if suffix == ".jsonl.gz" and any(cut < size <= cut + 8 for size in sizes):
             whole += 1
         with pytest.warns(CutFileWarning, match=f"the {whole} rollouts before it are whole"):
-            assert list(reader) == rollouts[:whole]
-        assert reader.cut
+            assert list(read_rollouts(path)) == rollouts[:whole]
         with pytest.raises(SerializationError, match=f"line {whole + 1}"):
             list(read_rollouts(path, on_cut="error"))
 
@@ -98,9 +106,7 @@ async def test_a_whole_file_is_read_without_a_word(tmp_path: Path, suffix: str) 
     write(tmp_path / f"r{suffix}", await some_rollouts())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        reader = read_rollouts(tmp_path / f"r{suffix}")
-        assert len(list(reader)) == len(list(reader)) == 6
-    assert not reader.cut
+        assert len(list(read_rollouts(tmp_path / f"r{suffix}"))) == 6
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -116,6 +122,20 @@ async def test_appending_cuts_off_what_a_killed_run_left_unfinished(
     assert list(read_rollouts(path)) == [rollouts[0], *rollouts[2:]]
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+async def test_appending_keeps_a_last_line_that_lacks_only_its_end(
+    tmp_path: Path, suffix: str
+) -> None:
+    rollouts = await some_rollouts()
+    path = tmp_path / f"r{suffix}"
+    lines = "\n".join(json.dumps(rollout_row(rollout)) for rollout in rollouts[:2]).encode()
+    path.write_bytes(gzip.compress(lines) if suffix == ".jsonl.gz" else lines)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write(path, rollouts[2:], append=True)
+    assert list(read_rollouts(path)) == rollouts
+
+
 async def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     write(path, await some_rollouts())
@@ -123,11 +143,54 @@ async def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
         RolloutWriter(path)
 
 
+async def test_files_of_the_first_schema_are_read() -> None:
+    now = await engine().generate_rollouts(
+        [request(env_seed=2, kwargs={"tries": 3}), request("duel")], 3, 4
+    )
+    assert list(read_rollouts(Path(__file__).with_name("schema_1.jsonl"))) == now
+
+
+def chat(turns: int, *, forgets: bool = False) -> Rollout:
+    """Every prompt has all the tokens before it; one that forgets lacks each answer's second."""
+    steps: list[Step] = []
+    prompt = tuple(range(100))
+    for turn in range(turns):
+        answer = tuple(range(turn, turn + 20))
+        message = Message(role="assistant", content="x" * 40)
+        trace = TokenTrace(prompt, answer, (-0.5,) * 20, (VersionSpan(0, 20, turn),))
+        steps.append(AgentStep(turn, (), message, FinishReason.STOP, trace))
+        steps.append(EnvironmentStep(turn, (2 * turn,), "o", "a", "n", 0.0))
+        prompt += (answer[:1] + answer[2:] if forgets else answer) + (7,) * 10
+    return Rollout("r", tuple(steps))
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_stored_rollout_grows_with_its_turns_and_not_with_their_square(
+    tmp_path: Path, suffix: str, forgets: bool
+) -> None:
+    sizes = []
+    for turns in (10, 80):
+        path = tmp_path / f"{turns}{suffix}"
+        write(path, [chat(turns, forgets=forgets)])
+        assert list(read_rollouts(path)) == [chat(turns, forgets=forgets)]
+        sizes.append(path.stat().st_size)
+    assert sizes[1] < 10 * sizes[0]
+
+
+@pytest.mark.parametrize("shared", [[0, 125], [0, -1], [0], [0, 0, 0], [1, 0]])
+def test_prompts_that_share_more_than_there_is_are_refused(shared: list[int]) -> None:
+    row = rollout_row(chat(2))
+    stored = json.loads(row["rollout"]) | {"shared": shared}
+    with pytest.raises(SerializationError, match=r"that row: .*shared"):
+        rollout_from_row(row | {"rollout": json.dumps(stored)}, "that row")
+
+
 async def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
-    row = rollout_row((await some_rollouts())[0]) | {"schema": 2}
+    row = rollout_row((await some_rollouts())[0]) | {"schema": 3}
     path = tmp_path / "r.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(row).encode() + b"\n"))
-    with pytest.raises(SchemaVersionError, match=r"line 1: schema 2.*reads up to 1"):
+    with pytest.raises(SchemaVersionError, match=r"line 1: schema 3.*reads up to 2"):
         list(read_rollouts(path))
 
 
@@ -139,12 +202,78 @@ async def test_a_broken_line_that_others_follow_is_an_error(tmp_path: Path) -> N
         list(read_rollouts(path))
 
 
-@pytest.mark.parametrize("row", ["{}", "[]", '{"schema": 1}', '{"schema": 1, "rollout": "{}"}'])
+@pytest.mark.parametrize(
+    "row",
+    [
+        "{}",
+        "[]",
+        "5",
+        '{"schema": "1"}',
+        *(
+            f'{{"schema": {schema}{rest}}}'
+            for schema in (0, 1, 2)
+            for rest in (
+                "",
+                *(f', "rollout": {value}' for value in ('"{}"', 5, "null", r'"\ud800"')),
+            )
+        ),
+        "[" * 200_000,
+        '{"a":' * 200_000,
+    ],
+    ids=lambda row: row[:40],
+)
 def test_rows_that_hold_no_rollout_are_refused(tmp_path: Path, row: str) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(row + "\n")
     with pytest.raises(SerializationError, match="line 1"):
         list(read_rollouts(path))
+
+
+@st.composite
+def damaged_lines(draw: st.DrawFn) -> bytes:
+    """A line with another value somewhere in its row or its rollout, or with other bytes."""
+    row = json.loads(json.dumps(rollout_row(draw(drawn_rollouts()))))
+    where = draw(st.sampled_from(("row", "rollout", "bytes")))
+    if where == "rollout":
+        row["rollout"] = json.dumps(draw(damaged(json.loads(row["rollout"]))))
+    line = json.dumps(draw(damaged(row)) if where == "row" else row).encode()
+    if where == "bytes":
+        at = draw(st.integers(0, len(line)))
+        line = line[:at] + draw(st.binary(max_size=3)) + line[at + draw(st.integers(0, 9)) :]
+    return line
+
+
+@settings(max_examples=300)
+@given(damaged_lines(), st.sampled_from(SUFFIXES), st.booleans())
+def test_a_damaged_line_is_read_or_refused_and_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, line: bytes, suffix: str, ended: bool
+) -> None:
+    path = tmp_path_factory.getbasetemp() / f"damaged{suffix}"
+    text = line + b"\n" * ended
+    path.write_bytes(gzip.compress(text) if suffix == ".jsonl.gz" else text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CutFileWarning)
+        with suppress(LudicError):
+            assert all(isinstance(rollout, Rollout) for rollout in read_rollouts(path))
+
+
+@settings(max_examples=100)
+@given(st.lists(drawn_rollouts(), min_size=1, max_size=3), st.data())
+def test_a_damaged_compressed_file_is_read_or_refused_and_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, rollouts: list[Rollout], data: st.DataObject
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged-bytes.jsonl.gz"
+    path.unlink(missing_ok=True)
+    write(path, rollouts)
+    whole = path.read_bytes()
+    at = data.draw(st.integers(0, len(whole) - 1))
+    path.write_bytes(whole[:at] + data.draw(st.binary(max_size=3)) + whole[at + 1 :])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CutFileWarning)
+        with suppress(LudicError):
+            assert len(list(read_rollouts(path))) <= len(rollouts)
+        with suppress(LudicError):
+            write(path, rollouts[:1], append=True)
 
 
 def test_damage_in_the_middle_of_a_compressed_file_is_an_error(tmp_path: Path) -> None:

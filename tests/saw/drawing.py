@@ -105,6 +105,32 @@ def rollouts(draw: st.DrawFn, rollout_id: str = "r") -> Rollout:
     return Rollout(rollout_id, tuple(steps), episode_id=rollout_id, group_id="g")
 
 
+JUNK = st.sampled_from(
+    (None, True, -1, 2**70, 0.5, float("nan"), "", "x", "\ud800", [], [0], [[1]], {}, {"a": 1})
+)
+
+
+@st.composite
+def damaged(draw: st.DrawFn, plain: Any) -> Any:
+    """What JSON read, with one place of it replaced, removed or repeated."""
+    if isinstance(plain, dict | list) and plain and draw(st.integers(0, 4)):
+        places = list(plain) if isinstance(plain, dict) else range(len(plain))
+        at = draw(st.sampled_from(places))
+        how = draw(st.sampled_from(("within", "within", "within", "remove", "repeat")))
+        copied: Any = plain.copy()
+        if how == "remove":
+            del copied[at]
+        elif how == "repeat":
+            if isinstance(plain, dict):
+                copied[f"{at}?"] = plain[at]
+            else:
+                copied.append(plain[at])
+        else:
+            copied[at] = draw(damaged(plain[at]))
+        return copied
+    return draw(JUNK)
+
+
 @st.composite
 def batches(draw: st.DrawFn) -> list[Rollout]:
     """Several rollouts with ids of their own."""

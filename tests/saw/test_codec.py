@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
+from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
@@ -9,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludic.errors import SchemaVersionError, SerializationError
+from ludic.errors import LudicError, SchemaVersionError, SerializationError
 from ludic.saw import (
+    SAWBatch,
     SAWItem,
     batch_from_dict,
     batch_to_dict,
@@ -20,7 +24,7 @@ from ludic.saw import (
     make_batch,
 )
 from ludic.types import Rollout
-from tests.saw.drawing import batches, drawn_credit
+from tests.saw.drawing import batches, damaged, drawn_credit
 
 
 def assert_same(a: SAWItem, b: SAWItem) -> None:
@@ -75,7 +79,86 @@ def test_a_newer_schema_is_refused() -> None:
         item_from_dict(plain)
 
 
-@pytest.mark.parametrize("broken", [{}, {"schema": 1}, {"schema": 1, "attachments": 3}])
-def test_what_is_no_item_is_refused(broken: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "broken",
+    [{}, [], 5, {"schema": 1}, {"schema": "1"}, {"schema": 1, "attachments": 3}, {"schema": True}],
+)
+def test_what_is_no_item_and_no_batch_is_refused(broken: Any) -> None:
+    for read in (item_from_dict, batch_from_dict):
+        with pytest.raises(SerializationError):
+            read(broken)
+
+
+def small_batch(meta: Mapping[str, Any]) -> SAWBatch:
+    item = SAWItem(np.array([1, 2]), np.ones(2, np.int8), np.array([0, 1], np.int8), 0.5, meta=meta)
+    return make_batch([item], meta)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("input_ids", "12"),
+        ("input_ids", [1, "2"]),
+        ("input_ids", [1.5, 2]),
+        ("input_ids", [[1], [2]]),
+        ("input_ids", [1, 2**70]),
+        ("action_mask", [0, 300]),
+        ("action_mask", None),
+        ("weight", "0.5"),
+        ("weight", [0.5]),
+        ("turns", [[0, 1]]),
+        ("turns", [["0", 1, 0, 0.5]]),
+        ("turns", 3),
+        ("meta", 3),
+        ("meta", "{"),
+        ("meta", "[]"),
+        ("meta", "[" * 200_000),
+        ("attachments", {"versions": ["new"]}),
+        ("attachments", {"dreams": [1.0]}),
+        ("attachments", {"kept_token_ids": [1]}),
+        ("rollout_id", 7),
+        ("temperature", "warm"),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_refused_with_its_item(field: str, value: Any) -> None:
+    plain = batch_to_dict(small_batch({}))
+    plain["items"].append({**plain["items"][0], field: value})
+    with pytest.raises(SerializationError, match="item 1"):
+        batch_from_dict(plain)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{"items": 5}, {"items": [5]}, {"counts": {"tokens": 1}}, {"counts": []}, {"meta": None}],
+)
+def test_a_batch_of_the_wrong_types_is_refused(broken: Mapping[str, Any]) -> None:
     with pytest.raises(SerializationError):
-        item_from_dict(broken)
+        batch_from_dict({**batch_to_dict(small_batch({})), **broken})
+
+
+def test_integers_of_any_size_reach_the_other_ranks_in_the_meta() -> None:
+    meta = {"answer": 2**64, "deep": [{"below": -(2**70)}]}
+    sent = msgpack.packb(batch_to_dict(small_batch(meta)))
+    again = batch_from_dict(msgpack.unpackb(sent))
+    assert again.meta == meta
+    assert again.items[0].meta == meta
+
+
+def test_a_batch_of_the_first_schema_is_read() -> None:
+    meta = {"dropped": {"overlong": 2}}
+    plain = batch_to_dict(small_batch(meta))
+    old = {**plain, "schema": 1, "meta": meta}
+    old["items"] = [{**item, "schema": 1, "meta": meta} for item in plain["items"]]
+    again = batch_from_dict(old)
+    assert again.meta == again.items[0].meta == meta
+
+
+@settings(max_examples=200)
+@given(batches(), st.integers(0, 9), st.data())
+def test_a_damaged_batch_is_read_or_refused_and_nothing_else(
+    rollouts: list[Rollout], seed: int, data: st.DataObject
+) -> None:
+    items = build_items(rollouts, drawn_credit(rollouts, seed))
+    plain = json.loads(json.dumps(batch_to_dict(make_batch(items))))
+    with suppress(LudicError):
+        assert isinstance(batch_from_dict(data.draw(damaged(plain))), SAWBatch)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from numbers import Integral
-from typing import Any
 
-from ludic.errors import ConfigError, NotTrainableError
+from ludic.errors import ConfigError
+from ludic.saw.trainable import check_sampling
+from ludic.types import Info
 
 
 def _is_int(value: object) -> bool:
@@ -81,15 +81,7 @@ class SamplingConfig:
 
     def check_trainable(self, *, kept_ids_recorded: bool) -> None:
         """Raises `NotTrainableError` when the trainer could not reproduce this distribution."""
-        if self.temperature == 0:
-            raise NotTrainableError("temperature 0 is not a distribution: sample at > 0 to train")
-        if self.penalises:
-            raise NotTrainableError("penalties change the distribution: set them off to train")
-        if self.truncates and not kept_ids_recorded:
-            raise NotTrainableError(
-                "top-p, top-k or min-p without the kept ids: set ReturnSpec(kept_ids=True), "
-                "or turn truncation off to train"
-            )
+        check_sampling(asdict(self), kept_ids_recorded=kept_ids_recorded, where="a completion")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,4 +102,4 @@ class InferenceSpec:
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     returns: ReturnSpec = field(default_factory=ReturnSpec)
-    extensions: Mapping[str, Any] = field(default_factory=dict)
+    extensions: Info = field(default_factory=dict)

@@ -2,11 +2,13 @@
 
 from ludic.inference.sampling import InferenceSpec
 from ludic.rollouts.curricula import Curriculum, FixedMix, Stage, Stages, TargetSolveRate
+from ludic.rollouts.divergence import Divergence
 from ludic.rollouts.engine import LostMemberPolicy, RolloutEngine
+from ludic.rollouts.lines import CutFileWarning
 from ludic.rollouts.progress import Budget, Progress
-from ludic.rollouts.replaying import Divergence, ReplayReport, replay
+from ludic.rollouts.replaying import ReplayReport, replay
 from ludic.rollouts.requests import RolloutRequest
-from ludic.rollouts.storage import CutFileWarning, RolloutReader, RolloutWriter, read_rollouts
+from ludic.rollouts.storage import RolloutWriter, read_rollouts
 from ludic.rollouts.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
 from ludic.types import EnvSpec, ProtocolSpec
 
@@ -26,7 +28,6 @@ __all__ = [
     "ReplayReport",
     "RequestStrategy",
     "RolloutEngine",
-    "RolloutReader",
     "RolloutRequest",
     "RolloutWriter",
     "Stage",

@@ -15,20 +15,20 @@ _STOP_S = 30.0
 
 async def run_bounded(
     jobs: Iterable[Job], run: Callable[[Job], Awaitable[Result]], concurrency: int
-) -> AsyncGenerator[tuple[Job, Result], None]:
-    """Runs `run(job)` for every job, at most `concurrency` at a time, and yields each result when
-    it is there. Jobs are drawn one by one, when there is room for them.
+) -> AsyncGenerator[Result, None]:
+    """Runs `run(job)` for every job, at most `concurrency` at a time, and yields each result as it
+    comes. Jobs are drawn one by one, when there is room for them.
 
     The first exception ends everything: what is running is cancelled, and it is raised. The same
     happens without an exception when the generator is closed. A slow consumer holds jobs back.
     """
     pending = iter(jobs)
-    done: asyncio.Queue[tuple[Job, Result] | Exception | None] = asyncio.Queue(concurrency)
+    done: asyncio.Queue[tuple[Result] | Exception | None] = asyncio.Queue(concurrency)
 
     async def work() -> None:
         try:
             for job in pending:
-                await done.put((job, await run(job)))
+                await done.put((await run(job),))
         except Exception as exc:
             await done.put(exc)
         else:
@@ -44,7 +44,7 @@ async def run_bounded(
             elif isinstance(result, Exception):
                 raise result
             else:
-                yield result
+                yield result[0]
     finally:
         for worker in workers:
             worker.cancel()

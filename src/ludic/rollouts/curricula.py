@@ -15,19 +15,19 @@ from ludic.seeding import derive_seed
 from ludic.types import Rollout
 
 LABEL = "curriculum"
-"""Where a request's `meta`, and so its rollouts', say which of a curriculum's parts it is of."""
+"""The key in `meta` that names the part of a curriculum a request, or its rollout, belongs to."""
 
 
 @runtime_checkable
 class Curriculum(Protocol):
-    """Gives the next requests and is told how they went. Its state is JSON, for checkpoints."""
+    """Decides the next requests, and is told how they went. Its state is JSON, for checkpoints."""
 
     def next_requests(self, count: int) -> list[RolloutRequest]:
         """The next `count` requests, of one episode each; a strategy may make groups of them."""
         ...
 
     def report(self, rollouts: Sequence[Rollout]) -> None:
-        """How the requests went: every rollout of the batch, failed ones included."""
+        """Takes every rollout of the batch, failed ones included."""
         ...
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -43,8 +43,8 @@ def is_solved(rollout: Rollout, threshold: float) -> bool:
 class FixedMix:
     """Kinds of requests in fixed proportions.
 
-    Whatever was given out so far stays as close to the proportions as whole requests allow, so
-    that even small batches are mixed. A request without an `env_seed` gets a new one each time.
+    All requests so far stay as close to the proportions as whole numbers allow, so that even small
+    batches are mixed. A request without an `env_seed` gets a new one each time.
     """
 
     def __init__(self, mix: Mapping[str, tuple[RolloutRequest, float]], *, seed: int = 0) -> None:
@@ -235,7 +235,7 @@ def draw_tasks(
     numbers: Iterable[int],
     seed: int,
 ) -> list[RolloutRequest]:
-    """A request for each of `numbers`, of a task drawn by its chance with a seed of its own."""
+    """One request per number: a task drawn by its chance, with seeds that the number decides."""
     names, weights = list(chances), list(chances.values())
     requests = []
     for number in numbers:
@@ -246,8 +246,8 @@ def draw_tasks(
 
 
 def seeded(request: RolloutRequest, name: str, number: int, seed: int) -> RolloutRequest:
-    """The `number`-th request of part `name`: labelled, and with seeds of its own. An
-    `env_seed` that the template sets stays: it is the task."""
+    """The `number`-th request of part `name`, labelled and seeded. An `env_seed` that the request
+    already has stays: it is the task."""
     env_seed = request.env_seed
     return replace(
         request,

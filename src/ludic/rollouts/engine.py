@@ -11,8 +11,8 @@ from typing import Literal, Protocol, TypeAlias
 from ludic.errors import ConfigError
 from ludic.interaction.base import Runtime
 from ludic.rollouts.bounded import run_bounded
-from ludic.rollouts.episodes import EnvFactory, EpisodeRunner, ProtocolFactory
-from ludic.rollouts.planning import Episode, plan_episodes
+from ludic.rollouts.episode_runner import EnvFactory, EpisodeRunner, ProtocolFactory
+from ludic.rollouts.planning import PlannedEpisode, place_in_plan, plan_episodes
 from ludic.rollouts.progress import Budget, BudgetGate, FailureMonitor, Progress, ProgressCallback
 from ludic.rollouts.requests import RolloutRequest
 from ludic.saw.assembly import Algorithm, batch_from_rollouts
@@ -92,12 +92,18 @@ class RolloutEngine:
         The order does not depend on which episode finished first. `prefix` begins every id and
         takes part in the seeds that requests leave open; by default it counts the calls.
         """
-        found: dict[int, list[Rollout]] = {}
-        stream = self._run(requests, max_steps, concurrency, prefix, budget, on_progress, writer)
+        stream = self.stream_rollouts(
+            requests,
+            max_steps,
+            concurrency,
+            prefix=prefix,
+            budget=budget,
+            on_progress=on_progress,
+            writer=writer,
+        )
         async with aclosing(stream):
-            async for episode, rollouts in stream:
-                found[episode.index] = rollouts
-        return [rollout for index in sorted(found) for rollout in found[index]]
+            rollouts = [rollout async for rollout in stream]
+        return sorted(rollouts, key=place_in_plan)
 
     async def stream_rollouts(
         self,
@@ -113,9 +119,37 @@ class RolloutEngine:
         """The same rollouts one by one, as their episodes finish; those of one episode stay
         together. A consumer that falls behind slows the episodes down; one that stops early
         closes the stream (`contextlib.aclosing`), which cancels what is running."""
-        stream = self._run(requests, max_steps, concurrency, prefix, budget, on_progress, writer)
-        async with aclosing(stream):
-            async for _, rollouts in stream:
+        for name, value in (("max_steps", max_steps), ("concurrency", concurrency)):
+            if value < 1:
+                raise ConfigError(f"{name}={value}: must be at least 1")
+        if prefix is None:
+            prefix = f"call-{self._calls}"
+            self._calls += 1
+        writer = self.writer if writer is None else writer
+        plan = plan_episodes(requests, seed=self.seed, prefix=prefix)
+        gate = BudgetGate(budget, plan)
+        failed: Counter[str] = Counter()
+        finished = 0
+
+        async def run(episode: PlannedEpisode) -> list[Rollout]:
+            rollouts = await self._attempt(episode, max_steps, failed)
+            gate.tokens += sum(rollout.num_tokens for rollout in rollouts)
+            if writer is not None:
+                for rollout in rollouts:
+                    writer.write(rollout)
+            return rollouts
+
+        def report() -> None:
+            if on_progress is not None:
+                skipped = len(plan) - gate.admitted if gate.closed else 0
+                on_progress(Progress(len(plan), finished, gate.tokens, skipped, dict(failed)))
+
+        report()
+        results = run_bounded(filter(gate.admits, plan), run, min(concurrency, max(len(plan), 1)))
+        async with aclosing(results):
+            async for rollouts in results:
+                finished += 1
+                report()
                 for rollout in rollouts:
                     yield rollout
 
@@ -152,52 +186,8 @@ class RolloutEngine:
             lost_member=self.group_policy,
         )
 
-    async def _run(
-        self,
-        requests: Sequence[RolloutRequest],
-        max_steps: int,
-        concurrency: int,
-        prefix: str | None,
-        budget: Budget | None,
-        on_progress: ProgressCallback | None,
-        writer: RolloutWriterLike | None,
-    ) -> AsyncGenerator[tuple[Episode, list[Rollout]], None]:
-        """Episodes with their rollouts, in order of completion."""
-        for name, value in (("max_steps", max_steps), ("concurrency", concurrency)):
-            if value < 1:
-                raise ConfigError(f"{name}={value}: must be at least 1")
-        if prefix is None:
-            prefix = f"call-{self._calls}"
-            self._calls += 1
-        writer = self.writer if writer is None else writer
-        plan = plan_episodes(requests, seed=self.seed, prefix=prefix)
-        gate = BudgetGate(budget, plan)
-        failed: Counter[str] = Counter()
-        finished = 0
-
-        async def run(episode: Episode) -> list[Rollout]:
-            rollouts = await self._attempt(episode, max_steps, failed)
-            gate.tokens += sum(rollout.num_tokens for rollout in rollouts)
-            if writer is not None:
-                for rollout in rollouts:
-                    writer.write(rollout)
-            return rollouts
-
-        def report() -> None:
-            if on_progress is not None:
-                skipped = len(plan) - gate.admitted if gate.closed else 0
-                on_progress(Progress(len(plan), finished, gate.tokens, skipped, dict(failed)))
-
-        report()
-        results = run_bounded(filter(gate.admits, plan), run, min(concurrency, max(len(plan), 1)))
-        async with aclosing(results):
-            async for episode, rollouts in results:
-                finished += 1
-                report()
-                yield episode, rollouts
-
     async def _attempt(
-        self, episode: Episode, max_steps: int, failed: Counter[str]
+        self, episode: PlannedEpisode, max_steps: int, failed: Counter[str]
     ) -> list[Rollout]:
         """Runs the episode, and a group's member again where the policy says so."""
         causes: list[str] = []

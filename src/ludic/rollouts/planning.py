@@ -1,4 +1,4 @@
-"""From requests to episodes: every one with its own id and its own seeds."""
+"""From requests to episodes, each with its id and seeds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from ludic.errors import ConfigError
 from ludic.rollouts.requests import RolloutRequest
 from ludic.seeding import derive_seed
+from ludic.types import Rollout
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
-    """One episode to run. `index` is its place in the plan, and `attempt` counts the retries."""
+class PlannedEpisode:
+    """One episode to run; `attempt` counts the retries."""
 
-    index: int
     id: str
     request: RolloutRequest
     env_seed: int
@@ -25,7 +25,7 @@ class Episode:
     def group_id(self) -> str | None:
         return self.request.group_id
 
-    def retried(self) -> Episode:
+    def retried(self) -> PlannedEpisode:
         """The same episode with new sampling noise: the same noise could fail the same way."""
         attempt = self.attempt + 1
         return replace(
@@ -37,13 +37,13 @@ class Episode:
 
 def plan_episodes(
     requests: Sequence[RolloutRequest], *, seed: int, prefix: str
-) -> tuple[Episode, ...]:
+) -> tuple[PlannedEpisode, ...]:
     """Lays out all episodes of `requests` in order. Pure: the same arguments, the same plan.
 
     Ids are `prefix/request/episode`. A request without seeds gets them from `seed`, `prefix` and
     its position; the requests of one group get one environment seed.
     """
-    episodes: list[Episode] = []
+    episodes: list[PlannedEpisode] = []
     group_seeds: dict[str, int] = {}
     for position, request in enumerate(requests):
         env_seed = _env_seed(request, position, seed, prefix)
@@ -61,8 +61,7 @@ def plan_episodes(
         for number in range(request.num_episodes):
             own_env = several and request.group_id is None
             episodes.append(
-                Episode(
-                    index=len(episodes),
+                PlannedEpisode(
                     id=f"{prefix}/{position}/{number}",
                     request=request,
                     env_seed=derive_seed(env_seed, "episode", number) if own_env else env_seed,
@@ -72,6 +71,12 @@ def plan_episodes(
                 )
             )
     return tuple(episodes)
+
+
+def place_in_plan(rollout: Rollout) -> tuple[int, int]:
+    """Request and number of the episode that a rollout is of, by its id."""
+    _, position, number = rollout.episode_id.rsplit("/", 2)
+    return int(position), int(number)
 
 
 def _env_seed(request: RolloutRequest, position: int, seed: int, prefix: str) -> int:

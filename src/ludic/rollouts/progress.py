@@ -1,4 +1,4 @@
-"""How far a call of the engine is, what it may spend, and how many failures it bears."""
+"""A call's progress, its budget, and the failure rate at which it stops."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ludic.errors import ConfigError, RolloutError
-from ludic.rollouts.planning import Episode
+from ludic.rollouts.planning import PlannedEpisode
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Budget:
 class BudgetGate:
     """Decides, episode by episode in the order of the plan, whether it may begin."""
 
-    def __init__(self, budget: Budget | None, episodes: Iterable[Episode]) -> None:
+    def __init__(self, budget: Budget | None, episodes: Iterable[PlannedEpisode]) -> None:
         self._budget = budget or Budget()
         self._group_sizes = Counter(e.group_id for e in episodes if e.group_id is not None)
         self._begun: set[str] = set()
@@ -54,7 +54,7 @@ class BudgetGate:
         self.admitted = 0
         self.tokens = 0
 
-    def admits(self, episode: Episode) -> bool:
+    def admits(self, episode: PlannedEpisode) -> bool:
         """Whether `episode` may begin; admitting the first of a group admits the whole group."""
         group = episode.group_id
         if group is not None and group in self._begun:

@@ -1,4 +1,4 @@
-"""Replay: runs a recorded episode again and says where, if anywhere, it takes another way.
+"""Replay: runs a recorded episode again and reports where it first differs, if it does.
 
 The episode goes through the same protocol as the first time, with the recorded seeds. What the
 model said comes from the record, so that neither a model nor a tokenizer is needed: tools, parsers,
@@ -13,58 +13,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from ludic.errors import InferenceError, RolloutError
-from ludic.inference.client import TokenCompletionRequest
+from ludic.errors import RolloutError
 from ludic.inference.sampling import InferenceSpec
-from ludic.inference.templates.chat_template import ChatTemplate, ParsedCompletion
+from ludic.inference.templates.chat_template import ChatTemplate
 from ludic.interaction.base import Runtime
-from ludic.json_codec import from_plain
-from ludic.rollouts.episodes import EnvFactory, EpisodeRunner, ProtocolFactory
-from ludic.rollouts.planning import Episode
+from ludic.rollouts.divergence import Divergence, first_divergence
+from ludic.rollouts.episode_runner import EnvFactory, EpisodeRunner, ProtocolFactory
+from ludic.rollouts.planning import PlannedEpisode
 from ludic.rollouts.requests import RolloutRequest
-from ludic.types import (
-    AgentStep,
-    ChatResponse,
-    EnvironmentStep,
-    Fork,
-    ForkReason,
-    Info,
-    Message,
-    Rollout,
-    Step,
-    TokenTrace,
-    TruncationReason,
-)
-
-_OUTSIDE = {
-    TruncationReason.CONTEXT_WINDOW,
-    TruncationReason.DEADLINE,
-    TruncationReason.ERROR,
-}
-"""Endings that come from a backend or a clock: the record ends there, and so may the replay."""
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """The first place at which the replay differs: `field` of step `step` of a rollout, and for
-    token ids and log-probs the position `token` within it."""
-
-    rollout_id: str
-    step: int
-    field: str
-    recorded: Any
-    replayed: Any
-    token: int | None = None
-
-    def __str__(self) -> str:
-        at = "" if self.token is None else f", token {self.token}"
-        was, now = _shortened(repr(self.recorded), repr(self.replayed))
-        return (
-            f"rollout {self.rollout_id!r}, step {self.step}{at}: {self.field} was {was} and is "
-            f"now {now}"
-        )
+from ludic.rollouts.tape import Tape, TapeClient, TapeTemplate
+from ludic.types import Rollout, from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,27 +60,25 @@ async def replay(
     """
     recorded = [rollouts] if isinstance(rollouts, Rollout) else list(rollouts)
     episode, max_steps = _episode_of(recorded)
-    tape = _Tape(recorded)
+    tape = Tape(recorded)
+    with_tokens = runtime is not None or chat_template is not None
     if runtime is None:
         runtime = Runtime(
-            _TapeClient(tape, with_tokens=chat_template is not None),
-            _TapeTemplate(tape) if chat_template is None else chat_template,
+            TapeClient(tape, with_tokens=with_tokens),
+            TapeTemplate(tape) if chat_template is None else chat_template,
             "replay",
         )
-        # Sampling settings have no say in what a tape answers.
+        # A tape ignores sampling settings.
         episode = replace(episode, request=replace(episode.request, inference=None))
-        compare_tokens = chat_template is not None
-    else:
-        compare_tokens = True
     runner = EpisodeRunner(
         env_registry, protocol_registry, runtime, step_timeout_s, episode_timeout_s
     )
     replayed = await runner.run(episode, max_steps)
     _check_errors(recorded, replayed, tape)
-    return _compared(recorded, replayed, compare_tokens)
+    return _compared(recorded, replayed, with_tokens)
 
 
-def _episode_of(rollouts: Sequence[Rollout]) -> tuple[Episode, int]:
+def _episode_of(rollouts: Sequence[Rollout]) -> tuple[PlannedEpisode, int]:
     if not rollouts:
         raise RolloutError("replay was given no rollout")
     first = rollouts[0]
@@ -137,98 +94,14 @@ def _episode_of(rollouts: Sequence[Rollout]) -> tuple[Episode, int]:
     request = RolloutRequest(
         first.env,
         first.protocol,
-        inference=None if inference is None else from_plain(InferenceSpec, inference),
+        inference=None if inference is None else from_json(InferenceSpec, json.dumps(inference)),
     )
     seed = first.sampling_seed if first.sampling_seed is not None else 0
-    episode = Episode(0, first.episode_id, request, first.env_seed, seed)
+    episode = PlannedEpisode(first.episode_id, request, first.env_seed, seed)
     return episode, int(first.meta.get("max_steps", 100))
 
 
-class _RecordEnded(InferenceError):
-    """The replay asks for a model call that the record does not have."""
-
-
-class _Tape:
-    """The recorded model calls of each conversation, to be taken in order."""
-
-    def __init__(self, rollouts: Sequence[Rollout]) -> None:
-        self._calls = {r.id: list(r.agent_steps) for r in rollouts}
-        self._next = dict.fromkeys(self._calls, 0)
-        self.unknown: str | None = None
-
-    def take(self, conversation_id: str | None) -> tuple[str, int]:
-        """The place of the conversation's next call."""
-        if conversation_id not in self._calls or conversation_id is None:
-            self.unknown = str(conversation_id)
-            raise _RecordEnded(f"no rollout {conversation_id!r} was given")
-        number = self._next[conversation_id]
-        if number == len(self._calls[conversation_id]):
-            raise _RecordEnded(f"rollout {conversation_id!r} has {number} model calls, not more")
-        self._next[conversation_id] = number + 1
-        return conversation_id, number
-
-    def call_at(self, rollout_id: str, number: int) -> AgentStep:
-        """The recorded call at a place that `take` gave."""
-        return self._calls[rollout_id][number]
-
-
-class _TapeClient:
-    """Answers each conversation's calls with what was recorded for them."""
-
-    def __init__(self, tape: _Tape, *, with_tokens: bool) -> None:
-        self._tape = tape
-        self._with_tokens = with_tokens
-
-    @property
-    def max_context_tokens(self) -> int | None:
-        return None
-
-    async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
-        place = self._tape.take(request.conversation_id)
-        step = self._tape.call_at(*place)
-        trace = None
-        if self._with_tokens:
-            if step.trace is None:
-                raise _RecordEnded("the record has no token ids: replay it without a template")
-            trace = replace(step.trace, prompt_token_ids=request.prompt_token_ids)
-        return ChatResponse(trace, step.finish_reason, info={"replayed_from": list(place)})
-
-    async def sync_weights(
-        self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
-    ) -> str:
-        raise NotImplementedError("a record has no weights")
-
-
-class _TapeTemplate:
-    """Stands where a template would: messages pass as they were recorded, without tokens."""
-
-    def __init__(self, tape: _Tape) -> None:
-        self._tape = tape
-
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
-        return []
-
-    def extend(
-        self,
-        messages: Sequence[Message],
-        previous: TokenTrace,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[int] | Fork:
-        return Fork(ForkReason.TEMPLATE_NOT_EXTENSIBLE)
-
-    def parse(self, response: ChatResponse) -> ParsedCompletion:
-        step = self._tape.call_at(*response.info["replayed_from"])
-        calls = tuple(step.message.get("tool_calls", ()))
-        # Errors of the tools themselves are recorded in the same place; only calls that could
-        # not be read have no tool message that names a call.
-        unread = sum("tool_call_id" not in m for m in step.tool_messages)
-        errors = step.tool_call_errors[:unread] if step.tool_messages else step.tool_call_errors
-        return ParsedCompletion(step.message, calls, errors)
-
-
-def _check_errors(recorded: Sequence[Rollout], replayed: Sequence[Rollout], tape: _Tape) -> None:
+def _check_errors(recorded: Sequence[Rollout], replayed: Sequence[Rollout], tape: Tape) -> None:
     """A replay that could not be run at all is an error and not a divergence."""
     if tape.unknown is not None:
         raise RolloutError(
@@ -242,7 +115,7 @@ def _check_errors(recorded: Sequence[Rollout], replayed: Sequence[Rollout], tape
 
 
 def _compared(
-    recorded: Sequence[Rollout], replayed: Sequence[Rollout], compare_tokens: bool
+    recorded: Sequence[Rollout], replayed: Sequence[Rollout], with_tokens: bool
 ) -> ReplayReport:
     by_id = {r.id: r for r in replayed}
     found: list[Divergence] = []
@@ -252,7 +125,9 @@ def _compared(
         if again is None:
             found.append(Divergence(rollout.id, 0, "rollout", "there", None))
             continue
-        divergence, same_steps, same_tokens = _compare(rollout, again, compare_tokens)
+        divergence, same_steps, same_tokens = first_divergence(
+            rollout, again, with_tokens=with_tokens
+        )
         steps, tokens = steps + same_steps, tokens + same_tokens
         if divergence is not None:
             found.append(divergence)
@@ -260,103 +135,3 @@ def _compared(
     found.extend(Divergence(r.id, 0, "rollout", None, "there") for r in extra)
     first = min(found, key=lambda d: d.step, default=None)
     return ReplayReport(first, steps, tokens, tuple(replayed))
-
-
-def _compare(
-    recorded: Rollout, replayed: Rollout, compare_tokens: bool
-) -> tuple[Divergence | None, int, int]:
-    """The first divergence of one rollout, and how many steps and sampled tokens agree."""
-    tokens = 0
-    for index, old in enumerate(recorded.steps):
-        if index >= len(replayed.steps):
-            cause = replayed.error or "ended"
-            return Divergence(recorded.id, index, "step", old.kind, cause), index, tokens
-        new = replayed.steps[index]
-        last = index + 1 == len(recorded.steps)
-        divergence = _compare_step(recorded.id, index, old, new, compare_tokens, last)
-        if divergence is not None:
-            return divergence, index, tokens
-        if isinstance(old, AgentStep) and old.trace is not None:
-            tokens += len(old.trace.completion_token_ids)
-    count = len(recorded.steps)
-    ended_outside = recorded.error is not None or recorded.truncation_reason in _OUTSIDE
-    if len(replayed.steps) > count and not ended_outside:
-        more = replayed.steps[count].kind
-        return Divergence(recorded.id, count, "step", "ended", more), count, tokens
-    return None, count, tokens
-
-
-def _compare_step(
-    rollout_id: str, index: int, old: Step, new: Step, compare_tokens: bool, last: bool
-) -> Divergence | None:
-    if old.kind != new.kind:
-        return Divergence(rollout_id, index, "kind", old.kind, new.kind)
-    cut_outside = last and getattr(old, "truncation_reason", None) in _OUTSIDE
-    if isinstance(old, AgentStep) and isinstance(new, AgentStep):
-        fields = ["turn_index", "new_messages"]
-        if compare_tokens:
-            divergence = _compare_traces(rollout_id, index, old.trace, new.trace)
-            if divergence is not None:
-                return divergence
-        fields += ["message", "finish_reason", "tool_messages"]
-    else:
-        fields = ["turn_index", "stepped", "obs", "action", "next_obs", "reward", "terminated"]
-        if not cut_outside:
-            fields += ["truncated", "truncation_reason"]
-    for name in fields:
-        before, after = getattr(old, name), getattr(new, name)
-        if before != after and not (before != before and after != after):  # NaN equals NaN here
-            return Divergence(rollout_id, index, name, before, after)
-    if isinstance(old, EnvironmentStep) and isinstance(new, EnvironmentStep) and not cut_outside:
-        return _compare_info(rollout_id, index, old.info, new.info)
-    return None
-
-
-def _compare_info(rollout_id: str, index: int, old: Info, new: Info) -> Divergence | None:
-    """As JSON: NaN equals itself, and true is not 1."""
-    if old.keys() != new.keys():
-        return Divergence(rollout_id, index, "keys of info", sorted(old), sorted(new))
-    for key in old:
-        if json.dumps(old[key], sort_keys=True) != json.dumps(new[key], sort_keys=True):
-            return Divergence(rollout_id, index, f"info[{key!r}]", old[key], new[key])
-    return None
-
-
-def _shortened(a: str, b: str, limit: int = 160) -> tuple[str, str]:
-    """Both texts; long ones from shortly before the first character that differs."""
-    if max(len(a), len(b)) <= limit:
-        return a, b
-    shared = min(len(a), len(b))
-    start = max(next((i for i in range(shared) if a[i] != b[i]), shared) - 20, 0)
-
-    def part(text: str) -> str:
-        after = "…" if len(text) > start + limit else ""
-        return ("…" if start else "") + text[start : start + limit] + after
-
-    return part(a), part(b)
-
-
-def _compare_traces(
-    rollout_id: str, index: int, old: TokenTrace | None, new: TokenTrace | None
-) -> Divergence | None:
-    if old is None or new is None:
-        if old is new:
-            return None
-        return Divergence(rollout_id, index, "trace", old is not None, new is not None)
-    for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs"):
-        before, after = getattr(old, name), getattr(new, name)
-        if before == after:
-            continue
-        if before is None or after is None:
-            return Divergence(rollout_id, index, name, before, after)
-        shared = min(len(before), len(after))
-        at = next((i for i in range(shared) if before[i] != after[i]), shared)
-        return Divergence(
-            rollout_id,
-            index,
-            name,
-            before[at] if at < len(before) else None,
-            after[at] if at < len(after) else None,
-            token=at,
-        )
-    return None

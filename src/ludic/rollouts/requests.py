@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.inference.sampling import InferenceSpec
-from ludic.types import EnvSpec, ProtocolSpec
+from ludic.types import EnvSpec, Info, ProtocolSpec
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """A wish for `num_episodes` episodes of one environment under one protocol.
+    """Asks for `num_episodes` episodes of one environment under one protocol.
 
     A single episode uses the seeds as they are given; several differ in the seeds derived from
     them. Episodes with the same `group_id`, of one request or of several, share the environment's
@@ -29,7 +27,7 @@ class RolloutRequest:
     num_episodes: int = 1
     group_id: str | None = None
     task_key: str | None = None
-    meta: Mapping[str, Any] = field(default_factory=dict)
+    meta: Info = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.num_episodes < 1:

@@ -8,56 +8,50 @@ that whatever was written before a run was killed stays readable.
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import os
 import warnings
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Literal
 
 from ludic.errors import ConfigError, SchemaVersionError, SerializationError
+from ludic.rollouts.lines import CutFileWarning, as_stored, mend_last_line, parse_line, read_lines
+from ludic.rollouts.stored_prompts import StoredRollout, with_repeats, without_repeats
 from ludic.types import Message, Rollout, from_json, to_json
 
-SCHEMA = 1
-"""The version of the row's layout; a file of a newer one is refused."""
-
-_CHUNK = 1 << 16
-
-
-class CutFileWarning(UserWarning):
-    """A file ends in the middle of a line: what stands before it was read."""
+SCHEMA = 2
+"""The version of the row's layout; a file of a newer one is refused. In the first, prompts were
+stored whole."""
 
 
 class RolloutWriter:
     """Writes each rollout at once, whole or not at all as far as the system allows.
 
     A path that ends in `.gz` is compressed. An existing file is refused unless `append=True`;
-    then a line that an earlier run left unfinished is cut off first, with a `CutFileWarning`.
+    then a last line that is whole but for its end is completed, and one that an earlier run left
+    unfinished is cut off, with a `CutFileWarning`.
     """
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
         self.path = Path(path)
         self.count = 0
-        self._compress = self.path.suffix == ".gz"
         if self.path.exists() and not append:
             raise ConfigError(
                 f"{self.path} exists: choose another path, or RolloutWriter(path, append=True)"
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
-            _cut_off_unfinished(self.path)
+            mend_last_line(self.path)
         self._file: BinaryIO | None = open(self.path, "ab", buffering=0)  # noqa: SIM115
 
     def write(self, rollout: Rollout) -> None:
-        """Appends one rollout and hands it to the operating system."""
+        """Appends one rollout, past any buffer in this process."""
         if self._file is None:
             raise SerializationError(f"{self.path} was written to after it was closed")
         line = json.dumps(rollout_row(rollout), ensure_ascii=False).encode() + b"\n"
-        data = memoryview(gzip.compress(line, compresslevel=5, mtime=0) if self._compress else line)
+        data = memoryview(as_stored(self.path, line))
         while data:
             data = data[self._file.write(data) :]
         self.count += 1
@@ -75,50 +69,29 @@ class RolloutWriter:
     def __enter__(self) -> RolloutWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class RolloutReader:
-    """The rollouts of a file, read anew each time it is iterated over.
+def read_rollouts(
+    path: str | Path, *, on_cut: Literal["warn", "error"] = "warn"
+) -> Iterator[Rollout]:
+    """The rollouts of a file that `RolloutWriter` wrote, one after the other.
 
-    `cut` says whether the last pass found the file cut in the middle of a line. By default that
-    is a `CutFileWarning` and the rollouts before it count; `on_cut="error"` raises. A broken line
-    that others follow is always an error, and so is a newer schema.
+    A file cut in the middle of a line is a `CutFileWarning`, and the rollouts before it count;
+    with `on_cut="error"` it is an error. A broken line that others follow is always an error, and
+    so is a newer schema.
     """
-
-    def __init__(self, path: str | Path, *, on_cut: Literal["warn", "error"] = "warn") -> None:
-        self.path = Path(path)
-        self.on_cut = on_cut
-        self.cut = False
-
-    def __iter__(self) -> Iterator[Rollout]:
-        self.cut = False
-        lines = read_lines(self.path)
-        for number, (line, whole) in enumerate(lines, start=1):
-            where = f"{self.path}, line {number}"
-            if not whole:
-                self._note_cut(where, number - 1, lost=bool(line))
-                return
+    for number, (line, whole) in enumerate(read_lines(Path(path)), start=1):
+        where = f"{path}, line {number}"
+        if whole:
             yield rollout_from_row(parse_line(line, where), where)
-
-    def _note_cut(self, where: str, read: int, *, lost: bool) -> None:
-        self.cut = True
-        what = "the file ends in the middle of this line" if lost else "the file breaks off here"
-        message = f"{where}: {what}; the {read} rollouts before it are whole and were read"
-        if self.on_cut == "error":
+            continue
+        what = "the file ends in the middle of this line" if line else "the file breaks off here"
+        message = f"{where}: {what}; the {number - 1} rollouts before it are whole and were read"
+        if on_cut == "error":
             raise SerializationError(message)
-        warnings.warn(message, CutFileWarning, stacklevel=3)
-
-
-def read_rollouts(path: str | Path, *, on_cut: Literal["warn", "error"] = "warn") -> RolloutReader:
-    """The rollouts of a file that `RolloutWriter` wrote, one after the other."""
-    return RolloutReader(path, on_cut=on_cut)
+        warnings.warn(message, CutFileWarning, stacklevel=2)
 
 
 def rollout_row(rollout: Rollout) -> dict[str, Any]:
@@ -146,7 +119,7 @@ def rollout_row(rollout: Rollout) -> dict[str, Any]:
         "truncation_reason": rollout.truncation_reason or "",
         "error": rollout.error or "",
         "messages": [{"role": m["role"], "content": m["content"]} for m in dialogue(rollout)],
-        "rollout": to_json(rollout).decode(),
+        "rollout": to_json(without_repeats(rollout)).decode(),
     }
 
 
@@ -160,8 +133,12 @@ def rollout_from_row(row: Any, where: str = "this row") -> Rollout:
             "update Ludic to read it"
         )
     try:
-        return from_json(Rollout, row["rollout"])
-    except (KeyError, SerializationError) as exc:
+        if row["schema"] < 2:
+            return from_json(Rollout, row["rollout"])
+        return with_repeats(from_json(StoredRollout, row["rollout"]))
+    except KeyError as exc:
+        raise SerializationError(f"{where}: it has no column {exc}") from exc
+    except SerializationError as exc:
         raise SerializationError(f"{where}: {exc}") from exc
 
 
@@ -177,97 +154,3 @@ def dialogue(rollout: Rollout) -> list[Message]:
         messages.extend(step.tool_messages)
         tools = step.tool_messages
     return messages
-
-
-def read_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """The lines of a file, compressed or not, each with whether it is whole. Only the last can be
-    broken; a compressed file that is damaged in the middle raises `SerializationError`."""
-    rest = b""
-    broken = False
-    for chunk, intact in _chunks(path):
-        broken = broken or not intact
-        rest += chunk
-        *lines, rest = rest.split(b"\n")
-        yield from ((line, True) for line in lines if line.strip())
-    if rest.strip() or broken:
-        yield rest, not broken and _is_json(rest)
-
-
-def _chunks(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """Decompressed pieces; the last one is not intact when the compressed data breaks off."""
-    with open(path, "rb") as file:
-        if path.suffix != ".gz":
-            while data := file.read(_CHUNK):
-                yield data, True
-            return
-        for _, text, whole in _members(file, path):
-            yield text, whole
-
-
-def _members(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes, bool]]:
-    """Pieces of text with the offset at which their gzip member begins; the last one of a file
-    that breaks off within a member is not whole."""
-    start, data = 0, b""
-    while data or (data := file.read(_CHUNK)):
-        inflate = zlib.decompressobj(wbits=31)
-        used = 0
-        while not inflate.eof:
-            if not data and not (data := file.read(_CHUNK)):
-                yield start, b"", False
-                return
-            try:
-                text = inflate.decompress(data)
-            except zlib.error as exc:
-                raise SerializationError(f"{path}: damaged after byte {start}: {exc}") from exc
-            used += len(data) - len(inflate.unused_data)
-            data = inflate.unused_data
-            if text:
-                yield start, text, True
-        start += used
-
-
-def _cut_off_unfinished(path: Path) -> None:
-    """Removes what a killed run left behind the last whole line, so that lines can follow."""
-    size = path.stat().st_size
-    keep = _whole_bytes(path)
-    if keep == size:
-        return
-    warnings.warn(
-        f"{path}: an unfinished line of {size - keep} bytes at its end was cut off",
-        CutFileWarning,
-        stacklevel=3,
-    )
-    os.truncate(path, keep)
-
-
-def _whole_bytes(path: Path) -> int:
-    with open(path, "rb") as file:
-        if path.suffix == ".gz":
-            for start, _, whole in _members(file, path):
-                if not whole:
-                    return start
-            return path.stat().st_size
-        end = 0
-        position = 0
-        while data := file.read(_CHUNK):
-            newline = data.rfind(b"\n")
-            if newline >= 0:
-                end = position + newline + 1
-            position += len(data)
-        return end
-
-
-def parse_line(line: bytes, where: str) -> Any:
-    """One line as JSON; `where` names it in errors."""
-    try:
-        return json.loads(line)
-    except ValueError as exc:
-        raise SerializationError(f"{where}: not JSON: {exc}") from exc
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True

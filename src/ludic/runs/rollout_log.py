@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 from ludic.rollouts import RolloutWriter, read_rollouts
-from ludic.rollouts.storage import CutFileWarning
+from ludic.rollouts.lines import CutFileWarning
 
 
 def open_rollout_log(path: Path, step: int) -> RolloutWriter:

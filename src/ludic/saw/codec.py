@@ -2,43 +2,69 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+from typing_extensions import TypedDict
 
 from ludic.errors import SchemaVersionError, SerializationError
+from ludic.json_codec import from_plain
 from ludic.saw.items import BatchCounts, SampleAttachments, SAWBatch, SAWItem, TurnSpan
 
-SCHEMA = 1
-_ATTACHED = {
-    "behavior_logprobs": np.float32,
-    "reference_logprobs": np.float32,
-    "teacher_logprobs": np.float32,
-    "token_weights": np.float32,
-    "versions": np.int64,
-}
+SCHEMA = 2
+"""In the first, `meta` was a dict: msgpack cannot carry one that has an integer past 64 bits."""
+
+
+class _Attached(TypedDict, total=False):
+    behavior_logprobs: list[float]
+    reference_logprobs: list[float]
+    teacher_logprobs: list[float]
+    token_weights: list[float]
+    versions: list[int]
+    kept_token_ids: list[list[int]]
+
+
+class _Item(TypedDict):
+    schema: int
+    input_ids: list[int]
+    attention_mask: list[int]
+    action_mask: list[int]
+    weight: float | None
+    meta: dict[str, Any] | str
+    attachments: _Attached
+    turns: list[list[int | float]]
+    rollout_id: str
+    group_id: str | None
+    temperature: float
+
+
+class _Batch(TypedDict):
+    schema: int
+    items: list[dict[str, Any]]
+    counts: dict[str, int]
+    meta: dict[str, Any] | str
 
 
 def item_to_dict(item: SAWItem) -> dict[str, Any]:
-    """One item as numbers, strings and lists. A merged item's NaN weight is written as None, and
-    float32 values as floats, which hold them exactly."""
-    attached: dict[str, Any] = {
-        name: value.tolist()
-        for name in _ATTACHED
+    """One item as numbers, strings and lists. A merged item's NaN weight is written as None,
+    float32 values as floats, which hold them exactly, and `meta` as JSON text: what JSON does not
+    have is carried as its repr."""
+    attached = {
+        name: value.tolist() if isinstance(value, np.ndarray) else [ids.tolist() for ids in value]
+        for name in _Attached.__annotations__
         if (value := getattr(item.attachments, name)) is not None
     }
-    if item.attachments.kept_token_ids is not None:
-        attached["kept_token_ids"] = [ids.tolist() for ids in item.attachments.kept_token_ids]
     return {
         "schema": SCHEMA,
         "input_ids": item.input_ids.tolist(),
         "attention_mask": item.attention_mask.tolist(),
         "action_mask": item.action_mask.tolist(),
         "weight": None if math.isnan(item.weight) else float(item.weight),
-        "meta": dict(item.meta),
+        "meta": json.dumps(dict(item.meta), default=repr),
         "attachments": attached,
         "turns": [[s.start, s.end, s.turn_index, s.weight] for s in item.turns],
         "rollout_id": item.rollout_id,
@@ -48,54 +74,79 @@ def item_to_dict(item: SAWItem) -> dict[str, Any]:
 
 
 def item_from_dict(data: Mapping[str, Any]) -> SAWItem:
-    """Reads what `item_to_dict` wrote."""
+    """Reads what `item_to_dict` wrote; `SerializationError` names the field at fault."""
     _check_schema(data, "item")
+    item: _Item = from_plain(_Item, data)
+    lists: Mapping[str, Any] = item["attachments"]
     try:
-        attached = dict(data["attachments"])
-        kept = attached.pop("kept_token_ids", None)
+        attached: dict[str, Any] = {
+            name: tuple(np.array(ids, dtype=np.int64) for ids in values)
+            if name == "kept_token_ids"
+            else np.array(values, dtype=np.int64 if name == "versions" else np.float32)
+            for name, values in lists.items()
+        }
         return SAWItem(
-            input_ids=np.array(data["input_ids"], dtype=np.int64),
-            attention_mask=np.array(data["attention_mask"], dtype=np.int8),
-            action_mask=np.array(data["action_mask"], dtype=np.int8),
-            weight=math.nan if data["weight"] is None else data["weight"],
-            meta=data["meta"],
-            attachments=SampleAttachments(
-                kept_token_ids=None
-                if kept is None
-                else tuple(np.array(ids, dtype=np.int64) for ids in kept),
-                **{name: np.array(v, dtype=_ATTACHED[name]) for name, v in attached.items()},
-            ),
-            turns=tuple(TurnSpan(*span) for span in data["turns"]),
-            rollout_id=data["rollout_id"],
-            group_id=data["group_id"],
-            temperature=data["temperature"],
+            input_ids=np.array(item["input_ids"], dtype=np.int64),
+            attention_mask=np.array(item["attention_mask"], dtype=np.int8),
+            action_mask=np.array(item["action_mask"], dtype=np.int8),
+            weight=math.nan if item["weight"] is None else item["weight"],
+            meta=_meta(item["meta"]),
+            attachments=SampleAttachments(**attached),
+            turns=tuple(map(_turn, item["turns"])),
+            rollout_id=item["rollout_id"],
+            group_id=item["group_id"],
+            temperature=item["temperature"],
         )
-    except (KeyError, TypeError, ValueError) as exc:
-        raise SerializationError(f"this is no SAWItem: {type(exc).__name__}: {exc}") from exc
+    except OverflowError as exc:
+        raise SerializationError(f"this is no SAWItem: {exc}") from exc
 
 
 def batch_to_dict(batch: SAWBatch) -> dict[str, Any]:
-    """A whole batch, as `item_to_dict` writes its items. `meta` must hold JSON values."""
+    """A whole batch, as `item_to_dict` writes its items."""
     return {
         "schema": SCHEMA,
         "items": [item_to_dict(item) for item in batch.items],
         "counts": asdict(batch.counts),
-        "meta": dict(batch.meta),
+        "meta": json.dumps(dict(batch.meta), default=repr),
     }
 
 
 def batch_from_dict(data: Mapping[str, Any]) -> SAWBatch:
-    """Reads what `batch_to_dict` wrote."""
+    """Reads what `batch_to_dict` wrote; `SerializationError` names the item and field at fault."""
     _check_schema(data, "batch")
+    batch: _Batch = from_plain(_Batch, data)
+    items = []
+    for index, item in enumerate(batch["items"]):
+        try:
+            items.append(item_from_dict(item))
+        except SerializationError as exc:
+            raise type(exc)(f"item {index}: {exc}") from exc
     try:
-        items = tuple(item_from_dict(item) for item in data["items"])
-        return SAWBatch(items, BatchCounts(**data["counts"]), data["meta"])
-    except (KeyError, TypeError) as exc:
-        raise SerializationError(f"this is no SAWBatch: {type(exc).__name__}: {exc}") from exc
+        counts = BatchCounts(**batch["counts"])
+    except TypeError as exc:
+        raise SerializationError(f"this is no SAWBatch: {exc}") from exc
+    return SAWBatch(tuple(items), counts, _meta(batch["meta"]))
+
+
+def _turn(span: list[int | float]) -> TurnSpan:
+    match span:
+        case [int(start), int(end), int(turn), float() | int() as weight]:
+            return TurnSpan(start, end, turn, weight)
+    raise SerializationError(f"a turn is [start, end, turn, weight], and not {span!r:.80}")
+
+
+def _meta(meta: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(meta) if isinstance(meta, str) else meta
+    except (ValueError, RecursionError) as exc:
+        raise SerializationError(f"its meta is not JSON: {exc}") from exc
+    if not isinstance(found, dict):
+        raise SerializationError(f"its meta is no object but {found!r:.80}")
+    return found
 
 
 def _check_schema(data: Mapping[str, Any], what: str) -> None:
-    schema = data.get("schema")
+    schema = data.get("schema") if isinstance(data, Mapping) else None
     if not isinstance(schema, int):
         raise SerializationError(f"this {what} has no schema number: it is not one of Ludic's")
     if schema > SCHEMA:

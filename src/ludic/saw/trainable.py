@@ -1,8 +1,5 @@
-"""Which recorded sampling settings may be trained on.
-
-The same rule as `SamplingConfig.check_trainable`, read from the settings as a rollout stores them:
-this package lies below `inference` and imports nothing of it. A property test holds the two equal.
-"""
+"""Which sampling settings may be trained on: one rule for settings as a rollout stores them, and
+for `SamplingConfig.check_trainable`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from ludic.errors import (
     SerializationError,
 )
 from ludic.inference.templates.chat_template import ChatTemplate
-from ludic.rollouts.storage import CutFileWarning, parse_line, read_lines, rollout_from_row
+from ludic.rollouts.lines import CutFileWarning, parse_line, read_lines
+from ludic.rollouts.storage import rollout_from_row
 from ludic.saw.assembly import batch_from_rollouts
 from ludic.saw.building import build_items
 from ludic.saw.credit import CreditAssigner

@@ -6,8 +6,10 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
+from ludic.envs import build_env
 from ludic.envs.env import LudicEnv
 from ludic.envs.running.runner import EnvRunner
 from ludic.errors import (
@@ -18,7 +20,8 @@ from ludic.errors import (
     UnknownNameError,
 )
 from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
-from ludic.rollouts.planning import Episode
+from ludic.registry import make_protocol
+from ludic.rollouts.planning import PlannedEpisode
 from ludic.types import Rollout, to_json
 from ludic.workers.threads import shared_threads
 
@@ -45,7 +48,7 @@ class EpisodeRunner:
     step_timeout_s: float | None
     episode_timeout_s: float | None
 
-    async def run(self, episode: Episode, max_steps: int) -> list[Rollout]:
+    async def run(self, episode: PlannedEpisode, max_steps: int) -> list[Rollout]:
         """The episode's rollouts, one per agent. Never raises for what goes wrong inside: then
         they carry `error`, and there is at least one. Errors of configuration propagate."""
         error = None
@@ -62,7 +65,7 @@ class EpisodeRunner:
             rollouts = [Rollout(id=f"{episode.id}/failed", steps=(), error=error)]
         return [_labelled(rollout, episode, max_steps) for rollout in rollouts]
 
-    async def _play(self, episode: Episode, max_steps: int) -> list[Rollout]:
+    async def _play(self, episode: PlannedEpisode, max_steps: int) -> list[Rollout]:
         env = await self._make_env(episode)
         try:
             protocol = self._make_protocol(episode)
@@ -95,19 +98,12 @@ class EpisodeRunner:
         """A protocol closes its environment; where it never began to, that is left to us."""
         await EnvRunner(env, step_timeout_s=self.step_timeout_s).close()
 
-    async def _make_env(self, episode: Episode) -> LudicEnv[Any, Any, Any]:
+    async def _make_env(self, episode: PlannedEpisode) -> LudicEnv[Any, Any, Any]:
         spec = episode.request.env
         if self.env_registry is None:
-            from ludic.envs import build_env
-
-            def build() -> LudicEnv[Any, Any, Any]:
-                return build_env(spec)
+            build = partial(build_env, spec)
         else:
-            factory = _look_up("environment", spec.kind, self.env_registry)
-
-            def build() -> LudicEnv[Any, Any, Any]:
-                return factory(**spec.kwargs)
-
+            build = partial(_look_up("environment", spec.kind, self.env_registry), **spec.kwargs)
         # Building may read a dataset or start a process, so it must not hold up the others.
         env: LudicEnv[Any, Any, Any] = await shared_threads().run(
             build,
@@ -117,7 +113,7 @@ class EpisodeRunner:
         )
         return env
 
-    def _make_protocol(self, episode: Episode) -> InteractionProtocol:
+    def _make_protocol(self, episode: PlannedEpisode) -> InteractionProtocol:
         spec, inference = episode.request.protocol, episode.request.inference
         runtime = self.runtime
         if inference is not None:
@@ -134,8 +130,6 @@ class EpisodeRunner:
                 f"protocol {spec.kind!r} needs a model to talk to: pass "
                 "RolloutEngine(runtime=Runtime(client, template, model))"
             )
-        from ludic.registry import make_protocol
-
         protocol: InteractionProtocol = make_protocol(spec.kind, runtime, **spec.kwargs)
         return protocol
 
@@ -147,14 +141,14 @@ def _look_up(kind: str, name: str, registry: Mapping[str, Factory]) -> Factory:
         raise UnknownNameError(kind, name, registry) from None
 
 
-def _labelled(rollout: Rollout, episode: Episode, max_steps: int) -> Rollout:
+def _labelled(rollout: Rollout, episode: PlannedEpisode, max_steps: int) -> Rollout:
     """Writes on the rollout where it comes from, all that is needed to repeat it."""
     request = episode.request
     meta: dict[str, Any] = {**request.meta, **rollout.meta, "max_steps": max_steps}
     if episode.attempt:
         meta["attempt"] = episode.attempt
     if request.inference is not None:
-        meta["inference"] = _as_json(request.inference)
+        meta["inference"] = json.loads(to_json(request.inference))
     return replace(
         rollout,
         id=_under(episode.id, rollout.id),
@@ -173,8 +167,3 @@ def _labelled(rollout: Rollout, episode: Episode, max_steps: int) -> Rollout:
 def _under(episode_id: str, name: str) -> str:
     """Ids of a protocol that does not use the episode's would clash with other episodes'."""
     return name if name.startswith(episode_id) else f"{episode_id}/{name}"
-
-
-def _as_json(value: Any) -> Any:
-    """As JSON reads it back: lists where there were tuples."""
-    return json.loads(to_json(value))

@@ -1,0 +1,102 @@
+"""Files of lines that survive a kill: plain, or with one gzip member per line (`.gz`)."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ludic.errors import SerializationError
+
+_CHUNK = 1 << 16
+
+
+class CutFileWarning(UserWarning):
+    """A file ends in the middle of a line: what stands before it was read."""
+
+
+def read_lines(path: Path) -> Iterator[tuple[bytes, bool]]:
+    """The lines of a file, compressed or not, each with whether it is whole. Only the last can be
+    broken; a compressed file that is damaged in the middle raises `SerializationError`."""
+    rest, broken = b"", False
+    for _, text, whole in _pieces(path):
+        broken = not whole
+        *lines, rest = (rest + text).split(b"\n")
+        yield from ((line, True) for line in lines if line.strip())
+    if rest.strip() or broken:
+        yield rest, not broken and _is_json(rest)
+
+
+def parse_line(line: bytes, where: str) -> Any:
+    """One line as JSON; `where` names it in errors."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as exc:
+        raise SerializationError(f"{where}: not JSON: {exc}") from exc
+
+
+def as_stored(path: Path, text: bytes) -> bytes:
+    """The bytes that `text` becomes in a file of that name."""
+    return gzip.compress(text, compresslevel=5, mtime=0) if path.suffix == ".gz" else text
+
+
+def mend_last_line(path: Path) -> None:
+    """Lets lines follow: completes a last line that lacks only its end, and removes what a killed
+    run left unfinished."""
+    size = keep = path.stat().st_size
+    rest = b""
+    for start, text, whole in _pieces(path):
+        rest = (rest + text).rpartition(b"\n")[2]
+        if not whole:
+            keep, rest = start, b""
+    if path.suffix != ".gz" and not _is_json(rest):
+        keep, rest = size - len(rest), b""
+    if keep < size:
+        warnings.warn(
+            f"{path}: an unfinished line of {size - keep} bytes at its end was cut off",
+            CutFileWarning,
+            stacklevel=3,
+        )
+        os.truncate(path, keep)
+    if rest:
+        with open(path, "ab") as file:
+            file.write(as_stored(path, b"\n"))
+
+
+def _pieces(path: Path) -> Iterator[tuple[int, bytes, bool]]:
+    """Pieces of text. In a compressed file, each comes with the offset at which its gzip member
+    begins, and the last one of a file that breaks off within a member is not whole."""
+    with open(path, "rb") as file:
+        if path.suffix != ".gz":
+            while data := file.read(_CHUNK):
+                yield 0, data, True
+            return
+        start, data = 0, b""
+        while data or (data := file.read(_CHUNK)):
+            inflate = zlib.decompressobj(wbits=31)
+            used = 0
+            while not inflate.eof:
+                if not data and not (data := file.read(_CHUNK)):
+                    yield start, b"", False
+                    return
+                try:
+                    text = inflate.decompress(data)
+                except zlib.error as exc:
+                    raise SerializationError(f"{path}: damaged after byte {start}: {exc}") from exc
+                used += len(data) - len(inflate.unused_data)
+                data = inflate.unused_data
+                yield start, text, True
+            start += used
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        parse_line(line, "")
+    except SerializationError:
+        return False
+    return True

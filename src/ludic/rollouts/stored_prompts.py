@@ -1,0 +1,69 @@
+"""Prompts without what they repeat, so that a stored rollout grows linearly with its turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from ludic.errors import SerializationError
+from ludic.types import AgentStep, Rollout, TokenTrace
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRollout:
+    """A rollout whose prompts lack their beginnings. `shared` says, for each model call that has a
+    trace, how many tokens its prompt takes from the call before: prompt, then completion."""
+
+    rollout: Rollout
+    shared: tuple[int, ...]
+
+
+def without_repeats(rollout: Rollout) -> StoredRollout:
+    """Cuts from every prompt what it shares with the call before."""
+    traces = _traces(rollout)
+    later = (shared_length(a.token_ids, b.prompt_token_ids) for a, b in pairwise(traces))
+    shared = (0, *later)[: len(traces)]
+    prompts = (t.prompt_token_ids[n:] for t, n in zip(traces, shared, strict=True))
+    return StoredRollout(_with_prompts(rollout, prompts), shared)
+
+
+def with_repeats(stored: StoredRollout) -> Rollout:
+    """The inverse of `without_repeats`; raises `SerializationError` for impossible counts."""
+    traces = _traces(stored.rollout)
+    if len(stored.shared) != len(traces):
+        raise SerializationError(f"shared has {len(stored.shared)} entries for {len(traces)} calls")
+    prompts: list[tuple[int, ...]] = []
+    before: tuple[int, ...] = ()
+    for number, (trace, count) in enumerate(zip(traces, stored.shared, strict=True)):
+        if not 0 <= count <= len(before):
+            raise SerializationError(
+                f"call {number}: shared is {count}, and the call before has {len(before)} tokens"
+            )
+        prompts.append(before[:count] + trace.prompt_token_ids)
+        before = prompts[-1] + trace.completion_token_ids
+    return _with_prompts(stored.rollout, prompts)
+
+
+def shared_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How long two sequences are the same from their beginning."""
+    n = min(len(a), len(b))
+    return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
+
+
+def _traces(rollout: Rollout) -> list[TokenTrace]:
+    return [step.trace for step in rollout.agent_steps if step.trace is not None]
+
+
+def _with_prompts(rollout: Rollout, prompts: Iterable[tuple[int, ...]]) -> Rollout:
+    following = iter(prompts)
+    return replace(
+        rollout,
+        steps=tuple(
+            replace(step, trace=replace(step.trace, prompt_token_ids=next(following)))
+            if isinstance(step, AgentStep) and step.trace is not None
+            else step
+            for step in rollout.steps
+        ),
+    )
