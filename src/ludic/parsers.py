@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ludic.errors import ConfigError, MissingExtraError, UnknownNameError
+from ludic.errors import ConfigError, MissingExtraError
+from ludic.registry import PARSERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,38 +274,17 @@ def compose_parsers(*parsers: Parser) -> Parser:
     return parse
 
 
-_KINDS: Mapping[str, Callable[..., Parser]] = {
-    "text": text_parser,
-    "xml": xml_parser,
-    "think_prefix": think_prefix_parser,
-    "boxed": boxed_parser,
-    "json": json_parser,
-    "regex": regex_parser,
-}
-
-
 def make_parser(spec: str | Mapping[str, Any] | Sequence[Any] | Parser) -> Parser:
     """A parser from JSON, for run files.
 
     `"boxed"`, `{"kind": "xml", "tag": "move"}`, or a list of those, which is composed. A parser
-    is given back as it is.
+    is returned as it is.
     """
     if callable(spec):
         return spec
-    if isinstance(spec, str):
-        spec = {"kind": spec}
-    if not isinstance(spec, Mapping):
-        return compose_parsers(*(make_parser(part) for part in spec))
-    options = dict(spec)
-    kind = options.pop("kind", None)
-    if not isinstance(kind, str):
-        raise ConfigError(f"a parser's spec needs a 'kind', one of {sorted(_KINDS)}: {dict(spec)}")
-    if kind not in _KINDS:
-        raise UnknownNameError("parser", kind, _KINDS)
-    try:
-        return _KINDS[kind](**options)
-    except TypeError as error:
-        raise ConfigError(f"parser {kind!r} cannot be made from {options}: {error}") from error
+    if isinstance(spec, str | Mapping):
+        return PARSERS.make_from(spec)  # type: ignore[no-any-return]
+    return compose_parsers(*map(make_parser, spec))
 
 
 def _filled(text: str, otherwise: str) -> str:

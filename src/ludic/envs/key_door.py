@@ -1,13 +1,9 @@
-"""A grid world seen through a small window: find the key, open the door, reach the goal.
-
-Try it by hand: `python -m ludic.envs.key_door --seed 1`.
-"""
+"""A grid world seen through a small window: find the key, open the door, reach the goal."""
 
 from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, TypeAlias
@@ -236,22 +232,3 @@ def _path_to(
         moves.append(move)
         step = came_from[state]
     return tuple(reversed(moves))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    import argparse
-
-    from ludic.envs.play import play_by_hand
-
-    parser = argparse.ArgumentParser(prog="python -m ludic.envs.key_door")
-    parser.add_argument("--width", type=int, default=7)
-    parser.add_argument("--height", type=int, default=5)
-    parser.add_argument("--view", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=None)
-    args = parser.parse_args(argv)
-    env = KeyDoorEnv(width=args.width, height=args.height, view=args.view)
-    return play_by_hand(env, seed=args.seed)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -21,6 +21,7 @@ from ludic.inference.sampling import InferenceSpec
 from ludic.inference.templates.chat_template import ChatTemplate, ParsedCompletion
 from ludic.interaction.base import Runtime
 from ludic.json_codec import from_plain
+from ludic.registry import stored_names
 from ludic.rollouts.episodes import EnvFactory, EpisodeRunner, ProtocolFactory
 from ludic.rollouts.planning import Episode
 from ludic.rollouts.requests import RolloutRequest
@@ -116,7 +117,8 @@ async def replay(
     runner = EpisodeRunner(
         env_registry, protocol_registry, runtime, step_timeout_s, episode_timeout_s
     )
-    replayed = await runner.run(episode, max_steps)
+    with stored_names():  # whoever wrote the file must not choose what is imported here
+        replayed = await runner.run(episode, max_steps)
     _check_errors(recorded, replayed, tape)
     return _compared(recorded, replayed, compare_tokens)
 

@@ -19,11 +19,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import import_module
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from ludic.errors import DeadlineError, LudicError
+from ludic.lazy import resolve
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct(">I")
@@ -138,15 +138,6 @@ def _wait(fd: int, event: int, deadline: float) -> None:
     poll.register(fd, event)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
         raise TimeoutError
-
-
-def resolve(reference: str) -> Any:
-    """What "package.module:name" stands for."""
-    module, _, path = reference.partition(":")
-    target: Any = import_module(module)
-    for part in path.split("."):
-        target = getattr(target, part)
-    return target
 
 
 def _encode(message: Any) -> bytes:

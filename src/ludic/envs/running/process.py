@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Literal
 
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, EnvError
-from ludic.registry import ENVS, make_env
+from ludic.lazy import resolve
+from ludic.registry import ENVS, make_env, names_are_stored, stored_names
 from ludic.types import AgentID, EnvSpec, Info, Obs, StepOutcome
-from ludic.workers.json_process import Answerer, ChildError, JsonProcess, resolve
+from ludic.workers.json_process import Answerer, ChildError, JsonProcess
 
 EnvFactory = Callable[..., LudicEnv[Any, Any, Any]]
 
@@ -30,7 +31,7 @@ def build_env(
         factory: Makes the environment; None looks `spec.kind` up in the registry.
         isolation: Overrides what the environment itself asks for.
     """
-    made = factory or _registered(spec.kind)
+    made = factory or ENVS.get(spec.kind)
     if (isolation or getattr(made, "isolation", None)) == "process":
         return ProcessEnv(spec, factory)
     env = factory(**spec.kwargs) if factory else make_env(spec.kind, **spec.kwargs)
@@ -57,8 +58,9 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
         self.name = spec.kind
         self._timeout_s = timeout_s
         self._setup = {
-            "factory": _reference(spec.kind, factory or _registered(spec.kind)),
+            "factory": _reference(spec.kind, factory or ENVS.get(spec.kind)),
             "kwargs": dict(spec.kwargs),
+            "stored": names_are_stored(),
         }
         try:
             json.dumps(self._setup)
@@ -140,7 +142,8 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
 
 def serve_env(setup: Mapping[str, Any]) -> Answerer:
     """The child's half: builds the environment, then answers for it."""
-    env: LudicEnv[Any, Any, Any] = resolve(setup["factory"])(**setup["kwargs"])
+    with stored_names(setup["stored"]):
+        env: LudicEnv[Any, Any, Any] = resolve(setup["factory"])(**setup["kwargs"])
     loop = asyncio.new_event_loop()
 
     def finish(value: Any) -> Any:
@@ -177,10 +180,6 @@ def _state(env: LudicEnv[Any, Any, Any]) -> Mapping[str, Any]:
         "task_key": env.task_key(),
         "accepts_partial_actions": bool(env.accepts_partial_actions),
     }
-
-
-def _registered(kind: str) -> EnvFactory:
-    return ENVS.get(kind)
 
 
 def _reference(kind: str, factory: EnvFactory) -> str:

@@ -9,12 +9,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar, overload, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from ludic.errors import DuplicateNameError, UnknownNameError
+from ludic.registry import TOOL_PARSERS, list_tool_parsers, register_tool_parser
 from ludic.types import ToolCall
+
+__all__ = [
+    "HermesToolParser",
+    "JSONToolParser",
+    "MalformedCallError",
+    "ToolParse",
+    "ToolParser",
+    "get_tool_parser",
+    "list_tool_parsers",
+    "read_json",
+    "register_tool_parser",
+]
 
 MAX_REPORTED = 8
 """How many malformed calls of one completion are described; the rest are counted."""
@@ -226,37 +238,6 @@ def _capped(errors: list[str]) -> tuple[str, ...]:
     return (*errors[:MAX_REPORTED], f"and {more} more malformed tool calls")
 
 
-FactoryT = TypeVar("FactoryT", bound=Callable[[], ToolParser])
-
-_PARSERS: dict[str, Callable[[], ToolParser]] = {
-    "hermes": HermesToolParser,
-    "json": JSONToolParser,
-}
-
-
-@overload
-def register_tool_parser(name: str) -> Callable[[FactoryT], FactoryT]: ...
-@overload
-def register_tool_parser(name: str, factory: FactoryT) -> FactoryT: ...
-def register_tool_parser(
-    name: str, factory: FactoryT | None = None
-) -> FactoryT | Callable[[FactoryT], FactoryT]:
-    """Makes a tool parser known by name; usable as a decorator. A taken name is an error."""
-    if factory is None:
-        return lambda made: register_tool_parser(name, made)
-    if name in _PARSERS:
-        raise DuplicateNameError(f"a tool parser named {name!r} is registered already")
-    _PARSERS[name] = factory
-    return factory
-
-
 def get_tool_parser(name: str) -> ToolParser:
-    """The tool parser of that name; a wrong name is answered with the nearest ones."""
-    if name not in _PARSERS:
-        raise UnknownNameError("tool parser", name, _PARSERS)
-    return _PARSERS[name]()
-
-
-def list_tool_parsers() -> list[str]:
-    """The names that `get_tool_parser` knows."""
-    return sorted(_PARSERS)
+    """A tool parser by name or place."""
+    return TOOL_PARSERS.make(name)  # type: ignore[no-any-return]
