@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -187,16 +187,9 @@ def json_parser(
 
     def read(text: str) -> str:
         try:
-            value = json.loads(
-                _unfenced(text), object_pairs_hook=_distinct, parse_constant=_no_constant
-            )
-        except _Unreadable:
-            raise
-        except RecursionError:
-            raise _Unreadable("The JSON is nested too deeply.") from None
+            value = strict_json(_unfenced(text))
         except ValueError as error:
-            detail = error.msg if isinstance(error, json.JSONDecodeError) else "bad number"
-            raise _Unreadable(f"Write one JSON object and nothing else ({detail}).") from None
+            raise _Unreadable(f"Write one JSON object and nothing else: {error}.") from None
         if not isinstance(value, dict):
             raise _Unreadable("Write one JSON object, not a list or a bare value.")
         for name in (*required, *([key] if key is not None else [])):
@@ -207,8 +200,8 @@ def json_parser(
             return _filled(chosen, f"The value of {key!r} was empty.")
         try:
             return json.dumps(chosen, ensure_ascii=False, separators=(",", ":"))
-        except (ValueError, RecursionError):
-            raise _Unreadable("The JSON holds a value that cannot be written back.") from None
+        except RecursionError:  # what could just be read may be just too deep to write
+            raise _Unreadable("The JSON is nested too deeply.") from None
 
     return _parser(read, success_reward, error_reward)
 
@@ -303,12 +296,33 @@ def _unfenced(text: str) -> str:
     return body
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise _Unreadable("A key of the JSON object is given twice.")
+def strict_json(text: str) -> Any:
+    """Strict JSON: no NaN or infinity, no repeated keys, no lone surrogates. Raises `ValueError`
+    with what is wrong."""
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_distinct, parse_constant=_finite, parse_float=_finite
+        )
+        if "\\u" in text:  # an escaped lone surrogate is no text that could ever be encoded
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("it holds a lone surrogate, which is no text") from None
     return value
 
 
-def _no_constant(name: str) -> Iterator[None]:
-    raise _Unreadable(f"{name} is no JSON number.")
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("it repeats a key, so that its meaning is open")
+    return value
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"it holds {digits}, which is no JSON number")
+    return value

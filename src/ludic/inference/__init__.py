@@ -23,11 +23,10 @@ from ludic.inference.templates.tool_parsers import (
     ToolParse,
     ToolParser,
     get_tool_parser,
-    list_tool_parsers,
-    register_tool_parser,
 )
 from ludic.inference.vllm.extensions import VLLMExtensions
 from ludic.lazy import late_names
+from ludic.registry import list_tool_parsers, register_tool_parser
 
 if TYPE_CHECKING:
     from ludic.inference.local import LocalChatClient as LocalChatClient

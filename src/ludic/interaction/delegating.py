@@ -89,12 +89,12 @@ class DelegatingProtocol(InteractionProtocol):
 
     async def run(self, env: LudicEnv[Any, Any, Any], spec: RunSpec) -> list[Rollout]:
         episode = Episode(env, spec)
-        family = _Family()
+        family: list[Episode] = []  # of the sub-agents, in the order of their start
         await episode.play(lambda: self._play(family, episode))
         self._settle(family, episode)
-        return [r for e in (episode, *family.episodes) for r in e.rollouts()]
+        return [r for e in (episode, *family) for r in e.rollouts()]
 
-    async def _play(self, family: _Family, episode: Episode) -> None:
+    async def _play(self, family: list[Episode], episode: Episode) -> None:
         openings = await episode.reset()
         role = only_role(episode)
         track = episode.open_track(role)
@@ -105,7 +105,7 @@ class DelegatingProtocol(InteractionProtocol):
     def _make(
         self,
         factory: AgentFactory,
-        family: _Family,
+        family: list[Episode],
         episode: Episode,
         track: AgentTrack,
         *,
@@ -124,7 +124,7 @@ class DelegatingProtocol(InteractionProtocol):
         return agent
 
     def _handler(
-        self, family: _Family, caller: Episode, caller_track: AgentTrack, depth: int
+        self, family: list[Episode], caller: Episode, caller_track: AgentTrack, depth: int
     ) -> ExternalToolHandler:
         started = 0
 
@@ -134,7 +134,7 @@ class DelegatingProtocol(InteractionProtocol):
             sub = self.sub_agents.get(name)
             if sub is None:
                 raise ProtocolError(f"the external tool {name!r} is none of the sub-agents")
-            if len(family.episodes) >= self.max_sub_agents:
+            if len(family) >= self.max_sub_agents:
                 raise ToolError(f"no more than {self.max_sub_agents} sub-agents may be started")
             place = started
             started += 1
@@ -145,7 +145,7 @@ class DelegatingProtocol(InteractionProtocol):
 
     async def _delegate(
         self,
-        family: _Family,
+        family: list[Episode],
         caller: Episode,
         caller_track: AgentTrack,
         depth: int,
@@ -155,7 +155,7 @@ class DelegatingProtocol(InteractionProtocol):
         place: int,
     ) -> str:
         episode = Episode(sub.make_env(task), _spec_of_child(caller.spec, sub, place))
-        family.episodes.append(episode)
+        family.append(episode)
         track = episode.add_track(
             AgentTrack(
                 name,
@@ -182,21 +182,14 @@ class DelegatingProtocol(InteractionProtocol):
             raise ToolError(f"the sub-agent {name!r} gave no answer")
         return answer
 
-    def _settle(self, family: _Family, episode: Episode) -> None:
+    def _settle(self, family: list[Episode], episode: Episode) -> None:
         """When the parent is done: its failure is its sub-agents' too, and so is its reward."""
-        for child in family.episodes:
+        for child in family:
             if episode.error is not None:
                 child.fail(ProtocolError(f"the parent's episode failed: {episode.error}"))
             elif child.error is None and self.child_reward == "parent":
                 for track in child.tracks:
                     track.add_bonus("parent", episode.tracks[0].total_reward)
-
-
-class _Family:
-    """The sub-agents' episodes of one parent's episode, in the order of their start."""
-
-    def __init__(self) -> None:
-        self.episodes: list[Episode] = []
 
 
 def _tool_of(name: str, sub: SubAgent) -> Tool:

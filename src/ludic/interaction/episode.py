@@ -88,11 +88,6 @@ class Episode:
         self.task_key = self.runner.task_key()
         return openings
 
-    def cut(self, reason: TruncationReason) -> None:
-        """Truncates every track that has not ended."""
-        for track in self.tracks:
-            track.cut(reason)
-
     def rollouts(self) -> list[Rollout]:
         """One rollout per track that is collected."""
         return [

@@ -73,12 +73,6 @@ def _plain(text: str) -> Fraction:
     return Fraction(text.replace(",", "").rstrip(".") or "0")
 
 
-def same_number(a: str, b: str, *, tolerance: float = 0.0) -> bool:
-    """Whether both texts are numbers no further apart than `tolerance`, absolutely."""
-    x, y = read_number(a), read_number(b)
-    return x is not None and y is not None and abs(x - y) <= Fraction(tolerance)
-
-
 def same_mathematics(answer: str, target: str, *, timeout_s: float = 10.0) -> bool:
     """Whether two LaTeX or plain expressions mean the same, by math-verify.
 

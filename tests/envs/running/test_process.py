@@ -68,9 +68,9 @@ class TestPlaying:
         ):
             assert there.agent_ids == here.agent_ids
             assert there.suggested_sysprompt("agent") == here.suggested_sysprompt("agent")
-            assert there.current_obs() == here.current_obs()
+            assert there.env.current_obs() == here.env.current_obs()
             while not here.done:
-                free = here.current_obs()["agent"].rpartition("Free: ")[2].split()
+                free = here.env.current_obs()["agent"].rpartition("Free: ")[2].split()
                 action = {"agent": free[0]}
                 assert await there.step(action) == await here.step(action)
                 assert there.active_agents == here.active_agents

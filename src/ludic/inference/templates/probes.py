@@ -60,14 +60,16 @@ class TemplateProbes:
         """Whether messages of the role show at all. A template that objects to the probe may
         still take the real conversation, or say what is wrong with it: then True."""
         if role not in self._roles:
-            probe = {"role": role, "content": _NEXT, "tool_call_id": "probecall", "name": _NEXT}
-            tried: dict[str, list[Conversation]] = {
-                "system": [[{"role": role, "content": _NEXT}, _USER]],
-                "tool": [[_USER, _CALL, probe]],
-                "assistant": [[_USER, {"role": role, "content": _NEXT}]],
+            probe = {"role": role, "content": _NEXT}
+            if role == "tool":
+                probe |= {"tool_call_id": "probecall", "name": _NEXT}
+            tried: dict[str, Conversation] = {
+                "system": [probe, _USER],
+                "tool": [_USER, _CALL, probe],
+                "assistant": [_USER, probe],
             }
-            outcomes = [self._render(c) for c in tried.get(role, [[{**_USER, "content": _NEXT}]])]
-            self._roles[role] = any(text is None or _NEXT in text for text in outcomes)
+            text = self._render(tried.get(role, [probe]))
+            self._roles[role] = text is None or _NEXT in text
         return self._roles[role]
 
     def control_tokens(self) -> set[str]:

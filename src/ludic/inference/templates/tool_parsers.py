@@ -8,25 +8,13 @@ text, since the text is the model's.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from ludic.registry import TOOL_PARSERS, list_tool_parsers, register_tool_parser
+from ludic.parsers import strict_json
+from ludic.registry import TOOL_PARSERS
 from ludic.types import ToolCall
-
-__all__ = [
-    "HermesToolParser",
-    "JSONToolParser",
-    "MalformedCallError",
-    "ToolParse",
-    "ToolParser",
-    "get_tool_parser",
-    "list_tool_parsers",
-    "read_json",
-    "register_tool_parser",
-]
 
 MAX_REPORTED = 8
 """How many malformed calls of one completion are described; the rest are counted."""
@@ -146,51 +134,11 @@ class JSONToolParser:
 
 
 def read_json(body: str) -> Any:
-    """Strict JSON: no NaN, no repeated keys, no lone surrogates; raises `MalformedCallError`."""
+    """Strict JSON, or a `MalformedCallError`."""
     try:
-        value = json.loads(
-            body,
-            object_pairs_hook=_unique_keys,
-            parse_constant=_no_constant,
-            parse_float=_finite,
-        )
-        if "\\u" in body:  # an escaped lone surrogate is no text that could ever be encoded
-            json.dumps(value, ensure_ascii=False).encode()
-    except json.JSONDecodeError as exc:
-        raise MalformedCallError(
-            f"broken JSON in a tool call: {exc.msg} at character {exc.pos} of {_excerpt(body)}"
-        ) from None
-    except RecursionError:
-        raise MalformedCallError(
-            f"a tool call nested too deeply to be read: {_excerpt(body)}"
-        ) from None
-    except UnicodeEncodeError:
-        raise MalformedCallError(
-            f"a tool call with a lone surrogate, which is no text: {_excerpt(body)}"
-        ) from None
-    except MalformedCallError:
-        raise
-    except ValueError as exc:  # such as an integer with thousands of digits
-        raise MalformedCallError(f"unreadable JSON in a tool call: {exc}") from None
-    return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise MalformedCallError("a tool call's JSON repeats a key, so that its meaning is open")
-    return value
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise MalformedCallError(f"a tool call's JSON holds {digits}, too large for a number")
-    return value
-
-
-def _no_constant(name: str) -> Any:
-    raise MalformedCallError(f"a tool call's JSON holds {name}, which is not JSON")
+        return strict_json(body)
+    except ValueError as exc:
+        raise MalformedCallError(f"broken JSON in a tool call: {exc}: {_excerpt(body)}") from None
 
 
 def _tool_call(value: Any, index: int, argument_keys: tuple[str, ...]) -> ToolCall:
