@@ -50,13 +50,17 @@ class Level:
         """The fewest moves from the start to the goal, by breadth-first search over the place and
         whether the key is held; None if there is no way."""
         start = (self.start, self.start == self.key)
-        came_from: dict[tuple[Cell, bool], tuple[tuple[Cell, bool], str] | None] = {start: None}
+        came_from: dict[tuple[Cell, bool], tuple[tuple[Cell, bool], str]] = {start: (start, "")}
         queue = deque([start])
         while queue:
             state = queue.popleft()
             cell, has_key = state
             if cell == self.goal:
-                return _path_to(state, came_from)
+                moves: list[str] = []
+                while state != start:
+                    state, move = came_from[state]
+                    moves.append(move)
+                return tuple(reversed(moves))
             for move in MOVES:
                 ahead = self.next_cell(cell, has_key, move)
                 reached = (ahead, has_key or ahead == self.key)
@@ -219,16 +223,3 @@ def _draw_level(random: Random, width: int, height: int, density: float) -> Leve
     start, key = random.sample(first, 2)
     goal = random.choice(second)
     return Level(width, height, frozenset(walls), start, key, door, goal)
-
-
-def _path_to(
-    state: tuple[Cell, bool],
-    came_from: dict[tuple[Cell, bool], tuple[tuple[Cell, bool], str] | None],
-) -> tuple[str, ...]:
-    moves: list[str] = []
-    step = came_from[state]
-    while step is not None:
-        state, move = step
-        moves.append(move)
-        step = came_from[state]
-    return tuple(reversed(moves))

@@ -136,51 +136,37 @@ class DelegatingProtocol(InteractionProtocol):
                 raise ProtocolError(f"the external tool {name!r} is none of the sub-agents")
             if len(family) >= self.max_sub_agents:
                 raise ToolError(f"no more than {self.max_sub_agents} sub-agents may be started")
-            place = started
-            started += 1
+            place, started = started, started + 1
             task = str(call["function"]["arguments"]["task"])
-            return await self._delegate(family, caller, caller_track, depth, name, sub, task, place)
+            episode = Episode(sub.make_env(task), _spec_of_child(caller.spec, sub, place))
+            family.append(episode)
+            track = episode.add_track(
+                AgentTrack(
+                    name,
+                    f"{caller_track.rollout_id}/{name}-{place}",
+                    parent_id=caller_track.rollout_id,
+                    meta={"depth": depth, "task": task},
+                )
+            )
+            agent = self._make(sub.make_agent, family, episode, track, depth=depth)
+
+            async def play() -> None:
+                openings = await episode.reset()
+                await play_alone(agent, track, episode, only_role(episode), openings)
+
+            try:
+                await episode.play(play)
+            except BaseException:
+                episode.fail(ProtocolError(f"the sub-agent {name!r} was broken off by its caller"))
+                raise
+            answer = track.last_action()
+            if episode.error is not None:
+                raise ToolError(f"the sub-agent {name!r} failed: {episode.error}")
+            if answer is None:
+                raise ToolError(f"the sub-agent {name!r} gave no answer")
+            return answer
 
         return handle
-
-    async def _delegate(
-        self,
-        family: list[Episode],
-        caller: Episode,
-        caller_track: AgentTrack,
-        depth: int,
-        name: str,
-        sub: SubAgent,
-        task: str,
-        place: int,
-    ) -> str:
-        episode = Episode(sub.make_env(task), _spec_of_child(caller.spec, sub, place))
-        family.append(episode)
-        track = episode.add_track(
-            AgentTrack(
-                name,
-                f"{caller_track.rollout_id}/{name}-{place}",
-                parent_id=caller_track.rollout_id,
-                meta={"depth": depth, "task": task},
-            )
-        )
-        agent = self._make(sub.make_agent, family, episode, track, depth=depth)
-
-        async def play() -> None:
-            openings = await episode.reset()
-            await play_alone(agent, track, episode, only_role(episode), openings)
-
-        try:
-            await episode.play(play)
-        except BaseException:
-            episode.fail(ProtocolError(f"the sub-agent {name!r} was broken off by its caller"))
-            raise
-        answer = track.last_action()
-        if episode.error is not None:
-            raise ToolError(f"the sub-agent {name!r} failed: {episode.error}")
-        if answer is None:
-            raise ToolError(f"the sub-agent {name!r} gave no answer")
-        return answer
 
     def _settle(self, family: list[Episode], episode: Episode) -> None:
         """When the parent is done: its failure is its sub-agents' too, and so is its reward."""

@@ -125,16 +125,12 @@ def begin_agent(
     prompt = agent.system_prompt
     if prompt is None:
         prompt = episode.runner.suggested_sysprompt(role)
-    agent.reset(prompt, seed=agent_seed(episode.spec, role), conversation_id=track.rollout_id)
+    root = episode.spec.sampling_seed
+    seed = None if root is None else derive_seed(root, "agent", role)
+    agent.reset(prompt, seed=seed, conversation_id=track.rollout_id)
     obs, info = opening_of(openings, role)
     track.hear_reset(obs)
     agent.on_env_reset(obs, info)
-
-
-def agent_seed(spec: RunSpec, agent_id: AgentID) -> int | None:
-    """The seed of one agent's sampling in one episode."""
-    root = spec.sampling_seed
-    return None if root is None else derive_seed(root, "agent", agent_id)
 
 
 async def take_turn(agent: Agent, track: AgentTrack) -> ActResult:
