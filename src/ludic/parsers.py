@@ -1,15 +1,15 @@
 """Text to action: what the agent's answer must look like, and the reward for keeping to it.
 
-A parser is any function `str -> ParseResult`. On success it gives the action; on failure the
-action is None, and `obs` tells the model what was wrong. A failed parse is not a move: protocols
-do not step the environment then.
+A parser is any function `str -> ParseResult`. On success the result has the action; on failure
+its action is None, and `obs` tells the model what was wrong. A failed parse is not a move:
+protocols do not step the environment then.
 
     >>> parse = compose_parsers(think_prefix_parser(), xml_parser("move"))
     >>> parse("<think>The middle is free.</think><move>B2</move>").action
     'B2'
 
-Every parser here takes any text, of any length, in linear time, and reads nothing into it: where
-an answer is unclear (an unclosed tag, an empty box), it fails and says so.
+Every parser here accepts any text, of any length, in linear time, and never guesses: where an
+answer is unclear (an unclosed tag, an empty box), it fails and says so.
 """
 
 from __future__ import annotations

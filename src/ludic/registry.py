@@ -120,7 +120,7 @@ class Registry:
         return add if factory is None else add(factory)
 
     def unregister(self, name: str) -> None:
-        """Takes back a name that this process registered; built-in names stay."""
+        """Removes a name that this process registered; built-in names stay."""
         registered = [n for n, entry in self._entries.items() if callable(entry.target)]
         if name not in registered:
             raise UnknownNameError(f"registered {self.kind}", name, registered)
@@ -199,7 +199,8 @@ class Registry:
         return sorted({*self._entries, *self._announced})
 
     def describe(self) -> dict[str, str]:
-        """Every known name with one line about it. A broken package is said, not raised."""
+        """Every known name with one line about it. A broken package is noted there and does
+        not raise."""
         return {name: self._describe(name) for name in self.names()}
 
     def _describe(self, name: str) -> str:
@@ -396,23 +397,6 @@ register_algorithm = ALGORITHMS.register
 list_envs, list_agents = ENVS.describe, AGENTS.describe
 list_protocols, list_tools = PROTOCOLS.describe, TOOLS.describe
 list_algorithms, list_tool_parsers = ALGORITHMS.describe, TOOL_PARSERS.names
-
-
-def make_env(name: str, /, **kwargs: Any) -> Any:
-    """The environment of that name, built with `kwargs`."""
-    return ENVS.make(name, **kwargs)
-
-
-def make_agent(name: str, /, **kwargs: Any) -> Any:
-    """The agent of that name, built with `kwargs`."""
-    return AGENTS.make(name, **kwargs)
-
-
-def make_protocol(name: str, runtime: Any, /, **kwargs: Any) -> Any:
-    """The protocol of that name; its factory is called as `factory(runtime, **kwargs)`."""
-    return PROTOCOLS.make(name, runtime, **kwargs)
-
-
-def get_tool(name: str) -> Callable[..., Any]:
-    """The tool of that name: the function itself."""
-    return TOOLS.get(name)
+make_env, make_agent = ENVS.make, AGENTS.make
+make_protocol = PROTOCOLS.make  # called as make_protocol(name, runtime, **kwargs)
+get_tool = TOOLS.get  # the function itself

@@ -172,7 +172,7 @@ class Agent:
     def _prompt(
         self, messages: tuple[Message, ...], tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[tuple[int, ...], tuple[Message, ...], Fork | None]:
-        """The prompt's ids, the messages that are new in it, and why it is no extension."""
+        """The prompt's ids, the messages that are new in it, and why it forks, if it does."""
         previous = self._previous
         if previous is None:
             return tuple(self.chat_template.render(messages, tools)), messages, None

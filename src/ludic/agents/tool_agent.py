@@ -24,7 +24,7 @@ from ludic.parsers import Parser, ParseResult
 from ludic.types import FinishReason, Message, ToolCall
 
 ExternalToolHandler: TypeAlias = Callable[[ToolCall], Awaitable[str]]
-"""Answers a call of an external tool with text. A `ToolError` is shown to the model."""
+"""Returns the text that answers a call of an external tool. A `ToolError` is shown to the model."""
 
 ROUNDS_FEEDBACK = "Your turn is over without an answer: no further tool calls were allowed in it."
 
@@ -35,7 +35,7 @@ class ToolAgent(Agent):
     `tools` run inside the turn, one after another: plain functions in worker threads, coroutines
     on the event loop. Calls of `external_tools` are handed to `external_tool_handler`, which a
     protocol sets; those of one message run at the same time. A turn has at most `max_tool_rounds`
-    rounds of calls. Calls are no actions: the parser reads only the message that ends the turn.
+    rounds of calls. Calls are not actions: the parser reads only the message that ends the turn.
     """
 
     last_round_notice: str | None = None

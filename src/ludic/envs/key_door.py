@@ -74,7 +74,7 @@ class KeyDoorEnv(SingleAgentEnv):
     """The agent sees `view` cells to each side and must remember the rest.
 
     Every step costs `step_cost`; the goal earns `goal_reward` and ends the episode. A move into a
-    wall, or an action that is no direction, leaves the agent where it is and costs the same.
+    wall, or an action that is not a direction, leaves the agent where it is and costs the same.
     After `max_steps` steps the episode is truncated. `optimal_return(seed)` is the return of the
     shortest solution, which no policy can beat.
 

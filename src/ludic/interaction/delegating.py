@@ -1,4 +1,4 @@
-"""A parent that hands subtasks to sub-agents, each with an episode and a rollout of its own."""
+"""A parent that hands subtasks to sub-agents, each with its own episode and rollout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AgentFactory: TypeAlias = Callable[[Sequence[Tool]], Agent]
 
 
 class SubtaskEnv(SingleAgentEnv):
-    """Shows the task, and takes the first action as the answer. Gives no reward of its own."""
+    """Shows the task, and takes the first action as the answer. Gives no reward."""
 
     blocking: ClassVar[bool] = False
 

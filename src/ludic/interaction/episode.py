@@ -120,8 +120,8 @@ class Episode:
 def begin_agent(
     agent: Agent, episode: Episode, track: AgentTrack, role: AgentID, openings: Openings
 ) -> None:
-    """Resets the agent, with a seed and a conversation of its own, and shows it the opening. Its
-    own system prompt goes before the one that the environment suggests for its role."""
+    """Resets the agent, with its own seed and conversation, and shows it the opening. The agent's
+    system prompt takes precedence over the one that the environment suggests for its role."""
     prompt = agent.system_prompt
     if prompt is None:
         prompt = episode.runner.suggested_sysprompt(role)

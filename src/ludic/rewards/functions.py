@@ -1,7 +1,7 @@
 """Rewards as functions: small ones, added up with weights.
 
-A reward function takes an `Attempt` and gives a number, at once or as an awaitable. Those made
-here give between 0 and 1. `RewardSum` weighs and adds them, and keeps every part:
+A reward function takes an `Attempt` and returns a number, at once or as an awaitable. Those made
+here return a number from 0 to 1. `RewardSum` adds them up with weights, and keeps every part:
 
     >>> total = RewardSum(numeric_reward(), length_reward(limit=200), weights=[1.0, 0.1])
     >>> score = total(Attempt(answer="42", target="42.0"))
@@ -62,7 +62,7 @@ def numeric_reward(*, tolerance: float = 0.0, find: Literal["whole", "last"] = "
     """1 if the answer and the target are the same number, up to `tolerance`, absolutely.
 
     With `find="whole"` the answer must be a number and nothing else; with "last" its last number
-    counts, whatever is said around it.
+    counts, whatever stands around it.
     """
     if not tolerance >= 0:
         raise ConfigError(f"numeric_reward(tolerance={tolerance!r}): must be >= 0")

@@ -1,4 +1,4 @@
-"""A Python function in a process of its own, spoken to in JSON, and killable.
+"""A Python function in a separate process, spoken to in JSON, and killable.
 
 The child runs `python -m ludic.workers.json_process module:factory`. The factory is called once
 with the first message and returns a function, which answers every message after that. A message is
@@ -43,6 +43,11 @@ class JsonProcess:
     Every `ask` has a deadline, after which the child is killed with all that it started; `kill`
     may be called from any thread, and makes a waiting `ask` raise at once. The child ends by
     itself when the parent is gone.
+
+    Threads: the pipes belong to whoever holds `_asking`, so messages never mix, and they are
+    closed only under it. `kill` does not take it: it has to work while an `ask` hangs, and it
+    sends only a signal. The process id stays valid until `close` waits for the child, after the
+    kill, so the signal cannot reach a stranger.
     """
 
     def __init__(self, factory: str, setup: Any, *, name: str) -> None:

@@ -1,8 +1,16 @@
-"""Worker threads for environments that block.
+"""Worker threads for code that blocks: environments and tools.
 
 A thread cannot be killed. One that runs past its deadline is abandoned: it is counted until it
 comes back, and when too many hang, no more are started. The threads are daemons, so that a hung
 environment does not keep the program from ending.
+
+What may run at the same time: any number of workers, and the event loops that wait for them. A
+`_Call` is written by its worker until `finished` is set, and read by its waiter only after that.
+Whether it finished or was given up is decided once, under the lock: the worker sets `finished` and
+reads `on_return` in one critical section, the waiter reads `finished` and sets `on_return` in
+another. So exactly one of the two happens: the waiter takes the result and the thread goes back to
+the idle ones, or the waiter leaves and the worker calls `on_return` and ends. An abandoned call is
+never seen by its waiter again, whatever it still does to its environment.
 """
 
 from __future__ import annotations
@@ -39,11 +47,11 @@ class _Call:
 
 
 class EnvThreads:
-    """Runs blocking calls, each in a thread of its own; idle threads are used again.
+    """Runs each blocking call in a separate thread; idle threads are used again.
 
     There is no queue: as many calls run as are asked for, up to `max_threads`. `abandoned` is
     the number of threads that hang in a call that nobody waits for any more; past
-    `max_abandoned`, calls are refused.
+    `max_abandoned`, calls are refused. Any thread's event loop may use it.
     """
 
     def __init__(self, *, max_threads: int = 1024, max_abandoned: int = 32) -> None:
@@ -84,9 +92,10 @@ class EnvThreads:
             else:
                 await asyncio.wait((call.waiter,), timeout=timeout_s)
         finally:
-            if self._give_up_unless_finished(call, on_return) and on_abandon is not None:
+            given_up = self._give_up_unless_finished(call, on_return)
+            if given_up and on_abandon is not None:
                 on_abandon()
-        if not call.finished:
+        if given_up:  # even if it has finished by now: it belongs to `on_return` already
             raise DeadlineError(what, whom, timeout_s or 0.0)
         if call.error is not None:
             raise call.error

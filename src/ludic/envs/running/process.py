@@ -1,4 +1,4 @@
-"""An environment in a process of its own, which can be killed when it hangs."""
+"""An environment in a separate process, which can be killed when it hangs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build_env(
     *,
     isolation: Literal["thread", "process"] | None = None,
 ) -> LudicEnv[Any, Any, Any]:
-    """The environment that `spec` describes, in a process of its own if it asks for one.
+    """The environment that `spec` describes, in a separate process if it asks for one.
 
     Args:
         factory: Makes the environment; None looks `spec.kind` up in the registry.
@@ -48,6 +48,10 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
     factory (by default the one registered as `spec.kind`) by its module and name, so that one
     made in a notebook or as a lambda cannot be isolated. The child starts with the first `reset`; a
     runner's deadline kills it. What the environment raises arrives as an `EnvError`.
+
+    One worker thread at a time calls `reset` and `step`; only `kill` may come from another thread
+    meanwhile. It sets `_closed` before it looks for a process, and `reset` looks at `_closed`
+    again after it has started one: whichever comes first, the child does not outlive the kill.
     """
 
     isolation: ClassVar[Literal["thread", "process"]] = "process"
@@ -127,7 +131,7 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
         if self._process is None or self._closed:
             raise EnvError(f"environment {self.name} is not running: reset it first")
         try:
-            # A runner has a deadline of its own, usually shorter: it calls `kill`.
+            # The runner's deadline is usually shorter: it calls `kill`.
             answer = self._process.ask(message, timeout_s=self._timeout_s, what=message["call"])
         except ChildError as error:
             raise EnvError(f"environment {self.name} (in its own process): {error}") from error

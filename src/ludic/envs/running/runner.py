@@ -38,7 +38,8 @@ class EnvRunner:
     `step_timeout_s` bounds each `reset` and each `step` (None: no bound); an environment with
     `blocking = False` is called directly and cannot be interrupted. Whatever goes wrong is an
     `EnvError` or a `DeadlineError` that names the environment and the step; after that the runner
-    only closes.
+    only closes. All calls come from one event loop, one after another: an environment is never in
+    two calls at the same time, even though each may run in another thread.
     """
 
     def __init__(
@@ -200,8 +201,9 @@ class EnvRunner:
         return result
 
     def _abandon(self) -> None:
-        # The thread still holds the environment, and closes it if it comes back; one in a
-        # process of its own can be killed, which brings the thread back at once.
+        # The thread still works on the environment, so nobody else may touch it from here on, not
+        # even to close it: the thread does that itself if it comes back. An environment in a
+        # separate process is killed, which brings the thread back at once.
         self._state = "abandoned"
         kill = getattr(self.env, "kill", None)
         if kill is not None:
