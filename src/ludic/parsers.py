@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ludic.errors import ConfigError, MissingExtraError
+from ludic.errors import ConfigError
 from ludic.registry import PARSERS
 
 
@@ -221,10 +221,8 @@ def regex_parser(
     `group` says which group is the action (by default the first, or the whole match if there is
     none). A pattern that backtracks for longer than `timeout_s` is a failed parse.
     """
-    try:
-        import regex  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise MissingExtraError("regex", "regex") from error
+    import regex  # type: ignore[import-untyped]  # unlike `re`, it can be given a time limit
+
     try:
         compiled = regex.compile(pattern)
     except regex.error as error:
