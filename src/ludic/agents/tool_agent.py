@@ -20,7 +20,7 @@ from ludic.errors import AgentError, ToolError
 from ludic.inference.client import ChatClient
 from ludic.inference.sampling import InferenceSpec
 from ludic.inference.templates.chat_template import ChatTemplate
-from ludic.parsers import Parser, ParseResult
+from ludic.parsers import Parser
 from ludic.types import FinishReason, Message, ToolCall
 
 ExternalToolHandler: TypeAlias = Callable[[ToolCall], Awaitable[str]]
@@ -35,7 +35,8 @@ class ToolAgent(Agent):
     `tools` run inside the turn, one after another: plain functions in worker threads, coroutines
     on the event loop. Calls of `external_tools` are handed to `external_tool_handler`, which a
     protocol sets; those of one message run at the same time. A turn has at most `max_tool_rounds`
-    rounds of calls. Calls are not actions: the parser reads only the message that ends the turn.
+    rounds of calls. Calls are not actions: the parser reads only the message that ends the turn,
+    and calls are free; but a turn that ends without an answer gets the penalty of no answer.
     """
 
     last_round_notice: str | None = None
@@ -83,6 +84,9 @@ class ToolAgent(Agent):
         known = {**self.tools, **self.external_tools}
         self._known = known
         self._schemas = [tool.schema for tool in known.values()] or None
+        reading_calls = getattr(chat_template, "for_tools", None)
+        if self._schemas and reading_calls is not None:
+            self.chat_template = reading_calls()
 
     async def act(self) -> ActResult:
         """Takes one turn: rounds of tool calls, and the message that ends it."""
@@ -152,13 +156,13 @@ class ToolAgent(Agent):
 
     def _refuse(self, call: ModelCall) -> ActResult:
         """The bound is reached and the model still calls tools: they are not run, and what the
-        message says besides them is taken as its answer. No parser punishes the calls."""
+        message says besides them is taken as its answer. Without one, the turn has none."""
         refusal = ToolResult.failed("no tool calls are left in this turn; the call was not run")
         self._finish_round(call, [refusal] * len(call.parsed.tool_calls))
         result = self.conclude(call)
         if result.parse.action is not None:
             return result
-        return ActResult(result.steps, ParseResult(None, 0.0, ROUNDS_FEEDBACK))
+        return ActResult(result.steps, self.no_answer(ROUNDS_FEEDBACK))
 
     def _finish_round(
         self, call: ModelCall, answers: Sequence[ToolResult], notice: str | None = None
