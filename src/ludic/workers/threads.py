@@ -23,7 +23,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Final
 
-from ludic.errors import DeadlineError, EnvError
+from ludic.errors import DeadlineError, NoThreadError
 
 
 class _Call:
@@ -104,24 +104,24 @@ class EnvThreads:
     def _hand_over(self, call: _Call, whom: str) -> None:
         with self._lock:
             if self._abandoned > self.max_abandoned:
-                raise EnvError(
-                    f"{whom} was not called: {self._abandoned} environment threads hang past "
-                    f"their deadline (limit {self.max_abandoned}). Find out why they hang, or set "
-                    'isolation = "process" on the environment, which makes it killable'
+                raise NoThreadError(
+                    f"{whom} was not called: {self._abandoned} worker threads hang past their "
+                    f"deadline (limit {self.max_abandoned}). Find out why they hang; for an "
+                    'environment, isolation = "process" makes it killable'
                 )
             if self._idle:
                 inbox = self._idle.pop()
             else:
                 if self._running >= self.max_threads:
-                    raise EnvError(
-                        f"{whom} was not called: {self._running} environment threads are busy "
+                    raise NoThreadError(
+                        f"{whom} was not called: {self._running} worker threads are busy "
                         f"(limit {self.max_threads}); lower the number of concurrent episodes"
                     )
-                self._running += 1
                 inbox = SimpleQueue()
                 threading.Thread(
                     target=self._work, args=(inbox,), name="ludic-env", daemon=True
                 ).start()
+                self._running += 1  # only now: where no thread can be started, none is running
         inbox.put(call)
 
     def _give_up_unless_finished(self, call: _Call, on_return: Callable[[], None] | None) -> bool:
@@ -152,7 +152,7 @@ class EnvThreads:
             del call
 
     def _leave(self, on_return: Callable[[], None]) -> None:
-        with suppress(Exception):  # the episode failed already; nobody is left to be told
+        with suppress(BaseException):  # the episode failed already; nobody is left to be told
             on_return()
         with self._lock:
             self._abandoned -= 1

@@ -146,7 +146,7 @@ class TestDeadlines:
             await runner.reset(0)
             with pytest.raises(DeadlineError):
                 await runner.step({"agent": "x"})
-        with pytest.raises(EnvError, match=r"3 environment threads hang.*isolation"):
+        with pytest.raises(EnvError, match=r"3 worker threads hang.*isolation"):
             await EnvRunner(CountEnv(), threads=threads).reset(0)
         for env in envs:
             env.release.set()
@@ -363,6 +363,16 @@ class TestContract:
     async def test_an_unknown_active_agent_is_refused(self) -> None:
         runner = await after_reset(AnyEnv(active=lambda step: ("z",)))
         with pytest.raises(EnvError, match="'z'"):
+            _ = runner.active_agents
+
+    async def test_an_agent_that_is_active_twice_is_refused(self) -> None:
+        runner = await after_reset(AnyEnv(active=lambda step: ("a", "a")))
+        with pytest.raises(EnvError, match=r"names an agent twice: \['a', 'a'\]"):
+            _ = runner.active_agents
+
+    async def test_active_agents_that_raise_are_said_with_the_environment(self) -> None:
+        runner = await after_reset(AnyEnv(active=lambda step: [][step]))
+        with pytest.raises(EnvError, match="AnyEnv raised IndexError in active_agents"):
             _ = runner.active_agents
 
     @pytest.mark.parametrize(

@@ -81,7 +81,13 @@ class EnvRunner:
         """The agents that act in the next step; none when the episode is over."""
         if self.done:
             return ()
-        active = tuple(self.env.active_agents)
+        with self._failing("active_agents"):
+            active = tuple(self.env.active_agents)
+        if len(set(active)) != len(active):
+            raise EnvError(
+                f"environment {self.name}: active_agents names an agent twice: {list(active)}; "
+                "each acts once in a step"
+            )
         for agent in active:
             if agent not in self._agent_ids or agent in self._ended:
                 why = "has ended" if agent in self._ended else f"is not in {list(self._agent_ids)}"
