@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +38,20 @@ def test_a_deadline_says_what_on_whom_and_for_how_long() -> None:
     error = DeadlineError("a batch", "the rollout engine", 2.5)
     assert str(error) == "waited 2.5 s for a batch from the rollout engine; the deadline passed"
     assert isinstance(error, TimeoutError)
+
+
+def test_every_extra_that_an_error_names_can_be_installed(repo_root: Path) -> None:
+    with (repo_root / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    named: set[str] = set()
+    for path in (repo_root / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "MissingExtraError":
+                _, extra = node.args
+                assert isinstance(extra, ast.Constant), f"{path}:{node.lineno}"
+                named.add(str(extra.value))
+    assert named
+    assert named <= set(extras)
 
 
 def test_a_missing_extra_is_one_sentence_with_the_command() -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import ludic.registry as registry
 from ludic.errors import ConfigError, DuplicateNameError, UnknownNameError
-from ludic.registry import Builtin, Registry
+from ludic.registry import Entry, Registry, stored_names
+from ludic.workers.threads import EnvThreads
 
 PACKAGE = '''
 class LampEnv:
@@ -34,7 +35,7 @@ def envs() -> Registry:
     """A registry with one built-in, apart from the global ones."""
     return Registry(
         "environment",
-        {"ordered": Builtin("collections:OrderedDict", "A dict that remembers.")},
+        {"ordered": Entry("collections:OrderedDict", "A dict that remembers.")},
         "ludic_tests.envs",
     )
 
@@ -96,10 +97,10 @@ def test_a_wrong_name_is_answered_with_the_nearest() -> None:
 @given(name=st.text())
 @example(name=":")
 @example(name="0:")
-@example(name="os:system")
+@example(name="a b:c")
 def test_any_unknown_name_is_an_unknown_name_error(name: str) -> None:
-    registry_of_one = Registry("thing", {"only": Builtin("collections:deque", "")}, "ludic_tests.x")
-    if name != "only":
+    registry_of_one = Registry("thing", {"only": Entry("collections:deque", "")}, "ludic_tests.x")
+    if name != "only" and not registry._PLACE.fullmatch(name):
         with pytest.raises(UnknownNameError, match="thing"):
             registry_of_one.get(name)
 
@@ -192,8 +193,63 @@ def test_a_place_with_anything_else_is_refused_and_not_called(place: str) -> Non
         registry.AGENTS.get(place)
     with pytest.raises(ConfigError, match="not a class derived from"):
         registry.PROTOCOLS.get(place)
-    with pytest.raises(UnknownNameError):
-        registry.get_tool(place)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(registry.TOOLS, registry.PARSERS, registry.REWARDS),
+        *(registry.CONTEXTS, registry.TOOL_PARSERS, registry.ALGORITHMS),
+    ],
+    ids=lambda kind: str(kind.kind),
+)
+def test_a_function_is_found_by_its_place_but_never_for_stored_data(kind: Registry) -> None:
+    import os
+
+    assert kind.get("os:system") is os.system
+    with stored_names(), pytest.raises(ConfigError, match=r"stored data.*register_"):
+        kind.get("os:system")
+    assert kind.get("os:system") is os.system
+
+
+async def test_threads_inherit_that_names_are_stored() -> None:
+    threads = EnvThreads()
+
+    async def seen() -> Any:
+        return await threads.run(
+            registry.names_are_stored, what="an answer", whom="a thread", timeout_s=60
+        )
+
+    assert not await seen()
+    with stored_names():
+        assert await seen()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(registry.ENVS, registry.AGENTS, registry.PROTOCOLS, registry.PARSERS),
+        *(registry.REWARDS, registry.CONTEXTS, registry.TOOL_PARSERS, registry.ALGORITHMS),
+    ],
+    ids=lambda kind: str(kind.kind),
+)
+def test_every_built_in_is_where_the_table_says_and_has_one_line(kind: Registry) -> None:
+    lines = kind.describe()
+    assert lines
+    for name, line in lines.items():
+        assert callable(kind.get(name))
+        assert line
+        assert "\n" not in line
+
+
+def test_a_spec_is_a_name_or_a_mapping_with_a_kind_and_arguments(envs: Registry) -> None:
+    envs.register("pair", lambda left=1, right=2: (left, right))
+    assert envs.make_from("pair") == (1, 2)
+    assert envs.make_from({"kind": "pair", "left": 5}) == (5, 2)
+    with pytest.raises(ConfigError, match="needs a 'kind', one of: ordered, pair"):
+        envs.make_from({"left": 5})
+    with pytest.raises(ConfigError, match=r"'pair' cannot be made.*'middle'"):
+        envs.make_from({"kind": "pair", "middle": 5})
 
 
 def test_a_place_that_is_not_there_is_said() -> None:
@@ -203,15 +259,6 @@ def test_a_place_that_is_not_there_is_said() -> None:
         registry.make_env("ludic.envs:NoSuchEnv")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         registry.make_env("a..b:Env")
-
-
-def test_every_built_in_name_has_one_line() -> None:
-    listings = (registry.list_envs(), registry.list_agents(), registry.list_protocols())
-    for listing in listings:
-        assert listing
-        for line in listing.values():
-            assert line
-            assert "\n" not in line
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,10 @@ class EnvError(LudicError):
     """An environment broke its contract, or raised."""
 
 
+class NoThreadError(EnvError):
+    """Too many worker threads are busy or hang; no more calls are taken."""
+
+
 class ProtocolError(LudicError):
     """An interaction that cannot go on as configured."""
 

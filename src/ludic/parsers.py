@@ -1,15 +1,15 @@
 """Text to action: what the agent's answer must look like, and the reward for keeping to it.
 
-A parser is any function `str -> ParseResult`. On success it gives the action; on failure the
-action is None, and `obs` tells the model what was wrong. A failed parse is not a move: protocols
-do not step the environment then.
+A parser is any function `str -> ParseResult`. On success the result has the action; on failure
+its action is None, and `obs` tells the model what was wrong. A failed parse is not a move:
+protocols do not step the environment then.
 
     >>> parse = compose_parsers(think_prefix_parser(), xml_parser("move"))
     >>> parse("<think>The middle is free.</think><move>B2</move>").action
     'B2'
 
-Every parser here takes any text, of any length, in linear time, and reads nothing into it: where
-an answer is unclear (an unclosed tag, an empty box), it fails and says so.
+Every parser here accepts any text, of any length, in linear time, and never guesses: where an
+answer is unclear (an unclosed tag, an empty box), it fails and says so.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ludic.errors import ConfigError, MissingExtraError, UnknownNameError
+from ludic.errors import ConfigError
+from ludic.registry import PARSERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,16 +187,9 @@ def json_parser(
 
     def read(text: str) -> str:
         try:
-            value = json.loads(
-                _unfenced(text), object_pairs_hook=_distinct, parse_constant=_no_constant
-            )
-        except _Unreadable:
-            raise
-        except RecursionError:
-            raise _Unreadable("The JSON is nested too deeply.") from None
+            value = strict_json(_unfenced(text))
         except ValueError as error:
-            detail = error.msg if isinstance(error, json.JSONDecodeError) else "bad number"
-            raise _Unreadable(f"Write one JSON object and nothing else ({detail}).") from None
+            raise _Unreadable(f"Write one JSON object and nothing else: {error}.") from None
         if not isinstance(value, dict):
             raise _Unreadable("Write one JSON object, not a list or a bare value.")
         for name in (*required, *([key] if key is not None else [])):
@@ -206,8 +200,8 @@ def json_parser(
             return _filled(chosen, f"The value of {key!r} was empty.")
         try:
             return json.dumps(chosen, ensure_ascii=False, separators=(",", ":"))
-        except (ValueError, RecursionError):
-            raise _Unreadable("The JSON holds a value that cannot be written back.") from None
+        except RecursionError:  # what could just be read may be just too deep to write
+            raise _Unreadable("The JSON is nested too deeply.") from None
 
     return _parser(read, success_reward, error_reward)
 
@@ -227,10 +221,8 @@ def regex_parser(
     `group` says which group is the action (by default the first, or the whole match if there is
     none). A pattern that backtracks for longer than `timeout_s` is a failed parse.
     """
-    try:
-        import regex  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise MissingExtraError("regex", "regex") from error
+    import regex  # type: ignore[import-untyped]  # unlike `re`, it can be given a time limit
+
     try:
         compiled = regex.compile(pattern)
     except regex.error as error:
@@ -273,38 +265,17 @@ def compose_parsers(*parsers: Parser) -> Parser:
     return parse
 
 
-_KINDS: Mapping[str, Callable[..., Parser]] = {
-    "text": text_parser,
-    "xml": xml_parser,
-    "think_prefix": think_prefix_parser,
-    "boxed": boxed_parser,
-    "json": json_parser,
-    "regex": regex_parser,
-}
-
-
 def make_parser(spec: str | Mapping[str, Any] | Sequence[Any] | Parser) -> Parser:
     """A parser from JSON, for run files.
 
     `"boxed"`, `{"kind": "xml", "tag": "move"}`, or a list of those, which is composed. A parser
-    is given back as it is.
+    is returned as it is.
     """
     if callable(spec):
         return spec
-    if isinstance(spec, str):
-        spec = {"kind": spec}
-    if not isinstance(spec, Mapping):
-        return compose_parsers(*(make_parser(part) for part in spec))
-    options = dict(spec)
-    kind = options.pop("kind", None)
-    if not isinstance(kind, str):
-        raise ConfigError(f"a parser's spec needs a 'kind', one of {sorted(_KINDS)}: {dict(spec)}")
-    if kind not in _KINDS:
-        raise UnknownNameError("parser", kind, _KINDS)
-    try:
-        return _KINDS[kind](**options)
-    except TypeError as error:
-        raise ConfigError(f"parser {kind!r} cannot be made from {options}: {error}") from error
+    if isinstance(spec, str | Mapping):
+        return PARSERS.make_from(spec)  # type: ignore[no-any-return]
+    return compose_parsers(*map(make_parser, spec))
 
 
 def _filled(text: str, otherwise: str) -> str:
@@ -323,12 +294,33 @@ def _unfenced(text: str) -> str:
     return body
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise _Unreadable("A key of the JSON object is given twice.")
+def strict_json(text: str) -> Any:
+    """Strict JSON: no NaN or infinity, no repeated keys, no lone surrogates. Raises `ValueError`
+    with what is wrong."""
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_distinct, parse_constant=_finite, parse_float=_finite
+        )
+        if "\\u" in text:  # an escaped lone surrogate is no text that could ever be encoded
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("it holds a lone surrogate, which is no text") from None
     return value
 
 
-def _no_constant(name: str) -> Iterator[None]:
-    raise _Unreadable(f"{name} is no JSON number.")
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("it repeats a key, so that its meaning is open")
+    return value
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"it holds {digits}, which is no JSON number")
+    return value

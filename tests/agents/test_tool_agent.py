@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from ludic.agents import ReActAgent, ToolAgent
-from ludic.errors import AgentError, ToolError
-from ludic.inference import SamplingConfig
+from ludic.errors import AgentError, ConfigError, ToolError
+from ludic.inference import HFChatTemplate, SamplingConfig
+from ludic.inference.tiny import tiny_tokenizer
+from ludic.parsers import ParseResult
 from ludic.types import FinishReason, ForkReason, ToolCall, TruncationReason
 from tests.agents.scripted import (
     FORKING_TEMPLATE,
@@ -199,7 +201,6 @@ async def test_past_the_bound_calls_are_not_run_and_the_turn_gives_no_action() -
     assert len(ran) == 2
     assert len(act.steps) == 3
     assert act.parse.action is None
-    assert act.parse.reward == 0.0, "no parser punishes a tool call"
     assert "not run" in act.steps[-1].tool_messages[0]["content"]
 
 
@@ -247,6 +248,44 @@ async def test_a_context_that_fills_up_inside_the_turn_is_an_ending_with_the_ste
     assert act.truncation is TruncationReason.CONTEXT_WINDOW
     assert len(act.steps) == 1
     assert act.parse.action is None
+    assert act.parse.reward == -0.5, "filling the context is no way around the penalty"
+
+
+async def test_a_prompt_that_never_fitted_is_not_the_models_doing() -> None:
+    agent = scripted_agent([move("5")], ToolAgent, tools=[add], client={"max_context_tokens": 10})
+    act = await turn(agent)
+    assert act.truncation is TruncationReason.CONTEXT_WINDOW
+    assert act.parse.reward == 0.0
+
+
+async def test_a_template_without_a_tool_parser_gets_the_one_that_reads_its_calls() -> None:
+    plain = HFChatTemplate(tiny_tokenizer())
+    script = [tool_call("add", a=2, b=3), move("5")]
+    agents = [scripted_agent(script, ToolAgent, template=plain, tools=[add]) for _ in range(2)]
+    act = await turn(agents[0])
+    assert [m["content"] for m in act.steps[0].tool_messages] == ["5"]
+    assert act.parse.action == "5"
+    assert agents[0].chat_template is agents[1].chat_template, "made once, for all agents"
+    assert plain.tool_parser is None, "agents without tools read no calls, as before"
+    assert scripted_agent(script, ToolAgent, template=plain).chat_template is plain
+
+
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [
+        (TOOL_TEMPLATE.replace("<tool_call>", "<call>"), "model.tool_parser"),
+        (TOOL_TEMPLATE.replace("arguments'] | tojson", "arguments'] | string"), "tool_parser="),
+        ("{{ messages[0]['content'] }}", "does not show tools"),
+    ],
+    ids=["other tags", "not JSON", "no tools"],
+)
+def test_tools_whose_calls_could_not_be_read_are_refused_with_the_remedy(
+    source: str, remedy: str
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = source
+    with pytest.raises(ConfigError, match=remedy):
+        scripted_agent([""], ToolAgent, template=HFChatTemplate(tokenizer), tools=[add])
 
 
 async def test_a_react_turn_is_bounded_and_its_last_round_is_told_to_answer() -> None:
@@ -268,7 +307,25 @@ async def test_a_react_agent_that_does_not_answer_in_its_last_round_gives_no_act
     act = await turn(agent)
     assert len(act.steps) == 3
     assert act.parse.action is None
-    assert act.parse.reward == 0.0
+
+
+async def test_calling_tools_for_ever_costs_as_much_as_not_answering() -> None:
+    calls = [tool_call("add", a=2, b=3)] * 9
+    for cls in (ToolAgent, ReActAgent):
+        act = await turn(scripted_agent(calls, cls, tools=[add]))
+        silent = await turn(scripted_agent(["I pass."], cls, tools=[add]))
+        assert act.parse.action is silent.parse.action is None
+        assert act.parse.reward == silent.parse.reward == -0.5
+
+
+async def test_a_parser_that_rewards_silence_gives_no_bonus_for_a_turn_without_an_answer() -> None:
+    agent = scripted_agent(
+        [tool_call("add", a=2, b=3)] * 9,
+        ToolAgent,
+        tools=[add],
+        parser=lambda text: ParseResult(None, 1.0, "Say more."),
+    )
+    assert (await turn(agent)).parse.reward == 0.0
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludic.agents import Tool
+from ludic.agents import Tool, tools
 from ludic.agents.tools import call_tool, tools_by_name
-from ludic.errors import ToolError
+from ludic.errors import NoThreadError, ToolError
 from ludic.types import ToolCall
+from ludic.workers.threads import EnvThreads
 
 
 def call(name: str, **arguments: Any) -> ToolCall:
@@ -271,3 +272,21 @@ def test_any_json_arguments_give_an_answer_and_never_an_exception(
         assert isinstance(json.loads(result.content), int)
     else:
         assert result.content == f"Error: {result.error}"
+
+
+async def test_when_too_many_tools_hang_the_next_call_fails_and_is_not_the_tools_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(tools, "_threads", EnvThreads(max_abandoned=0))
+
+    def wait() -> None:
+        """Hangs."""
+        released.wait(60)
+
+    try:
+        assert "no answer within" in (await run(wait, timeout_s=0.01)).content
+        with pytest.raises(NoThreadError, match="1 worker threads hang"):
+            await run(wait, timeout_s=0.01)
+    finally:
+        released.set()

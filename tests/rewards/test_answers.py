@@ -15,7 +15,6 @@ from ludic.rewards.answers import (
     last_number,
     read_number,
     same_mathematics,
-    same_number,
 )
 from ludic.workers.json_process import ChildError
 from tests.envs.waiting import eventually
@@ -93,12 +92,6 @@ class TestNumbers:
     )
     def test_the_last_number_of_a_text(self, text: str, number: Fraction | None) -> None:
         assert last_number(text) == number
-
-    def test_numbers_are_the_same_within_the_tolerance(self) -> None:
-        assert same_number("0.1", "1/10")
-        assert not same_number("0.3333", "1/3")
-        assert same_number("0.3333", "1/3", tolerance=1e-3)
-        assert not same_number("x", "x")
 
 
 @pytest.mark.integration

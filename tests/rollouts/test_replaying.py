@@ -2,19 +2,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
 import pytest
 
 from ludic.envs import SingleAgentEnv
-from ludic.errors import RolloutError
+from ludic.errors import ConfigError, RolloutError
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.scripted_client import ScriptedCall, ScriptedChatClient
 from ludic.inference.templates.hf import HFChatTemplate
 from ludic.inference.templates.tool_parsers import HermesToolParser
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.interaction.base import Runtime
+from ludic.parsers import ParseResult
 from ludic.registry import register_tool, unregister_tool
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest, replay
 from ludic.types import (
@@ -182,6 +184,37 @@ async def test_a_parse_failure_replays_as_one() -> None:
     report = await replay(rollout, **REGISTRIES)
     assert report.matches, str(report.divergence)
     assert all(to_json(r) for r in report.rollouts)
+
+
+def touch(name: str) -> Any:
+    """Stands for any function that a file might name."""
+    Path(name).touch()
+    return lambda text: ParseResult(text)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"protocol": ProtocolSpec("single_agent", {"parser": {"kind": f"{__name__}:touch"}})},
+        {"protocol": ProtocolSpec("single_agent", {"agent": "tool", "tools": ["os:system"]})},
+        {"protocol": ProtocolSpec("single_agent", {"context": {"kind": f"{__name__}:touch"}})},
+        {"env": EnvSpec("dataset_qa", {"rows": [{}], "rewards": {"kind": f"{__name__}:touch"}})},
+    ],
+    ids=["parser", "tool", "context", "reward"],
+)
+async def test_no_function_that_stored_data_names_is_imported_or_called(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    touched = tmp_path / "touched"
+    [rollout] = await engine().generate_rollouts([request()], 4, 1)
+    rollout = replace(rollout, env=EnvSpec("tic_tac_toe"), protocol=ProtocolSpec("single_agent"))
+    for spec in changes.values():
+        for value in spec.kwargs.values():
+            if isinstance(value, dict):
+                value["name"] = str(touched)
+    with pytest.raises(ConfigError, match=r"stored data.*register"):
+        await replay(replace(rollout, **changes))
+    assert not touched.exists()
 
 
 class CounterEnv(SingleAgentEnv):

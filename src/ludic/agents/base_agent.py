@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ludic.context.base import ContextStrategy
@@ -172,7 +172,7 @@ class Agent:
     def _prompt(
         self, messages: tuple[Message, ...], tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[tuple[int, ...], tuple[Message, ...], Fork | None]:
-        """The prompt's ids, the messages that are new in it, and why it is no extension."""
+        """The prompt's ids, the messages that are new in it, and why it forks, if it does."""
         previous = self._previous
         if previous is None:
             return tuple(self.chat_template.render(messages, tools)), messages, None
@@ -270,14 +270,21 @@ class Agent:
         text would parse: it gets what the parser gives to no answer at all, and never a bonus."""
         parse = self.parser(call.parsed.message["content"])
         if call.response.finish_reason is FinishReason.LENGTH:
-            # Were it free to run on, a policy would learn to, wherever its other prospects are bad.
-            penalty = min(parse.reward, self.parser("").reward, 0.0)
-            parse = ParseResult(None, penalty, CUT_FEEDBACK)
+            no_answer = self.no_answer(CUT_FEEDBACK)
+            parse = replace(no_answer, reward=min(parse.reward, no_answer.reward))
         return ActResult(tuple(self._steps), parse)
 
+    def no_answer(self, feedback: str | None = None) -> ParseResult:
+        """The result of a turn that ended without an answer. It gets the parser's penalty: were
+        it free to run on, or to call tools to the end, a policy would learn to, wherever its
+        other prospects are bad."""
+        return ParseResult(None, min(self.parser("").reward, 0.0), feedback)
+
     def out_of_context(self) -> ActResult:
-        """For `act`: the turn's result when there was no room for the next call."""
-        return ActResult(tuple(self._steps), ParseResult(None), TruncationReason.CONTEXT_WINDOW)
+        """For `act`: the turn's result when there was no room for the next call. Calls that used
+        up the room without an answer are punished; a prompt that never fitted is nobody's doing."""
+        parse = self.no_answer() if self._steps else ParseResult(None)
+        return ActResult(tuple(self._steps), parse, TruncationReason.CONTEXT_WINDOW)
 
 
 def _unseen(messages: tuple[Message, ...], shown: tuple[Message, ...]) -> tuple[Message, ...]:

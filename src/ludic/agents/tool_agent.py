@@ -20,11 +20,11 @@ from ludic.errors import AgentError, ToolError
 from ludic.inference.client import ChatClient
 from ludic.inference.sampling import InferenceSpec
 from ludic.inference.templates.chat_template import ChatTemplate
-from ludic.parsers import Parser, ParseResult
+from ludic.parsers import Parser
 from ludic.types import FinishReason, Message, ToolCall
 
 ExternalToolHandler: TypeAlias = Callable[[ToolCall], Awaitable[str]]
-"""Answers a call of an external tool with text. A `ToolError` is shown to the model."""
+"""Returns the text that answers a call of an external tool. A `ToolError` is shown to the model."""
 
 ROUNDS_FEEDBACK = "Your turn is over without an answer: no further tool calls were allowed in it."
 
@@ -35,7 +35,8 @@ class ToolAgent(Agent):
     `tools` run inside the turn, one after another: plain functions in worker threads, coroutines
     on the event loop. Calls of `external_tools` are handed to `external_tool_handler`, which a
     protocol sets; those of one message run at the same time. A turn has at most `max_tool_rounds`
-    rounds of calls. Calls are no actions: the parser reads only the message that ends the turn.
+    rounds of calls. Calls are not actions: the parser reads only the message that ends the turn,
+    and calls are free; but a turn that ends without an answer gets the penalty of no answer.
     """
 
     last_round_notice: str | None = None
@@ -83,6 +84,9 @@ class ToolAgent(Agent):
         known = {**self.tools, **self.external_tools}
         self._known = known
         self._schemas = [tool.schema for tool in known.values()] or None
+        reading_calls = getattr(chat_template, "for_tools", None)
+        if self._schemas and reading_calls is not None:
+            self.chat_template = reading_calls()
 
     async def act(self) -> ActResult:
         """Takes one turn: rounds of tool calls, and the message that ends it."""
@@ -102,43 +106,33 @@ class ToolAgent(Agent):
 
     async def _run_tools(self, call: ModelCall, notice: str | None) -> None:
         """Answers every call of the message, malformed ones too, and records the step."""
-        results = [ToolResult.failed(error) for error in call.parsed.tool_call_errors]
-        messages: list[Message] = [{"role": "tool", "content": r.content} for r in results]
         try:
             answers = await self._answer(call.parsed.tool_calls)
         except BaseException:  # what was sampled is kept, also when its tools were broken off
             self.record(call)
             raise
-        results += answers
-        messages += [
-            tool_message(tool_call, answer.content)
-            for tool_call, answer in zip(call.parsed.tool_calls, answers, strict=True)
-        ]
-        if notice is not None:
-            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{notice}"}
-        self._finish_round(call, messages, [r.error for r in results if r.error is not None])
+        self._finish_round(call, answers, notice)
 
     async def _answer(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """One result per call, in their order."""
-        external = [c for c in calls if c["function"]["name"] in self.external_tools]
-        waiting = [asyncio.ensure_future(self._call_external(c)) for c in external]
+        """One result per call, in their order. External tools run at the same time, beside the
+        others, which run one after another."""
+        waiting = {
+            place: asyncio.ensure_future(self._call_external(call))
+            for place, call in enumerate(calls)
+            if call["function"]["name"] in self.external_tools
+        }
         try:
-            inner = [
-                await call_tool(self._known, c, timeout_s=self.tool_timeout_s)
-                for c in calls
-                if c["function"]["name"] not in self.external_tools
-            ]
-            outer = [await task for task in waiting]
+            results = {
+                place: await call_tool(self._known, call, timeout_s=self.tool_timeout_s)
+                for place, call in enumerate(calls)
+                if place not in waiting
+            }
+            results |= {place: await task for place, task in waiting.items()}
         finally:
-            for task in waiting:
+            for task in waiting.values():
                 task.cancel()
-            if waiting:
-                await asyncio.gather(*waiting, return_exceptions=True)
-        inner_left, outer_left = iter(inner), iter(outer)
-        return [
-            next(outer_left if c["function"]["name"] in self.external_tools else inner_left)
-            for c in calls
-        ]
+            await asyncio.gather(*waiting.values(), return_exceptions=True)
+        return [results[place] for place in range(len(calls))]
 
     async def _call_external(self, call: ToolCall) -> ToolResult:
         name = call["function"]["name"]
@@ -162,24 +156,29 @@ class ToolAgent(Agent):
 
     def _refuse(self, call: ModelCall) -> ActResult:
         """The bound is reached and the model still calls tools: they are not run, and what the
-        message says besides them is taken as its answer. No parser punishes the calls."""
-        sentence = "no tool calls are left in this turn; the call was not run"
-        messages: list[Message] = [
-            {"role": "tool", "content": f"Error: {error}"} for error in call.parsed.tool_call_errors
-        ]
-        messages += [tool_message(c, f"Error: {sentence}") for c in call.parsed.tool_calls]
-        errors = [*call.parsed.tool_call_errors, *(sentence for _ in call.parsed.tool_calls)]
-        self._finish_round(call, messages, errors)
+        message says besides them is taken as its answer. Without one, the turn has none."""
+        refusal = ToolResult.failed("no tool calls are left in this turn; the call was not run")
+        self._finish_round(call, [refusal] * len(call.parsed.tool_calls))
         result = self.conclude(call)
         if result.parse.action is not None:
             return result
-        return ActResult(result.steps, ParseResult(None, 0.0, ROUNDS_FEEDBACK))
+        return ActResult(result.steps, self.no_answer(ROUNDS_FEEDBACK))
 
     def _finish_round(
-        self, call: ModelCall, messages: Sequence[Message], errors: Sequence[str]
+        self, call: ModelCall, answers: Sequence[ToolResult], notice: str | None = None
     ) -> None:
+        """Shows the model the answers to its calls, those to unreadable ones first."""
+        unread = [ToolResult.failed(error) for error in call.parsed.tool_call_errors]
+        messages: list[Message] = [{"role": "tool", "content": r.content} for r in unread]
+        messages += [
+            tool_message(tool_call, answer.content)
+            for tool_call, answer in zip(call.parsed.tool_calls, answers, strict=True)
+        ]
+        if notice is not None:
+            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{notice}"}
         self.ctx.on_tool_results(messages)
-        self.record(call, tuple(messages), tuple(errors))
+        errors = (result.error for result in (*unread, *answers))
+        self.record(call, tuple(messages), tuple(error for error in errors if error is not None))
 
 
 def _asks_for_tools(call: ModelCall) -> bool:

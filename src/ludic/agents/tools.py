@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ludic.errors import DeadlineError, ToolError
+from ludic.errors import DeadlineError, NoThreadError, ToolError
 from ludic.types import Message, ToolCall
 from ludic.workers.threads import EnvThreads
 
@@ -131,7 +131,8 @@ async def call_tool(
 ) -> ToolResult:
     """Runs one call. A plain function runs in a worker thread, a coroutine on the event loop.
 
-    Never raises for what the tool or its arguments do; cancellation propagates.
+    Never raises for what the tool or its arguments do. Cancellation propagates, and so does a
+    `NoThreadError`: when too many tools hang, no answer of this one would be its own.
     """
     name = call["function"]["name"]
     tool = tools.get(name)
@@ -146,6 +147,8 @@ async def call_tool(
         return ToolResult(_as_text(await _run(tool, arguments, timeout_s)))
     except DeadlineError:
         return ToolResult.failed(f"tool {name!r} gave no answer within {timeout_s:g} s")
+    except NoThreadError:
+        raise
     except (Exception, SystemExit) as exc:
         return ToolResult.failed(f"tool {name!r} raised {type(exc).__name__}: {exc}")
 

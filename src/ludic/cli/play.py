@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from ludic.envs.play import play_by_hand
+from ludic.envs.running.play import play_by_hand
 from ludic.registry import make_env
 from ludic.runs.assemble import make_importable
 from ludic.runs.locate import locate, open_folder

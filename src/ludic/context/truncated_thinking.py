@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from ludic.context.full_dialog import FullDialog
 from ludic.types import Message
 
-OPEN, CLOSE = "<think>", "</think>"
+_UNOPENED = re.compile(r"(?:(?!<think>).)*?</think>\s*", re.DOTALL)
+_BLOCK = re.compile(r"<think>.*?(?:</think>\s*|\Z)", re.DOTALL)
 
 
 class TruncatedThinkingContext(FullDialog):
@@ -52,29 +54,9 @@ def without_thinking(text: str, placeholder: str = "") -> str:
     A block that the template had opened (a `</think>` with no `<think>` before it) counts from
     the start, and one that was never closed counts to the end.
     """
-    if OPEN not in text and CLOSE not in text:
-        return text
-    parts: list[str] = []
-    position = 0
-    close = text.find(CLOSE)
-    if close >= 0 and not 0 <= text.find(OPEN) < close:
-        parts.append(placeholder)
-        position = _after(text, close)
-    while (begin := text.find(OPEN, position)) >= 0:
-        parts += (text[position:begin], placeholder)
-        close = text.find(CLOSE, begin)
-        if close < 0:
-            return "".join(parts)
-        position = _after(text, close)
-    parts.append(text[position:])
-    return "".join(parts)
-
-
-def _after(text: str, close: int) -> int:
-    position = close + len(CLOSE)
-    while position < len(text) and text[position].isspace():
-        position += 1
-    return position
+    lead = _UNOPENED.match(text) if "</think>" in text else None
+    rest = text[lead.end() :] if lead else text
+    return (placeholder if lead else "") + _BLOCK.sub(lambda _: placeholder, rest)
 
 
 def _start_of_turn(messages: Sequence[Message]) -> int:

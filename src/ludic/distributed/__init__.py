@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ludic.distributed.interfaces import LazyWeights, PolicyPublisher, PublishReport, Weights
+from ludic.lazy import late_names
 
 if TYPE_CHECKING:
     from ludic.distributed.local import LocalPolicyPublisher, Rank0OnlyPublisher
@@ -16,19 +16,22 @@ if TYPE_CHECKING:
     from ludic.sharding.weights import ModelWeights
     from ludic.sharding.world import World
 
-_LAZY = {
-    "AdapterPolicyPublisher": "ludic.distributed.vllm.adapter.publisher",
-    "AdapterWeights": "ludic.distributed.vllm.adapter.weights",
-    "BroadcastPolicyPublisher": "ludic.distributed.vllm.publisher",
-    "LocalPolicyPublisher": "ludic.distributed.local",
-    "ModelWeights": "ludic.sharding.weights",
-    "Rank0OnlyPublisher": "ludic.distributed.local",
-    "World": "ludic.sharding.world",
-    "init_mesh": "ludic.sharding.fsdp",
-    "load_sharded": "ludic.sharding.fsdp",
-    "meta_parameters": "ludic.sharding.fsdp",
-    "shard_policy": "ludic.sharding.fsdp",
-}
+__getattr__ = late_names(
+    __name__,
+    {
+        "AdapterPolicyPublisher": "ludic.distributed.vllm.adapter.publisher",
+        "AdapterWeights": "ludic.distributed.vllm.adapter.weights",
+        "BroadcastPolicyPublisher": "ludic.distributed.vllm.publisher",
+        "LocalPolicyPublisher": "ludic.distributed.local",
+        "ModelWeights": "ludic.sharding.weights",
+        "Rank0OnlyPublisher": "ludic.distributed.local",
+        "World": "ludic.sharding.world",
+        "init_mesh": "ludic.sharding.fsdp",
+        "load_sharded": "ludic.sharding.fsdp",
+        "meta_parameters": "ludic.sharding.fsdp",
+        "shard_policy": "ludic.sharding.fsdp",
+    },
+)
 
 __all__ = [
     "AdapterPolicyPublisher",
@@ -47,9 +50,3 @@ __all__ = [
     "meta_parameters",
     "shard_policy",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

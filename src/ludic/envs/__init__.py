@@ -1,43 +1,19 @@
-"""The environment contract, the built-in environments, and what runs them.
+"""Environments: the contract, the built-in ones, and what calls them.
 
-The built-in environments are imported when they are first asked for, so that each can also be
-run as a program (`python -m ludic.envs.tic_tac_toe`).
+`env` is the contract. Derive from `SingleAgentEnv` for a task with one agent, from `DatasetQAEnv`
+for questions with answers to be judged. The other modules here are the built-in environments, to
+read and to copy from; `running/` holds what calls an environment, which a new one never needs.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+from ludic.envs.dataset_qa_env import DatasetQAEnv
+from ludic.envs.datasets.gsm8k import GSM8KEnv
+from ludic.envs.datasets.math import MATHEnv
 from ludic.envs.env import LudicEnv
+from ludic.envs.key_door import KeyDoorEnv
+from ludic.envs.running.process import ProcessEnv, build_env
 from ludic.envs.running.runner import EnvRunner
 from ludic.envs.single_agent_env import SingleAgentEnv
-
-if TYPE_CHECKING:
-    from ludic.envs.dataset_qa_env import DatasetQAEnv
-    from ludic.envs.gsm8k import GSM8KEnv
-    from ludic.envs.key_door import KeyDoorEnv
-    from ludic.envs.math import MATHEnv
-    from ludic.envs.running.process import ProcessEnv, build_env
-    from ludic.envs.tic_tac_toe import TicTacToeEnv, TwoPlayerTicTacToeEnv
-
-_LAZY = {
-    "DatasetQAEnv": "dataset_qa_env",
-    "GSM8KEnv": "gsm8k",
-    "KeyDoorEnv": "key_door",
-    "MATHEnv": "math",
-    "ProcessEnv": "running.process",
-    "TicTacToeEnv": "tic_tac_toe",
-    "TwoPlayerTicTacToeEnv": "tic_tac_toe",
-    "build_env": "running.process",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
-
+from ludic.envs.tic_tac_toe import TicTacToeEnv, TwoPlayerTicTacToeEnv
 
 __all__ = [
     "DatasetQAEnv",

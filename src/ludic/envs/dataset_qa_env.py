@@ -1,16 +1,12 @@
-"""Questions from a dataset: one row, one answer, one reward.
-
-Try it by hand: `python -m ludic.envs.dataset_qa_env --path questions.jsonl`.
-"""
+"""Questions from a dataset: one row, one answer, one reward."""
 
 from __future__ import annotations
 
-import inspect
 import secrets
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from typing import Any, ClassVar
 
-from ludic.envs.dataset_rows import DatasetRows, Row, load_rows
+from ludic.envs.datasets.rows import DatasetRows, Row, load_rows
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, EnvError
 from ludic.rewards import Attempt, RewardSpec, RewardSum, Score, make_rewards
@@ -22,18 +18,28 @@ class DatasetQAEnv(SingleAgentEnv):
     """Shows one question and judges one answer; the episode ends with it.
 
     The seed picks the row, so that the episodes of a group share their question. The reward is
-    the weighted sum of `rewards`, whose parts are kept on the step.
+    the weighted sum of `rewards`, whose parts are kept on the step. A subclass for one dataset
+    sets the `default_…` attributes, and overrides `read_target` where the answer is hidden in a
+    solution.
 
     Args:
         rows: The data itself; or `path`, a JSONL file; or `hub`, a dataset on the Hugging Face
-            hub with its `config` and `split`, which needs the extra `datasets`.
+            hub with its `config` and `split`, which needs the extra `datasets`. With none of
+            the three, `default_hub`.
         question_key: The column with the question; `answer_key` has the target, `id_key` a
             stable id (by default a row's position is its id).
         rewards: Reward functions or their JSON specs (`ludic.rewards.make_rewards`).
         template: The observation; `{question}` stands for the question.
+        system_prompt: Suggested to the agent; "" is none at all.
         index: Always this row, whatever the seed: to evaluate each row once.
         limit: Use only the first `limit` rows.
     """
+
+    default_hub: ClassVar[tuple[str, str | None] | None] = None
+    """The dataset's name on the hub, and its configuration there."""
+    default_question_key: ClassVar[str] = "question"
+    default_rewards: ClassVar[str] = "exact"
+    default_system_prompt: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -43,10 +49,10 @@ class DatasetQAEnv(SingleAgentEnv):
         hub: str | None = None,
         config: str | None = None,
         split: str = "train",
-        question_key: str = "question",
+        question_key: str | None = None,
         answer_key: str = "answer",
         id_key: str | None = None,
-        rewards: RewardSpec | Sequence[RewardSpec] | RewardSum = "exact",
+        rewards: RewardSpec | Sequence[RewardSpec] | RewardSum | None = None,
         template: str = "{question}",
         system_prompt: str | None = None,
         index: int | None = None,
@@ -56,13 +62,17 @@ class DatasetQAEnv(SingleAgentEnv):
             raise ConfigError(f"the template {template!r} has no place for {{question}}")
         if limit is not None and limit < 1:
             raise ConfigError(f"{type(self).__name__}(limit={limit}): must be at least 1")
+        if self.default_hub and rows is None and path is None and hub is None:
+            hub, default_config = self.default_hub
+            config = config or default_config
         self._source: dict[str, Any] = {
             "rows": rows, "path": path, "hub": hub, "config": config, "split": split
         }  # fmt: skip
-        self._question_key, self._answer_key, self._id_key = question_key, answer_key, id_key
-        self._rewards = make_rewards(rewards)
+        self._question_key = question_key or self.default_question_key
+        self._answer_key, self._id_key = answer_key, id_key
+        self._rewards = make_rewards(self.default_rewards if rewards is None else rewards)
         self._template = template
-        self._system_prompt = system_prompt
+        self._system_prompt = self.default_system_prompt if system_prompt is None else system_prompt
         self._index = index
         self._limit = limit
         self._data: DatasetRows | None = None
@@ -87,9 +97,9 @@ class DatasetQAEnv(SingleAgentEnv):
             seed = secrets.randbits(63) if seed is None else seed
             index = derive_seed(seed, "row") % total
         self._row = data.rows[index]
-        self._question = str(self._column(self._row, self._question_key, index))
+        self._question = str(self.column(self._row, self._question_key, index))
         self._target = self.read_target(self._row, index)
-        row_id = index if self._id_key is None else self._column(self._row, self._id_key, index)
+        row_id = index if self._id_key is None else self.column(self._row, self._id_key, index)
         self._task_key = f"{data.name}#{row_id}"
         self._over = False
         return self.env_current_obs(), {"task": self._task_key}
@@ -113,10 +123,11 @@ class DatasetQAEnv(SingleAgentEnv):
         return self._task_key
 
     def read_target(self, row: Row, index: int) -> str:
-        """The reference answer of a row; datasets that hide it in a solution override this."""
-        return str(self._column(row, self._answer_key, index))
+        """The reference answer of a row."""
+        return str(self.column(row, self._answer_key, index))
 
-    def _column(self, row: Row, key: str, index: int) -> Any:
+    def column(self, row: Row, key: str, index: int) -> Any:
+        """What the row has under `key`; an `EnvError` names the columns that it does have."""
         if key not in row:
             raise EnvError(
                 f"row {index} of the dataset {self._loaded().name!r} has no column {key!r}; "
@@ -141,29 +152,3 @@ class DatasetQAEnv(SingleAgentEnv):
             info={"target": self._target},
             reward_components=score.components,
         )
-
-
-def main(
-    argv: Sequence[str] | None = None,
-    env: type[DatasetQAEnv] = DatasetQAEnv,
-    defaults: Mapping[str, Any] | None = None,
-) -> int:
-    import argparse
-
-    from ludic.envs.play import play_by_hand
-
-    parser = argparse.ArgumentParser(description=inspect.getdoc(env))
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--path", help="a JSONL file")
-    parser.add_argument("--hub", help="a dataset of the Hugging Face hub")
-    parser.add_argument("--split", default="train")
-    parser.add_argument("--index", type=int, default=None)
-    parser.add_argument("--seed", type=int, default=None)
-    args = vars(parser.parse_args(argv))
-    seed = args.pop("seed")
-    given = {name: value for name, value in args.items() if value is not None}
-    return play_by_hand(env(**{**(defaults or {}), **given}), seed=seed)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -5,13 +5,13 @@ or tokens: observations and actions are text.
 
     reset(seed) -> {agent_id: (obs, info)}     for every agent that sees the opening
     step({agent_id: action}) -> {agent_id: StepOutcome}
-                                               for every agent that the step means something to
+                                               for every agent that the step concerns
 
 Exactly the `active_agents` act in a step. Each that acted gets an outcome; any other agent may get
 one too, so that a loser hears that it lost. Rewards are finite. An observation of "" says nothing
 to its agent. `terminated` means that the task is over for that agent, `truncated` that a limit of
-the environment cut it short, and never both; a protocol has limits of its own, and they are not
-the environment's business. After an agent's outcome is terminated or truncated, the agent does
+the environment cut it short, and never both; a protocol has its own limits, which are not the
+environment's business. After an agent's outcome is terminated or truncated, the agent does
 not act, nor hear anything more, before the next `reset`. The episode is over when that holds for
 all.
 
@@ -52,11 +52,12 @@ ActionT = TypeVar("ActionT")
 class LudicEnv(ABC, Generic[AgentIDT, ObsT, ActionT]):
     """The multi-agent kernel. `reset` and `step` may be plain or `async` methods.
 
-    A plain environment is run in a worker thread, since it may block; one that answers at once
-    says `blocking = False` and is called directly, which is cheaper. `isolation = "process"` puts
-    it into a process of its own, which can be killed when it hangs. An environment whose agents
-    move at the same time says with `accepts_partial_actions` whether a step may go on without
-    the action of one whose answer could not be parsed.
+    A plain environment runs in a worker thread, since it may block; one that answers at once sets
+    `blocking = False` and is called directly, which is cheaper. `isolation = "process"` puts it
+    into a separate process, which can be killed when it hangs. An environment whose agents move
+    at the same time says with `accepts_partial_actions` whether a step may go on without the
+    action of one whose answer could not be parsed. An environment is never in two calls at once,
+    but successive calls may come from different threads.
     """
 
     blocking: ClassVar[bool] = True

@@ -1,13 +1,9 @@
-"""A grid world seen through a small window: find the key, open the door, reach the goal.
-
-Try it by hand: `python -m ludic.envs.key_door --seed 1`.
-"""
+"""A grid world seen through a small window: find the key, open the door, reach the goal."""
 
 from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, TypeAlias
@@ -54,13 +50,17 @@ class Level:
         """The fewest moves from the start to the goal, by breadth-first search over the place and
         whether the key is held; None if there is no way."""
         start = (self.start, self.start == self.key)
-        came_from: dict[tuple[Cell, bool], tuple[tuple[Cell, bool], str] | None] = {start: None}
+        came_from: dict[tuple[Cell, bool], tuple[tuple[Cell, bool], str]] = {start: (start, "")}
         queue = deque([start])
         while queue:
             state = queue.popleft()
             cell, has_key = state
             if cell == self.goal:
-                return _path_to(state, came_from)
+                moves: list[str] = []
+                while state != start:
+                    state, move = came_from[state]
+                    moves.append(move)
+                return tuple(reversed(moves))
             for move in MOVES:
                 ahead = self.next_cell(cell, has_key, move)
                 reached = (ahead, has_key or ahead == self.key)
@@ -74,7 +74,7 @@ class KeyDoorEnv(SingleAgentEnv):
     """The agent sees `view` cells to each side and must remember the rest.
 
     Every step costs `step_cost`; the goal earns `goal_reward` and ends the episode. A move into a
-    wall, or an action that is no direction, leaves the agent where it is and costs the same.
+    wall, or an action that is not a direction, leaves the agent where it is and costs the same.
     After `max_steps` steps the episode is truncated. `optimal_return(seed)` is the return of the
     shortest solution, which no policy can beat.
 
@@ -223,35 +223,3 @@ def _draw_level(random: Random, width: int, height: int, density: float) -> Leve
     start, key = random.sample(first, 2)
     goal = random.choice(second)
     return Level(width, height, frozenset(walls), start, key, door, goal)
-
-
-def _path_to(
-    state: tuple[Cell, bool],
-    came_from: dict[tuple[Cell, bool], tuple[tuple[Cell, bool], str] | None],
-) -> tuple[str, ...]:
-    moves: list[str] = []
-    step = came_from[state]
-    while step is not None:
-        state, move = step
-        moves.append(move)
-        step = came_from[state]
-    return tuple(reversed(moves))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    import argparse
-
-    from ludic.envs.play import play_by_hand
-
-    parser = argparse.ArgumentParser(prog="python -m ludic.envs.key_door")
-    parser.add_argument("--width", type=int, default=7)
-    parser.add_argument("--height", type=int, default=5)
-    parser.add_argument("--view", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=None)
-    args = parser.parse_args(argv)
-    env = KeyDoorEnv(width=args.width, height=args.height, view=args.view)
-    return play_by_hand(env, seed=args.seed)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -6,8 +6,7 @@ neither torch nor transformers nor aiohttp.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ludic.inference.client import (
     ChatClient,
@@ -24,10 +23,10 @@ from ludic.inference.templates.tool_parsers import (
     ToolParse,
     ToolParser,
     get_tool_parser,
-    list_tool_parsers,
-    register_tool_parser,
 )
 from ludic.inference.vllm.extensions import VLLMExtensions
+from ludic.lazy import late_names
+from ludic.registry import list_tool_parsers, register_tool_parser
 
 if TYPE_CHECKING:
     from ludic.inference.local import LocalChatClient as LocalChatClient
@@ -36,13 +35,16 @@ if TYPE_CHECKING:
     from ludic.inference.scripted_client import ScriptedChatClient as ScriptedChatClient
     from ludic.inference.vllm.client import VLLMChatClient as VLLMChatClient
 
-_LAZY = {
-    "LocalChatClient": "ludic.inference.local",
-    "OpenAIChatClient": "ludic.inference.openai.client",
-    "ScriptedCall": "ludic.inference.scripted_client",
-    "ScriptedChatClient": "ludic.inference.scripted_client",
-    "VLLMChatClient": "ludic.inference.vllm.client",
-}
+__getattr__ = late_names(
+    __name__,
+    {
+        "LocalChatClient": "ludic.inference.local",
+        "OpenAIChatClient": "ludic.inference.openai.client",
+        "ScriptedCall": "ludic.inference.scripted_client",
+        "ScriptedChatClient": "ludic.inference.scripted_client",
+        "VLLMChatClient": "ludic.inference.vllm.client",
+    },
+)
 
 __all__ = [
     "ChatClient",
@@ -70,12 +72,6 @@ __all__ = [
     "load_tokenizer",
     "register_tool_parser",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

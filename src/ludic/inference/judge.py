@@ -27,10 +27,10 @@ def judge_reward(
     timeout_s: float = 60.0,
     inference: InferenceSpec | None = None,
 ) -> RewardFn:
-    """Asks a model to grade the answer by `rubric`, from 0 to `max_score`; gives score/max_score.
+    """A model grades the answer by `rubric`, from 0 to `max_score`; the reward is the fraction.
 
     The judge must end with `<score>n</score>`. When it does not, it is asked again, up to `tries`
-    times; then the attempt is an `EnvError`, for no grade is not a grade of 0.
+    times; then an `EnvError` is raised, since no grade is not a grade of 0.
     """
     if max_score < 1 or tries < 1:
         raise ConfigError(f"judge_reward(max_score={max_score}, tries={tries}): both must be >= 1")

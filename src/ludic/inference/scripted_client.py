@@ -56,7 +56,7 @@ class ScriptedChatClient:
     """Answers with a list of texts, or with what a policy function says.
 
     Every conversation (by its `conversation_id`) reads the list from its beginning; with
-    `cycle=True` it begins anew at the end, otherwise one call too many is rejected. `logprob` is
+    `cycle=True` it starts over at the end; otherwise one call too many is rejected. `logprob` is
     the log-prob of every token: 0.0, since a script is certain, or a function of position and
     token id. `fault` may return an exception for a call, and it is raised. The seconds that the
     client itself spends on tokenising are added up in `tokenize_seconds`.

@@ -92,7 +92,7 @@ def tiny_model(
 ) -> Qwen2ForCausalLM:
     """A small Qwen2 with random float32 weights and tied embeddings, the same for the same seed.
 
-    Pass `vocab_size=len(tokenizer)` for a tokenizer with words of its own. `initializer_range` is
+    Pass `vocab_size=len(tokenizer)` for a tokenizer with extra words. `initializer_range` is
     larger than the usual 0.02, with which a model this small all but ignores what it reads.
     """
     import torch

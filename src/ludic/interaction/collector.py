@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ludic.agents.base_agent import ActResult
 from ludic.errors import AgentError
@@ -31,7 +32,7 @@ UNREADABLE = "Your reply could not be read as an action. Answer again in the req
 
 
 class AgentTrack:
-    """One agent's steps of one episode, in order."""
+    """One agent's steps of one episode, in order. Only the episode's own task writes to it."""
 
     def __init__(
         self,
@@ -68,50 +69,30 @@ class AgentTrack:
         self.obs = obs
 
     def add_parse_failure(self, act: ActResult) -> tuple[Obs, Info]:
-        """Records a turn that gave no action; answers what the agent is to be told."""
+        """Records a turn that gave no action; returns what the agent is to be told."""
         feedback = act.parse.obs or UNREADABLE
-        reward = float(act.parse.reward)
         info = {"parse_error": True, "parse_error_kind": _kind_of_failure(act.steps)}
-        self._add_own_step(
-            act.steps,
-            next_obs=feedback,
-            reward=reward,
-            reward_components={"parser": reward},
-            stepped=False,
-            info=info,
-        )
+        self._add(act.steps, stepped=False, next_obs=feedback, info=info, **_parser_reward(act))
         return feedback, info
 
     def add_outcome(self, outcome: StepOutcome, act: ActResult | None = None) -> None:
         """Records what the environment told this agent: after `act`, or although it only
         listened."""
         components = _env_components(outcome)
-        reward = float(outcome.reward)
-        reason = TruncationReason.ENV_LIMIT if outcome.truncated else None
-        action: Action | None = None
-        positions: tuple[int, ...] = ()
-        if act is None:
-            index = max(self._turns - 1, 0)
-        else:
+        parser_reward = 0.0
+        if act is not None:
             parser_reward = float(act.parse.reward)
             components["parser"] = components.get("parser", 0.0) + parser_reward
-            reward += parser_reward
-            index, positions, action = self._turns, self._add_calls(act.steps), act.parse.action
-        self._add_env_step(
-            EnvironmentStep(
-                index,
-                positions,
-                self.obs,
-                action,
-                outcome.obs,
-                reward,
-                outcome.terminated,
-                outcome.truncated,
-                reason,
-                True,
-                components,
-                outcome.info,
-            )
+        self._add(
+            () if act is None else act.steps,
+            acted=act is not None,
+            action=None if act is None else act.parse.action,
+            next_obs=outcome.obs,
+            reward=float(outcome.reward) + parser_reward,
+            reward_components=components,
+            terminated=outcome.terminated,
+            truncation_reason=TruncationReason.ENV_LIMIT if outcome.truncated else None,
+            info=outcome.info,
         )
         self.ended = outcome.terminated or outcome.truncated
 
@@ -121,23 +102,19 @@ class AgentTrack:
         if not act.steps:
             self.cut(reason)
             return
-        reward = float(act.parse.reward)
-        self._add_own_step(
+        self._add(
             act.steps,
-            next_obs="",
-            reward=reward,
-            reward_components={"parser": reward},
-            stepped=False,
-            truncated=True,
-            truncation_reason=reason,
             action=act.parse.action,
+            stepped=False,
+            truncation_reason=reason,
+            **_parser_reward(act),
         )
         self.ended = True
 
     def add_interrupted(self, steps: tuple[AgentStep, ...], action: Action | None = None) -> None:
         """Keeps the model calls of a turn that an error or a deadline broke off."""
         if steps:
-            self._add_own_step(steps, next_obs="", reward=0.0, stepped=False, action=action)
+            self._add(steps, action=action, stepped=False)
 
     def cut(self, reason: TruncationReason) -> None:
         """Truncates: the flag goes onto the last step that happened. Where the agent never came
@@ -145,7 +122,7 @@ class AgentTrack:
         if self.ended:
             return
         if self._last is None:
-            self._add_env_step(EnvironmentStep(0, (), self.obs, None, "", 0.0, stepped=False))
+            self._add((), acted=False, stepped=False)
         assert self._last is not None
         step = self._env_step(self._last)
         self._steps[self._last] = replace(step, truncated=True, truncation_reason=reason)
@@ -188,60 +165,60 @@ class AgentTrack:
             meta=self.meta,
         )
 
-    def _add_own_step(
+    def _add(
         self,
-        steps: tuple[AgentStep, ...],
+        calls: tuple[AgentStep, ...],
         *,
-        next_obs: Obs,
-        reward: float,
-        stepped: bool,
+        acted: bool = True,
         action: Action | None = None,
-        reward_components: Mapping[str, float] | None = None,
-        truncated: bool = False,
+        next_obs: Obs = "",
+        reward: float = 0.0,
+        terminated: bool = False,
         truncation_reason: TruncationReason | None = None,
+        stepped: bool = True,
+        reward_components: Mapping[str, float] | None = None,
         info: Info | None = None,
     ) -> None:
-        index, positions = self._turns, self._add_calls(steps)
-        self._add_env_step(
+        """Appends an environment step, after the model calls of its turn if the agent acted."""
+        if acted and not calls:
+            raise AgentError(
+                f"agent {self.agent_id!r} acted without a model call: act() must return one "
+                "AgentStep for each, unless it was truncated"
+            )
+        turn, start = self._turns if acted else max(self._turns - 1, 0), len(self._steps)
+        self._steps.extend(
+            s if s.turn_index == turn else replace(s, turn_index=turn) for s in calls
+        )
+        self._turns += acted
+        self._last = len(self._steps)
+        self._steps.append(
             EnvironmentStep(
-                index,
-                positions,
+                turn,
+                tuple(range(start, self._last)),
                 self.obs,
                 action,
                 next_obs,
                 reward,
-                False,
-                truncated,
+                terminated,
+                truncation_reason is not None,
                 truncation_reason,
                 stepped,
                 reward_components or {},
                 info or {},
             )
         )
-
-    def _add_calls(self, steps: tuple[AgentStep, ...]) -> tuple[int, ...]:
-        """Appends the turn's model calls; answers their places. Begins the next turn."""
-        if not steps:
-            raise AgentError(
-                f"agent {self.agent_id!r} acted without a model call: act() must return one "
-                "AgentStep for each, unless it was truncated"
-            )
-        turn, start = self._turns, len(self._steps)
-        self._steps.extend(
-            s if s.turn_index == turn else replace(s, turn_index=turn) for s in steps
-        )
-        self._turns = turn + 1
-        return tuple(range(start, len(self._steps)))
-
-    def _add_env_step(self, step: EnvironmentStep) -> None:
-        self._last = len(self._steps)
-        self._steps.append(step)
-        self.obs = step.next_obs or self.obs
+        self.obs = next_obs or self.obs
 
     def _env_step(self, place: int) -> EnvironmentStep:
         step = self._steps[place]
         assert isinstance(step, EnvironmentStep)
         return step
+
+
+def _parser_reward(act: ActResult) -> dict[str, Any]:
+    """The reward of a turn in which the environment was not stepped."""
+    reward = float(act.parse.reward)
+    return {"reward": reward, "reward_components": {"parser": reward}}
 
 
 def _kind_of_failure(steps: Sequence[AgentStep]) -> str:

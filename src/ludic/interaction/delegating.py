@@ -1,4 +1,4 @@
-"""A parent that hands subtasks to sub-agents, each with an episode and a rollout of its own."""
+"""A parent that hands subtasks to sub-agents, each with its own episode and rollout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AgentFactory: TypeAlias = Callable[[Sequence[Tool]], Agent]
 
 
 class SubtaskEnv(SingleAgentEnv):
-    """Shows the task, and takes the first action as the answer. Gives no reward of its own."""
+    """Shows the task, and takes the first action as the answer. Gives no reward."""
 
     blocking: ClassVar[bool] = False
 
@@ -89,12 +89,12 @@ class DelegatingProtocol(InteractionProtocol):
 
     async def run(self, env: LudicEnv[Any, Any, Any], spec: RunSpec) -> list[Rollout]:
         episode = Episode(env, spec)
-        family = _Family()
+        family: list[Episode] = []  # of the sub-agents, in the order of their start
         await episode.play(lambda: self._play(family, episode))
         self._settle(family, episode)
-        return [r for e in (episode, *family.episodes) for r in e.rollouts()]
+        return [r for e in (episode, *family) for r in e.rollouts()]
 
-    async def _play(self, family: _Family, episode: Episode) -> None:
+    async def _play(self, family: list[Episode], episode: Episode) -> None:
         openings = await episode.reset()
         role = only_role(episode)
         track = episode.open_track(role)
@@ -105,7 +105,7 @@ class DelegatingProtocol(InteractionProtocol):
     def _make(
         self,
         factory: AgentFactory,
-        family: _Family,
+        family: list[Episode],
         episode: Episode,
         track: AgentTrack,
         *,
@@ -124,7 +124,7 @@ class DelegatingProtocol(InteractionProtocol):
         return agent
 
     def _handler(
-        self, family: _Family, caller: Episode, caller_track: AgentTrack, depth: int
+        self, family: list[Episode], caller: Episode, caller_track: AgentTrack, depth: int
     ) -> ExternalToolHandler:
         started = 0
 
@@ -134,69 +134,48 @@ class DelegatingProtocol(InteractionProtocol):
             sub = self.sub_agents.get(name)
             if sub is None:
                 raise ProtocolError(f"the external tool {name!r} is none of the sub-agents")
-            if len(family.episodes) >= self.max_sub_agents:
+            if len(family) >= self.max_sub_agents:
                 raise ToolError(f"no more than {self.max_sub_agents} sub-agents may be started")
-            place = started
-            started += 1
+            place, started = started, started + 1
             task = str(call["function"]["arguments"]["task"])
-            return await self._delegate(family, caller, caller_track, depth, name, sub, task, place)
+            episode = Episode(sub.make_env(task), _spec_of_child(caller.spec, sub, place))
+            family.append(episode)
+            track = episode.add_track(
+                AgentTrack(
+                    name,
+                    f"{caller_track.rollout_id}/{name}-{place}",
+                    parent_id=caller_track.rollout_id,
+                    meta={"depth": depth, "task": task},
+                )
+            )
+            agent = self._make(sub.make_agent, family, episode, track, depth=depth)
+
+            async def play() -> None:
+                openings = await episode.reset()
+                await play_alone(agent, track, episode, only_role(episode), openings)
+
+            try:
+                await episode.play(play)
+            except BaseException:
+                episode.fail(ProtocolError(f"the sub-agent {name!r} was broken off by its caller"))
+                raise
+            answer = track.last_action()
+            if episode.error is not None:
+                raise ToolError(f"the sub-agent {name!r} failed: {episode.error}")
+            if answer is None:
+                raise ToolError(f"the sub-agent {name!r} gave no answer")
+            return answer
 
         return handle
 
-    async def _delegate(
-        self,
-        family: _Family,
-        caller: Episode,
-        caller_track: AgentTrack,
-        depth: int,
-        name: str,
-        sub: SubAgent,
-        task: str,
-        place: int,
-    ) -> str:
-        episode = Episode(sub.make_env(task), _spec_of_child(caller.spec, sub, place))
-        family.episodes.append(episode)
-        track = episode.add_track(
-            AgentTrack(
-                name,
-                f"{caller_track.rollout_id}/{name}-{place}",
-                parent_id=caller_track.rollout_id,
-                meta={"depth": depth, "task": task},
-            )
-        )
-        agent = self._make(sub.make_agent, family, episode, track, depth=depth)
-
-        async def play() -> None:
-            openings = await episode.reset()
-            await play_alone(agent, track, episode, only_role(episode), openings)
-
-        try:
-            await episode.play(play)
-        except BaseException:
-            episode.fail(ProtocolError(f"the sub-agent {name!r} was broken off by its caller"))
-            raise
-        answer = track.last_action()
-        if episode.error is not None:
-            raise ToolError(f"the sub-agent {name!r} failed: {episode.error}")
-        if answer is None:
-            raise ToolError(f"the sub-agent {name!r} gave no answer")
-        return answer
-
-    def _settle(self, family: _Family, episode: Episode) -> None:
+    def _settle(self, family: list[Episode], episode: Episode) -> None:
         """When the parent is done: its failure is its sub-agents' too, and so is its reward."""
-        for child in family.episodes:
+        for child in family:
             if episode.error is not None:
                 child.fail(ProtocolError(f"the parent's episode failed: {episode.error}"))
             elif child.error is None and self.child_reward == "parent":
                 for track in child.tracks:
                     track.add_bonus("parent", episode.tracks[0].total_reward)
-
-
-class _Family:
-    """The sub-agents' episodes of one parent's episode, in the order of their start."""
-
-    def __init__(self) -> None:
-        self.episodes: list[Episode] = []
 
 
 def _tool_of(name: str, sub: SubAgent) -> Tool:

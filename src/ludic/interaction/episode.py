@@ -88,11 +88,6 @@ class Episode:
         self.task_key = self.runner.task_key()
         return openings
 
-    def cut(self, reason: TruncationReason) -> None:
-        """Truncates every track that has not ended."""
-        for track in self.tracks:
-            track.cut(reason)
-
     def rollouts(self) -> list[Rollout]:
         """One rollout per track that is collected."""
         return [
@@ -125,21 +120,17 @@ class Episode:
 def begin_agent(
     agent: Agent, episode: Episode, track: AgentTrack, role: AgentID, openings: Openings
 ) -> None:
-    """Resets the agent, with a seed and a conversation of its own, and shows it the opening. Its
-    own system prompt goes before the one that the environment suggests for its role."""
+    """Resets the agent, with its own seed and conversation, and shows it the opening. The agent's
+    system prompt takes precedence over the one that the environment suggests for its role."""
     prompt = agent.system_prompt
     if prompt is None:
         prompt = episode.runner.suggested_sysprompt(role)
-    agent.reset(prompt, seed=agent_seed(episode.spec, role), conversation_id=track.rollout_id)
+    root = episode.spec.sampling_seed
+    seed = None if root is None else derive_seed(root, "agent", role)
+    agent.reset(prompt, seed=seed, conversation_id=track.rollout_id)
     obs, info = opening_of(openings, role)
     track.hear_reset(obs)
     agent.on_env_reset(obs, info)
-
-
-def agent_seed(spec: RunSpec, agent_id: AgentID) -> int | None:
-    """The seed of one agent's sampling in one episode."""
-    root = spec.sampling_seed
-    return None if root is None else derive_seed(root, "agent", agent_id)
 
 
 async def take_turn(agent: Agent, track: AgentTrack) -> ActResult:

@@ -78,7 +78,7 @@ def multi_agent_protocol(
 
     A seat is `{"bot": "random", "choices": […]}`, `{"bot": "sequence", "actions": […]}`,
     `{"bot": <registered agent name>, …}`, or what `build_agent` takes, over the common arguments.
-    A seat with a `"client"` of its own is an opponent and leaves no rollout, unless it says
+    A seat with another `"client"` is an opponent and leaves no rollout, unless it says
     `"collect": true`.
     """
     players: dict[AgentID, Agent | Bot | BotFunction] = {}

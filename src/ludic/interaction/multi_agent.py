@@ -129,8 +129,8 @@ class _Game:
                 player.reset(seed=None if seed is None else derive_seed(seed, "bot", agent_id))
 
     async def _ask(self, asked: Sequence[AgentID]) -> list[AgentID] | None:
-        """Lets them act at the same time; who failed to give an action, or None when the context
-        of one is full, which ends the episode."""
+        """Lets them act at the same time. Returns those without a readable action, or None when
+        the context of one is full, which ends the episode."""
         failed: list[AgentID] = []
         full: TruncationReason | None = None
         for agent_id, act in (await self._moves(asked)).items():

@@ -1,6 +1,6 @@
 """When two answers are the same: as numbers, exactly, and as mathematics, symbolically.
 
-Nothing here guesses: a text that does not read as a whole is no number and equals nothing.
+Nothing here guesses: a text that cannot be read as a whole is not a number and equals nothing.
 """
 
 from __future__ import annotations
@@ -73,19 +73,13 @@ def _plain(text: str) -> Fraction:
     return Fraction(text.replace(",", "").rstrip(".") or "0")
 
 
-def same_number(a: str, b: str, *, tolerance: float = 0.0) -> bool:
-    """Whether both texts are numbers no further apart than `tolerance`, absolutely."""
-    x, y = read_number(a), read_number(b)
-    return x is not None and y is not None and abs(x - y) <= Fraction(tolerance)
-
-
 def same_mathematics(answer: str, target: str, *, timeout_s: float = 10.0) -> bool:
     """Whether two LaTeX or plain expressions mean the same, by math-verify.
 
     Numbers and equal spellings are settled at once; the rest goes to one of a few processes, since
-    an expression can take for ever to simplify. What is not spelled the same and cannot be read,
-    is longer than `MAX_MATH_CHARS`, or is not settled within `timeout_s` counts as different.
-    Blocks.
+    an expression can take forever to simplify. Expressions that are spelled differently and cannot
+    be read, are longer than `MAX_MATH_CHARS`, or are not settled within `timeout_s` count as
+    different. Blocks.
     """
     if answer.strip() == target.strip():
         return bool(answer.strip())
@@ -143,10 +137,11 @@ def _settled(answer: str, target: str, timeout_s: float) -> bool:
 
 
 class _Verifiers:
-    """At most so many processes with math-verify, each asked by one caller at a time.
+    """At most `most` processes with math-verify, shared by every thread that judges answers.
 
-    The wait for a free one is not counted against an expression's own time. The one that was free
-    last is taken first, so that callers who come one by one start one process.
+    A thread takes one out of the queue for as long as it asks, so no two threads ask the same one.
+    Waiting for a free one does not count against an expression's own time. The one freed last is
+    taken first, so that callers who come one at a time start only one process.
     """
 
     def __init__(self, most: int) -> None:
@@ -226,7 +221,7 @@ def serve_verdicts(setup: Mapping[str, Any]) -> Answerer:
     from math_verify import LatexExtractionConfig, parse, verify
 
     def read(text: str) -> Any:
-        # No time-out of its own: it would need signals, and the parent kills what takes too long.
+        # No time-out here: it would need signals, and the parent kills what takes too long.
         boxed = f"\\boxed{{{text.strip().strip('$')}}}"
         return parse(
             boxed,

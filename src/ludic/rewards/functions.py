@@ -1,7 +1,7 @@
 """Rewards as functions: small ones, added up with weights.
 
-A reward function takes an `Attempt` and gives a number, at once or as an awaitable. Those made
-here give between 0 and 1. `RewardSum` weighs and adds them, and keeps every part:
+A reward function takes an `Attempt` and returns a number, at once or as an awaitable. Those made
+here return a number from 0 to 1. `RewardSum` adds them up with weights, and keeps every part:
 
     >>> total = RewardSum(numeric_reward(), length_reward(limit=200), weights=[1.0, 0.1])
     >>> score = total(Attempt(answer="42", target="42.0"))
@@ -19,8 +19,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from ludic.errors import ConfigError, EnvError, UnknownNameError
+from ludic.errors import ConfigError, EnvError
 from ludic.parsers import Parser, make_parser
+from ludic.registry import REWARDS
 from ludic.rewards.answers import last_number, read_number, same_mathematics
 
 
@@ -61,7 +62,7 @@ def numeric_reward(*, tolerance: float = 0.0, find: Literal["whole", "last"] = "
     """1 if the answer and the target are the same number, up to `tolerance`, absolutely.
 
     With `find="whole"` the answer must be a number and nothing else; with "last" its last number
-    counts, whatever is said around it.
+    counts, whatever stands around it.
     """
     if not tolerance >= 0:
         raise ConfigError(f"numeric_reward(tolerance={tolerance!r}): must be >= 0")
@@ -196,14 +197,6 @@ def _distinct(names: Sequence[str]) -> list[str]:
     return result
 
 
-_KINDS: Mapping[str, Callable[..., RewardFn]] = {
-    "exact": exact_reward,
-    "numeric": numeric_reward,
-    "symbolic": symbolic_reward,
-    "format": format_reward,
-    "length": length_reward,
-}
-
 RewardSpec: TypeAlias = str | Mapping[str, Any] | RewardFn
 
 
@@ -230,13 +223,5 @@ def _make_reward(spec: RewardSpec) -> tuple[RewardFn, float, str | None]:
     if callable(spec):
         return spec, 1.0, None
     options: dict[str, Any] = {"kind": spec} if isinstance(spec, str) else dict(spec)
-    kind = options.pop("kind", None)
     weight, name = options.pop("weight", 1.0), options.pop("name", None)
-    if not isinstance(kind, str):
-        raise ConfigError(f"a reward's spec needs a 'kind', one of {sorted(_KINDS)}: {spec!r}")
-    if kind not in _KINDS:
-        raise UnknownNameError("reward", kind, _KINDS)
-    try:
-        return _KINDS[kind](**options), weight, name
-    except TypeError as error:
-        raise ConfigError(f"reward {kind!r} cannot be made from {options}: {error}") from error
+    return REWARDS.make_from(options), weight, name

@@ -18,6 +18,7 @@ from ludic.errors import RolloutError
 from ludic.inference.sampling import InferenceSpec
 from ludic.inference.templates.chat_template import ChatTemplate
 from ludic.interaction.base import Runtime
+from ludic.registry import stored_names
 from ludic.rollouts.divergence import Divergence, first_divergence
 from ludic.rollouts.episode_runner import EnvFactory, EpisodeRunner, ProtocolFactory
 from ludic.rollouts.planning import PlannedEpisode
@@ -73,7 +74,8 @@ async def replay(
     runner = EpisodeRunner(
         env_registry, protocol_registry, runtime, step_timeout_s, episode_timeout_s
     )
-    replayed = await runner.run(episode, max_steps)
+    with stored_names():  # whoever wrote the file must not choose what is imported here
+        replayed = await runner.run(episode, max_steps)
     _check_errors(recorded, replayed, tape)
     return _compared(recorded, replayed, with_tokens)
 

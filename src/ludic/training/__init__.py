@@ -6,8 +6,9 @@ assigners and the batch maths, gets by without torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ludic.lazy import late_names
 
 if TYPE_CHECKING:
     from ludic.rollouts import Curriculum as Curriculum
@@ -225,12 +226,7 @@ _WHERE = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_WHERE)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_WHERE[name]), name)
-    globals()[name] = value
-    return value
+__getattr__ = late_names(__name__, _WHERE)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""A Python function in a process of its own, spoken to in JSON, and killable.
+"""A Python function in a separate process, spoken to in JSON, and killable.
 
 The child runs `python -m ludic.workers.json_process module:factory`. The factory is called once
 with the first message and returns a function, which answers every message after that. A message is
@@ -19,11 +19,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import import_module
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from ludic.errors import DeadlineError, LudicError
+from ludic.lazy import resolve
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct(">I")
@@ -43,6 +43,11 @@ class JsonProcess:
     Every `ask` has a deadline, after which the child is killed with all that it started; `kill`
     may be called from any thread, and makes a waiting `ask` raise at once. The child ends by
     itself when the parent is gone.
+
+    Threads: the pipes belong to whoever holds `_asking`, so messages never mix, and they are
+    closed only under it. `kill` does not take it: it has to work while an `ask` hangs, and it
+    sends only a signal. The process id stays valid until `close` waits for the child, after the
+    kill, so the signal cannot reach a stranger.
     """
 
     def __init__(self, factory: str, setup: Any, *, name: str) -> None:
@@ -138,15 +143,6 @@ def _wait(fd: int, event: int, deadline: float) -> None:
     poll.register(fd, event)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
         raise TimeoutError
-
-
-def resolve(reference: str) -> Any:
-    """What "package.module:name" stands for."""
-    module, _, path = reference.partition(":")
-    target: Any = import_module(module)
-    for part in path.split("."):
-        target = getattr(target, part)
-    return target
 
 
 def _encode(message: Any) -> bytes:

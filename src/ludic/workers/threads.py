@@ -1,8 +1,16 @@
-"""Worker threads for environments that block.
+"""Worker threads for code that blocks: environments and tools.
 
 A thread cannot be killed. One that runs past its deadline is abandoned: it is counted until it
 comes back, and when too many hang, no more are started. The threads are daemons, so that a hung
 environment does not keep the program from ending.
+
+What may run at the same time: any number of workers, and the event loops that wait for them. A
+`_Call` is written by its worker until `finished` is set, and read by its waiter only after that.
+Whether it finished or was given up is decided once, under the lock: the worker sets `finished` and
+reads `on_return` in one critical section, the waiter reads `finished` and sets `on_return` in
+another. So exactly one of the two happens: the waiter takes the result and the thread goes back to
+the idle ones, or the waiter leaves and the worker calls `on_return` and ends. An abandoned call is
+never seen by its waiter again, whatever it still does to its environment.
 """
 
 from __future__ import annotations
@@ -15,7 +23,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Final
 
-from ludic.errors import DeadlineError, EnvError
+from ludic.errors import DeadlineError, NoThreadError
 
 
 class _Call:
@@ -39,11 +47,11 @@ class _Call:
 
 
 class EnvThreads:
-    """Runs blocking calls, each in a thread of its own; idle threads are used again.
+    """Runs each blocking call in a separate thread; idle threads are used again.
 
     There is no queue: as many calls run as are asked for, up to `max_threads`. `abandoned` is
     the number of threads that hang in a call that nobody waits for any more; past
-    `max_abandoned`, calls are refused.
+    `max_abandoned`, calls are refused. Any thread's event loop may use it.
     """
 
     def __init__(self, *, max_threads: int = 1024, max_abandoned: int = 32) -> None:
@@ -84,9 +92,10 @@ class EnvThreads:
             else:
                 await asyncio.wait((call.waiter,), timeout=timeout_s)
         finally:
-            if self._give_up_unless_finished(call, on_return) and on_abandon is not None:
+            given_up = self._give_up_unless_finished(call, on_return)
+            if given_up and on_abandon is not None:
                 on_abandon()
-        if not call.finished:
+        if given_up:  # even if it has finished by now: it belongs to `on_return` already
             raise DeadlineError(what, whom, timeout_s or 0.0)
         if call.error is not None:
             raise call.error
@@ -95,24 +104,24 @@ class EnvThreads:
     def _hand_over(self, call: _Call, whom: str) -> None:
         with self._lock:
             if self._abandoned > self.max_abandoned:
-                raise EnvError(
-                    f"{whom} was not called: {self._abandoned} environment threads hang past "
-                    f"their deadline (limit {self.max_abandoned}). Find out why they hang, or set "
-                    'isolation = "process" on the environment, which makes it killable'
+                raise NoThreadError(
+                    f"{whom} was not called: {self._abandoned} worker threads hang past their "
+                    f"deadline (limit {self.max_abandoned}). Find out why they hang; for an "
+                    'environment, isolation = "process" makes it killable'
                 )
             if self._idle:
                 inbox = self._idle.pop()
             else:
                 if self._running >= self.max_threads:
-                    raise EnvError(
-                        f"{whom} was not called: {self._running} environment threads are busy "
+                    raise NoThreadError(
+                        f"{whom} was not called: {self._running} worker threads are busy "
                         f"(limit {self.max_threads}); lower the number of concurrent episodes"
                     )
-                self._running += 1
                 inbox = SimpleQueue()
                 threading.Thread(
                     target=self._work, args=(inbox,), name="ludic-env", daemon=True
                 ).start()
+                self._running += 1  # only now: where no thread can be started, none is running
         inbox.put(call)
 
     def _give_up_unless_finished(self, call: _Call, on_return: Callable[[], None] | None) -> bool:
@@ -143,7 +152,7 @@ class EnvThreads:
             del call
 
     def _leave(self, on_return: Callable[[], None]) -> None:
-        with suppress(Exception):  # the episode failed already; nobody is left to be told
+        with suppress(BaseException):  # the episode failed already; nobody is left to be told
             on_return()
         with self._lock:
             self._abandoned -= 1

@@ -7,13 +7,14 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import pytest
 
 from ludic.envs import EnvRunner, LudicEnv, ProcessEnv, TicTacToeEnv, build_env
 from ludic.errors import ConfigError, DeadlineError, EnvError
-from ludic.registry import register_env, unregister_env
+from ludic.registry import register_env, stored_names, unregister_env
+from ludic.rewards import make_rewards
 from ludic.types import EnvSpec, StepOutcome
 from ludic.workers.json_process import ChildError, JsonProcess
 from ludic.workers.threads import EnvThreads
@@ -67,9 +68,9 @@ class TestPlaying:
         ):
             assert there.agent_ids == here.agent_ids
             assert there.suggested_sysprompt("agent") == here.suggested_sysprompt("agent")
-            assert there.current_obs() == here.current_obs()
+            assert there.env.current_obs() == here.env.current_obs()
             while not here.done:
-                free = here.current_obs()["agent"].rpartition("Free: ")[2].split()
+                free = here.env.current_obs()["agent"].rpartition("Free: ")[2].split()
                 action = {"agent": free[0]}
                 assert await there.step(action) == await here.step(action)
                 assert there.active_agents == here.active_agents
@@ -202,3 +203,28 @@ class TestJsonProcess:
         with pytest.raises(ChildError, match="no_such"):
             process.ask("hello", timeout_s=60)
         process.close()
+
+
+class JudgedEnv(CountEnv):
+    """Makes its reward from a spec, in its own process."""
+
+    isolation: ClassVar[Literal["thread", "process"]] = "process"
+
+    def __init__(self, reward: str) -> None:
+        super().__init__()
+        self.judge = make_rewards(reward)
+
+
+async def test_an_environments_process_knows_that_its_names_are_stored() -> None:
+    spec = EnvSpec(f"{__name__}:JudgedEnv", {"reward": "tests.envs.running.test_process:a_reward"})
+    async with running(build_env(spec)) as runner:
+        assert runner.agent_ids == ("agent",)
+    with stored_names():
+        env = build_env(spec)
+    with pytest.raises(EnvError, match=r"stored data.*register_reward"):
+        async with running(env):
+            pass
+
+
+def a_reward() -> Any:
+    return lambda attempt: 1.0

@@ -54,14 +54,12 @@ class TestCalling:
         assert runner.suggested_sysprompt("agent") == "count, agent"
         assert runner.task_key() == "count to 2"
         assert await runner.step({"agent": "x"}) == {"agent": StepOutcome("x 1", 0.5)}
-        assert runner.current_obs() == {"agent": "1"}
         assert not runner.done
         assert await runner.step({"agent": "y"}) == {
             "agent": StepOutcome("y 2", 0.5, terminated=True)
         }
         assert runner.done
         assert runner.active_agents == ()
-        assert runner.ended_agents == {"agent"}
         await runner.close()
         await runner.close()
         assert env.closed == 1
@@ -148,7 +146,7 @@ class TestDeadlines:
             await runner.reset(0)
             with pytest.raises(DeadlineError):
                 await runner.step({"agent": "x"})
-        with pytest.raises(EnvError, match=r"3 environment threads hang.*isolation"):
+        with pytest.raises(EnvError, match=r"3 worker threads hang.*isolation"):
             await EnvRunner(CountEnv(), threads=threads).reset(0)
         for env in envs:
             env.release.set()
@@ -332,12 +330,11 @@ class TestContract:
         runner = await after_reset(AnyEnv(steps=[{"a": OVER, "b": lost}]))
         assert await runner.step({"a": "x"}) == {"a": OVER, "b": lost}
         assert runner.done
-        assert runner.ended_agents == {"a", "b"}
 
     async def test_nobody_acts_after_the_end(self) -> None:
         runner = await after_reset(AnyEnv(steps=[{"a": OVER, "b": OVER}, {"a": OK}]))
         await runner.step({"a": "x"})
-        with pytest.raises(EnvError, match="agent 'a' acts after its end"):
+        with pytest.raises(EnvError, match=r"out of turn \['a'\]"):
             await runner.step({"a": "x"})
 
     async def test_an_ended_agent_hears_no_second_outcome(self) -> None:
@@ -368,12 +365,22 @@ class TestContract:
         with pytest.raises(EnvError, match="'z'"):
             _ = runner.active_agents
 
+    async def test_an_agent_that_is_active_twice_is_refused(self) -> None:
+        runner = await after_reset(AnyEnv(active=lambda step: ("a", "a")))
+        with pytest.raises(EnvError, match=r"names an agent twice: \['a', 'a'\]"):
+            _ = runner.active_agents
+
+    async def test_active_agents_that_raise_are_said_with_the_environment(self) -> None:
+        runner = await after_reset(AnyEnv(active=lambda step: [][step]))
+        with pytest.raises(EnvError, match="AnyEnv raised IndexError in active_agents"):
+            _ = runner.active_agents
+
     @pytest.mark.parametrize(
         ("actions", "says"),
         [
             ({}, r"missing \['a', 'b'\]"),
             ({"a": "x"}, r"missing \['b'\]"),
-            ({"a": "x", "b": "y", "c": "z"}, "agent 'c'"),
+            ({"a": "x", "b": "y", "c": "z"}, r"out of turn \['c'\]"),
             ({"a": "x", "b": None}, "actions are text"),
         ],
     )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from ludic.errors import TemplateError
+from ludic.errors import ConfigError, TemplateError
 from ludic.inference import (
     HermesToolParser,
     HFChatTemplate,
@@ -567,6 +567,29 @@ def test_a_tool_parser_given_by_name_is_a_clear_error() -> None:
     with pytest.raises(ValueError, match="get_tool_parser"):
         HFChatTemplate(tokenizer_of("smollm2"), "hermes")  # type: ignore[arg-type]
     assert HFChatTemplate(tokenizer_of("smollm2"), get_tool_parser("hermes")).tool_parser
+
+
+@pytest.mark.parametrize(
+    ("kind", "parser"),
+    [
+        ("qwen25_tools", HermesToolParser),
+        ("qwen3_thinking", HermesToolParser),
+        ("llama3", JSONToolParser),
+    ],
+)
+def test_the_tool_parser_is_the_one_that_reads_the_templates_own_calls(
+    kind: str, parser: type
+) -> None:
+    plain = HFChatTemplate(tokenizer_of(kind))
+    assert type(plain.for_tools().tool_parser) is parser
+    assert plain.for_tools() is plain.for_tools()
+    named = HFChatTemplate(tokenizer_of(kind), get_tool_parser("hermes"))
+    assert named.for_tools() is named
+
+
+def test_a_template_that_shows_no_tools_has_no_tool_parser() -> None:
+    with pytest.raises(ConfigError, match="does not show tools"):
+        HFChatTemplate(tokenizer_of("smollm2")).for_tools()
 
 
 @pytest.mark.parametrize(

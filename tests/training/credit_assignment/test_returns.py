@@ -18,6 +18,7 @@ from ludic.training import (
     MonteCarloReturn,
     PerStepReward,
 )
+from ludic.training.credit_assignment.returns import rollout_return
 from ludic.types import Rollout
 from tests.oracles import credit as oracle
 from tests.oracles.rollouts import make_rollout
@@ -46,6 +47,23 @@ def test_what_was_heard_without_acting_counts_undiscounted_to_the_turn_before() 
 
 def test_an_agent_that_never_acted_gets_no_credit() -> None:
     assert MonteCarloReturn().compute([make_rollout("a", [], heard=[1.0])]) == {}
+
+
+@pytest.mark.parametrize("assigner", [GroupNormalizedReturn(3), HybridNormalizedReturn(3)])
+def test_what_an_agent_heard_without_ever_acting_counts_in_its_group(
+    assigner: GroupNormalizedReturn | HybridNormalizedReturn,
+) -> None:
+    lost_unmoved = make_rollout("c", [], heard=[-1.0], group="g")
+    played = [make_rollout("a", [1.0], group="g"), make_rollout("b", [-1.0], group="g")]
+    credit = assigner.compute([*played, lost_unmoved])
+    same = assigner.compute([*played, make_rollout("c", [-1.0], group="g")])
+    assert credit == {key: weight for key, weight in same.items() if key[0] != "c"}
+    assert rollout_return(lost_unmoved) == lost_unmoved.total_reward == -1.0
+
+
+def test_a_reward_heard_without_acting_must_be_finite() -> None:
+    with pytest.raises(CreditError, match="'a', turn 0: the reward is nan"):
+        rollout_return(make_rollout("a", [], heard=[math.nan]))
 
 
 @given(rewards=rewards)

@@ -1,4 +1,4 @@
-"""An environment in a process of its own, which can be killed when it hangs."""
+"""An environment in a separate process, which can be killed when it hangs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Literal
 
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, EnvError
-from ludic.registry import ENVS, make_env
+from ludic.lazy import resolve
+from ludic.registry import ENVS, make_env, names_are_stored, stored_names
 from ludic.types import AgentID, EnvSpec, Info, Obs, StepOutcome
-from ludic.workers.json_process import Answerer, ChildError, JsonProcess, resolve
+from ludic.workers.json_process import Answerer, ChildError, JsonProcess
 
 EnvFactory = Callable[..., LudicEnv[Any, Any, Any]]
 
@@ -24,13 +25,13 @@ def build_env(
     *,
     isolation: Literal["thread", "process"] | None = None,
 ) -> LudicEnv[Any, Any, Any]:
-    """The environment that `spec` describes, in a process of its own if it asks for one.
+    """The environment that `spec` describes, in a separate process if it asks for one.
 
     Args:
         factory: Makes the environment; None looks `spec.kind` up in the registry.
         isolation: Overrides what the environment itself asks for.
     """
-    made = factory or _registered(spec.kind)
+    made = factory or ENVS.get(spec.kind)
     if (isolation or getattr(made, "isolation", None)) == "process":
         return ProcessEnv(spec, factory)
     env = factory(**spec.kwargs) if factory else make_env(spec.kind, **spec.kwargs)
@@ -47,6 +48,10 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
     factory (by default the one registered as `spec.kind`) by its module and name, so that one
     made in a notebook or as a lambda cannot be isolated. The child starts with the first `reset`; a
     runner's deadline kills it. What the environment raises arrives as an `EnvError`.
+
+    One worker thread at a time calls `reset` and `step`; only `kill` may come from another thread
+    meanwhile. It sets `_closed` before it looks for a process, and `reset` looks at `_closed`
+    again after it has started one: whichever comes first, the child does not outlive the kill.
     """
 
     isolation: ClassVar[Literal["thread", "process"]] = "process"
@@ -57,8 +62,9 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
         self.name = spec.kind
         self._timeout_s = timeout_s
         self._setup = {
-            "factory": _reference(spec.kind, factory or _registered(spec.kind)),
+            "factory": _reference(spec.kind, factory or ENVS.get(spec.kind)),
             "kwargs": dict(spec.kwargs),
+            "stored": names_are_stored(),
         }
         try:
             json.dumps(self._setup)
@@ -125,7 +131,7 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
         if self._process is None or self._closed:
             raise EnvError(f"environment {self.name} is not running: reset it first")
         try:
-            # A runner has a deadline of its own, usually shorter: it calls `kill`.
+            # The runner's deadline is usually shorter: it calls `kill`.
             answer = self._process.ask(message, timeout_s=self._timeout_s, what=message["call"])
         except ChildError as error:
             raise EnvError(f"environment {self.name} (in its own process): {error}") from error
@@ -140,7 +146,8 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
 
 def serve_env(setup: Mapping[str, Any]) -> Answerer:
     """The child's half: builds the environment, then answers for it."""
-    env: LudicEnv[Any, Any, Any] = resolve(setup["factory"])(**setup["kwargs"])
+    with stored_names(setup["stored"]):
+        env: LudicEnv[Any, Any, Any] = resolve(setup["factory"])(**setup["kwargs"])
     loop = asyncio.new_event_loop()
 
     def finish(value: Any) -> Any:
@@ -177,10 +184,6 @@ def _state(env: LudicEnv[Any, Any, Any]) -> Mapping[str, Any]:
         "task_key": env.task_key(),
         "accepts_partial_actions": bool(env.accepts_partial_actions),
     }
-
-
-def _registered(kind: str) -> EnvFactory:
-    return ENVS.get(kind)
 
 
 def _reference(kind: str, factory: EnvFactory) -> str:

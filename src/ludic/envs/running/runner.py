@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from ludic.envs.env import LudicEnv
@@ -37,7 +38,8 @@ class EnvRunner:
     `step_timeout_s` bounds each `reset` and each `step` (None: no bound); an environment with
     `blocking = False` is called directly and cannot be interrupted. Whatever goes wrong is an
     `EnvError` or a `DeadlineError` that names the environment and the step; after that the runner
-    only closes.
+    only closes. All calls come from one event loop, one after another: an environment is never in
+    two calls at the same time, even though each may run in another thread.
     """
 
     def __init__(
@@ -75,16 +77,17 @@ class EnvRunner:
         return len(self._ended) == len(self._agent_ids) and self._state == "running"
 
     @property
-    def ended_agents(self) -> frozenset[AgentID]:
-        """The agents that have heard their ending."""
-        return frozenset(self._ended)
-
-    @property
     def active_agents(self) -> tuple[AgentID, ...]:
         """The agents that act in the next step; none when the episode is over."""
         if self.done:
             return ()
-        active = tuple(self.env.active_agents)
+        with self._failing("active_agents"):
+            active = tuple(self.env.active_agents)
+        if len(set(active)) != len(active):
+            raise EnvError(
+                f"environment {self.name}: active_agents names an agent twice: {list(active)}; "
+                "each acts once in a step"
+            )
         for agent in active:
             if agent not in self._agent_ids or agent in self._ended:
                 why = "has ended" if agent in self._ended else f"is not in {list(self._agent_ids)}"
@@ -111,18 +114,12 @@ class EnvRunner:
             raise EnvError(f"environment {self.name} was {self._state}: make a new one")
         self._ended.clear()
         self._steps = 0
-        if self._reset_in_thread:
-            result = await self._in_thread(lambda: self.env.reset(seed=seed), "reset")
-        else:
-            result = self._directly(lambda: self.env.reset(seed=seed), "reset")
-        if not isinstance(result, dict) and inspect.isawaitable(result):
-            result = await self._awaited(result, "reset")
-        self._agent_ids = self._directly(lambda: tuple(self.env.agent_ids), "agent_ids")
-        try:
+        result = await self._call(
+            lambda: self.env.reset(seed=seed), "reset", in_thread=self._reset_in_thread
+        )
+        with self._failing("agent_ids"):
+            self._agent_ids = tuple(self.env.agent_ids)
             opening = checked_opening(self.name, self._agent_ids, result)
-        except EnvError:
-            self._state = "failed"
-            raise
         self._state = "running"
         return opening
 
@@ -131,31 +128,17 @@ class EnvRunner:
         self._check_actions(actions)
         self._steps += 1
         where = f"step {self._steps}"
-        if self._step_in_thread:
-            result = await self._in_thread(lambda: self.env.step(actions), where)
-        else:
-            try:
-                result = self.env.step(actions)
-            except (Exception, SystemExit) as error:
-                raise self._failed(where, error) from error
-        if not isinstance(result, dict) and inspect.isawaitable(result):
-            result = await self._awaited(result, where)
-        try:
+        result = await self._call(
+            lambda: self.env.step(actions), where, in_thread=self._step_in_thread
+        )
+        with self._failing(where):
             outcomes = checked_outcomes(
                 self.name, where, self._agent_ids, self._ended, actions, result
             )
-        except EnvError:
-            self._state = "failed"
-            raise
         for agent, outcome in outcomes.items():
             if outcome.terminated or outcome.truncated:
                 self._ended.add(agent)
         return outcomes
-
-    def current_obs(self) -> Mapping[AgentID, Obs]:
-        """What each agent would see if it looked now."""
-        result: Mapping[AgentID, Obs] = self.env.current_obs()
-        return result
 
     def suggested_sysprompt(self, agent_id: AgentID) -> str | None:
         """The environment's own explanation of the task for `agent_id`."""
@@ -189,16 +172,6 @@ class EnvRunner:
                 "call reset first, and make a new one after a failure"
             )
         for agent, action in actions.items():
-            if agent in self._ended:
-                raise EnvError(
-                    f"environment {self.name}: agent {agent!r} acts after its end; "
-                    "only agents in active_agents may act"
-                )
-            if agent not in self._agent_ids:
-                raise EnvError(
-                    f"environment {self.name} was given an action of agent {agent!r}, which is "
-                    f"none of its agents {list(self._agent_ids)}"
-                )
             if not isinstance(action, str):
                 raise EnvError(
                     f"environment {self.name} was given {action!r} by agent {agent!r}; "
@@ -215,32 +188,28 @@ class EnvRunner:
                 f"missing {missing}, out of turn {extra}"
             )
 
-    def _directly(self, call: Callable[[], Any], where: str) -> Any:
-        try:
-            return call()
-        except (Exception, SystemExit) as error:
-            raise self._failed(where, error) from error
-
-    async def _in_thread(self, call: Callable[[], Any], where: str) -> Any:
-        try:
-            return await self._threads.run(
-                call,
-                what=where,
-                whom=f"environment {self.name}",
-                timeout_s=self.step_timeout_s,
-                on_abandon=self._abandon,
-                on_return=self.env.close,
-            )
-        except asyncio.CancelledError:
-            if self._state != "abandoned":
-                self._state = "failed"
-            raise
-        except (Exception, SystemExit) as error:
-            raise self._failed(where, error) from error
+    async def _call(self, call: Callable[[], Any], where: str, *, in_thread: bool) -> Any:
+        """What the environment answers, however it wants to be called."""
+        with self._failing(where):
+            if in_thread:
+                result = await self._threads.run(
+                    call,
+                    what=where,
+                    whom=f"environment {self.name}",
+                    timeout_s=self.step_timeout_s,
+                    on_abandon=self._abandon,
+                    on_return=self.env.close,
+                )
+            else:
+                result = call()
+            if not isinstance(result, dict) and inspect.isawaitable(result):
+                result = await self._awaited(result, where)
+        return result
 
     def _abandon(self) -> None:
-        # The thread still holds the environment, and closes it if it comes back; one in a
-        # process of its own can be killed, which brings the thread back at once.
+        # The thread still works on the environment, so nobody else may touch it from here on, not
+        # even to close it: the thread does that itself if it comes back. An environment in a
+        # separate process is killed, which brings the thread back at once.
         self._state = "abandoned"
         kill = getattr(self.env, "kill", None)
         if kill is not None:
@@ -252,25 +221,24 @@ class EnvRunner:
             await asyncio.wait((task,), timeout=self.step_timeout_s)
             if task.done():
                 return task.result()
-        except asyncio.CancelledError:
+        finally:
             task.cancel()
-            self._state = "failed"
-            raise
-        except Exception as error:
-            raise self._failed(where, error) from error
-        task.cancel()
         await asyncio.wait((task,), timeout=_GRACE_S)
-        self._state = "failed"
         raise DeadlineError(where, f"environment {self.name}", self.step_timeout_s or 0.0)
 
-    def _failed(self, where: str, error: BaseException) -> LudicError:
-        if self._state != "abandoned":
-            self._state = "failed"
-        if isinstance(error, LudicError):
-            return error
-        return EnvError(
-            f"environment {self.name} raised {type(error).__name__} in {where}: {error}"
-        )
+    @contextmanager
+    def _failing(self, where: str) -> Iterator[None]:
+        """After whatever is raised within, the runner only closes; the error says where it was."""
+        try:
+            yield
+        except BaseException as error:
+            if self._state != "abandoned":
+                self._state = "failed"
+            if isinstance(error, LudicError) or not isinstance(error, Exception | SystemExit):
+                raise
+            raise EnvError(
+                f"environment {self.name} raised {type(error).__name__} in {where}: {error}"
+            ) from error
 
 
 async def _contained(result: Awaitable[Any]) -> Any:

@@ -1,7 +1,4 @@
-"""Tic-Tac-Toe: one agent against a seeded opponent, or two agents against each other.
-
-Try it by hand: `python -m ludic.envs.tic_tac_toe.env --opponent perfect`.
-"""
+"""Tic-Tac-Toe: one agent against a seeded opponent, or two agents against each other."""
 
 from __future__ import annotations
 
@@ -267,22 +264,3 @@ def _complaint(action: Action, place: int | None, mark: Mark, board: Board, over
 def _check_choice(env: str, option: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ConfigError(f"{env}({option}={value!r}): must be one of {', '.join(allowed)}")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    import argparse
-
-    from ludic.envs.play import play_by_hand
-
-    parser = argparse.ArgumentParser(prog="python -m ludic.envs.tic_tac_toe")
-    parser.add_argument("--opponent", choices=get_args(Opponent), default="mixed")
-    parser.add_argument("--mark", choices=("X", "O", "random"), default="X")
-    parser.add_argument("--two-players", action="store_true", help="both marks from the keyboard")
-    parser.add_argument("--seed", type=int, default=None)
-    args = parser.parse_args(argv)
-    env: LudicEnv[Any, Any, Any] = (
-        TwoPlayerTicTacToeEnv(illegal_ends=False)
-        if args.two_players
-        else TicTacToeEnv(opponent=args.opponent, mark=args.mark, illegal_ends=False)
-    )
-    return play_by_hand(env, seed=args.seed)

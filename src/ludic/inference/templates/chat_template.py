@@ -1,7 +1,7 @@
 """Messages to token ids, and back.
 
-`ChatTemplate` is the contract; `HFChatTemplate` (in `hf_chat_template`) fulfils it with any
-Hugging Face tokenizer.
+`ChatTemplate` is the contract; `HFChatTemplate` (in `hf`) fulfils it with any Hugging Face
+tokenizer.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class ChatTemplate(Protocol):
 
         `messages` is the whole conversation as it now reads; its last assistant message is the
         one that `previous` sampled, from the messages before it, which the caller vouches are
-        unchanged. Answers a `Fork` when the template would now spell the earlier part
+        unchanged. Returns a `Fork` when the template would now spell the earlier part
         differently (thinking stripped, a tool call rendered in another form). White space that
-        the template would trim is no fork: the sampled tokens stand. A closing token that a cut
-        completion lacks is part of the answer.
+        the template would trim is not a fork: the sampled tokens stand. A closing token that a cut
+        completion lacks is part of the result.
         """
         ...
 

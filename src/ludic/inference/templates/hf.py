@@ -22,12 +22,21 @@ from ludic.inference.templates.jinja import JinjaTemplate
 from ludic.inference.templates.probes import Closing, TemplateProbes
 from ludic.inference.templates.respelling import fork_of_history, fork_of_message, same_message
 from ludic.inference.templates.token_codec import NOTHING, TokenCodec, literal_pattern, unguard
-from ludic.inference.templates.tool_parsers import ToolParser
+from ludic.inference.templates.tool_parsers import (
+    HermesToolParser,
+    JSONToolParser,
+    ToolParser,
+)
+from ludic.registry import list_tool_parsers
 from ludic.types import ChatResponse, Fork, ForkReason, Message, TokenTrace, ToolCall
 
 Tools = Sequence[Mapping[str, Any]] | None
 
 ROLES = ("system", "user", "assistant", "tool")
+NO_TOOLS = (
+    "this chat template does not show tools to the model: describe them in the system prompt and "
+    "render without `tools`, or use a tokenizer whose template takes them"
+)
 _REMEMBERED_CHARS = 64_000_000
 
 
@@ -47,8 +56,9 @@ class HFChatTemplate:
     Control tokens come from the template alone: a special token that is spelled in a message's
     content is encoded as the ordinary characters it is made of, so that an observation cannot
     close its own turn (`trust_content=True` turns that off). `variables` are passed to the
-    template, such as `{"enable_thinking": False}`; `today` is the date it may print. Safe to
-    share between threads; make one per process.
+    template, such as `{"enable_thinking": False}`; `today` is the date it may print. Without a
+    `tool_parser` nothing is read as a tool call; agents with tools ask `for_tools`. Safe to share
+    between threads; make one per process.
     """
 
     def __init__(
@@ -71,12 +81,16 @@ class HFChatTemplate:
         self.tool_parser = tool_parser
         self.codec = TokenCodec(tokenizer)
         self._trust_content = trust_content
+        self._options: dict[str, Any] = {
+            "variables": variables, "trust_content": trust_content, "today": today
+        }  # fmt: skip
+        self._for_tools: HFChatTemplate | None = None
         known = {**tokenizer.special_tokens_map, **(variables or {})}
         self._plain, self._with_tools = (
             JinjaTemplate(source, known, today) for source in _sources(tokenizer)
         )
         self._markers = ("<think>", "</think>", *(tool_parser.markers if tool_parser else ()))
-        self._lock = threading.Lock()
+        self._lock, self._choosing = threading.Lock(), threading.Lock()
         self._remembered: OrderedDict[int, _Rendered] = OrderedDict()  # by the hash of the ids
         self._remembered_chars = 0
         self._probes = TemplateProbes(self._plain, self._with_tools, self.codec)
@@ -90,6 +104,27 @@ class HFChatTemplate:
     def supports_tools(self) -> bool:
         """Whether the template shows the model the tools that `render` is given."""
         return self._probes.supports_tools
+
+    def for_tools(self) -> HFChatTemplate:
+        """This template, able to read tool calls: as it is if it has a tool parser, otherwise
+        with the one that reads back a call as this template spells it. Raises `ConfigError`
+        where the template shows no tools, or spells calls as no built-in parser reads them."""
+        if not self.supports_tools:
+            raise ConfigError(NO_TOOLS)
+        if self.tool_parser is not None:
+            return self
+        with self._choosing:  # all agents of a run share the one that is made here
+            if self._for_tools is None:
+                parsers: tuple[ToolParser, ...] = (HermesToolParser(), JSONToolParser())
+                fitting = next((p for p in parsers if self._probes.reads_call(p)), None)
+                if fitting is None:
+                    raise ConfigError(
+                        "this chat template spells tool calls as no built-in tool parser reads "
+                        "them: pass one, HFChatTemplate(tokenizer, tool_parser=...), or name it as "
+                        f"model.tool_parser in the run file (known: {list_tool_parsers()})"
+                    )
+                self._for_tools = HFChatTemplate(self.tokenizer, fitting, **self._options)
+            return self._for_tools
 
     @property
     def end_token_id(self) -> int:
@@ -186,10 +221,7 @@ class HFChatTemplate:
         if not tools:
             return self._plain.render(guarded, None)
         if not self.supports_tools:
-            raise TemplateError(
-                "this chat template does not show tools to the model: describe them in the system "
-                "prompt and render without `tools`, or use a tokenizer whose template takes them"
-            )
+            raise TemplateError(NO_TOOLS)
         return self._with_tools.render(guarded, tools)
 
     def _end_of_message(self, text: str, start: int, sampled: str, closing: Closing) -> int:

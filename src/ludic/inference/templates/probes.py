@@ -12,13 +12,19 @@ from typing import Any
 
 from ludic.errors import TemplateError
 from ludic.inference.templates.jinja import JinjaTemplate
-from ludic.inference.templates.token_codec import TokenCodec
+from ludic.inference.templates.token_codec import TokenCodec, literal_pattern
+from ludic.inference.templates.tool_parsers import ToolParser
 
 Conversation = Sequence[Mapping[str, Any]]
 
 _ASKED, _REPLIED, _NEXT = "PROBEasked7", "PROBEreplied7", "PROBEnext7"
 _USER: Mapping[str, Any] = {"role": "user", "content": _ASKED}
 _REPLY: Mapping[str, Any] = {"role": "assistant", "content": _REPLIED}
+_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {"name": _NEXT, "description": "", "parameters": {}},
+}
+_ARGUMENTS: Mapping[str, Any] = {"x": 1}
 _CALL: Mapping[str, Any] = {
     "role": "assistant",
     "content": "",
@@ -26,7 +32,7 @@ _CALL: Mapping[str, Any] = {
         {
             "id": "probecall",
             "type": "function",
-            "function": {"name": _REPLIED, "arguments": {"x": 1}},
+            "function": {"name": _REPLIED, "arguments": _ARGUMENTS},
         }
     ],
 }
@@ -49,25 +55,23 @@ class TemplateProbes:
         self._plain, self._with_tools, self._codec = plain, with_tools, codec
         self._closings: dict[str | None, Closing | None] = {}
         self._roles: dict[str, bool] = {}
-        tool = {
-            "type": "function",
-            "function": {"name": _NEXT, "description": "", "parameters": {}},
-        }
-        self.supports_tools = _NEXT in (self._render([_USER], [tool]) or "")
+        self.supports_tools = _NEXT in (self._render([_USER], [_TOOL]) or "")
         self.spells_tool_calls = _REPLIED in (self._render([_USER, _CALL]) or "")
 
     def renders_role(self, role: str) -> bool:
         """Whether messages of the role show at all. A template that objects to the probe may
         still take the real conversation, or say what is wrong with it: then True."""
         if role not in self._roles:
-            probe = {"role": role, "content": _NEXT, "tool_call_id": "probecall", "name": _NEXT}
-            tried: dict[str, list[Conversation]] = {
-                "system": [[{"role": role, "content": _NEXT}, _USER]],
-                "tool": [[_USER, _CALL, probe]],
-                "assistant": [[_USER, {"role": role, "content": _NEXT}]],
+            probe = {"role": role, "content": _NEXT}
+            if role == "tool":
+                probe |= {"tool_call_id": "probecall", "name": _NEXT}
+            tried: dict[str, Conversation] = {
+                "system": [probe, _USER],
+                "tool": [_USER, _CALL, probe],
+                "assistant": [_USER, probe],
             }
-            outcomes = [self._render(c) for c in tried.get(role, [[{**_USER, "content": _NEXT}]])]
-            self._roles[role] = any(text is None or _NEXT in text for text in outcomes)
+            text = self._render(tried.get(role, [probe]))
+            self._roles[role] = text is None or _NEXT in text
         return self._roles[role]
 
     def control_tokens(self) -> set[str]:
@@ -75,6 +79,20 @@ class TemplateProbes:
         system: Mapping[str, Any] = {"role": "system", "content": _NEXT}
         texts = (self._render([_USER, _REPLY, _USER]), self._render([system, _USER, _REPLY, _USER]))
         return {t for text in texts if text for t in self._codec.special_pattern.findall(text)}
+
+    def reads_call(self, parser: ToolParser) -> bool:
+        """Whether the parser reads a call back from the way in which the template spells it."""
+        said, called = (self._message([_USER, m]) for m in (_REPLY, _CALL))
+        header = said.partition(_REPLIED)[0].strip()
+        parsed = parser.parse(called.strip().removeprefix(header))
+        read = [(c["function"]["name"], c["function"]["arguments"]) for c in parsed.tool_calls]
+        return not parsed.errors and read == [(_REPLIED, _ARGUMENTS)]
+
+    def _message(self, messages: Conversation) -> str:
+        """The part between control tokens that has the assistant's words in it."""
+        text = (self._render(messages, [_TOOL]) or "").rpartition(_ASKED)[2]
+        parts = literal_pattern(self.control_tokens()).split(text)
+        return next((part for part in parts if _REPLIED in part), "")
 
     def closing(self, next_role: str | None) -> Closing | None:
         """What ends an assistant message that a message of `next_role` follows (None: nothing

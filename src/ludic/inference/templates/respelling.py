@@ -13,7 +13,9 @@ from functools import lru_cache
 from ludic.inference.templates.token_codec import literal_pattern, unguard
 from ludic.types import Fork, ForkReason, Message
 
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+THINK_CLOSE = "</think>"
+# Nothing between the tags may open another block: that keeps it linear in the text's length.
+_THINKING = re.compile(r"<think>(?:(?!</?think>).)*</think>\s*", re.DOTALL)
 
 
 def same_message(sampled: str, spelled: str, markers: Sequence[str]) -> bool:
@@ -47,20 +49,7 @@ def fork_of_message(sampled: str, spelled: str, message: Message) -> Fork:
 
 def without_thinking(text: str) -> str:
     """The text without its closed blocks of thinking and the white space after them."""
-    kept: list[str] = []
-    start = 0
-    while (close := text.find(THINK_CLOSE, start)) >= 0:
-        opening = text.find(THINK_OPEN, start, close)
-        if opening < 0:
-            kept.append(text[start : close + len(THINK_CLOSE)])
-            start = close + len(THINK_CLOSE)
-            continue
-        kept.append(text[start:opening])
-        start = close + len(THINK_CLOSE)
-        while start < len(text) and text[start].isspace():
-            start += 1
-    kept.append(text[start:])
-    return "".join(kept)
+    return _THINKING.sub("", text)
 
 
 def _trimmed(text: str, markers: tuple[str, ...]) -> list[str]:

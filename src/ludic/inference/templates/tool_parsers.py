@@ -8,12 +8,12 @@ text, since the text is the model's.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar, overload, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from ludic.errors import DuplicateNameError, UnknownNameError
+from ludic.parsers import strict_json
+from ludic.registry import TOOL_PARSERS
 from ludic.types import ToolCall
 
 MAX_REPORTED = 8
@@ -134,51 +134,11 @@ class JSONToolParser:
 
 
 def read_json(body: str) -> Any:
-    """Strict JSON: no NaN, no repeated keys, no lone surrogates; raises `MalformedCallError`."""
+    """Strict JSON, or a `MalformedCallError`."""
     try:
-        value = json.loads(
-            body,
-            object_pairs_hook=_unique_keys,
-            parse_constant=_no_constant,
-            parse_float=_finite,
-        )
-        if "\\u" in body:  # an escaped lone surrogate is no text that could ever be encoded
-            json.dumps(value, ensure_ascii=False).encode()
-    except json.JSONDecodeError as exc:
-        raise MalformedCallError(
-            f"broken JSON in a tool call: {exc.msg} at character {exc.pos} of {_excerpt(body)}"
-        ) from None
-    except RecursionError:
-        raise MalformedCallError(
-            f"a tool call nested too deeply to be read: {_excerpt(body)}"
-        ) from None
-    except UnicodeEncodeError:
-        raise MalformedCallError(
-            f"a tool call with a lone surrogate, which is no text: {_excerpt(body)}"
-        ) from None
-    except MalformedCallError:
-        raise
-    except ValueError as exc:  # such as an integer with thousands of digits
-        raise MalformedCallError(f"unreadable JSON in a tool call: {exc}") from None
-    return value
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise MalformedCallError("a tool call's JSON repeats a key, so that its meaning is open")
-    return value
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise MalformedCallError(f"a tool call's JSON holds {digits}, too large for a number")
-    return value
-
-
-def _no_constant(name: str) -> Any:
-    raise MalformedCallError(f"a tool call's JSON holds {name}, which is not JSON")
+        return strict_json(body)
+    except ValueError as exc:
+        raise MalformedCallError(f"broken JSON in a tool call: {exc}: {_excerpt(body)}") from None
 
 
 def _tool_call(value: Any, index: int, argument_keys: tuple[str, ...]) -> ToolCall:
@@ -226,37 +186,6 @@ def _capped(errors: list[str]) -> tuple[str, ...]:
     return (*errors[:MAX_REPORTED], f"and {more} more malformed tool calls")
 
 
-FactoryT = TypeVar("FactoryT", bound=Callable[[], ToolParser])
-
-_PARSERS: dict[str, Callable[[], ToolParser]] = {
-    "hermes": HermesToolParser,
-    "json": JSONToolParser,
-}
-
-
-@overload
-def register_tool_parser(name: str) -> Callable[[FactoryT], FactoryT]: ...
-@overload
-def register_tool_parser(name: str, factory: FactoryT) -> FactoryT: ...
-def register_tool_parser(
-    name: str, factory: FactoryT | None = None
-) -> FactoryT | Callable[[FactoryT], FactoryT]:
-    """Makes a tool parser known by name; usable as a decorator. A taken name is an error."""
-    if factory is None:
-        return lambda made: register_tool_parser(name, made)
-    if name in _PARSERS:
-        raise DuplicateNameError(f"a tool parser named {name!r} is registered already")
-    _PARSERS[name] = factory
-    return factory
-
-
 def get_tool_parser(name: str) -> ToolParser:
-    """The tool parser of that name; a wrong name is answered with the nearest ones."""
-    if name not in _PARSERS:
-        raise UnknownNameError("tool parser", name, _PARSERS)
-    return _PARSERS[name]()
-
-
-def list_tool_parsers() -> list[str]:
-    """The names that `get_tool_parser` knows."""
-    return sorted(_PARSERS)
+    """A tool parser by name or place."""
+    return TOOL_PARSERS.make(name)  # type: ignore[no-any-return]

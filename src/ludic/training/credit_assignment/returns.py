@@ -1,8 +1,8 @@
 """Credit: how much each turn of each rollout is worth. NumPy only, so an actor can run it.
 
 A turn's own reward is that of its environment step and of the outcomes heard before the next
-turn; a rollout's return R is the undiscounted sum over its turns. Outcomes of a rollout without a
-single turn of its own have nobody to go to and give no credit.
+turn; a rollout's return R is the undiscounted sum of everything that the agent heard. A rollout
+without a single turn has nothing to be trained on, but its return counts in its group all the same.
 """
 
 from __future__ import annotations
@@ -36,17 +36,23 @@ def turn_rewards(rollout: Rollout) -> list[tuple[int, float]]:
         else:
             early += turn.reward
     for index, reward in found:
-        if not math.isfinite(reward):
-            raise CreditError(
-                f"rollout {rollout.id!r}, turn {index}: the reward is {reward}; rewards must be "
-                "finite, look at the environment's and the parser's"
-            )
+        _check_finite(rollout, index, reward)
     return found
 
 
 def rollout_return(rollout: Rollout) -> float:
-    """R: the undiscounted sum of the rollout's rewards."""
-    return math.fsum(reward for _, reward in turn_rewards(rollout))
+    """R: the undiscounted sum of the rollout's rewards, whether or not the agent ever acted."""
+    for step in rollout.env_steps:
+        _check_finite(rollout, step.turn_index, step.reward)
+    return math.fsum(step.reward for step in rollout.env_steps)
+
+
+def _check_finite(rollout: Rollout, turn_index: int, reward: float) -> None:
+    if not math.isfinite(reward):
+        raise CreditError(
+            f"rollout {rollout.id!r}, turn {turn_index}: the reward is {reward}; rewards must be "
+            "finite, look at the environment's and the parser's"
+        )
 
 
 def spread(rollouts: Sequence[Rollout], weights: Sequence[float]) -> dict[RolloutStepKey, float]:

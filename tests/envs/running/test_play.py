@@ -1,17 +1,18 @@
-"""Playing by hand: the shared loop, and each environment as a program."""
+"""Playing by hand: the loop, and each built-in environment in it."""
 
 from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ludic.envs import DatasetQAEnv, TwoPlayerTicTacToeEnv
-from ludic.envs.play import play_by_hand
+from ludic.envs.running.play import play_by_hand
+from ludic.registry import make_env
 
 
 def test_an_episode_is_played_from_lines_of_text() -> None:
@@ -37,31 +38,28 @@ def test_an_episode_can_be_left(lines: str) -> None:
     assert "left before the end" in out.getvalue()
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize(
-    ("module", "arguments", "lines", "shown"),
+    ("name", "options", "lines", "shown"),
     [
-        ("tic_tac_toe", ["--mark", "O", "--seed", "1"], "", "You are O."),
-        ("tic_tac_toe", ["--two-players"], "A1\nA2\nB1\nB2\nC1\n", "You win."),
-        ("key_door", ["--seed", "1"], "north\n", "You have no key."),
-        ("dataset_qa_env", ["--path", "rows.jsonl"], "4\n", "total reward 0"),
-        ("gsm8k", ["--path", "rows.jsonl"], "4\n", "total reward 1"),
-        ("math", ["--path", "rows.jsonl"], "4\n", "total reward 0"),
+        ("tic_tac_toe", {"mark": "O"}, "", "You are O."),
+        ("tic_tac_toe_two_player", {}, "A1\nA2\nB1\nB2\nC1\n", "You win."),
+        ("key_door", {}, "north\n", "You have no key."),
+        ("dataset_qa", {"path": "rows.jsonl"}, "4\n", "total reward 0"),
+        ("gsm8k", {"path": "rows.jsonl"}, "4\n", "total reward 1"),
+        ("math", {"path": "rows.jsonl"}, "4\n", "total reward 0"),
     ],
 )
-def test_each_environment_is_a_program(
-    tmp_path: Path, module: str, arguments: list[str], lines: str, shown: str
+def test_each_built_in_environment_can_be_played(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    options: Mapping[str, Any],
+    lines: str,
+    shown: str,
 ) -> None:
     row = {"question": "2 + 2?", "answer": "2+2=4\n#### 4", "problem": "2 + 2?"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    done = subprocess.run(
-        [sys.executable, "-m", f"ludic.envs.{module}", *arguments],
-        input=lines,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=100,
-        check=False,
-    )
-    assert shown in done.stdout, done.stderr
-    assert done.stderr == ""
+    monkeypatch.chdir(tmp_path)
+    out = io.StringIO()
+    play_by_hand(make_env(name, **options), seed=1, stdin=io.StringIO(lines), stdout=out)
+    assert shown in out.getvalue()

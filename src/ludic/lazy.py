@@ -1,0 +1,31 @@
+"""Things by their place, `module:attribute`, imported when they are first asked for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def resolve(place: str) -> Any:
+    """What `module:attribute` stands for; the attribute may be dotted."""
+    module, _, path = place.partition(":")
+    thing: Any = import_module(module)
+    for part in path.split("."):
+        thing = getattr(thing, part)
+    return thing
+
+
+def late_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package some of whose names are imported on first use. `modules`
+    says where each of them lives."""
+
+    def find(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(modules[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return find
