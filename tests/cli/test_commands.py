@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ludic.rollouts import read_rollouts
-from ludic.runs import doctor as ludic_doctor
+from ludic.runs import machine
 from tests.cli.conftest import Ludic, environment
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -183,7 +183,7 @@ def test_doctor_checks_the_machine(ludic: Ludic, monkeypatch: pytest.MonkeyPatch
     assert done.code == 0, done.out
     for word in ("python", "torch", "transformers", "peft"):
         assert word in done.out
-    monkeypatch.setitem(ludic_doctor._EXTRAS, "no_such_package", "x")
+    monkeypatch.setitem(machine._EXTRAS, "no_such_package", "x")
     assert "pip install 'ludic-rl[x]'" in ludic("doctor").out
 
 

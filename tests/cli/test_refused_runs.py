@@ -161,7 +161,7 @@ def test_eval_refuses_what_it_cannot_give_before_it_plays(
     def played(*_: object) -> None:
         raise AssertionError("episodes were played")
 
-    monkeypatch.setattr("ludic.cli.evaluate._evaluate", played)
+    monkeypatch.setattr("ludic.runs.evaluation.evaluate_run", played)
     refused = ludic("eval", trained, "--pass-at", 0)
     assert refused.code == 2
     assert "--pass-at" in refused.err

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ludic.runs.settings import load_run, parse_run
 from ludic.errors import ConfigError
+from ludic.runs.settings import load_run, parse_run
 
 MINIMAL = '[env]\nkind = "tic_tac_toe"\n'
 

@@ -21,10 +21,6 @@ class Estimate:
     high: float
     n: int
 
-    def overlaps(self, other: Estimate) -> bool:
-        """Whether the two intervals share a point."""
-        return self.low <= other.high and other.low <= self.high
-
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 

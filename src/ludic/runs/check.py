@@ -6,30 +6,28 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ludic.runs.assemble import (
-    algorithm_of,
-    build_model,
-    check_device,
-    configuring,
-    inference_spec,
-    load_function,
-    requests_of,
-    trainer_config,
-)
-from ludic.runs.opponents import check_seating
-from ludic.runs.settings import EnvSection, RunConfig
 from ludic.envs import LudicEnv, build_env
 from ludic.errors import ConfigError
 from ludic.inference import HFChatTemplate, ScriptedChatClient
 from ludic.inference.tiny import tiny_tokenizer
-from ludic.inference.templates.tool_parsers import get_tool_parser
 from ludic.interaction import DelegatingProtocol, MultiAgentProtocol, Runtime
 from ludic.registry import make_protocol
 from ludic.rollouts import RolloutRequest
+from ludic.runs.assemble import (
+    algorithm_of,
+    inference_spec,
+    load_function,
+    requests_of,
+    tool_parser_of,
+    trainer_config,
+)
+from ludic.runs.model import build_model, check_device, configuring
+from ludic.runs.opponents import check_seating
+from ludic.runs.settings import EnvSection, RunConfig
 from ludic.training import RLAlgorithm, make_algorithm
 from ludic.training.algorithms.opd import OnPolicyDistillationLoss
-from ludic.training.losses.kl import TokenKLLoss
 from ludic.training.credit_assignment.value_tracker import TrackedAdvantage
+from ludic.training.losses.kl import TokenKLLoss
 from ludic.types import EnvSpec
 
 Env: TypeAlias = LudicEnv[Any, Any, Any]
@@ -66,8 +64,7 @@ def _make_env(section: EnvSection) -> Env:
 
 def _check_protocols(config: RunConfig) -> None:
     """Makes each protocol once, with its agents, for a model that says nothing."""
-    name = config.model.tool_parser
-    template = HFChatTemplate(tiny_tokenizer(), get_tool_parser(name) if name else None)
+    template = HFChatTemplate(tiny_tokenizer(), tool_parser_of(config))
     client = ScriptedChatClient([""], template)
     runtime = Runtime(client, template, config.model.name, inference_spec(config))
     for held_out in (False, True):

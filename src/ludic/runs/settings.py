@@ -1,6 +1,6 @@
 """A run is one TOML file plus overrides, checked before anything starts.
 
-`load_run("run.toml", ["training.learning_rate=1e-5"])` answers a `RunConfig`, or raises a
+`load_run("run.toml", ["training.learning_rate=1e-5"])` returns a `RunConfig`, or raises a
 `ConfigError` that names the key, the nearest right one, and the line.
 """
 
@@ -226,6 +226,10 @@ class RunConfig(Section):
     eval: EvalSection = EvalSection()
     logging: LoggingSection = LoggingSection()
 
+    def plain(self) -> dict[str, Any]:
+        """As JSON, from which `check_run` makes the same run."""
+        return self.model_dump(by_alias=True, mode="json")
+
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads and checks a run file, with `section.key=value` overrides applied."""
@@ -269,19 +273,24 @@ def check_run(
         raise ConfigError(f"{source}: " + "; ".join(dict.fromkeys(problems))) from exc
 
 
-def apply_override(data: dict[str, Any], override: str) -> str:
-    """Puts `a.b=value` into `data`; the value is TOML, or else a plain string."""
-    key, equals, raw = override.partition("=")
-    key = key.strip()
-    if not equals or not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", key):
+def override_key(override: str) -> str:
+    """The `a.b` of `a.b=value`."""
+    key, equals, _ = override.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", key.strip()):
         raise ConfigError(
             f"override {override!r} is not of the form section.key=value, "
             "for example training.learning_rate=1e-5"
         )
+    return key.strip()
+
+
+def apply_override(data: dict[str, Any], override: str) -> str:
+    """Puts `a.b=value` into `data` and returns `a.b`; the value is TOML, or else a string."""
+    key, raw = override_key(override), override.partition("=")[2].strip()
     try:
-        value = tomllib.loads(f"value = {raw.strip()}")["value"]
+        value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
-        value = raw.strip()
+        value = raw
     *tables, last = key.split(".")
     table: Any = data
     for name in tables:

@@ -1,16 +1,13 @@
-"""What a run shows a person: progress, a table, a plot, one episode in the model's words."""
+"""What a run shows on a terminal: progress, a table, a plot, one episode in the model's words."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +16,7 @@ from rich.text import Text
 from ludic.eval import Estimate, EvalReport
 from ludic.rollouts.progress import Progress as RolloutProgress
 from ludic.rollouts.progress import ProgressCallback
+from ludic.runs.summary import Curve, outcomes_of, smoothed
 from ludic.types import AgentStep, Rollout
 
 # What is shown is mostly the words of environments and models, whose brackets are only brackets.
@@ -56,7 +54,7 @@ def episodes_bar(title: str) -> Iterator[ProgressCallback]:
 
 def stages_table(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()) -> Table:
     """Stages as rows, rates with intervals as columns: of `outcomes`, and of others found."""
-    outcomes = [*outcomes, *(o for o in _outcomes(reports.values()) if o not in outcomes)]
+    outcomes = [*outcomes, *(o for o in outcomes_of(reports.values()) if o not in outcomes)]
     table = Table(title=None, box=None, pad_edge=False, header_style="bold", leading=1)
     table.add_column("")
     for name in outcomes or ["success"]:
@@ -75,13 +73,6 @@ def stages_table(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()
     return table
 
 
-def _outcomes(reports: Any) -> list[str]:
-    """Outcome names, the usual ones first."""
-    found = {e.outcome for report in reports for e in report.episodes if e.outcome is not None}
-    usual = [name for name in ("win", "draw", "loss", "illegal") if name in found]
-    return usual + sorted(found - set(usual))
-
-
 def _percent(rate: Estimate) -> Text:
     return _over(f"{rate.value:.1%}", f"{100 * rate.low:.0f} to {100 * rate.high:.0f}")
 
@@ -90,83 +81,7 @@ def _over(value: str, interval: str) -> Text:
     return Text.assemble(value, "\n", (interval, "dim"))
 
 
-def summary_of(reports: Mapping[str, EvalReport], headline: str | None = None) -> dict[str, Any]:
-    """The headline figure of each stage, the rate of the outcome `headline` (None: of wins where
-    the environment knows them, else of successes), and the mean reward."""
-    if headline is None and "win" in _outcomes(reports.values()):
-        headline = "win"
-    metric = headline or "success"
-    summary: dict[str, Any] = {"headline": metric}
-    for stage, report in reports.items():
-        rate = report.outcome(headline) if headline else report.success
-        summary[f"{metric}_{stage}"] = {"value": rate.value, "low": rate.low, "high": rate.high}
-        summary[f"reward_{stage}"] = {
-            "value": report.reward.value,
-            "low": report.reward.low,
-            "high": report.reward.high,
-        }
-    summary["episodes"] = {stage: len(report.episodes) for stage, report in reports.items()}
-    return summary
-
-
-def read_curve(metrics: Path, key: str) -> tuple[list[float], list[float]]:
-    """Steps and values of one metric."""
-    steps: list[float] = []
-    values: list[float] = []
-    if metrics.is_file():
-        for line in metrics.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            value = row.get(key)
-            if isinstance(value, (int, float)) and math.isfinite(value):
-                steps.append(float(row.get("train/step", len(steps) + 1)))
-                values.append(float(value))
-    return steps, values
-
-
-def smoothed(values: Sequence[float], window: int = 8) -> list[float]:
-    """A trailing mean, so that a noisy course can be read."""
-    return [
-        sum(values[max(0, i - window + 1) : i + 1]) / (i + 1 - max(0, i - window + 1))
-        for i in range(len(values))
-    ]
-
-
-def plot_png(path: Path, curve: tuple[list[float], list[float]], summary: dict[str, Any]) -> bool:
-    """Reward over steps beside the stages' rates; False where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    metric = summary["headline"]
-    stages = [k.removeprefix(f"{metric}_") for k in summary if k.startswith(f"{metric}_")]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), width_ratios=(2, 1))
-    steps, values = curve
-    left.plot(steps, values, color="#b8c4d6", linewidth=1, label="each update")
-    left.plot(steps, smoothed(values), color="#1f4e9c", linewidth=2, label="mean of 8")
-    left.set(xlabel="update", ylabel="mean reward of the episodes", title="Learning")
-    left.legend(frameon=False, loc="lower right")
-    rates = [summary[f"{metric}_{stage}"] for stage in stages]
-    heights = [rate["value"] for rate in rates]
-    errors = [
-        [rate["value"] - rate["low"] for rate in rates],
-        [rate["high"] - rate["value"] for rate in rates],
-    ]
-    colours = ["#c9ced6", "#8fa9d1", "#1f4e9c"][-len(stages) :]
-    right.bar(range(len(stages)), heights, yerr=errors, capsize=4, color=colours)
-    right.set_xticks(range(len(stages)), [stage.replace("_", "\n") for stage in stages])
-    right.set(ylim=(0, 1), ylabel=f"{metric} rate, 95 % interval", title="Held-out episodes")
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return True
-
-
-def plot_terminal(curve: tuple[list[float], list[float]], title: str, *, height: int = 8) -> str:
+def plot_terminal(curve: Curve, title: str, *, height: int = 8) -> str:
     """The same course in characters, one column per update or per few of them."""
     steps, values = curve
     if len(steps) < 2:
