@@ -56,11 +56,9 @@ async def _show_an_episode(
 ) -> None:
     """One held-out episode again, a success if there is one, with all that was said."""
     stage, report = list(reports.items())[-1]
-    index = next((i for i, e in enumerate(report.episodes) if e.success), 0)
-    plan = eval_plan(config)
-    chosen = plan[index * len(plan) // len(report.episodes)]
+    won = (i for i, seats in enumerate(report.by_episode()) if any(e.success for e in seats))
     rollouts = await eval_engine(config, policy).generate_rollouts(
-        [chosen], max_steps=config.training.max_steps
+        [eval_plan(config)[next(won, 0)]], max_steps=config.training.max_steps
     )
     say(f"\nOne episode {stage.replace('_', ' ')}:")
     say(episode_text(rollouts[0]))

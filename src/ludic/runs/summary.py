@@ -23,17 +23,23 @@ def outcomes_of(reports: Iterable[EvalReport]) -> list[str]:
 
 def summary_of(reports: Mapping[str, EvalReport], headline: str | None = None) -> dict[str, Any]:
     """The headline figure of each stage, the rate of the outcome `headline` (None: of wins where
-    the environment knows them, else of successes), and the mean reward."""
+    the environment knows them, else of successes), and the mean reward; under `roles` the same of
+    each agent, where there are several."""
     if headline is None and "win" in outcomes_of(reports.values()):
         headline = "win"
     metric = headline or "success"
+    roles: dict[str, dict[str, Any]] = {}
     summary: dict[str, Any] = {"headline": metric}
     for stage, report in reports.items():
-        rate = report.outcome(headline) if headline else report.success
-        for name, figure in ((metric, rate), ("reward", report.reward)):
-            bounds = {"value": figure.value, "low": figure.low, "high": figure.high}
-            summary[f"{name}_{stage}"] = bounds
-    summary["episodes"] = {stage: len(report.episodes) for stage, report in reports.items()}
+        for role, alone in {"": report, **report.roles()}.items():
+            rate = alone.outcome(headline) if headline else alone.success
+            into = roles.setdefault(role, {}) if role else summary
+            for name, figure in ((metric, rate), ("reward", alone.reward)):
+                bounds = {"value": figure.value, "low": figure.low, "high": figure.high}
+                into[f"{name}_{stage}"] = bounds
+    if roles:
+        summary["roles"] = roles
+    summary["episodes"] = {stage: len(report.by_episode()) for stage, report in reports.items()}
     return summary
 
 

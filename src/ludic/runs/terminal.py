@@ -53,7 +53,8 @@ def episodes_bar(title: str) -> Iterator[ProgressCallback]:
 
 
 def stages_table(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()) -> Table:
-    """Stages as rows, rates with intervals as columns: of `outcomes`, and of others found."""
+    """Stages as rows, one for each role where there are several; rates with intervals as columns:
+    of `outcomes`, and of others found."""
     outcomes = [*outcomes, *(o for o in outcomes_of(reports.values()) if o not in outcomes)]
     table = Table(title=None, box=None, pad_edge=False, header_style="bold", leading=1)
     table.add_column("")
@@ -61,15 +62,16 @@ def stages_table(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()
         table.add_column(name.replace("_", " "), justify="right")
     table.add_column("parse failure", justify="right")
     table.add_column("mean reward", justify="right")
-    for stage, report in reports.items():
-        rates = [report.outcome(name) for name in outcomes] or [report.success]
-        failures = report.rate(lambda e: e.parse_failures > 0)
-        reward = report.reward
-        table.add_row(
-            stage.replace("_", " "),
-            *(_percent(rate) for rate in [*rates, failures]),
-            _over(f"{reward.value:+.2f}", f"{reward.low:+.1f} to {reward.high:+.1f}"),
-        )
+    for stage, whole in reports.items():
+        for role, report in (whole.roles() or {"": whole}).items():
+            rates = [report.outcome(name) for name in outcomes] or [report.success]
+            failures = report.rate(lambda e: e.parse_failures > 0)
+            reward = report.reward
+            table.add_row(
+                stage.replace("_", " ") + (f", {role}" if role else ""),
+                *(_percent(rate) for rate in [*rates, failures]),
+                _over(f"{reward.value:+.2f}", f"{reward.low:+.1f} to {reward.high:+.1f}"),
+            )
     return table
 
 
