@@ -12,6 +12,7 @@ import pytest
 from ludic.errors import ConfigError
 from ludic.interaction import MultiAgentProtocol
 from ludic.runs.check import check_parts
+from ludic.runs.lock import locked
 from ludic.runs.settings import parse_run
 from tests.cli.conftest import Ludic
 from tests.cli.test_bad_input import check
@@ -204,3 +205,15 @@ def test_players_are_made_for_the_seats_that_there_are(monkeypatch: pytest.Monke
     monkeypatch.setattr("ludic.runs.check.make_protocol", protocol)
     check_parts(parse_run('[env]\nkind = "tic_tac_toe_two_player"\n'))
     assert set(asked) == {"X", "O"}
+
+
+def test_a_run_that_another_process_trains_is_not_resumed(
+    ludic: Ludic, trained: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(trained, folder)
+    before = {path: path.read_bytes() for path in folder.glob("**/*") if path.is_file()}
+    with locked(folder):
+        done = ludic("train", "--resume", "copy", "training.steps=5")
+        check(done, "copy is being trained by process", "since")
+    assert {p: p.read_bytes() for p in folder.glob("**/*") if p.is_file()} == before

@@ -125,9 +125,9 @@ class EvalReport:
     def rates(self) -> dict[str, Estimate]:
         """Every rate worth a line: success, each outcome, and what went wrong. The outcomes add up
         to 1: where some episodes have one, those that ended without are `outcome/none`."""
-        outcomes = {e.outcome for e in self.episodes}
-        named = {f"outcome/{name}": self.outcome(name) for name in sorted(outcomes - {None})}
-        if named and None in outcomes:
+        outcomes = {e.outcome for e in self.episodes if e.outcome is not None}
+        named = {f"outcome/{name}": self.outcome(name) for name in sorted(outcomes)}
+        if named and any(e.outcome is None for e in self.episodes):
             named["outcome/none"] = self.rate(lambda e: e.outcome is None)
         return {
             "success": self.success,
@@ -213,8 +213,8 @@ def _compare(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
     keys = sorted(left, key=str)
 
     def paired(value: Callable[[EpisodeResult], float]) -> PairedComparison:
-        sides = ([fmean(map(value, side[key])) for key in keys] for side in (left, right))
-        return compare_paired(*sides)
+        a, b = ([fmean(map(value, side[key])) for key in keys] for side in (left, right))
+        return compare_paired(a, b)
 
     return {"success": paired(lambda e: float(e.success)), "reward": paired(lambda e: e.reward)}
 

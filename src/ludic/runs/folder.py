@@ -43,15 +43,19 @@ class RunFolder:
         if path is None:
             stamp = time.strftime("%Y%m%d-%H%M%S")
             path = Path(config.run.folder) / f"{config.run.name}-seed{config.run.seed}-{stamp}"
+        exists = ConfigError(
+            f"{path} exists already: name another with --out, or go on with "
+            f"`ludic train --resume {path}`"
+        )
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ConfigError(
-                f"{path} exists already: name another with --out, or go on with "
-                f"`ludic train --resume {path}`"
-            )
+            raise exists
         folder = RunFolder(path)
         try:
-            for part in (path, folder.rollouts, folder.checkpoints, folder.evals):
-                part.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
+            for part in (folder.rollouts, folder.checkpoints, folder.evals):
+                part.mkdir()  # of two that begin at once, one finds it there
+        except FileExistsError:
+            raise exists from None
         except OSError as exc:
             raise ConfigError(f"cannot make the run folder {path}: {exc.strerror}") from exc
         folder.write_json("run.json", config.plain())

@@ -12,6 +12,7 @@ from ludic.runs.assemble import make_importable
 from ludic.runs.check import check_parts
 from ludic.runs.folder import RunFolder
 from ludic.runs.locate import builtin_runs, find_run
+from ludic.runs.lock import locked
 from ludic.runs.settings import RunConfig, override_key
 from ludic.runs.training_run import TrainingRun
 
@@ -27,12 +28,11 @@ class PlannedRun:
 
     def carry_out(self, out: Path | None = None) -> None:
         """Trains to the end, or until Ctrl-C. A new run gets the folder `out`, or one by name."""
-        folder = self.folder
-        if folder is None:
-            folder = RunFolder.create(self.config, out, modules=self.modules)
-        else:
-            folder.take_up(self.config)
-        asyncio.run(TrainingRun(self.config, folder).go())
+        folder = self.folder or RunFolder.create(self.config, out, modules=self.modules)
+        with locked(folder.path):
+            if self.folder is not None:
+                folder.take_up(self.config)
+            asyncio.run(TrainingRun(self.config, folder).go())
 
 
 def plan_run(

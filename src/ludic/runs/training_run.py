@@ -84,7 +84,6 @@ class TrainingRun:
             await self._evaluate(policy, "after_rl")
 
     def _stop(self) -> None:
-        say("stopping after this step, with a checkpoint; press Ctrl-C again to end at once")
         self.stopped = True
         if self._trainer is not None:
             self._trainer.stop()
