@@ -93,6 +93,16 @@ def test_generate_keeps_what_passes_and_counts_the_rest(
     assert f"{40 - len(kept)} not success" in done.out
 
 
+@pytest.mark.parametrize("episodes", [-1, 0])
+def test_generate_plays_at_least_one_episode(
+    ludic: Ludic, letters: Path, tmp_path: Path, episodes: int
+) -> None:
+    done = ludic("generate", letters, f"--episodes={episodes}")
+    assert done.code == 2
+    assert f"--episodes {episodes}: must be at least 1" in done.err
+    assert not (tmp_path / "rollouts.jsonl.gz").exists()
+
+
 def test_generated_data_can_be_trained_on(
     ludic: Ludic, trained: Path, letters: Path, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import typer
 
 def replay(
     rollouts: Annotated[Path, typer.Argument(help="A file of rollouts.")],
-    limit: Annotated[int, typer.Option(help="At most this many episodes.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, help="At most this many episodes.")] = 100,
     model: Annotated[
         Path | None,
         typer.Option(help="Also sample again with this run folder's model, token by token."),

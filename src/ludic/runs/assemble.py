@@ -20,7 +20,7 @@ from ludic.inference import HFChatTemplate, InferenceSpec, ReturnSpec, SamplingC
 from ludic.inference.client import ChatClient
 from ludic.inference.templates.tool_parsers import ToolParser, get_tool_parser
 from ludic.interaction import Runtime
-from ludic.rollouts import RolloutRequest
+from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.runs.model import build_model, configuring
 from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed
@@ -96,6 +96,18 @@ async def _local(
     return client, LocalPolicyPublisher(client)
 
 
+def rollout_engine(config: RunConfig, runtime: Runtime, *, seed: int = 0) -> RolloutEngine:
+    """An engine with the run's deadlines, and its way with groups that lost a member."""
+    training = config.training
+    return RolloutEngine(
+        runtime=runtime,
+        seed=seed,
+        step_timeout_s=training.step_timeout_s,
+        episode_timeout_s=training.episode_timeout_s,
+        lost_member=training.lost_member,
+    )
+
+
 def requests_of(
     config: RunConfig, *, held_out: bool = False
 ) -> Mapping[str, tuple[RolloutRequest, float]]:
@@ -116,10 +128,21 @@ def requests_of(
 
 
 def algorithm_of(config: RunConfig) -> RLAlgorithm:
-    """The run's algorithm; arguments that it does not take are a `ConfigError`."""
-    section = config.algorithm
-    with configuring(f"algorithm {section.name!r} with {section.kwargs}"):
-        return make_algorithm(section.name, **section.kwargs)
+    """The run's algorithm; arguments that it does not take are a `ConfigError`. Where groups that
+    lost a member are kept, it compares what is left of them."""
+    name, kwargs = config.algorithm.name, config.algorithm.kwargs
+    with configuring(f"algorithm {name!r} with {kwargs}"):
+        algorithm = make_algorithm(name, **kwargs)
+        if config.training.lost_member != "keep_partial" or algorithm.group_size is None:
+            return algorithm
+        if "allow_partial" not in kwargs:
+            algorithm = make_algorithm(name, **kwargs, allow_partial=True)
+    if not getattr(algorithm.credit_assigner, "allow_partial", False):
+        raise ConfigError(
+            f'training.lost_member="keep_partial", but algorithm {name!r} compares only whole '
+            "groups: leave algorithm.kwargs.allow_partial out, or choose another lost_member"
+        )
+    return algorithm
 
 
 def trainer_config(config: RunConfig, stage: Literal["sft", "rl"], folder: Path) -> TrainerConfig:
@@ -153,8 +176,10 @@ def load_function(name: str) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as exc:
-        raise ConfigError(f"{name!r} is no function as module:function: {exc}") from exc
+    except (ImportError, AttributeError, TypeError, ValueError) as exc:
+        raise ConfigError(
+            f"{name!r} names no function in the form module:function: {exc}"
+        ) from exc
     if not callable(function):
         raise ConfigError(f"{name!r} is not a function")
     return function  # type: ignore[no-any-return]

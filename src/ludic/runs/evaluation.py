@@ -11,7 +11,7 @@ from ludic.errors import ConfigError
 from ludic.eval import EvalReport, RolloutEvaluator, eval_requests
 from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.rollouts.progress import ProgressCallback
-from ludic.runs.assemble import OpenPolicy, inference_spec, open_policy, requests_of
+from ludic.runs.assemble import OpenPolicy, inference_spec, open_policy, requests_of, rollout_engine
 from ludic.runs.locate import locate
 from ludic.runs.settings import RunConfig
 from ludic.runs.terminal import episodes_bar
@@ -49,7 +49,7 @@ def eval_plan(config: RunConfig) -> list[RolloutRequest]:
 def eval_engine(config: RunConfig, policy: OpenPolicy) -> RolloutEngine:
     """Samples as the evaluation does, which may be at another temperature."""
     inference = inference_spec(config, temperature=config.eval.temperature, trained_on=False)
-    return RolloutEngine(runtime=replace(policy.runtime, inference=inference))
+    return rollout_engine(config, replace(policy.runtime, inference=inference))
 
 
 async def evaluate_policy(

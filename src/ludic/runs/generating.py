@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ludic.errors import ConfigError, UnknownNameError
-from ludic.rollouts import FixedMix, RolloutEngine, RolloutWriter
-from ludic.runs.assemble import open_policy, requests_of
+from ludic.rollouts import FixedMix, RolloutWriter
+from ludic.runs.assemble import open_policy, requests_of, rollout_engine
 from ludic.runs.locate import locate
 from ludic.runs.terminal import episodes_bar
 from ludic.seeding import derive_seed
@@ -30,12 +30,12 @@ async def generate_file(
 ) -> Counter[str]:
     """Plays `episodes` episodes and writes those that pass every test in `keep`. Returns how many
     were kept, and how many dropped for which reason."""
-    _check(output, keep)
+    _check(output, episodes, keep)
     config, weights = locate(run, overrides)
     seed = derive_seed(config.run.seed, "generate")
     counts: Counter[str] = Counter(kept=0)
     async with open_policy(config, weights=weights) as policy:
-        engine = RolloutEngine(runtime=policy.runtime, seed=seed)
+        engine = rollout_engine(config, policy.runtime, seed=seed)
         requests = FixedMix(requests_of(config), seed=seed).next_requests(episodes)
         with episodes_bar("generating") as update, RolloutWriter(output) as writer:
             async for rollout in engine.stream_rollouts(
@@ -52,7 +52,9 @@ async def generate_file(
     return counts
 
 
-def _check(output: Path, keep: Sequence[str]) -> None:
+def _check(output: Path, episodes: int, keep: Sequence[str]) -> None:
+    if episodes < 1:
+        raise ConfigError(f"--episodes {episodes}: must be at least 1")
     for name in keep:
         if name not in KEEP:
             raise UnknownNameError("--keep", name, KEEP)

@@ -103,10 +103,13 @@ def check_device(section: ModelSection) -> torch.device:
         device = torch.device(name)
     except RuntimeError as exc:
         raise ConfigError(f"model.device={name!r} is no device that torch knows") from exc
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"model.device={name!r}: a run trains on cpu or cuda, set one of them")
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= there:
         raise ConfigError(
-            f"model.device={name!r}, but this machine has no GPU that torch can use: "
-            "set model.device=cpu"
+            f"model.device={name!r}, but this machine has {there or 'no'} GPU that torch can use: "
+            "set model.device=cpu" + (f" or below cuda:{there}" if there else "")
         )
     return device
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ludic.rollouts import RolloutEngine
-from ludic.runs.assemble import inference_spec, make_importable, open_policy, requests_of
+from ludic.runs.assemble import inference_spec, make_importable, open_policy, requests_of, rollout_engine
 from ludic.runs.folder import RunFolder
 from ludic.runs.locate import locate
 from ludic.runs.settings import apply_override
@@ -46,6 +45,6 @@ async def watch(env: EnvSpec, run: str, *, seed: int) -> list[Rollout]:
     )
     async with open_policy(config, weights=weights) as policy:
         runtime = replace(policy.runtime, inference=inference_spec(config, trained_on=False))
-        return await RolloutEngine(runtime=runtime).generate_rollouts(
+        return await rollout_engine(config, runtime).generate_rollouts(
             [request], max_steps=config.training.max_steps
         )

@@ -10,8 +10,8 @@ from typing import Any
 
 from ludic.inference import HFChatTemplate, ScriptedChatClient
 from ludic.interaction import Runtime
-from ludic.rollouts import FixedMix, RolloutEngine, RolloutWriter
-from ludic.runs.assemble import inference_spec, load_function, requests_of, tool_parser_of
+from ludic.rollouts import FixedMix, RolloutWriter
+from ludic.runs.assemble import inference_spec, load_function, requests_of, tool_parser_of, rollout_engine
 from ludic.runs.settings import RunConfig
 from ludic.runs.terminal import episodes_bar
 from ludic.seeding import derive_seed
@@ -30,7 +30,7 @@ async def write_lessons(config: RunConfig, tokenizer: Any, path: Path) -> None:
     client = ScriptedChatClient(lambda _: str(teacher(template.last, rng)), template)
     runtime = Runtime(client, template, "teacher", inference_spec(config))
     with episodes_bar(f"synthetic data by {config.sft.teacher}") as update:
-        rollouts = await RolloutEngine(runtime=runtime, seed=seed).generate_rollouts(
+        rollouts = await rollout_engine(config, runtime, seed=seed).generate_rollouts(
             FixedMix(requests_of(config), seed=seed).next_requests(config.sft.examples),
             max_steps=config.training.max_steps,
             concurrency=1,  # one after another, so that the teacher's choices come in one order

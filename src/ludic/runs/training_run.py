@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ludic.eval import EvalReport
-from ludic.rollouts import RolloutEngine
-from ludic.runs.assemble import OpenPolicy, algorithm_of, open_policy, trainer_config
+from ludic.runs.assemble import OpenPolicy, algorithm_of, open_policy, trainer_config, rollout_engine
 from ludic.runs.conclusion import conclude
 from ludic.runs.evaluation import evaluate_policy
 from ludic.runs.folder import RunFolder
@@ -122,7 +121,8 @@ class TrainingRun:
             f"{algorithm.name}"
         )
         async with seating(self.config, policy, self.folder.path) as seats:
-            engine = RolloutEngine(runtime=seats.runtime, seed=derive_seed(self.seed, "train"))
+            seed = derive_seed(self.seed, "train")
+            engine = rollout_engine(self.config, seats.runtime, seed=seed)
             source = RolloutBatchSource(
                 engine=engine,
                 request_fn=seats.curriculum,
