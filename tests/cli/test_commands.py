@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ludic.rollouts import read_rollouts
-from ludic.runs import doctor as ludic_doctor
+from ludic.runs import machine
 from tests.cli.conftest import Ludic, environment
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -91,6 +91,16 @@ def test_generate_keeps_what_passes_and_counts_the_rest(
     assert 0 < len(kept) < 40
     assert f"wrote {len(kept)} of 40 rollouts" in done.out
     assert f"{40 - len(kept)} not success" in done.out
+
+
+@pytest.mark.parametrize("episodes", [-1, 0])
+def test_generate_plays_at_least_one_episode(
+    ludic: Ludic, letters: Path, tmp_path: Path, episodes: int
+) -> None:
+    done = ludic("generate", letters, f"--episodes={episodes}")
+    assert done.code == 2
+    assert f"--episodes {episodes}: must be at least 1" in done.err
+    assert not (tmp_path / "rollouts.jsonl.gz").exists()
 
 
 def test_generated_data_can_be_trained_on(
@@ -183,7 +193,7 @@ def test_doctor_checks_the_machine(ludic: Ludic, monkeypatch: pytest.MonkeyPatch
     assert done.code == 0, done.out
     for word in ("python", "torch", "transformers", "peft"):
         assert word in done.out
-    monkeypatch.setitem(ludic_doctor._EXTRAS, "no_such_package", "x")
+    monkeypatch.setitem(machine._EXTRAS, "no_such_package", "x")
     assert "pip install 'ludic-rl[x]'" in ludic("doctor").out
 
 

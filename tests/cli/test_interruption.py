@@ -163,4 +163,23 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         line_with(process, "press Ctrl-C again")
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == -signal.SIGINT  # 130 in a shell
+
+
+def test_a_second_ctrl_c_ends_a_run_whose_environment_holds_the_event_loop(tmp_path: Path) -> None:
+    where = written(tmp_path / "stuck")
+    forever = "open('stuck', 'w').close()\n        while True:\n            pass"
+    (where / "letters.py").write_text(
+        LETTERS.replace("right = action", f"{forever}\n        right = action")
+    )
+    with started(where, "train", "letters.toml", "--out", "run") as process:
+        deadline = time.monotonic() + 300
+        while not (where / "stuck").exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        line_with(process, "press Ctrl-C again")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT

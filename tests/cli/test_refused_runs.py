@@ -11,7 +11,9 @@ import pytest
 
 from ludic.errors import ConfigError
 from ludic.interaction import MultiAgentProtocol
+from ludic.rollouts import read_rollouts
 from ludic.runs.check import check_parts
+from ludic.runs.lock import locked
 from ludic.runs.settings import parse_run
 from tests.cli.conftest import Ludic
 from tests.cli.test_bad_input import check
@@ -38,6 +40,16 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
         (["training.schedule=linear", "training.warmup_steps=4"], ["training.warmup_steps=4"]),
         (["training.micro_token_budget=32"], ["micro_token_budget=32", "max_seq_len=64"]),
         (["training.steps=0", "sft.steps=0"], ["training.steps", "sft.steps"]),
+        (["sft.teacher=../x"], ["'../x'", "module:function"]),
+        (["model.device=mps"], ["model.device='mps'", "cpu or cuda"]),
+        (["model.device=meta"], ["model.device='meta'", "cpu or cuda"]),
+        (["training.weight_decay=inf"], ["training.weight_decay", "finite"]),
+        (["env.kind=key_door", "env.kwargs.step_cost=nan"], ["step_cost", "nan"]),
+        (["training.lost_member=keep"], ["training.lost_member", "'keep_partial'"]),
+        (
+            ["training.lost_member=keep_partial", "algorithm.kwargs.allow_partial=false"],
+            ["lost_member", "allow_partial"],
+        ),
     ],
 )
 def test_a_run_that_could_never_train_leaves_no_folder(
@@ -76,9 +88,40 @@ def test_spo_trains_where_the_environment_names_its_tasks(
     named = '    def task_key(self):\n        return "the question"\n\n    def env_reset'
     module.write_text(module.read_text().replace("    def env_reset", named))
     spo = ["algorithm.name=spo", "algorithm.kwargs={}", "training.steps=1"]
-    spo.append("protocol.kwargs.parser={kind='text', error_reward=0.0}")  # it takes 0 to 1
+    done = ludic("train", letters, *spo, "--out", "run")
+    check(done, "'spo'", "[0, 1]", "-0.1", "algorithm.kwargs.returns", "error_reward")
+    assert not (tmp_path / "run").exists()
+    # One token is no answer: every return is the parser's penalty.
+    spo += ["algorithm.kwargs.returns=[-0.1, 1.0]", "inference.sampling.max_tokens=1"]
     done = ludic("train", letters, *spo, "--out", "run")
     assert done.code == 0, done.err
+    metrics = json.loads((tmp_path / "run/metrics.jsonl").read_text())
+    assert metrics["train/reward_mean"] == pytest.approx(-0.1)
+
+
+def test_spo_is_refused_where_the_environment_says_that_returns_leave_its_interval() -> None:
+    run = '[env]\nkind = "key_door"\n[algorithm]\nname = "spo"\n'
+    run += "[protocol]\nkwargs = { parser = { kind = 'text', error_reward = 0.0 } }\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ludic.envs.key_door.KeyDoorEnv.task_key", lambda self: "level")
+        with pytest.raises(ConfigError, match=r"from -1.4 to 0.99: set algorithm.kwargs.returns"):
+            check_parts(parse_run(run))
+        check_parts(parse_run(run, ["algorithm.kwargs.returns=[-1.4, 1]"]))
+
+
+def test_what_is_left_of_a_group_is_trained_on_where_the_run_says_so(
+    ludic: Ludic, letters: Path, tmp_path: Path
+) -> None:
+    module = tmp_path / "letters.py"
+    failing = "next(steps) % 5 or 1 / 0\n        right = action"
+    text = module.read_text().replace("right = action", failing)
+    module.write_text("from itertools import count\n\nsteps = count(1)\n" + text)
+    done = ludic("train", letters, "training.lost_member=keep_partial", "--out", "run")
+    assert done.code == 0, done.err
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    assert len(lines) == 4
+    log = read_rollouts(tmp_path / "run/rollouts/train.jsonl.gz")
+    assert any("ZeroDivisionError" in (rollout.error or "") for rollout in log)
 
 
 @pytest.mark.parametrize("setting", ["top_p=0.6", "top_k=2", "min_p=0.3"])
@@ -161,7 +204,7 @@ def test_eval_refuses_what_it_cannot_give_before_it_plays(
     def played(*_: object) -> None:
         raise AssertionError("episodes were played")
 
-    monkeypatch.setattr("ludic.cli.evaluate._evaluate", played)
+    monkeypatch.setattr("ludic.runs.evaluation.evaluate_run", played)
     refused = ludic("eval", trained, "--pass-at", 0)
     assert refused.code == 2
     assert "--pass-at" in refused.err
@@ -204,3 +247,15 @@ def test_players_are_made_for_the_seats_that_there_are(monkeypatch: pytest.Monke
     monkeypatch.setattr("ludic.runs.check.make_protocol", protocol)
     check_parts(parse_run('[env]\nkind = "tic_tac_toe_two_player"\n'))
     assert set(asked) == {"X", "O"}
+
+
+def test_a_run_that_another_process_trains_is_not_resumed(
+    ludic: Ludic, trained: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(trained, folder)
+    before = {path: path.read_bytes() for path in folder.glob("**/*") if path.is_file()}
+    with locked(folder):
+        done = ludic("train", "--resume", "copy", "training.steps=5")
+        check(done, "copy is being trained by process", "since")
+    assert {p: p.read_bytes() for p in folder.glob("**/*") if p.is_file()} == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 
@@ -148,9 +149,17 @@ async def test_it_keeps_the_contract() -> None:
         {"view": 0},
         {"step_cost": -1},
         {"goal_reward": 0},
+        {"step_cost": math.nan},
+        {"goal_reward": math.inf},
         {"max_steps": 0},
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="KeyDoorEnv"):
         KeyDoorEnv(**options)
+
+
+def test_returns_lie_in_the_range_that_it_states() -> None:
+    env = KeyDoorEnv(max_steps=7)
+    assert env.return_range == (-0.07, 0.99)
+    assert env.return_range[0] <= env.optimal_return(3) <= env.return_range[1]

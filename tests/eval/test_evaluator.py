@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from random import Random
+from typing import Any
 
-from ludic.eval import Evaluator, RolloutEvaluator, eval_requests, run_eval
+from ludic.envs.tic_tac_toe import TwoPlayerTicTacToeEnv
+from ludic.eval import Evaluator, RolloutEvaluator, eval_requests, proportion, run_eval
 from ludic.inference import HFChatTemplate, ScriptedChatClient
 from ludic.inference.scripted_client import ScriptedCall
 from ludic.inference.tiny import tiny_tokenizer
@@ -63,8 +66,34 @@ async def test_a_seat_can_be_judged_alone() -> None:
     requests = eval_requests(TWO, 6, seed=0)
     both = RolloutEvaluator(engine(), requests, max_steps=9)
     only_x = RolloutEvaluator(engine(), requests, max_steps=9, agent_id="X")
-    assert len((await both.evaluate()).episodes) == 12
-    assert len((await only_x.evaluate()).episodes) == 6
+    report = await both.evaluate()
+    assert len(report.episodes) == 12
+    assert {role: alone.success.n for role, alone in report.by_role().items()} == {"X": 6, "O": 6}
+    assert report.success.n == 6
+    assert (await only_x.evaluate()).episodes == report.by_role()["X"].episodes
+
+
+async def test_an_episode_that_failed_before_anybody_sat_down_counts_for_every_seat() -> None:
+    made = iter(range(100))
+
+    def game() -> TwoPlayerTicTacToeEnv:
+        if next(made) == 1:
+            raise RuntimeError("no board")
+        return TwoPlayerTicTacToeEnv()
+
+    def playing(**options: Any) -> RolloutEvaluator:
+        broken = engine()
+        broken = RolloutEngine({"game": game}, runtime=broken.runtime)
+        requests = [replace(r, env=EnvSpec("game")) for r in eval_requests(TWO, 4, seed=0)]
+        return RolloutEvaluator(broken, requests, max_steps=9, concurrency=1, **options)
+
+    report = await playing().evaluate()
+    assert {role: a.rates()["error"] for role, a in report.by_role().items()} == {
+        "X": proportion(1, 4),
+        "O": proportion(1, 4),
+    }
+    made = iter(range(100))
+    assert (await playing(agent_id="O").evaluate()).rates()["error"] == proportion(1, 4)
 
 
 async def test_success_is_what_the_caller_says_it_is() -> None:

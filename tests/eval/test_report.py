@@ -94,6 +94,7 @@ def test_every_rate_has_all_episodes_in_its_denominator() -> None:
         "success": 0.25,
         "outcome/win": 0.25,
         "outcome/loss": 0.25,
+        "outcome/none": 0.5,
         "parse_failure": 0.25,
         "cut_completion": 0.25,
         "truncated": 0.25,
@@ -169,3 +170,71 @@ def test_a_report_without_episodes_knows_nothing() -> None:
     empty = EvalReport("none", ())
     assert math.isnan(empty.success.value)
     assert (empty.success.low, empty.success.high) == (0.0, 1.0)
+
+
+def two_seats(episodes: int, won: set[int], *, ids: bool = True) -> EvalReport:
+    """A game of X and O on each seed. X wins those in `won`, O and everybody else loses."""
+    return EvalReport(
+        "game",
+        tuple(
+            episode(
+                seed,
+                seed in won,
+                outcome="win" if seed in won else "loss",
+                **({"agent_id": seat, "episode_id": f"e{seed}"} if ids else {}),
+            )
+            for seed in range(episodes)
+            for seat in "XO"
+        ),
+    )
+
+
+@pytest.mark.parametrize("ids", [True, False], ids=["new", "old"])
+def test_the_seats_of_one_episode_are_one_observation(ids: bool) -> None:
+    """Both seats of a game end together here, so that the second one says nothing new."""
+    both = two_seats(300, set(range(120)), ids=ids)
+    one = EvalReport("one", tuple(episode(s, s < 120) for s in range(300)))
+    assert (both.success, both.success.n) == (one.success, 300)
+    assert both.reward == one.reward
+    assert both.metrics()["eval/episodes"] == 300
+    better = two_seats(300, set(range(8, 137)), ids=ids)
+    found = compare(both, better)["success"]
+    assert found.difference.n == 300
+    alone = EvalReport("one", tuple(episode(s, 8 <= s < 137) for s in range(300)))
+    assert found.p_value == compare(one, alone)["success"].p_value > 0.05
+
+
+def test_every_role_has_its_own_row_and_its_outcomes_add_up_to_one() -> None:
+    results = [
+        episode(seed, seat == winner, outcome="win" if seat == winner else "loss",
+                agent_id=seat, episode_id=f"e{seed}")
+        for seed, winner in enumerate("XXXO")
+        for seat in "XO"
+    ]  # fmt: skip
+    report = EvalReport("game", tuple(results))
+    for role, wins in {"X": 0.75, "O": 0.25}.items():
+        alone = report.by_role()[role]
+        outcomes = {n: r for n, r in alone.rates().items() if n.startswith("outcome/")}
+        assert sum(rate.value for rate in outcomes.values()) == 1.0
+        assert (alone.outcome("win").value, alone.outcome("win").n) == (wins, 4)
+        assert report.metrics()[f"eval/{role}/outcome/win"] == wins
+        assert report.to_dict()["roles"][role]["rates"]["success"]["value"] == wins
+    console = Console(file=io.StringIO(), width=120)
+    console.print(report_table([report]))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    rows = {line.split("  ")[0].strip(): line for line in text.splitlines()}
+    assert "(n=4)" in text
+    assert "75.0%" in rows["X: win"]
+    assert "25.0%" in rows["O: win"]
+    assert {"X/success", "O/success", "success"} <= compare(report, report).keys()
+
+
+def test_a_report_from_before_roles_were_kept_can_be_read_and_compared_with_a_new_one() -> None:
+    new = two_seats(6, {0, 1})
+    data = json.loads(json.dumps(new.to_dict()))
+    del data["roles"]
+    for row in data["episodes"]:
+        del row["agent_id"], row["episode_id"]
+    old = EvalReport.from_dict(data)
+    assert old.success == new.success
+    assert compare(old, new)["success"].difference.value == 0.0

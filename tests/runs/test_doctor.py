@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ludic.distributed.vllm.canary import MismatchBudget
 from ludic.distributed.interfaces import PublishReport, Weights
 from ludic.distributed.local import LocalPolicyPublisher
+from ludic.distributed.vllm.canary import MismatchBudget
 from ludic.inference.local import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
-from ludic.runs.doctor import (
-    DoctorReport,
-    DoctorRow,
-    MachineFact,
-    _Checkup,
-    check_machine,
-    run_doctor,
-)
+from ludic.runs.doctor import DoctorReport, DoctorRow, _Checkup, run_doctor
 
 
 async def test_an_engine_that_shares_the_module_agrees_with_it_in_every_row() -> None:
@@ -57,28 +48,6 @@ async def test_a_sampler_with_other_weights_is_found_out() -> None:
 def test_a_difference_that_is_no_number_is_over_every_budget() -> None:
     row = DoctorRow("x", 3, float("nan"), 0.0, MismatchBudget(1.0, 1.0))
     assert not DoctorReport((row,)).ok
-
-
-def test_the_machine_is_described_with_remedies_for_what_is_missing() -> None:
-    facts = {fact.name: fact for fact in check_machine()}
-    assert torch.__version__.startswith(facts["torch"].found.split("+")[0])
-    assert "cores" in facts["machine"].found
-    for fact in facts.values():
-        assert (fact.found == "missing") == (fact.remedy is not None)
-
-
-def test_a_gpu_without_a_compiler_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("ludic.runs.doctor._gpu", lambda: MachineFact("GPU", "one"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv("CC", str(tmp_path / "none"))
-    (fact,) = [fact for fact in check_machine() if fact.name == "C compiler"]
-    assert fact.found == "missing"
-    assert fact.remedy is not None
-    assert "install gcc" in fact.remedy
-    assert f"CC={tmp_path}/none" in fact.remedy
-    monkeypatch.setenv("CC", sys.executable)
-    (fact,) = [fact for fact in check_machine() if fact.name == "C compiler"]
-    assert (fact.found, fact.remedy) == (sys.executable, None)
 
 
 async def test_servers_get_their_weights_back_when_the_checkup_fails(

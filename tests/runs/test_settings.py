@@ -1,11 +1,17 @@
 """A run file is checked before anything starts, and its errors say what to write instead."""
 
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ludic.runs.settings import load_run, parse_run
 from ludic.errors import ConfigError
+from ludic.rollouts import RolloutEngine
+from ludic.runs.settings import RunConfig, Section, load_run, parse_run
 
 MINIMAL = '[env]\nkind = "tic_tac_toe"\n'
 
@@ -68,6 +74,58 @@ def test_a_wrong_run_is_one_error_that_says_what_to_write(
         parse_run(text, overrides)
     for word in words:
         assert word in str(caught.value)
+
+
+def float_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[str]:
+    """Every key of a run file that takes a number with a fraction."""
+    for name, field in section.model_fields.items():
+        options = getattr(field.annotation, "__args__", None) or [field.annotation]
+        if float in options:
+            yield prefix + name
+        for option in options:
+            if isinstance(option, type) and issubclass(option, Section):
+                yield from float_keys(option, f"{prefix}{name}.")
+
+
+def test_no_number_of_a_run_may_be_nan() -> None:
+    keys = list(float_keys())
+    assert {"training.learning_rate", "sft.learning_rate", "env.weight", "model.lora.alpha"} <= {
+        *keys
+    }
+    for key in keys:
+        with pytest.raises(ConfigError, match=f"{key.rpartition('.')[2]}' = nan"):
+            parse_run(MINIMAL, ["sft.data=x"] * key.startswith("sft") + [f"{key}=nan"])
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("env.kwargs.win_reward=nan", "win_reward"),
+        ("protocol.kwargs.parser={kind='xml', tag='a', error_reward=nan}", "error_reward"),
+        ("algorithm.kwargs.clip=[nan, 1.2]", "0 is not a number"),
+        ("model.kwargs.initializer_range=nan", "initializer_range"),
+    ],
+)
+def test_no_argument_of_a_part_may_be_nan(override: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=f"{named}.*nan"):
+        parse_run(MINIMAL, [override])
+
+
+@pytest.mark.parametrize("key", ["training.learning_rate", "training.weight_decay"])
+def test_what_must_be_finite_is_not_infinite(key: str) -> None:
+    with pytest.raises(ConfigError, match="finite"):
+        parse_run(MINIMAL, [f"{key}=inf"])
+
+
+def test_a_gradient_without_a_limit_can_be_said() -> None:
+    assert parse_run(MINIMAL, ["training.max_grad_norm=inf"]).training.max_grad_norm == math.inf
+
+
+def test_deadlines_and_the_fate_of_groups_default_to_those_of_the_engine() -> None:
+    training = parse_run(MINIMAL).training
+    arguments = inspect.signature(RolloutEngine).parameters
+    for name in ("step_timeout_s", "episode_timeout_s", "lost_member"):
+        assert getattr(training, name) == arguments[name].default
 
 
 def test_a_missing_or_binary_file_is_said_so(tmp_path: Path) -> None:

@@ -16,19 +16,12 @@ def main() -> None:
         sys.argv.remove("--debug")
     try:
         app()
-    except LudicError as exc:
+    except (LudicError, OSError) as exc:
         if debug:
             raise
-        _fail(str(exc))
-    except OSError as exc:
-        if debug:
-            raise
-        _fail(_explained(exc))
-
-
-def _fail(sentence: str) -> None:
-    print(f"ludic: {' '.join(sentence.split())}", file=sys.stderr)
-    sys.exit(2)
+        sentence = str(exc) if isinstance(exc, LudicError) else _explained(exc)
+        print(f"ludic: {' '.join(sentence.split())}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _explained(exc: OSError) -> str:

@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from typing import Annotated
 
-from rich.table import Table
+import typer
 
-from ludic.runs.assemble import open_policy
-from ludic.runs.doctor import DoctorReport, check_machine, run_doctor
-from ludic.runs.locate import locate
-from ludic.runs.show import console, say
+from ludic.cli.arguments import Overrides
 
 
-def doctor(run: str | None, overrides: Sequence[str]) -> None:
-    """Prints what it finds; log-probs over their budget are exit code 1."""
+def doctor(
+    run: Annotated[str | None, typer.Argument(help="A run folder, a run file or a name.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Check the machine and, for a run, that sampler and trainer agree."""
+    from rich.table import Table
+
+    from ludic.runs.doctor import examine_run
+    from ludic.runs.machine import check_machine
+    from ludic.runs.terminal import console, say
+
     table = Table(box=None, pad_edge=False, show_header=False)
     for fact in check_machine():
         table.add_row(fact.name, fact.found, fact.remedy or "")
     console.print(table)
     if run is None:
         return
-    report = asyncio.run(_examine(run, overrides))
-    say("\nlog-probs, trainer against sampler:\n")
-    say(report.table())
+    report = asyncio.run(examine_run(run, overrides or []))
+    say(f"\nlog-probs, trainer against sampler:\n\n{report.table()}")
     over = sum(not row.ok for row in report.rows)
     if over:
         say(f"\n{over} over the budget: this sampler is not the policy that would be trained")
         raise SystemExit(1)
     say("\nall is well")
-
-
-async def _examine(run: str, overrides: Sequence[str]) -> DoctorReport:
-    config, weights = locate(run, overrides)
-    async with open_policy(config, weights=weights) as policy:
-        own = policy.runtime.inference.sampling
-        return await run_doctor(
-            policy.model,
-            policy.tokenizer,
-            policy.runtime.client,
-            model_name=policy.runtime.model,
-            publisher=policy.publisher,
-            max_tokens=own.max_tokens or 32,
-            temperatures=sorted({own.temperature, 0.7, 1.0} - {0.0}),
-        )

@@ -5,32 +5,45 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from ludic.cli.arguments import Overrides
 from ludic.errors import ConfigError
-from ludic.eval import EvalReport, report_table
-from ludic.eval import compare as compare_reports
-from ludic.runs.assemble import open_policy
-from ludic.runs.evaluation import evaluate_policy, read_report
-from ludic.runs.locate import locate
-from ludic.runs.show import console, episodes_bar, say
 
 
 def evaluate(
-    run: str | None, overrides: Sequence[str], *, output: Path | None, pass_at: Sequence[int]
+    run: Annotated[str | None, typer.Argument(help="A run folder, a run file or a name.")] = None,
+    overrides: Overrides = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="Two reports, or run folders, to compare seed by seed."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the report here, as JSON.")] = None,
+    pass_at: Annotated[
+        list[int] | None, typer.Option(min=1, help="Also pass@k, for this k; may be repeated.")
+    ] = None,
 ) -> None:
-    """Evaluates a run's trained model, or a run file's model as it comes."""
+    """Play held-out episodes and report rates with intervals, or compare two reports."""
+    from ludic.eval import report_table
+    from ludic.runs.evaluation import evaluate_run
+    from ludic.runs.terminal import console, say
+
+    if compare is not None:
+        _compare(*compare)
+        return
     if run is None:
         raise ConfigError("name a run folder, a run file or a built-in run; or use --compare A B")
     if output is not None:
         _check_output(output)
-    report = asyncio.run(_evaluate(run, overrides))
+    report = asyncio.run(evaluate_run(run, overrides or []))
     console.print(report_table([report]))
     if output is not None:
         output.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
         say(f"wrote {output}")
-    for k in pass_at:
+    for k in pass_at or []:
         say(f"pass@{k}: {report.pass_at(k)}")
 
 
@@ -44,18 +57,14 @@ def _check_output(path: Path) -> None:
         raise ConfigError(f"--output {path} cannot be written: permission denied")
 
 
-async def _evaluate(run: str, overrides: Sequence[str]) -> EvalReport:
-    config, weights = locate(run, overrides)
-    async with open_policy(config, weights=weights) as policy:
-        with episodes_bar("evaluation") as update:
-            return await evaluate_policy(config, policy, name=run, on_progress=update)
+def _compare(a: Path, b: Path) -> None:
+    from ludic.eval import compare, report_table
+    from ludic.runs.evaluation import read_report
+    from ludic.runs.terminal import console, say
 
-
-def compare(a: Path, b: Path) -> None:
-    """B against A on the same seeds, with a paired test."""
     reports = [read_report(a), read_report(b)]
     console.print(report_table(reports))
-    for name, result in compare_reports(*reports).items():
+    for name, result in compare(*reports).items():
         d = result.difference
         say(
             f"{name}: B - A = {d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}], "

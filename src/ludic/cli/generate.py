@@ -3,65 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
-from ludic.errors import ConfigError, UnknownNameError
-from ludic.rollouts import FixedMix, RolloutEngine, RolloutWriter
-from ludic.runs.assemble import open_policy, requests_of
-from ludic.runs.locate import locate
-from ludic.runs.show import episodes_bar, say
-from ludic.seeding import derive_seed
-from ludic.types import FinishReason, Rollout
+import typer
 
-KEEP: Mapping[str, Callable[[Rollout], bool]] = {
-    "success": lambda rollout: rollout.total_reward > 0,
-    "complete": lambda rollout: (
-        not rollout.truncated
-        and all(step.finish_reason is not FinishReason.LENGTH for step in rollout.agent_steps)
-    ),
-    "parsed": lambda rollout: not any(s.info.get("parse_error") for s in rollout.env_steps),
-}
-"""The tests that `--keep` names. A failed episode passes none, and is never kept."""
+from ludic.cli.arguments import Overrides, Run
 
 
 def generate(
-    run: str, overrides: Sequence[str], *, output: Path, episodes: int, keep: Sequence[str]
+    run: Run,
+    overrides: Overrides = None,
+    output: Annotated[Path, typer.Option(help="The file to write.")] = Path("rollouts.jsonl.gz"),
+    episodes: Annotated[int, typer.Option(help="How many episodes to play.")] = 256,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(help="success, complete or parsed; may be repeated. All must hold."),
+    ] = None,
 ) -> None:
-    """Plays `episodes` episodes and writes those that pass every test in `keep`."""
-    for name in keep:
-        if name not in KEEP:
-            raise UnknownNameError("--keep", name, KEEP)
-    if output.exists():
-        raise ConfigError(f"{output} exists already: name another file with --output")
-    counts = asyncio.run(_generate(run, overrides, output, episodes, keep))
+    """Write rollouts, filtered by rejection, as data that `ludic sft` takes."""
+    from ludic.runs.generating import generate_file
+    from ludic.runs.terminal import say
+
+    counts = asyncio.run(
+        generate_file(run, overrides or [], output=output, episodes=episodes, keep=keep or [])
+    )
     dropped = ", ".join(f"{n} {reason}" for reason, n in counts.items() if reason != "kept")
     say(
-        f"wrote {counts['kept']} of {sum(counts.values())} rollouts to {output}"
+        f"wrote {counts['kept']} of {counts.total()} rollouts to {output}"
         + (f"; dropped: {dropped}" if dropped else "")
     )
-
-
-async def _generate(
-    run: str, overrides: Sequence[str], output: Path, episodes: int, keep: Sequence[str]
-) -> Counter[str]:
-    config, weights = locate(run, overrides)
-    seed = derive_seed(config.run.seed, "generate")
-    counts: Counter[str] = Counter(kept=0)
-    async with open_policy(config, weights=weights) as policy:
-        engine = RolloutEngine(runtime=policy.runtime, seed=seed)
-        requests = FixedMix(requests_of(config), seed=seed).next_requests(episodes)
-        with episodes_bar("generating") as update, RolloutWriter(output) as writer:
-            async for rollout in engine.stream_rollouts(
-                requests,
-                max_steps=config.training.max_steps,
-                concurrency=config.training.concurrency,
-                on_progress=update,
-            ):
-                failed = [name for name in keep if not KEEP[name](rollout)]
-                reason = "failed" if rollout.error else f"not {failed[0]}" if failed else "kept"
-                counts[reason] += 1
-                if reason == "kept":
-                    writer.write(rollout)
-    return counts

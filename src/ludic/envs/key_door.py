@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import deque
 from dataclasses import dataclass
@@ -107,10 +108,10 @@ class KeyDoorEnv(SingleAgentEnv):
             raise ConfigError(f"KeyDoorEnv({max_steps=}): must be at least 1")
         if not 0 <= wall_density <= 0.5:
             raise ConfigError(f"KeyDoorEnv({wall_density=}): must be in [0, 0.5]")
-        if view < 1 or step_cost < 0 or goal_reward <= 0:
+        if view < 1 or not (0 <= step_cost < math.inf and 0 < goal_reward < math.inf):
             raise ConfigError(
                 f"KeyDoorEnv({view=}, {step_cost=}, {goal_reward=}): view must be at least 1, "
-                "step_cost not negative, goal_reward positive"
+                "step_cost finite and not negative, goal_reward finite and positive"
             )
         self._size = (width, height)
         self._view = view
@@ -123,6 +124,11 @@ class KeyDoorEnv(SingleAgentEnv):
         self._has_key = False
         self._steps = 0
         self._over = True
+
+    @property
+    def return_range(self) -> tuple[float, float]:
+        """The lowest and the highest return of an episode."""
+        return -self._step_cost * self._max_steps, self._goal_reward - self._step_cost
 
     def level(self, seed: int) -> Level:
         """The level that `seed` stands for: the first solvable one of its draws."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -39,7 +40,7 @@ def eval_requests(
 @dataclass(frozen=True)
 class RolloutEvaluator:
     """Plays the requests and reports. `agent_id` picks the seat to judge in a game of several;
-    None judges every rollout that has no parent."""
+    None judges every seat that was played. Sub-agents are not judged."""
 
     engine: RolloutEngine
     requests: Sequence[RolloutRequest]
@@ -57,12 +58,28 @@ class RolloutEvaluator:
             concurrency=self.concurrency,
             on_progress=self.on_progress,
         )
-        judged = [
-            rollout
-            for rollout in rollouts
-            if rollout.parent_id is None and self.agent_id in (None, rollout.agent_id)
-        ]
+        judged = _seated([r for r in rollouts if r.parent_id is None], self.agent_id)
         return EvalReport(self.name, tuple(EpisodeResult.of(r, self.success) for r in judged))
+
+
+def _seated(rollouts: Sequence[Rollout], agent_id: str | None) -> list[Rollout]:
+    """The rollouts of one seat, or of all. An episode that failed before anybody sat down is a
+    failure of every seat that its environment has in other episodes."""
+    present = Counter(rollout.episode_id for rollout in rollouts)
+    seats: dict[str, dict[str, None]] = {}
+    for rollout in rollouts:
+        if rollout.steps:
+            seats.setdefault(str(rollout.env), {})[rollout.agent_id] = None
+    found: list[Rollout] = []
+    for rollout in rollouts:
+        known = seats.get(str(rollout.env), {})
+        unseated = present[rollout.episode_id] == 1 and rollout.error and not rollout.steps
+        if unseated and rollout.agent_id not in known:
+            taken = [agent_id] if agent_id is not None else known or [rollout.agent_id]
+            found += [replace(rollout, agent_id=seat) for seat in taken]
+        elif agent_id in (None, rollout.agent_id):
+            found.append(rollout)
+    return found
 
 
 async def run_eval(

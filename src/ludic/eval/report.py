@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import fsum
+from statistics import fmean
 from typing import Any
 
 from ludic.errors import ConfigError
@@ -28,8 +30,9 @@ def reward_above(threshold: float = 0.0) -> Success:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeResult:
-    """One evaluated episode. `outcome` is the environment's own word for the ending
-    (`info["result"]` of its last step), where it has one."""
+    """One agent's part in an evaluated episode. `outcome` is the environment's own word for the
+    ending (`info["result"]` of the agent's last step), where it has one. Results of the same
+    `episode_id` are of one episode, and say less than as many episodes would."""
 
     env_seed: int | None
     task_key: str | None
@@ -42,6 +45,8 @@ class EpisodeResult:
     cut_completions: int = 0
     truncation: str | None = None
     error: str | None = None
+    agent_id: str = "agent"
+    episode_id: str | None = None
 
     @staticmethod
     def of(rollout: Rollout, success: Success) -> EpisodeResult:
@@ -63,20 +68,46 @@ class EpisodeResult:
             ),
             truncation=reason.value if reason else None,
             error=rollout.error,
+            agent_id=rollout.agent_id,
+            episode_id=rollout.episode_id or None,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """The episodes of one evaluation. Every rate has all of them in its denominator: episodes
-    that failed to parse, were cut, or raised are counted as what they are."""
+    """The results of one evaluation, one per agent and episode.
+
+    Every rate has all episodes in its denominator: those that failed to parse, were cut, or
+    raised are counted as what they are. An episode counts once, as the mean over its agents, so
+    that intervals and tests see as many observations as there were episodes.
+    """
 
     name: str
     episodes: tuple[EpisodeResult, ...]
 
+    def by_episode(self) -> list[list[EpisodeResult]]:
+        """The results of each episode. Old reports have no ids: there, a seed is an episode."""
+        found: dict[Any, list[EpisodeResult]] = {}
+        for index, result in enumerate(self.episodes):
+            seed = index if result.env_seed is None else ("seed", result.env_seed)
+            found.setdefault(result.episode_id or seed, []).append(result)
+        return list(found.values())
+
+    def by_role(self) -> dict[str, EvalReport]:
+        """A report for each agent, in which it is alone."""
+        roles = dict.fromkeys(e.agent_id for e in self.episodes)
+        return {
+            role: EvalReport(self.name, tuple(e for e in self.episodes if e.agent_id == role))
+            for role in roles
+        }
+
+    def per_episode(self, value: Callable[[EpisodeResult], float]) -> list[float]:
+        """`value` of each episode, as the mean over its agents."""
+        return [fmean(map(value, results)) for results in self.by_episode()]
+
     @property
     def reward(self) -> Estimate:
-        return mean([e.reward for e in self.episodes])
+        return mean(self.per_episode(lambda e: e.reward))
 
     @property
     def success(self) -> Estimate:
@@ -84,16 +115,20 @@ class EvalReport:
 
     def rate(self, holds: Callable[[EpisodeResult], bool]) -> Estimate:
         """The share of episodes for which `holds`, with its interval."""
-        return proportion(sum(map(bool, map(holds, self.episodes))), len(self.episodes))
+        shares = self.per_episode(lambda e: float(bool(holds(e))))
+        return proportion(fsum(shares), len(shares))
 
     def outcome(self, name: str) -> Estimate:
         """The share of episodes that ended with the environment's outcome `name`."""
         return self.rate(lambda e: e.outcome == name)
 
     def rates(self) -> dict[str, Estimate]:
-        """Every rate worth a line: success, each outcome, and what went wrong."""
-        outcomes = Counter(e.outcome for e in self.episodes if e.outcome is not None)
+        """Every rate worth a line: success, each outcome, and what went wrong. The outcomes add up
+        to 1: where some episodes have one, those that ended without are `outcome/none`."""
+        outcomes = {e.outcome for e in self.episodes if e.outcome is not None}
         named = {f"outcome/{name}": self.outcome(name) for name in sorted(outcomes)}
+        if named and any(e.outcome is None for e in self.episodes):
+            named["outcome/none"] = self.rate(lambda e: e.outcome is None)
         return {
             "success": self.success,
             **named,
@@ -117,19 +152,31 @@ class EvalReport:
         return mean([pass_at_k(len(wins), sum(wins), k) for wins in tasks.values()])
 
     def metrics(self, prefix: str = "eval/") -> dict[str, float]:
-        """Plain figures for a logger."""
-        flat = {"reward": self.reward.value, "episodes": float(len(self.episodes))}
+        """Plain figures for a logger: of all agents, and of each where there are several."""
+        flat = {"reward": self.reward.value, "episodes": float(len(self.by_episode()))}
         flat |= {name: estimate.value for name, estimate in self.rates().items()}
-        return {prefix + name: value for name, value in flat.items()}
+        found = {prefix + name: value for name, value in flat.items()}
+        for role, report in self.roles().items():
+            found |= report.metrics(f"{prefix}{role}/")
+        return found
+
+    def roles(self) -> dict[str, EvalReport]:
+        """`by_role` where there are several roles, and nothing otherwise."""
+        roles = self.by_role()
+        return roles if len(roles) > 1 else {}
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON: the figures first, then every episode."""
+        """JSON: the figures first, also of each role where there are several, then every result."""
         return {
             "name": self.name,
-            "reward": asdict(self.reward),
-            "rates": {name: asdict(estimate) for name, estimate in self.rates().items()},
+            **self._figures(),
+            "roles": {role: report._figures() for role, report in self.roles().items()},
             "episodes": [asdict(episode) for episode in self.episodes],
         }
+
+    def _figures(self) -> dict[str, Any]:
+        rates = {name: asdict(estimate) for name, estimate in self.rates().items()}
+        return {"reward": asdict(self.reward), "rates": rates}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> EvalReport:
@@ -138,50 +185,78 @@ class EvalReport:
 
 
 def compare(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
-    """B against A, episode by episode on the same environment seeds: success and reward."""
+    """B against A, episode by episode on the same environment seeds: success and reward, of all
+    agents together and, where there are several, of each (`X/success`)."""
+    if any(e.episode_id is None for report in (a, b) for e in report.episodes):
+        # What an old report cannot tell apart must not be told apart in its partner.
+        a, b = (
+            EvalReport(r.name, tuple(replace(e, episode_id=None) for e in r.episodes))
+            for r in (a, b)
+        )
+    found = _compare(a, b)
+    theirs = b.roles()
+    for role, report in a.roles().items():
+        if role in theirs:
+            each = _compare(report, theirs[role])
+            found |= {f"{role}/{name}": result for name, result in each.items()}
+    return found
 
-    def keyed(report: EvalReport) -> dict[tuple[int | None, int], EpisodeResult]:
-        seen: Counter[int | None] = Counter()
-        rows = {}
-        for episode in report.episodes:
-            rows[episode.env_seed, seen[episode.env_seed]] = episode
-            seen[episode.env_seed] += 1
-        return rows
 
-    left, right = keyed(a), keyed(b)
+def _compare(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
+    left, right = _by_seed(a), _by_seed(b)
     if left.keys() != right.keys():
         missing = len(left.keys() ^ right.keys())
         raise ConfigError(
             f"{a.name!r} and {b.name!r} were not evaluated on the same seeds ({missing} episodes "
             "have no partner): run both with the same evaluation seed and number of episodes"
         )
+    keys = sorted(left, key=str)
 
     def paired(value: Callable[[EpisodeResult], float]) -> PairedComparison:
-        keys = sorted(left, key=str)
-        return compare_paired([value(left[k]) for k in keys], [value(right[k]) for k in keys])
+        a, b = ([fmean(map(value, side[key])) for key in keys] for side in (left, right))
+        return compare_paired(a, b)
 
     return {"success": paired(lambda e: float(e.success)), "reward": paired(lambda e: e.reward)}
 
 
+def _by_seed(report: EvalReport) -> dict[tuple[int | None, int], list[EpisodeResult]]:
+    """Episodes by their seed, and which of those with that seed it is."""
+    seen: Counter[int | None] = Counter()
+    found = {}
+    for results in report.by_episode():
+        seed = results[0].env_seed
+        found[seed, seen[seed]] = results
+        seen[seed] += 1
+    return found
+
+
 def report_table(reports: Sequence[EvalReport]) -> Any:
-    """A rich table: one column per report, one row per rate, with intervals."""
+    """A rich table: one column per report; for each rate a row, or one for each role where there
+    are several."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     table.add_column("", style="bold")
     for report in reports:
-        table.add_column(f"{report.name} (n={len(report.episodes)})", justify="right")
-    names = list(dict.fromkeys(name for report in reports for name in report.rates()))
-
-    def cell(estimate: Estimate | None, report: EvalReport) -> str:
-        shown = estimate or proportion(0, len(report.episodes))
-        return f"{shown.value:6.1%}  [{shown.low:.1%}, {shown.high:.1%}]" if shown.n else "–"
-
-    for name in names:
-        table.add_row(
-            name.removeprefix("outcome/"),
-            *(cell(report.rates().get(name), report) for report in reports),
-        )
-    rewards = [report.reward for report in reports]
-    table.add_row("mean reward", *(f"{r.value:.3f}  [{r.low:.3f}, {r.high:.3f}]" for r in rewards))
+        table.add_column(f"{report.name} (n={len(report.by_episode())})", justify="right")
+    columns = [report.by_role() for report in reports]
+    roles = list(dict.fromkeys(role for column in columns for role in column)) or ["agent"]
+    empty = EvalReport("", ())
+    for role in roles:
+        shown = [column.get(role, empty) for column in columns]
+        label = f"{role}: " if len(roles) > 1 else ""
+        rates = [report.rates() for report in shown]
+        for name in dict.fromkeys(name for found in rates for name in found):
+            cells = [
+                _percent(found.get(name) or proportion(0, len(report.by_episode())))
+                for found, report in zip(rates, shown, strict=True)
+            ]
+            table.add_row(label + name.removeprefix("outcome/"), *cells)
+        rewards = [report.reward for report in shown]
+        cells = [f"{r.value:.3f}  [{r.low:.3f}, {r.high:.3f}]" if r.n else "–" for r in rewards]
+        table.add_row(f"{label}mean reward", *cells)
     return table
+
+
+def _percent(rate: Estimate) -> str:
+    return f"{rate.value:6.1%}  [{rate.low:.1%}, {rate.high:.1%}]" if rate.n else "–"

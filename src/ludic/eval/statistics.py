@@ -21,18 +21,16 @@ class Estimate:
     high: float
     n: int
 
-    def overlaps(self, other: Estimate) -> bool:
-        """Whether the two intervals share a point."""
-        return self.low <= other.high and other.low <= self.high
-
     def __str__(self) -> str:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def proportion(successes: int, n: int, confidence: float = 0.95) -> Estimate:
+def proportion(successes: float, n: int, confidence: float = 0.95) -> Estimate:
     """A rate with its Wilson score interval, which stays inside [0, 1] and is right at 0 and n.
 
-    Without observations nothing is known: the interval is [0, 1] and the value NaN.
+    An observation may be a share itself, as the mean over an episode's agents is: no shares vary
+    more than zeros and ones do, so that the interval is then if anything too wide. Without
+    observations nothing is known: the interval is [0, 1] and the value NaN.
     """
     if not 0 <= successes <= n:
         raise ValueError(f"{successes} successes in {n} trials")

@@ -6,30 +6,34 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ludic.runs.assemble import (
-    algorithm_of,
-    build_model,
-    check_device,
-    configuring,
-    inference_spec,
-    load_function,
-    requests_of,
-    trainer_config,
-)
-from ludic.runs.opponents import check_seating
-from ludic.runs.settings import EnvSection, RunConfig
+from ludic.agents import Agent
 from ludic.envs import LudicEnv, build_env
 from ludic.errors import ConfigError
 from ludic.inference import HFChatTemplate, ScriptedChatClient
 from ludic.inference.tiny import tiny_tokenizer
-from ludic.inference.templates.tool_parsers import get_tool_parser
-from ludic.interaction import DelegatingProtocol, MultiAgentProtocol, Runtime
+from ludic.interaction import (
+    DelegatingProtocol,
+    MultiAgentProtocol,
+    Runtime,
+    SingleAgentSyncProtocol,
+)
 from ludic.registry import make_protocol
 from ludic.rollouts import RolloutRequest
+from ludic.runs.assemble import (
+    algorithm_of,
+    inference_spec,
+    load_function,
+    requests_of,
+    tool_parser_of,
+    trainer_config,
+)
+from ludic.runs.model import build_model, check_device, configuring
+from ludic.runs.opponents import check_seating
+from ludic.runs.settings import EnvSection, RunConfig
 from ludic.training import RLAlgorithm, make_algorithm
 from ludic.training.algorithms.opd import OnPolicyDistillationLoss
-from ludic.training.losses.kl import TokenKLLoss
 from ludic.training.credit_assignment.value_tracker import TrackedAdvantage
+from ludic.training.losses.kl import TokenKLLoss
 from ludic.types import EnvSpec
 
 Env: TypeAlias = LudicEnv[Any, Any, Any]
@@ -44,14 +48,17 @@ def check_parts(config: RunConfig) -> None:
     envs = [_make_env(section) for section in config.env]
     for section in config.eval.env:
         _make_env(section)
-    _check_protocols(config)
+    agents = _make_agents(config)
+    _make_agents(config, held_out=True)
     check_seating(config)
     if config.sft is not None:
         _check_sft(config)
     _check_sampling(config)
     if config.training.steps:
         _check_training(config)
-        _check_algorithm(config, algorithm, envs)
+        _check_algorithm(config, algorithm)
+        if isinstance(algorithm.credit_assigner, TrackedAdvantage):
+            _check_tracking(config, algorithm.credit_assigner, envs, agents)
     elif config.sft is None or not config.sft.steps:
         raise ConfigError(
             "this run trains nothing: set training.steps or sft.steps above 0; `ludic eval` "
@@ -64,28 +71,33 @@ def _make_env(section: EnvSection) -> Env:
         return build_env(EnvSpec(section.kind, section.kwargs))
 
 
-def _check_protocols(config: RunConfig) -> None:
-    """Makes each protocol once, with its agents, for a model that says nothing."""
-    name = config.model.tool_parser
-    template = HFChatTemplate(tiny_tokenizer(), get_tool_parser(name) if name else None)
+def _make_agents(config: RunConfig, *, held_out: bool = False) -> list[Agent]:
+    """Makes each protocol once, for a model that says nothing; returns the agents in them."""
+    template = HFChatTemplate(tiny_tokenizer(), tool_parser_of(config))
     client = ScriptedChatClient([""], template)
     runtime = Runtime(client, template, config.model.name, inference_spec(config))
-    for held_out in (False, True):
-        for request, _ in requests_of(config, held_out=held_out).values():
-            with configuring(f"protocol {request.protocol.kind!r}"):
-                _make_players(request, runtime)
+    found: list[Agent] = []
+    for request, _ in requests_of(config, held_out=held_out).values():
+        with configuring(f"protocol {request.protocol.kind!r}"):
+            found += _agents_of(request, runtime)
+    return found
 
 
-def _make_players(request: RolloutRequest, runtime: Runtime) -> None:
+def _agents_of(request: RolloutRequest, runtime: Runtime) -> list[Agent]:
     spec = request.protocol
     protocol = make_protocol(spec.kind, runtime, **spec.kwargs)
-    if isinstance(protocol, MultiAgentProtocol) and protocol.default is not None:
-        for seat in build_env(request.env).agent_ids:
-            if seat not in protocol.players:
-                protocol.default(seat)
+    players: list[Any] = []
+    if isinstance(protocol, SingleAgentSyncProtocol):
+        players = [protocol.agent]
+    elif isinstance(protocol, MultiAgentProtocol):
+        players = [p for seat, p in protocol.players.items() if seat not in protocol.uncollected]
+        if protocol.default is not None:
+            seats = build_env(request.env).agent_ids
+            players += [protocol.default(seat) for seat in seats if seat not in protocol.players]
     elif isinstance(protocol, DelegatingProtocol):
-        for make_agent in (protocol.parent, *(s.make_agent for s in protocol.sub_agents.values())):
-            make_agent(())
+        factories = (protocol.parent, *(s.make_agent for s in protocol.sub_agents.values()))
+        players = [make_agent(()) for make_agent in factories]
+    return [player for player in players if isinstance(player, Agent)]
 
 
 def _check_sft(config: RunConfig) -> None:
@@ -128,7 +140,7 @@ def _check_training(config: RunConfig) -> None:
     trainer_config(config, "rl", Path())
 
 
-def _check_algorithm(config: RunConfig, algorithm: RLAlgorithm, envs: Sequence[Env]) -> None:
+def _check_algorithm(config: RunConfig, algorithm: RLAlgorithm) -> None:
     size, episodes = algorithm.group_size or 1, config.training.rollouts_per_update
     if episodes % size:
         raise ConfigError(
@@ -149,14 +161,31 @@ def _check_algorithm(config: RunConfig, algorithm: RLAlgorithm, envs: Sequence[E
                 "another algorithm, or write a script that gives RolloutBatchSource "
                 "scorers=[TeacherScorer(...)]"
             )
-    if isinstance(algorithm.credit_assigner, TrackedAdvantage):
-        for section, env in zip(config.env, envs, strict=True):
-            if type(env).task_key is LudicEnv.task_key:
-                raise ConfigError(
-                    f"algorithm {name!r} tracks a value per task, and environment "
-                    f"{section.kind!r} names none: define its task_key(), choose another "
-                    "algorithm, or write a script that sets RolloutRequest.task_key"
-                )
+
+
+def _check_tracking(
+    config: RunConfig, credit: TrackedAdvantage, envs: Sequence[Env], agents: Sequence[Agent]
+) -> None:
+    """A tracker needs tasks by name, and returns that stay in its interval as far as is known:
+    from an environment's `return_range`, and from what a parser gives for nothing at all."""
+    name, steps, (low, high) = config.algorithm.name, config.training.max_steps, credit.returns
+    penalty = min((agent.parser("").reward for agent in agents), default=0.0)
+    for section, env in zip(config.env, envs, strict=True):
+        if type(env).task_key is LudicEnv.task_key:
+            raise ConfigError(
+                f"algorithm {name!r} tracks a value per task, and environment {section.kind!r} "
+                "names none: define its task_key(), choose another algorithm, or write a script "
+                "that sets RolloutRequest.task_key"
+            )
+        lowest, highest = getattr(env, "return_range", (max(low, 0.0), high))
+        slips = steps * min(penalty, 0.0)
+        if lowest + slips < low - 1e-9 or highest > high + 1e-9:
+            parser = f" (the parser gives {penalty:g} for what it cannot read, up to {steps} times)"
+            raise ConfigError(
+                f"algorithm {name!r} tracks returns in [{low:g}, {high:g}], but in {section.kind!r} "
+                f"they can be from {lowest + slips:g} to {highest:g}{parser if slips else ''}: set "
+                "algorithm.kwargs.returns = [lowest, highest], or the parser's error_reward to 0"
+            )
 
 
 def _terms(loss: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Do sampler and trainer agree? Measures the difference of their log-probs, and checks the machine.
+"""Do sampler and trainer agree? Measures the difference of their log-probs.
 
 `run_doctor` works for any client that samples from the model. Its rows say how far the sampler's
 log-probs lie from those that the trainer computes for the same tokens, setting by setting; a row
@@ -8,31 +8,26 @@ over its budget means that training would follow a policy that nobody sampled fr
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
-import importlib.util
-import os
-import platform
-import shutil
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from ludic.distributed.vllm.canary import MismatchBudget, is_sharded
 from ludic.distributed.interfaces import PolicyPublisher
-from ludic.sharding.weights import ModelWeights
-from ludic.errors import ConfigError, LudicError, RequestRejectedError
+from ludic.distributed.vllm.canary import MismatchBudget, is_sharded
+from ludic.errors import ConfigError, RequestRejectedError
 from ludic.inference.client import ChatClient, TokenCompletionRequest, VersionedClient
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
+from ludic.runs.assemble import open_policy
+from ludic.runs.locate import locate
 from ludic.saw.items import SampleAttachments, SAWItem
 from ludic.seeding import derive_seed
-from ludic.training.batching.scoring import LocalScores
+from ludic.sharding.weights import ModelWeights
+from ludic.training.batching.scoring import LocalScores, Scores
 
 _TEXTS = (
     "What is 17 + 25?",
@@ -44,15 +39,6 @@ _TEXTS = (
     "Once upon a time, in a village between two mountains, there lived an old clockmaker who",
     '{"tool": "search", "arguments": {"query": "',
 )
-_EXTRAS = {
-    "vllm": "vllm",
-    "redis": "redis",
-    "wandb": "wandb",
-    "tensorboard": "tensorboard",
-    "datasets": "datasets",
-    "peft": "peft",
-    "matplotlib": "plot",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +83,6 @@ class DoctorReport:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
-class MachineFact:
-    """One thing about this machine; `remedy` says how to get what is missing."""
-
-    name: str
-    found: str
-    remedy: str | None = None
-
-
 async def run_doctor(
     model: nn.Module,
     tokenizer: Any,
@@ -147,14 +124,11 @@ async def run_doctor(
     for temperature in temperatures:
         name = f"{requests} at once, temperature {temperature:g}"
         rows.append(await checkup.compare(name, SamplingConfig(temperature=temperature)))
-    for name, sampling in (
-        ("top-k 20", SamplingConfig(top_k=20)),
-        ("top-p 0.9, top-k 50", SamplingConfig(top_p=0.9, top_k=50)),
-    ):
-        rows.append(await checkup.compare(name, sampling))
+    rows.append(await checkup.compare("top-k 20", SamplingConfig(top_k=20)))
+    rows.append(await checkup.compare("top-p 0.9, top-k 50", SamplingConfig(top_p=0.9, top_k=50)))
     rows.append(await checkup.packed_against_single())
     if publisher is not None:
-        first = await _version(client)
+        first = await client.get_policy_version() if isinstance(client, VersionedClient) else 0
         try:
             async with _changed(model, publisher):
                 await publisher.publish(ModelWeights(model), first + 1)
@@ -165,6 +139,22 @@ async def run_doctor(
             await asyncio.shield(publisher.publish(ModelWeights(model), first + 2))
         rows.append(await checkup.compare("after a publish of the old ones", SamplingConfig()))
     return DoctorReport(tuple(rows))
+
+
+async def examine_run(run: str, overrides: Sequence[str] = ()) -> DoctorReport:
+    """`run_doctor` with a run's model, client and publisher, also at the run's own temperature."""
+    config, weights = locate(run, overrides)
+    async with open_policy(config, weights=weights) as policy:
+        own = policy.runtime.inference.sampling
+        return await run_doctor(
+            policy.model,
+            policy.tokenizer,
+            policy.runtime.client,
+            model_name=policy.runtime.model,
+            publisher=policy.publisher,
+            max_tokens=own.max_tokens or 32,
+            temperatures=sorted({own.temperature, 0.7, 1.0} - {0.0}),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,20 +181,17 @@ class _Checkup:
             # A backend that cannot say which ids it kept is refused by the trainer as well.
             why = str(exc).partition(":")[0]
             return DoctorRow(setting, 0, 0.0, 0.0, self.budget, f"cannot be trained on: {why}")
-        ours = (
-            await self.scores.logprobs(items)
-            if together
-            else [(await self.scores.logprobs([item]))[0] for item in items]
-        )
-        theirs = [_behavior(item) for item in items]
-        return self._row(setting, ours, theirs)
+        ours = await (self.scores.logprobs if together else self._one_by_one)(items)
+        return self._row(setting, ours, [item.attachments.behavior_logprobs for item in items])
 
     async def packed_against_single(self) -> DoctorRow:
         """The trainer against itself: many sequences in one pass, and each alone."""
         items = await self._sample("packed", SamplingConfig(), True)
-        single = [(await self.scores.logprobs([item]))[0] for item in items]
-        packed = await self.scores.logprobs(items)
+        packed, single = await self.scores.logprobs(items), await self._one_by_one(items)
         return self._row("trainer: packed against single", packed, single)
+
+    async def _one_by_one(self, items: Sequence[SAWItem]) -> Scores:
+        return [(await self.scores.logprobs([item]))[0] for item in items]
 
     def _row(self, setting: str, ours: Sequence[Any], theirs: Sequence[Any]) -> DoctorRow:
         gaps = np.abs(np.concatenate(list(ours)) - np.concatenate(list(theirs)))
@@ -214,7 +201,8 @@ class _Checkup:
         self, setting: str, sampling: SamplingConfig, together: bool
     ) -> list[SAWItem]:
         async def one(index: int) -> SAWItem:
-            seeded = _with(sampling, self.max_tokens, derive_seed(0, "doctor", setting, index))
+            seed = derive_seed(0, "doctor", setting, index)
+            seeded = replace(sampling, max_tokens=self.max_tokens, seed=seed)
             returns = ReturnSpec(kept_ids=sampling.truncates)
             response = await self.client.complete_tokens(
                 TokenCompletionRequest(
@@ -235,72 +223,6 @@ class _Checkup:
         return list(await asyncio.gather(*(one(index) for index in everyone)))
 
 
-def check_machine() -> list[MachineFact]:
-    """What is installed, which GPU there is, and what is missing."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    facts = [
-        MachineFact("python", f"{platform.python_version()} at {sys.executable}"),
-        MachineFact("machine", f"{os.cpu_count()} cores, {memory:.0f} GiB"),
-    ]
-    for name in ("ludic-rl", "torch", "transformers"):
-        facts.append(MachineFact(name, _installed(name) or "not installed"))
-    facts.append(_gpu())
-    if torch.cuda.is_available():
-        facts.append(_compiler())
-    for package, extra in _EXTRAS.items():
-        version = _installed(package)
-        if package == "vllm" and version is None:
-            facts.append(_vllm())
-        elif version is None:
-            facts.append(MachineFact(package, "missing", f"pip install 'ludic-rl[{extra}]'"))
-        else:
-            facts.append(MachineFact(package, version))
-    return facts
-
-
-def _gpu() -> MachineFact:
-    if not torch.cuda.is_available():
-        built = "a CUDA build of torch" if torch.version.cuda else "a CPU build of torch"
-        return MachineFact("GPU", f"none ({built}); everything runs on the CPU")
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return MachineFact(
-        "GPU", "; ".join(f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for p in found)
-    )
-
-
-def _compiler() -> MachineFact:
-    """Triton and torch.compile need one to launch their kernels on a GPU."""
-    named = os.environ.get("CC")
-    found = shutil.which(named) if named else shutil.which("clang") or shutil.which("gcc")
-    if found:
-        return MachineFact("C compiler", found)
-    remedy = "install gcc, or let CC name one: training on a GPU compiles its kernels with it"
-    return MachineFact("C compiler", "missing", remedy + (f" (CC={named})" if named else ""))
-
-
-def _vllm() -> MachineFact:
-    """vLLM often lives in an environment of its own, and on the CPU under another name."""
-    from ludic.inference.vllm.server import VLLMBuild
-
-    try:
-        build = VLLMBuild.of()
-    except LudicError:
-        remedy = (
-            "pip install 'ludic-rl[vllm]' (CUDA), or `make test-vllm` for the CPU build in an "
-            "environment of its own, named by LUDIC_VLLM_PYTHON"
-        )
-        return MachineFact("vllm", "missing", remedy)
-    kind = "CPU build" if build.cpu else "CUDA build"
-    return MachineFact("vllm", f"{build.version}, {kind}, at {build.python}")
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _prompts(tokenizer: Any, count: int) -> tuple[tuple[int, ...], ...]:
     """Texts of different kinds and lengths, so that requests in one batch differ."""
     found = []
@@ -309,16 +231,6 @@ def _prompts(tokenizer: Any, count: int) -> tuple[tuple[int, ...], ...]:
         ids = tokenizer.encode(f"{index}. " * (index // len(_TEXTS)) + text)
         found.append(tuple(int(i) for i in ids))
     return tuple(found)
-
-
-def _with(sampling: SamplingConfig, max_tokens: int, seed: int) -> SamplingConfig:
-    return SamplingConfig(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=max_tokens,
-        seed=seed,
-    )
 
 
 def _item(trace: Any, temperature: float) -> SAWItem:
@@ -333,15 +245,6 @@ def _item(trace: Any, temperature: float) -> SAWItem:
     return SAWItem(
         ids, np.ones_like(actions), actions, 1.0, attachments=attachments, temperature=temperature
     )
-
-
-def _behavior(item: SAWItem) -> NDArray[np.float32]:
-    assert item.attachments.behavior_logprobs is not None
-    return item.attachments.behavior_logprobs
-
-
-async def _version(client: ChatClient) -> int:
-    return await client.get_policy_version() if isinstance(client, VersionedClient) else 0
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from ludic.errors import ConfigError
 from ludic.eval import EvalReport, RolloutEvaluator, eval_requests
 from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.rollouts.progress import ProgressCallback
-from ludic.runs.assemble import Policy, inference_spec, requests_of
+from ludic.runs.assemble import OpenPolicy, inference_spec, open_policy, requests_of, rollout_engine
+from ludic.runs.locate import locate
 from ludic.runs.settings import RunConfig
+from ludic.runs.terminal import episodes_bar
 from ludic.seeding import derive_seed
 
 
@@ -43,14 +46,14 @@ def eval_plan(config: RunConfig) -> list[RolloutRequest]:
     return plan
 
 
-def eval_engine(config: RunConfig, policy: Policy) -> RolloutEngine:
+def eval_engine(config: RunConfig, policy: OpenPolicy) -> RolloutEngine:
     """Samples as the evaluation does, which may be at another temperature."""
     inference = inference_spec(config, temperature=config.eval.temperature, trained_on=False)
-    return RolloutEngine(runtime=replace(policy.runtime, inference=inference))
+    return rollout_engine(config, replace(policy.runtime, inference=inference))
 
 
 async def evaluate_policy(
-    config: RunConfig, policy: Policy, *, name: str, on_progress: ProgressCallback | None = None
+    config: RunConfig, policy: OpenPolicy, *, name: str, on_progress: ProgressCallback | None = None
 ) -> EvalReport:
     """The held-out episodes with the present policy."""
     evaluator = RolloutEvaluator(
@@ -62,3 +65,11 @@ async def evaluate_policy(
         on_progress=on_progress,
     )
     return await evaluator.evaluate()
+
+
+async def evaluate_run(run: str, overrides: Sequence[str] = ()) -> EvalReport:
+    """Evaluates a run's trained model, or the model of a run file as it comes."""
+    config, weights = locate(run, overrides)
+    async with open_policy(config, weights=weights) as policy:
+        with episodes_bar("evaluation") as update:
+            return await evaluate_policy(config, policy, name=run, on_progress=update)

@@ -11,19 +11,19 @@ summary.json      the figures at the end
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ludic.runs.settings import RunConfig, check_run
 from ludic.errors import ConfigError
+from ludic.runs.machine import installed
+from ludic.runs.settings import RunConfig, apply_override, check_run
 
 PACKAGES = ("ludic-rl", "torch", "transformers", "tokenizers", "numpy", "peft", "vllm")
 
@@ -33,26 +33,33 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.rollouts, self.checkpoints = path / "rollouts", path / "checkpoints"
+        self.evals, self.metrics = path / "eval", path / "metrics.jsonl"
 
     @staticmethod
-    def create(config: RunConfig, path: Path | None = None) -> RunFolder:
-        """Makes the folder; one that holds a run already is never written over."""
+    def create(config: RunConfig, path: Path | None = None, *, modules: Path) -> RunFolder:
+        """Makes the folder; one that holds a run already is never written over. `modules` is
+        where the files that the run names lie."""
         if path is None:
             stamp = time.strftime("%Y%m%d-%H%M%S")
             path = Path(config.run.folder) / f"{config.run.name}-seed{config.run.seed}-{stamp}"
+        exists = ConfigError(
+            f"{path} exists already: name another with --out, or go on with "
+            f"`ludic train --resume {path}`"
+        )
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ConfigError(
-                f"{path} exists already: name another with --out, or go on with "
-                f"`ludic train --resume {path}`"
-            )
+            raise exists
         folder = RunFolder(path)
         try:
-            for part in (path, folder.rollouts, folder.checkpoints, folder.evals):
-                part.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
+            for part in (folder.rollouts, folder.checkpoints, folder.evals):
+                part.mkdir()  # of two that begin at once, one finds it there
+        except FileExistsError:
+            raise exists from None
         except OSError as exc:
             raise ConfigError(f"cannot make the run folder {path}: {exc.strerror}") from exc
-        folder.write_json("run.json", config.model_dump(by_alias=True, mode="json"))
-        folder.write_json("origin.json", origin())
+        folder.write_json("run.json", config.plain())
+        folder.write_json("origin.json", {**origin(), "run_file_folder": str(modules.resolve())})
         return folder
 
     @staticmethod
@@ -64,24 +71,27 @@ class RunFolder:
         return folder
 
     @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts"
+    def modules(self) -> Path:
+        """Where the files that the run names lie."""
+        return Path(self.read_json("origin.json").get("run_file_folder") or ".")
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    def config(self, overrides: Sequence[str] = ()) -> RunConfig:
+        """The configuration that the run was started with, with overrides applied."""
+        data = self.read_json("run.json")
+        training = data.get("training", {})
+        if "micro_token_budget" in training and "max_seq_len" in training:
+            # Folders from before this was refused hold a smaller one, and trained with the larger.
+            budget = max(training["micro_token_budget"], training["max_seq_len"])
+            training["micro_token_budget"] = budget
+        overridden = [apply_override(data, override) for override in overrides]
+        return check_run(data, source=str(self.path / "run.json"), overridden=overridden)
 
-    @property
-    def evals(self) -> Path:
-        return self.path / "eval"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    def config(self) -> RunConfig:
-        """The configuration that the run was started with."""
-        return check_run(self.read_json("run.json"), source=str(self.path / "run.json"))
+    def take_up(self, config: RunConfig) -> None:
+        """Makes `config` the run's; where it has other steps, the end is to be measured again."""
+        if config.training.steps != self.config().training.steps:
+            for stale in ("eval/after_rl.json", "summary.json"):
+                (self.path / stale).unlink(missing_ok=True)
+        self.write_json("run.json", config.plain())
 
     def weights(self) -> Path:
         """The model folder of the newest whole checkpoint, of the last stage that has one."""
@@ -118,12 +128,7 @@ class RunFolder:
 
 def origin() -> dict[str, Any]:
     """Where a result came from: versions, git, machine and the command."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = {package: found for package in PACKAGES if (found := installed(package))}
     return {
         "versions": {"python": platform.python_version(), **versions},
         "git": _git_state(),

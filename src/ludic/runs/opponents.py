@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ludic.runs.assemble import Policy, requests_of
-from ludic.runs.settings import RunConfig
 from ludic.envs import build_env
 from ludic.errors import ConfigError
 from ludic.interaction import Runtime
 from ludic.rollouts import Curriculum, FixedMix
+from ludic.runs.assemble import OpenPolicy, requests_of
+from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed
 from ludic.training import Trainer
 from ludic.training.batching.self_play import PastPolicies, SelfPlay
@@ -43,7 +43,7 @@ class Seating:
 
 
 @asynccontextmanager
-async def seating(config: RunConfig, policy: Policy, folder: Path) -> AsyncIterator[Seating]:
+async def seating(config: RunConfig, policy: OpenPolicy, folder: Path) -> AsyncIterator[Seating]:
     """The run's players. Past policies are kept in `folder`/pool."""
     training = config.training
     if not training.past_opponents:

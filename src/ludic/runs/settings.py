@@ -1,19 +1,21 @@
 """A run is one TOML file plus overrides, checked before anything starts.
 
-`load_run("run.toml", ["training.learning_rate=1e-5"])` answers a `RunConfig`, or raises a
+`load_run("run.toml", ["training.learning_rate=1e-5"])` returns a `RunConfig`, or raises a
 `ConfigError` that names the key, the nearest right one, and the line.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -25,15 +27,30 @@ from pydantic import (
 )
 
 from ludic.errors import ConfigError
+from ludic.rollouts import LostMemberPolicy
 
 SCHEMA = 1
 MICRO_TOKEN_BUDGET = 16384
 
 
 class Section(BaseModel):
-    """A table of the run file: unknown keys are errors."""
+    """A table of the run file: unknown keys are errors, as are numbers that are none."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _without_nan(value: Any) -> Any:
+    """Raises for a NaN anywhere in a part's arguments, which no check of theirs would notice."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        if isinstance(item, float) and math.isnan(item):
+            raise ValueError(f"{key} is not a number (nan)")
+        if isinstance(item, (dict, list)):
+            _without_nan(item)
+    return value
+
+
+Arguments: TypeAlias = Annotated[dict[str, Any], AfterValidator(_without_nan)]
 
 
 class RunSection(Section):
@@ -61,7 +78,7 @@ class ModelSection(Section):
     revision: str | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
     device: str | None = None
-    kwargs: dict[str, Any] = {}
+    kwargs: Arguments = {}
     lora: LoraSection | None = None
     tool_parser: str | None = None
 
@@ -104,7 +121,7 @@ class PartSection(Section):
     """A registered part by name, with its arguments."""
 
     kind: str
-    kwargs: dict[str, Any] = {}
+    kwargs: Arguments = {}
 
 
 class EnvSection(PartSection):
@@ -129,24 +146,29 @@ class AlgorithmSection(Section):
     an `aggregation`: a name, or a table with its `kind` and arguments."""
 
     name: str = "grpo"
-    kwargs: dict[str, Any] = {}
+    kwargs: Arguments = {}
 
 
 class TrainingSection(Section):
-    """The optimisation, and how much is rolled out for each step of it. With `past_opponents`, a
-    seat of a game of several is taken, in `past_share` of the episodes, by one of that many
-    earlier policies, the last of those at every `checkpoint_every` steps."""
+    """The optimisation, and how much is rolled out for each step of it, and how. `max_steps`,
+    `concurrency` and the deadlines hold for all episodes of the run, those of its evaluation and
+    its teacher too. `lost_member` is what becomes of a group when one of its episodes fails. With
+    `past_opponents`, a seat of a game of several is taken, in `past_share` of the episodes, by one
+    of that many earlier policies, the last of those at every `checkpoint_every` steps."""
 
     steps: int = Field(default=100, ge=0)
     rollouts_per_update: int = Field(default=64, ge=1)
     max_steps: int = Field(default=16, ge=1)
     concurrency: int = Field(default=64, ge=1)
+    step_timeout_s: float = Field(default=60.0, gt=0)
+    episode_timeout_s: float = Field(default=600.0, gt=0)
+    lost_member: LostMemberPolicy = "drop_group"
     learning_rate: float = Field(default=1e-5, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     final_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     weight_decay: float = Field(default=0.0, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)  # inf: no clipping
     micro_token_budget: int = Field(default=MICRO_TOKEN_BUDGET, ge=1)
     max_seq_len: int = Field(default=2048, ge=2)
     mini_batches: int = Field(default=1, ge=1)
@@ -179,7 +201,7 @@ class SFTSection(Section):
     steps: int = Field(default=100, ge=0)
     batch_size: int = Field(default=64, ge=1)
     learning_rate: float = Field(default=1e-3, gt=0)
-    aggregation: str | dict[str, Any] = "token_mean"
+    aggregation: str | Arguments = "token_mean"
 
     @model_validator(mode="after")
     def _one_source(self) -> SFTSection:
@@ -226,6 +248,10 @@ class RunConfig(Section):
     eval: EvalSection = EvalSection()
     logging: LoggingSection = LoggingSection()
 
+    def plain(self) -> dict[str, Any]:
+        """As JSON, from which `check_run` makes the same run."""
+        return self.model_dump(by_alias=True, mode="json")
+
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads and checks a run file, with `section.key=value` overrides applied."""
@@ -269,19 +295,24 @@ def check_run(
         raise ConfigError(f"{source}: " + "; ".join(dict.fromkeys(problems))) from exc
 
 
-def apply_override(data: dict[str, Any], override: str) -> str:
-    """Puts `a.b=value` into `data`; the value is TOML, or else a plain string."""
-    key, equals, raw = override.partition("=")
-    key = key.strip()
-    if not equals or not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", key):
+def override_key(override: str) -> str:
+    """The `a.b` of `a.b=value`."""
+    key, equals, _ = override.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", key.strip()):
         raise ConfigError(
             f"override {override!r} is not of the form section.key=value, "
             "for example training.learning_rate=1e-5"
         )
+    return key.strip()
+
+
+def apply_override(data: dict[str, Any], override: str) -> str:
+    """Puts `a.b=value` into `data` and returns `a.b`; the value is TOML, or else a string."""
+    key, raw = override_key(override), override.partition("=")[2].strip()
     try:
-        value = tomllib.loads(f"value = {raw.strip()}")["value"]
+        value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
-        value = raw.strip()
+        value = raw
     *tables, last = key.split(".")
     table: Any = data
     for name in tables:

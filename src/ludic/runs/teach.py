@@ -8,45 +8,34 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from ludic.runs.assemble import load_function
-from ludic.inference import HFChatTemplate, InferenceSpec, ScriptedChatClient
-from ludic.inference.templates.chat_template import ParsedCompletion
-from ludic.inference.scripted_client import ScriptedCall
+from ludic.inference import HFChatTemplate, ScriptedChatClient
 from ludic.interaction import Runtime
-from ludic.rollouts import FixedMix, RolloutEngine, RolloutRequest, RolloutWriter
-from ludic.rollouts.progress import ProgressCallback
+from ludic.rollouts import FixedMix, RolloutWriter
+from ludic.runs.assemble import inference_spec, load_function, requests_of, tool_parser_of, rollout_engine
+from ludic.runs.settings import RunConfig
+from ludic.runs.terminal import episodes_bar
 from ludic.seeding import derive_seed
-from ludic.types import ChatResponse, Fork, Message, TokenTrace
+from ludic.types import Fork, Message, TokenTrace
 
 
-async def write_lessons(
-    path: Path,
-    teacher: str,
-    requests: Mapping[str, tuple[RolloutRequest, float]],
-    *,
-    template: HFChatTemplate,
-    inference: InferenceSpec,
-    episodes: int,
-    max_steps: int,
-    seed: int,
-    on_progress: ProgressCallback | None = None,
-) -> None:
-    """Plays `episodes` episodes with the function `teacher` in the model's place and writes them
-    to `path`, whole or not at all."""
-    function = load_function(teacher)
+async def write_lessons(config: RunConfig, tokenizer: Any, path: Path) -> None:
+    """Plays the run's examples with its teacher in the model's place and writes them to `path`,
+    whole or not at all."""
+    assert config.sft is not None
+    assert config.sft.teacher is not None
+    teacher = load_function(config.sft.teacher)
+    seed = derive_seed(config.run.seed, "lessons")
     rng = Random(derive_seed(seed, "teacher"))
-    overheard = _Overheard(template)
-
-    def script(_: ScriptedCall) -> str:
-        return str(function(overheard.last, rng))
-
-    runtime = Runtime(ScriptedChatClient(script, template), overheard, "teacher", inference)
-    rollouts = await RolloutEngine(runtime=runtime, seed=seed).generate_rollouts(
-        FixedMix(requests, seed=seed).next_requests(episodes),
-        max_steps=max_steps,
-        concurrency=1,  # one after another, so that the teacher's choices come in one order
-        on_progress=on_progress,
-    )
+    template = _Overheard(tokenizer, tool_parser_of(config))
+    client = ScriptedChatClient(lambda _: str(teacher(template.last, rng)), template)
+    runtime = Runtime(client, template, "teacher", inference_spec(config))
+    with episodes_bar(f"synthetic data by {config.sft.teacher}") as update:
+        rollouts = await rollout_engine(config, runtime, seed=seed).generate_rollouts(
+            FixedMix(requests_of(config), seed=seed).next_requests(config.sft.examples),
+            max_steps=config.training.max_steps,
+            concurrency=1,  # one after another, so that the teacher's choices come in one order
+            on_progress=update,
+        )
     temporary = path.with_name(f"{os.getpid()}-{path.name}")
     with RolloutWriter(temporary) as writer:
         for rollout in rollouts:
@@ -54,18 +43,16 @@ async def write_lessons(
     os.replace(temporary, path)
 
 
-class _Overheard:
+class _Overheard(HFChatTemplate):
     """A template that remembers the last message it spelled, for a teacher that reads text."""
 
-    def __init__(self, template: HFChatTemplate) -> None:
-        self._template = template
-        self.last = ""
+    last = ""
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         self.last = messages[-1]["content"]
-        return self._template.render(messages, tools)
+        return super().render(messages, tools)
 
     def extend(
         self,
@@ -74,7 +61,4 @@ class _Overheard:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int] | Fork:
         self.last = messages[-1]["content"]
-        return self._template.extend(messages, previous, tools)
-
-    def parse(self, response: ChatResponse) -> ParsedCompletion:
-        return self._template.parse(response)
+        return super().extend(messages, previous, tools)

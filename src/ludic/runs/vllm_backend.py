@@ -10,19 +10,19 @@ from typing import Any
 
 from torch import nn
 
-from ludic.runs.settings import RunConfig
-from ludic.runs.show import say
 from ludic.distributed import (
     AdapterPolicyPublisher,
     BroadcastPolicyPublisher,
     ModelWeights,
     PolicyPublisher,
 )
-from ludic.sharding.weights import plain_name
 from ludic.errors import ConfigError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
+from ludic.runs.settings import RunConfig
+from ludic.runs.terminal import say
+from ludic.sharding.weights import plain_name
 from ludic.training.checkpoints.model_loading import no_progress_bar
 
 

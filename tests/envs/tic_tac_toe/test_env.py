@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import cache
 from random import Random
@@ -271,11 +272,29 @@ class TestSingleAgent:
             env.env_step("A1")
 
     @pytest.mark.parametrize(
-        "options", [{"opponent": "good"}, {"mark": "Y"}, {"perfect_prob": 1.5}]
+        "options",
+        [
+            {"opponent": "good"},
+            {"mark": "Y"},
+            {"perfect_prob": 1.5},
+            {"win_reward": math.nan},
+            {"draw_reward": math.inf},
+            {"loss_reward": -math.inf},
+            {"illegal_reward": math.nan},
+        ],
     )
     def test_options_that_cannot_be_are_refused(self, options: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match="TicTacToeEnv"):
             TicTacToeEnv(**options)
+
+    def test_the_range_of_returns_knows_of_illegal_moves(self) -> None:
+        assert TicTacToeEnv(illegal_reward=-2.0).return_range == (-2.0, 1.0)
+        assert TicTacToeEnv(illegal_ends=False).return_range == (-math.inf, 1.0)
+        assert TwoPlayerTicTacToeEnv(loss_reward=0.0, illegal_reward=0.0).return_range == (0.0, 1.0)
+
+    def test_two_players_have_finite_rewards_too(self) -> None:
+        with pytest.raises(ConfigError, match=r"TwoPlayerTicTacToeEnv\(win_reward=nan"):
+            TwoPlayerTicTacToeEnv(win_reward=math.nan)
 
     def test_the_observation_is_short_and_names_the_free_cells(self) -> None:
         env = TicTacToeEnv()

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from ludic.errors import CheckpointError, ConfigError, CreditError
 from ludic.rollouts.curricula import Curriculum
 from ludic.rollouts.requests import RolloutRequest
-from ludic.training import BetaTracker, DriftForgetting, TrackedAdvantage, UncertainTasks
+from ludic.training import (
+    BetaTracker,
+    DriftForgetting,
+    TrackedAdvantage,
+    UncertainTasks,
+    make_algorithm,
+    make_spo,
+)
 from ludic.types import EnvSpec, ProtocolSpec
 from tests.oracles.rollouts import make_rollout
 
@@ -79,6 +86,28 @@ def test_advantages_are_against_the_value_from_before_the_batch_and_normalised()
     assert weights["b", 0] == weights["b", 1] == pytest.approx(expected[1])
     assert weights["c", 0] == pytest.approx(expected[2])
     assert credit.tracker.value("t") > 0.5 > credit.tracker.value("u")
+
+
+def test_returns_are_mapped_from_their_interval_and_others_are_refused() -> None:
+    plain, mapped = TrackedAdvantage(), TrackedAdvantage(returns=(-1.0, 3.0))
+    places = {"a": 0.0, "b": 1.0, "c": 0.25}
+    expected = plain.compute([make_rollout(k, [r], task="t") for k, r in places.items()])
+    found = mapped.compute([make_rollout(k, [4 * r - 1], task="t") for k, r in places.items()])
+    assert found == pytest.approx(expected)
+    assert mapped.tracker.state_dict() == plain.tracker.state_dict()
+    with pytest.raises(CreditError, match=r"'low' has a return of -1.5, outside \[-1, 3\]"):
+        mapped.compute([make_rollout("low", [-1.5], task="t")])
+    with pytest.raises(CreditError, match=r"-0.1, outside \[0, 1\].*algorithm.kwargs.returns"):
+        plain.compute([make_rollout("slip", [-0.1], task="t")])
+    tracked = make_algorithm("spo", returns=[-1, 3]).credit_assigner  # as a run file has it
+    assert isinstance(tracked, TrackedAdvantage)
+    assert tracked.returns == (-1, 3)
+
+
+@pytest.mark.parametrize("returns", [(0.0,), (1.0, 0.0), (0.0, math.inf), (math.nan, 1.0)])
+def test_an_interval_that_is_none_is_refused(returns: tuple[float, float]) -> None:
+    with pytest.raises(ConfigError, match="returns="):
+        make_spo(returns=returns)
 
 
 def test_the_state_is_json_and_comes_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from random import Random
@@ -71,11 +72,17 @@ class TicTacToeEnv(SingleAgentEnv):
         self._mark_choice = mark
         self._rewards = {"win": win_reward, "draw": draw_reward, "loss": loss_reward}
         self._illegal_reward = illegal_reward
+        _check_rewards(self, illegal=illegal_reward, **self._rewards)
         self._illegal_ends = illegal_ends
         self._mark: Mark = "X"
         self._board: Board = EMPTY
         self._random = Random(0)
         self._over = True
+
+    @property
+    def return_range(self) -> tuple[float, float]:
+        """The lowest and the highest return of an episode."""
+        return _return_range(self._rewards, self._illegal_reward, self._illegal_ends)
 
     @property
     def mark(self) -> Mark:
@@ -169,9 +176,15 @@ class TwoPlayerTicTacToeEnv(LudicEnv[Mark, Obs, Action]):
     ) -> None:
         self._rewards = {"win": win_reward, "draw": draw_reward, "loss": loss_reward}
         self._illegal_reward = illegal_reward
+        _check_rewards(self, illegal=illegal_reward, **self._rewards)
         self._illegal_ends = illegal_ends
         self._board: Board = EMPTY
         self._over = True
+
+    @property
+    def return_range(self) -> tuple[float, float]:
+        """The lowest and the highest return of an episode, for either agent."""
+        return _return_range(self._rewards, self._illegal_reward, self._illegal_ends)
 
     @property
     def agent_ids(self) -> Sequence[Mark]:
@@ -259,6 +272,22 @@ def _complaint(action: Action, place: int | None, mark: Mark, board: Board, over
     shown = action if len(action) <= 20 else action[:20] + "..."
     what = f"{shown!r} is no cell." if place is None else f"{CELLS[place]} is taken."
     return f"{what} The game is over." if over else f"{what}\n{_view(mark, board)}"
+
+
+def _return_range(
+    rewards: Mapping[str, float], illegal: float, illegal_ends: bool
+) -> tuple[float, float]:
+    """Where an illegal move does not end the game, there may be any number of them."""
+    if illegal_ends:
+        return min(*rewards.values(), illegal), max(*rewards.values(), illegal)
+    low = -math.inf if illegal < 0 else min(rewards.values())
+    return low, math.inf if illegal > 0 else max(rewards.values())
+
+
+def _check_rewards(env: object, **rewards: float) -> None:
+    for name, value in rewards.items():
+        if not math.isfinite(value):
+            raise ConfigError(f"{type(env).__name__}({name}_reward={value!r}): must be finite")
 
 
 def _check_choice(env: str, option: str, value: object, allowed: Sequence[str]) -> None:

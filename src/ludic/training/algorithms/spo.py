@@ -2,12 +2,13 @@
 
 No groups: each rollout is compared with what its task has paid so far.
 
-    A = R − v̂,  v̂ = α/(α + β);  afterwards α ← λα + r, β ← λβ + 1 − r,  r = R in [0, 1]
+    A = r − v̂,  v̂ = α/(α + β);  afterwards α ← λα + r, β ← λβ + 1 − r,  r = R in [0, 1]
 
 A is normalised over the batch; the loss is the clipped surrogate, token_mean. Tasks are drawn
 ∝ √(v̂(1 − v̂)) + ε (`BetaTracker.sampling_weights`). The tracker is saved with the checkpoint.
 
-Defaults: constant λ = 0.9, clip (0.8, 1.2), prior v̂ = 0.5 worth 8 outcomes.
+Defaults: constant λ = 0.9, clip (0.8, 1.2), prior v̂ = 0.5 worth 8 outcomes. Where returns lie in
+another interval, `returns=(low, high)` maps it to [0, 1]: r = (R − low) / (high − low).
 Departures from the paper: it derives λ from the policy's drift (`BetaTracker(DriftForgetting())`;
 the trainer then measures each update) and starts v̂ from outcomes sampled beforehand (`update`).
 Several rollouts of one task in a batch share the v̂ from before it, and forget once.
@@ -24,11 +25,13 @@ from ludic.training.losses.aggregation import Aggregation, token_mean
 def make_spo(
     *,
     tracker: BetaTracker | None = None,
+    returns: tuple[float, float] = (0.0, 1.0),
     clip: tuple[float, float] = (0.8, 1.2),
     aggregation: Aggregation = token_mean,
 ) -> RLAlgorithm:
-    """Tracked per-task values as baselines, with the clipped surrogate; no groups."""
+    """Tracked per-task values as baselines, with the clipped surrogate; no groups. A return
+    outside `returns` is a `CreditError`."""
     loss = TokenClippedSurrogateLoss(clip=clip, aggregation=aggregation)
     # An empty tracker of the caller's is still the caller's: only None means a new one.
-    credit = TrackedAdvantage(BetaTracker() if tracker is None else tracker)
+    credit = TrackedAdvantage(BetaTracker() if tracker is None else tracker, returns=returns)
     return RLAlgorithm("spo", credit, loss)

@@ -130,15 +130,25 @@ class BetaTracker:
 
 @dataclass(slots=True)
 class TrackedAdvantage:
-    """R − v̂ of the rollout's `task_key`, normalised over the batch: (A − mean) / (std + `eps`).
+    """r − v̂ of the rollout's `task_key`, normalised over the batch: (A − mean) / (std + `eps`).
 
-    v̂ is the tracker's value before this batch, which is then taken in: so `compute` is to be
-    called once per batch. A batch of one rollout is not normalised.
+    r is the return, with the interval `returns` mapped to [0, 1]; one outside of it is a
+    `CreditError`. v̂ is the tracker's value before this batch, which is then taken in: so `compute`
+    is to be called once per batch. A batch of one rollout is not normalised.
     """
 
     tracker: BetaTracker = field(default_factory=BetaTracker)
     normalize: bool = True
     eps: float = 1e-4
+    returns: tuple[float, float] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        bounds = tuple(self.returns)
+        if not (len(bounds) == 2 and all(map(math.isfinite, bounds)) and bounds[0] < bounds[1]):
+            raise ConfigError(
+                f"returns={self.returns!r}: two finite numbers, the lowest and the highest return"
+            )
+        self.returns = bounds
 
     def compute(self, rollouts: Sequence[Rollout]) -> Credit:
         outcomes: list[tuple[str, float]] = []
@@ -148,7 +158,7 @@ class TrackedAdvantage:
                     f"rollout {rollout.id!r} has no task_key, by which its value is tracked: set "
                     "RolloutRequest.task_key"
                 )
-            outcomes.append((rollout.task_key, rollout_return(rollout)))
+            outcomes.append((rollout.task_key, self._mapped(rollout)))
         advantages = [reward - self.tracker.value(key) for key, reward in outcomes]
         self.tracker.update(outcomes)
         if self.normalize and len(advantages) > 1:
@@ -157,6 +167,18 @@ class TrackedAdvantage:
             std = math.sqrt(squares / (len(advantages) - 1))
             advantages = [(a - mean) / (std + self.eps) for a in advantages]
         return spread(rollouts, advantages)
+
+    def _mapped(self, rollout: Rollout) -> float:
+        """The return's place between the lowest and the highest, which rounding may not leave."""
+        (low, high), found = self.returns, rollout_return(rollout)
+        place = (found - low) / (high - low)
+        if not -1e-9 <= place <= 1 + 1e-9:
+            raise CreditError(
+                f"rollout {rollout.id!r} has a return of {found:g}, outside [{low:g}, {high:g}], "
+                "in which its value is tracked: set make_spo(returns=(low, high)), in a run "
+                "file algorithm.kwargs.returns, to the lowest and highest return there can be"
+            )
+        return min(max(place, 0.0), 1.0)
 
     @property
     def watches_drift(self) -> bool:

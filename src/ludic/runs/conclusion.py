@@ -1,0 +1,76 @@
+"""The end of a run: its summary, its picture, one episode, and what to try next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ludic.eval import EvalReport
+from ludic.runs.assemble import OpenPolicy
+from ludic.runs.evaluation import eval_engine, eval_plan
+from ludic.runs.folder import RunFolder
+from ludic.runs.settings import RunConfig
+from ludic.runs.summary import plot_png, read_curve, summary_of
+from ludic.runs.terminal import (
+    command_name,
+    console,
+    episode_text,
+    plot_terminal,
+    say,
+    stages_table,
+)
+
+
+async def conclude(
+    config: RunConfig,
+    folder: RunFolder,
+    reports: Mapping[str, EvalReport],
+    policy: OpenPolicy,
+    seconds: float,
+) -> None:
+    """Writes `summary.json` and `plot.png`, and shows a person what came out."""
+    outcomes, path = config.eval.outcomes, folder.path
+    headline = outcomes[0] if outcomes else None
+    summary = summary_of(reports, headline)
+    summary |= {"seconds": round(seconds, 1), "seed": config.run.seed}
+    folder.write_json("summary.json", summary)
+    for section in config.eval.env or config.env:
+        options = ", ".join(f"{k}={v}" for k, v in section.kwargs.items())
+        say(
+            f"\n{section.kind} ({options}), {config.eval.episodes} held-out episodes, "
+            "95 % intervals:\n"
+        )
+    console.print(stages_table(reports, outcomes))
+    curve = read_curve(folder.metrics, "train/reward_mean")
+    chart = plot_terminal(curve, "mean reward of the training episodes")
+    if chart:
+        console.print("\n" + chart)
+    drawn = plot_png(path / "plot.png", curve, summary)
+    await _show_an_episode(config, reports, policy)
+    say(f"\n{seconds:.0f} s. Everything is in {path}/ ({'plot.png, ' * drawn}summary.json)")
+    _say_what_to_try(config.env[0].kind, path)
+
+
+async def _show_an_episode(
+    config: RunConfig, reports: Mapping[str, EvalReport], policy: OpenPolicy
+) -> None:
+    """One held-out episode again, a success if there is one, with all that was said."""
+    stage, report = list(reports.items())[-1]
+    won = (i for i, seats in enumerate(report.by_episode()) if any(e.success for e in seats))
+    rollouts = await eval_engine(config, policy).generate_rollouts(
+        [eval_plan(config)[next(won, 0)]], max_steps=config.training.max_steps
+    )
+    say(f"\nOne episode {stage.replace('_', ' ')}:")
+    say(episode_text(rollouts[0]))
+
+
+def _say_what_to_try(env: str, path: Path) -> None:
+    ludic = command_name()
+    say(
+        "\nTry next:\n"
+        f"  {ludic} play {env} --model {path}   watch it play\n"
+        f"  {ludic} play {env}   play yourself\n"
+        f"  {ludic} eval {path} eval.episodes=1000   measure again\n"
+        f"  {ludic} replay {path}/rollouts/train.jsonl.gz   run recorded episodes again\n"
+        f"  {ludic} init my_env   begin an environment of your own"
+    )

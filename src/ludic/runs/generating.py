@@ -1,0 +1,62 @@
+"""Rollouts of a run's model as a file to train on, filtered by rejection."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ludic.errors import ConfigError, UnknownNameError
+from ludic.rollouts import FixedMix, RolloutWriter
+from ludic.runs.assemble import open_policy, requests_of, rollout_engine
+from ludic.runs.locate import locate
+from ludic.runs.terminal import episodes_bar
+from ludic.seeding import derive_seed
+from ludic.types import FinishReason, Rollout
+
+KEEP: Mapping[str, Callable[[Rollout], bool]] = {
+    "success": lambda rollout: rollout.total_reward > 0,
+    "complete": lambda rollout: (
+        not rollout.truncated
+        and all(step.finish_reason is not FinishReason.LENGTH for step in rollout.agent_steps)
+    ),
+    "parsed": lambda rollout: not any(s.info.get("parse_error") for s in rollout.env_steps),
+}
+"""The tests by which rollouts are kept. A failed episode passes none, and is never kept."""
+
+
+async def generate_file(
+    run: str, overrides: Sequence[str], *, output: Path, episodes: int, keep: Sequence[str]
+) -> Counter[str]:
+    """Plays `episodes` episodes and writes those that pass every test in `keep`. Returns how many
+    were kept, and how many dropped for which reason."""
+    _check(output, episodes, keep)
+    config, weights = locate(run, overrides)
+    seed = derive_seed(config.run.seed, "generate")
+    counts: Counter[str] = Counter(kept=0)
+    async with open_policy(config, weights=weights) as policy:
+        engine = rollout_engine(config, policy.runtime, seed=seed)
+        requests = FixedMix(requests_of(config), seed=seed).next_requests(episodes)
+        with episodes_bar("generating") as update, RolloutWriter(output) as writer:
+            async for rollout in engine.stream_rollouts(
+                requests,
+                max_steps=config.training.max_steps,
+                concurrency=config.training.concurrency,
+                on_progress=update,
+            ):
+                failed = [name for name in keep if not KEEP[name](rollout)]
+                reason = "failed" if rollout.error else f"not {failed[0]}" if failed else "kept"
+                counts[reason] += 1
+                if reason == "kept":
+                    writer.write(rollout)
+    return counts
+
+
+def _check(output: Path, episodes: int, keep: Sequence[str]) -> None:
+    if episodes < 1:
+        raise ConfigError(f"--episodes {episodes}: must be at least 1")
+    for name in keep:
+        if name not in KEEP:
+            raise UnknownNameError("--keep", name, KEEP)
+    if output.exists():
+        raise ConfigError(f"{output} exists already: name another file with --output")

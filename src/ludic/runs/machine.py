@@ -1,0 +1,100 @@
+"""What this machine has, and how to get what it lacks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from ludic.errors import LudicError
+
+_EXTRAS = {
+    "vllm": "vllm",
+    "redis": "redis",
+    "wandb": "wandb",
+    "tensorboard": "tensorboard",
+    "datasets": "datasets",
+    "peft": "peft",
+    "matplotlib": "plot",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFact:
+    """One thing about this machine; `remedy` says how to get what is missing."""
+
+    name: str
+    found: str
+    remedy: str | None = None
+
+
+def check_machine() -> list[MachineFact]:
+    """What is installed, which GPU there is, and what is missing."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    facts = [
+        MachineFact("python", f"{platform.python_version()} at {sys.executable}"),
+        MachineFact("machine", f"{os.cpu_count()} cores, {memory:.0f} GiB"),
+    ]
+    for name in ("ludic-rl", "torch", "transformers"):
+        facts.append(MachineFact(name, installed(name) or "not installed"))
+    facts.append(_gpu())
+    if torch.cuda.is_available():
+        facts.append(_compiler())
+    for package, extra in _EXTRAS.items():
+        version = installed(package)
+        if package == "vllm" and version is None:
+            facts.append(_vllm())
+        elif version is None:
+            facts.append(MachineFact(package, "missing", f"pip install 'ludic-rl[{extra}]'"))
+        else:
+            facts.append(MachineFact(package, version))
+    return facts
+
+
+def _gpu() -> MachineFact:
+    if not torch.cuda.is_available():
+        built = "a CUDA build of torch" if torch.version.cuda else "a CPU build of torch"
+        return MachineFact("GPU", f"none ({built}); everything runs on the CPU")
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return MachineFact(
+        "GPU", "; ".join(f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for p in found)
+    )
+
+
+def _compiler() -> MachineFact:
+    """Triton and torch.compile need one to launch their kernels on a GPU."""
+    named = os.environ.get("CC")
+    found = shutil.which(named) if named else shutil.which("clang") or shutil.which("gcc")
+    if found:
+        return MachineFact("C compiler", found)
+    remedy = "install gcc, or let CC name one: training on a GPU compiles its kernels with it"
+    return MachineFact("C compiler", "missing", remedy + (f" (CC={named})" if named else ""))
+
+
+def _vllm() -> MachineFact:
+    """vLLM often lives in an environment of its own, and on the CPU under another name."""
+    from ludic.inference.vllm.server import VLLMBuild
+
+    try:
+        build = VLLMBuild.of()
+    except LudicError:
+        remedy = (
+            "pip install 'ludic-rl[vllm]' (CUDA), or `make test-vllm` for the CPU build in an "
+            "environment of its own, named by LUDIC_VLLM_PYTHON"
+        )
+        return MachineFact("vllm", "missing", remedy)
+    kind = "CPU build" if build.cpu else "CUDA build"
+    return MachineFact("vllm", f"{build.version}, {kind}, at {build.python}")
+
+
+def installed(name: str) -> str | None:
+    """The version of an installed package, else None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

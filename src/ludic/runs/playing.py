@@ -1,0 +1,50 @@
+"""One episode for a person: which environment, and a run's model playing it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ludic.runs.assemble import inference_spec, make_importable, open_policy, requests_of, rollout_engine
+from ludic.runs.folder import RunFolder
+from ludic.runs.locate import locate
+from ludic.runs.settings import apply_override
+from ludic.seeding import derive_seed
+from ludic.types import EnvSpec, Rollout
+
+
+def env_to_play(env: str, settings: Sequence[str]) -> EnvSpec:
+    """An environment by name, or that of a run folder, with `settings` (key=value) as arguments."""
+    make_importable(Path.cwd())
+    options: dict[str, Any] = {}
+    for setting in settings:
+        apply_override(options, setting)
+    if Path(env).is_dir():
+        folder = RunFolder.open(env)
+        make_importable(folder.modules)
+        config = folder.config()
+        section = (config.eval.env or config.env)[0]
+        env, options = section.kind, {**section.kwargs, **options}
+    return EnvSpec(env, options)
+
+
+async def watch(env: EnvSpec, run: str, *, seed: int) -> list[Rollout]:
+    """One episode of `env`, played by the run's model."""
+    config, weights = locate(run)
+    mixes = (requests_of(config), requests_of(config, held_out=True))
+    known = {request.env.kind: request for mix in mixes for request, _ in mix.values()}
+    request = known.get(env.kind) or next(iter(known.values()))
+    kwargs = {**(request.env.kwargs if env.kind in known else {}), **env.kwargs}
+    request = replace(
+        request,
+        env=EnvSpec(env.kind, kwargs),
+        env_seed=derive_seed(seed, "play"),
+        sampling_seed=derive_seed(seed, "play", "sampling"),
+    )
+    async with open_policy(config, weights=weights) as policy:
+        runtime = replace(policy.runtime, inference=inference_spec(config, trained_on=False))
+        return await rollout_engine(config, runtime).generate_rollouts(
+            [request], max_steps=config.training.max_steps
+        )

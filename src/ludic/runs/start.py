@@ -1,0 +1,73 @@
+"""Starting a run and resuming one: checked as a whole before anything is written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ludic.errors import ConfigError
+from ludic.runs.assemble import make_importable
+from ludic.runs.check import check_parts
+from ludic.runs.folder import RunFolder
+from ludic.runs.locate import builtin_runs, find_run
+from ludic.runs.lock import locked
+from ludic.runs.settings import RunConfig, override_key
+from ludic.runs.training_run import TrainingRun
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run that could be started now. `modules` is where the files that it names lie, `folder`
+    where a resumed one goes on."""
+
+    config: RunConfig
+    modules: Path
+    folder: RunFolder | None = None
+
+    def carry_out(self, out: Path | None = None) -> None:
+        """Trains to the end, or until Ctrl-C. A new run gets the folder `out`, or one by name."""
+        folder = self.folder or RunFolder.create(self.config, out, modules=self.modules)
+        with locked(folder.path):
+            if self.folder is not None:
+                folder.take_up(self.config)
+            asyncio.run(TrainingRun(self.config, folder).go())
+
+
+def plan_run(
+    run: str | None, overrides: Sequence[str] = (), *, only_sft: bool = False
+) -> PlannedRun:
+    """A new run by file or name. `only_sft`: it must have a cold start."""
+    if run is None:
+        raise ConfigError(f"name a run file, or one of the built-in runs: {builtin_runs()}")
+    config, modules = find_run(run, overrides)
+    if config.sft is not None and config.sft.data is not None:
+        # The whole path: the run may be resumed from another working directory.
+        sft = config.sft.model_copy(update={"data": str(Path(config.sft.data).resolve())})
+        config = config.model_copy(update={"sft": sft})
+    elif config.sft is None and only_sft:
+        raise ConfigError(f"{run} has no cold start: add an [sft] table with a teacher or data")
+    return _checked(PlannedRun(config, modules))
+
+
+def plan_resume(run: str | Path, overrides: Sequence[str] = ()) -> PlannedRun:
+    """What is left of the run in a folder. Only more steps may be asked for: anything else would
+    be another run."""
+    folder = RunFolder.open(run)
+    free = {"training.steps", "training.checkpoint_every", "logging.loggers"}
+    if folder.config().training.past_opponents:
+        free.remove("training.checkpoint_every")  # it also says when a past opponent is taken
+    for key in map(override_key, overrides):
+        if key not in free:
+            raise ConfigError(
+                f"{key} cannot change when a run is resumed: start a new run, or change only "
+                f"{', '.join(sorted(free))}"
+            )
+    return _checked(PlannedRun(folder.config(overrides), folder.modules, folder))
+
+
+def _checked(plan: PlannedRun) -> PlannedRun:
+    make_importable(plan.modules)
+    check_parts(plan.config)
+    return plan

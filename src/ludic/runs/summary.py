@@ -1,0 +1,100 @@
+"""What a run came to: the figures of its stages, the course of its reward, and their picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ludic.eval import EvalReport
+
+Curve: TypeAlias = tuple[list[float], list[float]]
+"""The steps, and one metric's values at them."""
+
+
+def outcomes_of(reports: Iterable[EvalReport]) -> list[str]:
+    """The names of all outcomes, the usual ones first."""
+    found = {e.outcome for report in reports for e in report.episodes if e.outcome is not None}
+    usual = [name for name in ("win", "draw", "loss", "illegal") if name in found]
+    return usual + sorted(found - set(usual))
+
+
+def summary_of(reports: Mapping[str, EvalReport], headline: str | None = None) -> dict[str, Any]:
+    """The headline figure of each stage, the rate of the outcome `headline` (None: of wins where
+    the environment knows them, else of successes), and the mean reward; under `roles` the same of
+    each agent, where there are several."""
+    if headline is None and "win" in outcomes_of(reports.values()):
+        headline = "win"
+    metric = headline or "success"
+    roles: dict[str, dict[str, Any]] = {}
+    summary: dict[str, Any] = {"headline": metric}
+    for stage, report in reports.items():
+        for role, alone in {"": report, **report.roles()}.items():
+            rate = alone.outcome(headline) if headline else alone.success
+            into = roles.setdefault(role, {}) if role else summary
+            for name, figure in ((metric, rate), ("reward", alone.reward)):
+                bounds = {"value": figure.value, "low": figure.low, "high": figure.high}
+                into[f"{name}_{stage}"] = bounds
+    if roles:
+        summary["roles"] = roles
+    summary["episodes"] = {stage: len(report.by_episode()) for stage, report in reports.items()}
+    return summary
+
+
+def read_curve(metrics: Path, key: str) -> Curve:
+    """Steps and values of one metric."""
+    steps: list[float] = []
+    values: list[float] = []
+    if metrics.is_file():
+        for line in metrics.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            value = row.get(key)
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                steps.append(float(row.get("train/step", len(steps) + 1)))
+                values.append(float(value))
+    return steps, values
+
+
+def smoothed(values: Sequence[float], window: int = 8) -> list[float]:
+    """A trailing mean, so that a noisy course can be read."""
+    return [
+        sum(values[max(0, i - window + 1) : i + 1]) / (i + 1 - max(0, i - window + 1))
+        for i in range(len(values))
+    ]
+
+
+def plot_png(path: Path, curve: Curve, summary: dict[str, Any]) -> bool:
+    """Reward over steps beside the stages' rates; False where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    metric = summary["headline"]
+    stages = [k.removeprefix(f"{metric}_") for k in summary if k.startswith(f"{metric}_")]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), width_ratios=(2, 1))
+    steps, values = curve
+    left.plot(steps, values, color="#b8c4d6", linewidth=1, label="each update")
+    left.plot(steps, smoothed(values), color="#1f4e9c", linewidth=2, label="mean of 8")
+    left.set(xlabel="update", ylabel="mean reward of the episodes", title="Learning")
+    left.legend(frameon=False, loc="lower right")
+    rates = [summary[f"{metric}_{stage}"] for stage in stages]
+    heights = [rate["value"] for rate in rates]
+    errors = [
+        [rate["value"] - rate["low"] for rate in rates],
+        [rate["high"] - rate["value"] for rate in rates],
+    ]
+    colours = ["#c9ced6", "#8fa9d1", "#1f4e9c"][-len(stages) :]
+    right.bar(range(len(stages)), heights, yerr=errors, capsize=4, color=colours)
+    right.set_xticks(range(len(stages)), [stage.replace("_", "\n") for stage in stages])
+    right.set(ylim=(0, 1), ylabel=f"{metric} rate, 95 % interval", title="Held-out episodes")
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return True

@@ -1,0 +1,119 @@
+"""What a run shows on a terminal: progress, a table, a plot, one episode in the model's words."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ludic.eval import Estimate, EvalReport
+from ludic.rollouts.progress import Progress as RolloutProgress
+from ludic.rollouts.progress import ProgressCallback
+from ludic.runs.summary import Curve, outcomes_of, smoothed
+from ludic.types import AgentStep, Rollout
+
+# What is shown is mostly the words of environments and models, whose brackets are only brackets.
+console = Console(highlight=False, markup=False, emoji=False)
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def command_name() -> str:
+    """How to call this command from here: by its name, or by where its environment keeps it."""
+    if shutil.which("ludic"):
+        return "ludic"
+    return os.path.relpath(Path(sys.executable).parent / "ludic")
+
+
+def say(text: str | Text) -> None:
+    """One line for the person in front of the screen, as it is; paths stay whole, to be copied."""
+    console.print(text, soft_wrap=True)
+
+
+@contextmanager
+def episodes_bar(title: str) -> Iterator[ProgressCallback]:
+    """A progress bar over episodes; on a screen that is none, one line at the end."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    name = TextColumn("{task.description}", markup=False)
+    columns = (name, BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+        task = bar.add_task(title, total=None)
+
+        def update(progress: RolloutProgress) -> None:
+            bar.update(task, total=progress.total, completed=progress.finished)
+
+        yield update
+
+
+def stages_table(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()) -> Table:
+    """Stages as rows, one for each role where there are several; rates with intervals as columns:
+    of `outcomes`, and of others found."""
+    outcomes = [*outcomes, *(o for o in outcomes_of(reports.values()) if o not in outcomes)]
+    table = Table(title=None, box=None, pad_edge=False, header_style="bold", leading=1)
+    table.add_column("")
+    for name in outcomes or ["success"]:
+        table.add_column(name.replace("_", " "), justify="right")
+    table.add_column("parse failure", justify="right")
+    table.add_column("mean reward", justify="right")
+    for stage, whole in reports.items():
+        for role, report in (whole.roles() or {"": whole}).items():
+            rates = [report.outcome(name) for name in outcomes] or [report.success]
+            failures = report.rate(lambda e: e.parse_failures > 0)
+            reward = report.reward
+            table.add_row(
+                stage.replace("_", " ") + (f", {role}" if role else ""),
+                *(_percent(rate) for rate in [*rates, failures]),
+                _over(f"{reward.value:+.2f}", f"{reward.low:+.1f} to {reward.high:+.1f}"),
+            )
+    return table
+
+
+def _percent(rate: Estimate) -> Text:
+    return _over(f"{rate.value:.1%}", f"{100 * rate.low:.0f} to {100 * rate.high:.0f}")
+
+
+def _over(value: str, interval: str) -> Text:
+    return Text.assemble(value, "\n", (interval, "dim"))
+
+
+def plot_terminal(curve: Curve, title: str, *, height: int = 8) -> str:
+    """The same course in characters, one column per update or per few of them."""
+    steps, values = curve
+    if len(steps) < 2:
+        return ""
+    width = min(console.width - 12, 68, len(values))
+    course = smoothed(values)
+    columns = [course[round(i * (len(course) - 1) / max(width - 1, 1))] for i in range(width)]
+    low, high = min(columns), max(columns)
+    scale = (height * 8 - 1) / (high - low) if high > low else 0.0
+    filled = [1 + round((value - low) * scale) for value in columns]
+    rows = []
+    for row in reversed(range(height)):
+        blocks = "".join(BLOCKS[min(max(n - 8 * row, 0), 8)] for n in filled)
+        label = high if row == height - 1 else low if row == 0 else None
+        rows.append(f"{'' if label is None else f'{label:+.2f}':>8} │{blocks}")
+    axis = f"{'':>8} └{'─' * width}\n{'':>9}update {steps[0]:.0f}{steps[-1]:>{width - 8}.0f}"
+    return "\n".join([f"{'':>9} {title}", *rows, axis])
+
+
+def episode_text(rollout: Rollout) -> Text:
+    """One episode as a dialogue: what the agent saw, and every word it wrote."""
+    lines: list[Text | str] = []
+    for step in rollout.steps:
+        if isinstance(step, AgentStep):
+            for message in step.new_messages:
+                if message["role"] == "user":
+                    lines += ["", *(f"    {line}" for line in message["content"].splitlines())]
+            lines += ["", Text.assemble("  ", ("model:", "bold"), f" {step.message['content']}")]
+            lines += [f"  tool: {m['content']}" for m in step.tool_messages]
+        elif step.terminated or step.truncated:
+            lines += ["", *(f"    {line}" for line in step.next_obs.splitlines())]
+    lines += ["", f"  total reward {rollout.total_reward:+g}"]
+    return Text("\n").join(Text(line) if isinstance(line, str) else line for line in lines)
