@@ -7,12 +7,9 @@ from typing import Any
 from torch import nn
 
 from ludic.errors import ConfigError
+from ludic.inference.local.base_model import base_causal_lm
 
-
-def base_causal_lm(model: nn.Module) -> nn.Module:
-    """The transformers model inside a PEFT wrapper, or `model` itself."""
-    unwrap = getattr(model, "get_base_model", None)
-    return unwrap() if unwrap is not None else model
+__all__ = ["backbone_of", "base_causal_lm", "decoder_layers", "head_of", "vocabulary_size"]
 
 
 def head_of(causal: nn.Module) -> nn.Module:
@@ -24,7 +21,7 @@ def head_of(causal: nn.Module) -> nn.Module:
 
 
 def vocabulary_size(causal: nn.Module) -> int:
-    """How many logits the head gives."""
+    """How many logits the head computes."""
     weight: Any = head_of(causal).weight
     return int(weight.shape[0])
 

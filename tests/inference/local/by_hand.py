@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ludic.inference.local.arena import KVShape, SlotMemory
+from ludic.inference.local.cpu.eager_scheduler import EagerScheduler
 from ludic.inference.local.prefix_store import PrefixStore
-from ludic.inference.local.scheduler import Outcome, Scheduler, Work
+from ludic.inference.local.scheduler import Outcome, Work
 from ludic.inference.local.sequence import Sequence
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 
@@ -26,16 +27,16 @@ class SaysOne:
         return None
 
 
-def scheduler(*, step_rows: int, max_slots: int) -> Scheduler:
-    return Scheduler(
-        SaysOne(),
-        SlotMemory(SHAPE, max_slots=max_slots, max_tokens=1024),
-        PrefixStore(0),
-        decode=str,
-        spell=str,
-        describe=lambda s: f"request {s.seed}",
-        step_rows=step_rows,
-    )
+class Spells:
+    """The text of some tokens is their numbers."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return str(ids)
+
+
+def scheduler(*, step_rows: int, max_slots: int) -> EagerScheduler:
+    memory = SlotMemory(SHAPE, max_slots=max_slots, max_tokens=1024)
+    return EagerScheduler(SaysOne(), memory, PrefixStore(0), Spells(), step_rows=step_rows)
 
 
 def sequence(prompt: Seq[int], limit: int, answers: list[Any] | None = None) -> Sequence:

@@ -190,6 +190,7 @@ async def test_active_dropout_is_refused_when_made_and_when_it_comes_later(token
         ({"max_slots": 0}, "max_slots"),
         ({"max_queue": 0}, "max_queue"),
         ({"step_rows": 1}, "step_rows"),
+        ({"deterministic": True, "pipelined": True}, "deterministic and pipelined"),
         ({"on_update": "maybe"}, "on_update"),
         ({"on_full": "maybe"}, "on_full"),
     ],

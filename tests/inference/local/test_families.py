@@ -64,6 +64,19 @@ async def test_a_family_gives_the_logprobs_of_its_own_forward_pass(
         )
 
 
+async def test_a_prompt_wider_than_its_slot_once_padded_is_computed_within_a_window(
+    tokenizer: Any,
+) -> None:
+    model = family("Mistral")
+    options: Any = {"deterministic": False, "pipelined": True, "max_context_tokens": 192}
+    async with LocalChatClient(model, tokenizer, **options) as client:
+        answer = await client.complete_tokens(request(range(40, 190), seed=0, max_tokens=5))
+    assert answer.trace is not None
+    assert answer.trace.completion_logprobs == pytest.approx(
+        plain_logprobs(model, answer), abs=2e-5
+    )
+
+
 @pytest.mark.integration
 @pytest.mark.slow
 async def test_smollm2_gives_the_logprobs_of_a_plain_pass_and_the_same_bits_in_a_crowd(

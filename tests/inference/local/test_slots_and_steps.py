@@ -83,7 +83,7 @@ def test_statistics_may_be_asked_while_an_arena_is_added() -> None:
             return super().__len__()
 
     arena = memory.arena(64)
-    arena.sequences = Meanwhile(arena.sequences)
+    arena.tenants = Meanwhile(arena.tenants)
     assert memory.taken == 2
 
     class Tensor:

@@ -2,21 +2,17 @@
 
 An arena holds sequences of up to `length` tokens, one per slot. There is one arena for each power
 of two, and a sequence that outgrows its slot moves to the next arena, which copies each token
-O(log n) times in all. So a short sequence neither takes the memory nor pays the attention of a
-long one. Occupied slots are kept dense (the last one moves into a hole), so that attention
-reads a plain slice.
+O(log n) times in all. So a short sequence neither takes the memory nor pays for the attention of a
+long one. Occupied slots are kept dense (the last one moves into a hole), so that attention reads a
+plain slice.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from ludic.inference.local.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +30,22 @@ class KVShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class Tenant:
+    """Whoever has a slot: where it is, and how many tokens are computed there."""
+
+    arena: Arena | None = None
+    slot: int = -1
+    computed: int = 0
+
+
 class Arena:
     """Slots of one length. `kv` is [layers, 2, slots, kv_heads, length, head_dim]."""
 
     def __init__(self, shape: KVShape, length: int, capacity: int, max_capacity: int) -> None:
         self.shape, self.length, self.max_capacity = shape, length, max_capacity
-        self.sequences: list[Sequence] = []
-        self.kv = self._allocate(max(1, min(capacity, max_capacity)))
-        self.generation = 0
+        self.tenants: list[Tenant] = []
+        self.kv = self._allocate(min(capacity, max_capacity))
 
     def _allocate(self, slots: int) -> Tensor:
         s = self.shape
@@ -49,40 +53,31 @@ class Arena:
         # Zeros and not empty: a masked key still meets a product with zero, and must be finite.
         return torch.zeros(size, dtype=s.dtype, device=s.device)
 
-    @property
-    def capacity(self) -> int:
-        return self.kv.shape[2]
-
-    def add(self, sequence: Sequence) -> None:
-        """Gives the sequence the next slot."""
-        slot = len(self.sequences)
-        self.generation += 1
-        if slot == self.capacity:
-            grown = self._allocate(min(2 * self.capacity, self.max_capacity))
+    def add(self, tenant: Tenant) -> None:
+        """Gives the tenant the next slot."""
+        slot, capacity = len(self.tenants), self.kv.shape[2]
+        if slot == capacity:
+            grown = self._allocate(min(2 * capacity, self.max_capacity))
             grown[:, :, :slot] = self.kv
             self.kv = grown
-        self.sequences.append(sequence)
-        sequence.arena, sequence.slot = self, slot
+        self.tenants.append(tenant)
+        tenant.arena, tenant.slot = self, slot
 
-    def remove(self, sequence: Sequence, *, wipe: bool = False) -> Sequence | None:
-        """Frees the slot. Answers the sequence that moved into it, or None.
+    def free(self, slot: int, *, wipe: bool = False) -> None:
+        """Frees the slot, into which the last tenant moves.
 
         `wipe` clears what was there: values that are not finite must not meet the next tenant.
         """
-        slot, last = sequence.slot, len(self.sequences) - 1
-        self.generation += 1
-        mover = self.sequences.pop()
-        if mover is not sequence:
+        last = len(self.tenants) - 1
+        mover = self.tenants.pop()
+        if slot != last:
             n = mover.computed
             self.kv[:, :, slot, :, :n] = self.kv[:, :, last, :, :n]
-            self.sequences[slot] = mover
-            mover.slot = slot
+            if wipe:
+                self.kv[:, :, slot, :, n:] = 0
+            self.tenants[slot], mover.slot = mover, slot
         if wipe:
-            if mover is not sequence:
-                self.kv[:, :, slot, :, mover.computed :] = 0
             self.kv[:, :, last] = 0
-        sequence.arena = None
-        return mover if mover is not sequence else None
 
     def read(self, slot: int, tokens: int) -> Tensor:
         """The first `tokens` tokens of a slot: [layers, 2, kv_heads, tokens, head_dim]."""
@@ -93,31 +88,25 @@ class Arena:
 
 
 class SlotMemory:
-    """All arenas of one engine. `single_length` makes one arena only, for CUDA graphs, whose
+    """All arenas of one engine. `single_length` makes a single arena, for CUDA graphs, whose
     addresses must not change."""
 
     def __init__(
-        self,
-        shape: KVShape,
-        *,
-        max_slots: int,
-        max_tokens: int,
-        smallest: int = 64,
-        single_length: bool = False,
+        self, shape: KVShape, *, max_slots: int, max_tokens: int, single_length: bool = False
     ) -> None:
         self.shape, self.max_slots, self.max_tokens = shape, max_slots, max_tokens
-        if single_length:
-            lengths = [-(-max_tokens // 64) * 64]
-        else:
-            lengths = [smallest]
-            while lengths[-1] < max_tokens:
-                lengths.append(2 * lengths[-1])
-        self.lengths = lengths
-        self.single_length = single_length
+        self.generation = 0
+        """Another number whenever a tenant came, left or moved."""
         self._arenas: dict[int, Arena] = {}
         if single_length:
+            length = -(-max_tokens // 64) * 64
+            self.lengths = [length]
             # One slot more than can be taken: padding rows write there.
-            self._arenas[lengths[0]] = Arena(shape, lengths[0], max_slots + 1, max_slots + 1)
+            self._arenas[length] = Arena(shape, length, max_slots + 1, max_slots + 1)
+        else:
+            self.lengths = [64]
+            while self.lengths[-1] < max_tokens:
+                self.lengths.append(2 * self.lengths[-1])
 
     def length_for(self, tokens: int) -> int:
         """The length of the arena for a sequence of so many tokens."""
@@ -130,40 +119,35 @@ class SlotMemory:
 
     @property
     def only(self) -> Arena:
+        """The arena of a memory with a single length."""
         return self._arenas[self.lengths[0]]
 
-    def place(self, sequence: Sequence, tokens: int) -> None:
-        """Sees to it that the sequence has a slot for `tokens` tokens, with what it holds."""
+    def place(self, tenant: Tenant, tokens: int) -> None:
+        """Sees to it that the tenant has a slot for `tokens` tokens, and takes along what is
+        computed."""
         length = self.length_for(tokens)
-        old = sequence.arena
+        old, slot = tenant.arena, tenant.slot
         if old is not None and old.length >= length:
             return
-        kv = old.read(sequence.slot, sequence.computed) if old and sequence.computed else None
-        old_slot = sequence.slot
-        self.arena(length).add(sequence)
-        if kv is not None:
-            self.arena(length).write(sequence.slot, kv)
+        new = self.arena(length)
+        new.add(tenant)
+        self.generation += 1
         if old is not None:
-            new_arena, new_slot = sequence.arena, sequence.slot
-            sequence.slot = old_slot
-            old.remove(sequence)
-            sequence.arena, sequence.slot = new_arena, new_slot
+            new.write(tenant.slot, old.read(slot, tenant.computed))
+            old.free(slot)
 
-    def release(self, sequence: Sequence, *, wipe: bool = False) -> Sequence | None:
-        if sequence.arena is None:
-            return None
-        return sequence.arena.remove(sequence, wipe=wipe)
-
-    @property
-    def generation(self) -> int:
-        """Another number whenever a sequence came, left or moved."""
-        return sum(a.generation for a in self._arenas.values())
+    def release(self, tenant: Tenant, *, wipe: bool = False) -> None:
+        """Frees the tenant's slot, if it has one."""
+        if tenant.arena is not None:
+            self.generation += 1
+            tenant.arena.free(tenant.slot, wipe=wipe)
+            tenant.arena = None
 
     # The engine's thread may add an arena while another thread asks these two: hence the lists.
 
     @property
     def taken(self) -> int:
-        return sum(len(a.sequences) for a in list(self._arenas.values()))
+        return sum(len(a.tenants) for a in list(self._arenas.values()))
 
     @property
     def bytes(self) -> int:

@@ -1,12 +1,8 @@
 """Attention over slots, called by the Hugging Face layers in place of their own.
 
 A step is a flat row of tokens, [1, rows], from any number of sequences. The layers compute each
-row by itself; only attention knows which sequence a row belongs to. It writes the rows' keys and
-values into their slots and lets every row read its own sequence.
-
-In the exact layout each row is an attention problem of its own, one query token against the slot's
-first `length` tokens, with `length` set by the row's position alone. A key computed in a prompt is
-then the same bits as one computed while decoding, and neither depends on the other rows.
+row by itself; only attention knows which sequence a row belongs to. A `Layout` writes the rows'
+keys and values into their slots and lets every row read its own sequence.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ludic.errors import ConfigError
-from ludic.inference.local.arena import Arena
 
 ATTENTION_NAME = "ludic_slots"
 NEG_INF = float("-inf")
@@ -52,6 +46,7 @@ class Layout(Protocol):
     def attend(self, call: AttentionCall) -> Tensor: ...
 
 
+# By thread: the trainer may run its own module in another one while the engine steps.
 _current = threading.local()
 
 
@@ -112,181 +107,52 @@ def register() -> None:
     AttentionInterface.register(ATTENTION_NAME, slot_attention)
 
 
-def additive_mask(positions: Tensor, length: int, dtype: torch.dtype, window: int | None) -> Tensor:
-    """[n, 1, 1, length]: 0 for the keys that a query at each position may see, else -inf."""
-    keys = torch.arange(length, device=positions.device)
-    hidden = keys > positions[:, None]
-    if window is not None:
-        hidden |= keys <= positions[:, None] - window
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
-    return mask.masked_fill_(hidden, NEG_INF)[:, None, None, :]
+class Masks:
+    """The additive masks of one step, each made when a layer first asks for it: layers differ in
+    their window. `positions` is [n, width], over keys at 0 to `length` - 1."""
 
+    def __init__(self, positions: Tensor, length: int) -> None:
+        self.positions, self.length = positions, length
+        self._made: dict[int | None, Tensor] = {}
 
-def _grouped(q: Tensor, kv_heads: int) -> Tensor:
-    """[n, heads, dim] to [n, kv_heads, heads per kv head, dim]: the queries that share a key."""
-    n, heads, dim = q.shape
-    return q.reshape(n, kv_heads, heads // kv_heads, dim)
-
-
-@dataclass(slots=True)
-class _DecodeGroup:
-    """One arena's sequences, each with at most one row: attention over the dense slots.
-
-    Row `row_of_slot[i]` belongs to slot i. When rows and slots run in parallel, `span` is their
-    slice and nothing has to be gathered.
-    """
-
-    arena: Arena
-    slots: int
-    all_slots: Tensor
-    positions: Tensor
-    span: slice | None
-    rows: Tensor
-    slot_of_row: Tensor
-    row_of_slot: Tensor
-    masks: dict[int | None, Tensor]
-
-    def mask(self, dtype: torch.dtype, window: int | None) -> Tensor:
-        if window not in self.masks:
-            self.masks[window] = additive_mask(self.positions, self.arena.length, dtype, window)
-        return self.masks[window]
-
-
-@dataclass(slots=True)
-class _Chunk:
-    """Consecutive tokens of one sequence: rows `start:end`, over the slot's first `length`."""
-
-    arena: Arena
-    slot: int
-    start: int
-    end: int
-    length: int
-    positions: Tensor
-    masks: dict[int | None, Tensor]
-
-    def mask(self, dtype: torch.dtype, window: int | None) -> Tensor:
-        if window not in self.masks:
-            self.masks[window] = additive_mask(self.positions, self.length, dtype, window)
-        return self.masks[window]
-
-
-class SlotLayout:
-    """The eager layout: decode rows arena by arena, prompt chunks sequence by sequence."""
-
-    def __init__(
-        self, rows: int, kv_heads: int, dtype: torch.dtype, device: torch.device, *, exact: bool
-    ) -> None:
-        self.rows, self.kv_heads, self.dtype, self.device = rows, kv_heads, dtype, device
-        self.exact = exact
-        self.decodes: list[_DecodeGroup] = []
-        self.chunks: list[_Chunk] = []
-
-    def add_decodes(self, arena: Arena, rows: list[int], slots: list[int], at: list[int]) -> None:
-        """Rows with the last token of a sequence each; slots without a row compute for nobody."""
-        n = max(slots) + 1
-        parallel = slots == list(range(n)) and rows == list(range(rows[0], rows[0] + n))
-        row_of_slot, positions = [rows[0]] * n, [0] * n
-        for row, slot, position in zip(rows, slots, at, strict=True):
-            row_of_slot[slot], positions[slot] = row, position
-        self.decodes.append(
-            _DecodeGroup(
-                arena,
-                n,
-                torch.arange(n, device=self.device),
-                self._index(positions),
-                slice(rows[0], rows[0] + n) if parallel else None,
-                self._index(rows),
-                self._index(slots),
-                self._index(row_of_slot),
-                {},
-            )
-        )
-
-    def add_chunk(
-        self, arena: Arena, slot: int, row: int, position: int, length: int, count: int
-    ) -> None:
-        """`count` rows from `row` on, the tokens of one slot from `position` on."""
-        at = torch.arange(position, position + count, device=self.device)
-        self.chunks.append(_Chunk(arena, slot, row, row + count, length, at, {}))
+    def get(self, window: int | None, q: Tensor, kv_heads: int) -> Tensor:
+        """[n, 1, rows, length] for `grouped_attention` of the queries `q`."""
+        if window not in self._made:
+            at = torch.arange(self.length, device=q.device)
+            hidden = at > self.positions[:, :, None]
+            if window is not None:
+                hidden |= at <= self.positions[:, :, None] - window
+            mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
+            mask.masked_fill_(hidden, NEG_INF)
+            if self.positions.shape[1] > 1:
+                mask = mask.repeat(1, q.shape[-2] // kv_heads, 1)
+            self._made[window] = mask[:, None]
+        return self._made[window]
 
     def next_token(self) -> None:
-        """Every sequence goes on by one token, in the same row and slot."""
-        for group in self.decodes:
-            group.positions.add_(1)
-            full = group.masks.pop(None, None)
-            group.masks.clear()
-            if full is not None:
-                full[:, 0, 0].scatter_(1, group.positions[:, None], 0.0)
-                group.masks[None] = full
+        """Every position goes on by one; only where the width is one."""
+        self.positions.add_(1)
+        full = self._made.pop(None, None)
+        self._made.clear()
+        if full is not None:
+            full[:, 0, 0].scatter_(1, self.positions, 0.0)
+            self._made[None] = full
 
-    def _index(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self.device)
 
-    def attend(self, call: AttentionCall) -> Tensor:
-        layer, q, k, v, scale, window, rotary = call
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
-        queries = _grouped(q, self.kv_heads)
-        if len(self.decodes) == 1 and not self.chunks and self.decodes[0].slots == self.rows:
-            return self._attend_group(self.decodes[0], layer, queries, k, v, scale, window)
-        out = torch.zeros_like(q)
-        for chunk in self.chunks:
-            keys, values = chunk.arena.kv[layer]
-            rows = slice(chunk.start, chunk.end)
-            keys[chunk.slot].index_copy_(1, chunk.positions, k[rows].transpose(0, 1))
-            values[chunk.slot].index_copy_(1, chunk.positions, v[rows].transpose(0, 1))
-        for chunk in self.chunks:
-            keys, values = chunk.arena.kv[layer, :, chunk.slot, :, : chunk.length]
-            rows = slice(chunk.start, chunk.end)
-            mask = chunk.mask(self.dtype, window)
-            out[rows] = self._attend_chunk(queries[rows], keys, values, mask, scale)
-        for group in self.decodes:
-            attended = self._attend_group(group, layer, queries, k, v, scale, window)
-            if group.span is not None:
-                out[group.span] = attended
-            else:
-                out[group.rows] = attended[group.slot_of_row]
-        return out
-
-    def _attend_group(
-        self,
-        group: _DecodeGroup,
-        layer: int,
-        queries: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        keys, values = group.arena.kv[layer]
-        if group.span is not None:
-            where = (group.all_slots, slice(None), group.positions)
-            keys[where], values[where] = k[group.span], v[group.span]
-            picked = queries[group.span]
-        else:
-            where = (group.slot_of_row, slice(None), group.positions[group.slot_of_row])
-            keys[where], values[where] = k[group.rows], v[group.rows]
-            picked = queries[group.row_of_slot]
-        return F.scaled_dot_product_attention(
-            picked,
-            keys[: group.slots],
-            values[: group.slots],
-            attn_mask=group.mask(self.dtype, window),
-            scale=scale,
-        ).flatten(1, 2)
-
-    def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-        n, kv_heads, group, dim = q.shape
-        if self.exact:
-            shape = (n, *k.shape)
-            attended = F.scaled_dot_product_attention(
-                q, k.expand(shape), v.expand(shape), attn_mask=mask, scale=scale
-            )
-            return attended.flatten(1, 2)
-        # One problem for the chunk: the queries that share a key-value head are its rows.
-        rows = q.permute(1, 2, 0, 3).reshape(1, kv_heads, group * n, dim)
-        full = mask[:, 0].permute(1, 0, 2).expand(group, n, -1).reshape(1, 1, group * n, -1)
-        attended = F.scaled_dot_product_attention(
-            rows, k[None], v[None], attn_mask=full, scale=scale
-        )
-        return attended.view(kv_heads, group, n, dim).permute(2, 0, 1, 3).flatten(1, 2)
+def grouped_attention(
+    q: Tensor, keys: Tensor, values: Tensor, masks: Masks, scale: float, window: int | None
+) -> Tensor:
+    """n sequences by `width` queries each, q [n * width, heads, dim], over keys and values
+    [n, kv_heads, length, dim]. The queries that share a key-value head are rows of one problem."""
+    (n, width), (heads, dim), kv_heads = masks.positions.shape, q.shape[1:], keys.shape[1]
+    mask = masks.get(window, q, kv_heads)
+    if width == 1:
+        rows = q.reshape(n, kv_heads, heads // kv_heads, dim)
+        out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+        return out.flatten(1, 2)
+    rows = q.reshape(n, width, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
+    out = F.scaled_dot_product_attention(
+        rows.reshape(n, kv_heads, -1, dim), keys, values, attn_mask=mask, scale=scale
+    )
+    out = out.view(n, kv_heads, heads // kv_heads, width, dim).permute(0, 3, 1, 2, 4)
+    return out.reshape(n * width, heads, dim)

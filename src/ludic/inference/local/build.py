@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -15,121 +13,92 @@ from ludic.errors import ConfigError
 from ludic.inference.local import attention
 from ludic.inference.local.arena import KVShape, SlotMemory
 from ludic.inference.local.cpu.eager import EagerRunner
+from ludic.inference.local.cpu.eager_scheduler import EagerScheduler
 from ludic.inference.local.cpu.row_sizes import candidate_sizes, equal_row_sizes
 from ludic.inference.local.family_check import check_known_attention, check_same_logits
 from ludic.inference.local.forward import Forward
-from ludic.inference.local.gpu.device_batch import DeviceBatch, length_buckets
+from ludic.inference.local.gpu.device_batch import DeviceBatch
+from ludic.inference.local.gpu.fused_layer import fused_layers
 from ludic.inference.local.gpu.graphs import GraphCache
 from ludic.inference.local.gpu.pipelined import PipelinedScheduler
 from ludic.inference.local.gpu.prefill import Prefill
 from ludic.inference.local.module_view import check_servable, device_and_dtype, module_view
 from ludic.inference.local.prefix_store import PrefixStore
 from ludic.inference.local.scheduler import Scheduler
-from ludic.inference.local.sequence import Sequence
 
 _log = logging.getLogger("ludic.inference")
 _CPU_CACHE_BYTES = 256 << 20
 _GPU_CACHE_BYTES = 4 << 30
 _GPU_CONTEXT = 4096
-_FAST_PREFILL = 512
-_GPU_PREFILL = 32_768
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """What the user asked for; None: to be decided by the model and the device."""
-
-    max_slots: int
-    max_context_tokens: int | None
-    deterministic: bool | None
-    step_rows: int | None
-    prefix_cache_tokens: int | None
-    pipelined: bool | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """What an engine runs with."""
-
-    max_slots: int
-    max_context_tokens: int
-    deterministic: bool
-    step_rows: tuple[int, ...] | None
-    prefix_cache_tokens: int
-    device: torch.device
+_FAST_STEP_ROWS = 512
 
 
 def build_scheduler(
     model: nn.Module,
-    settings: EngineSettings,
+    tokenizer: Any,
     *,
-    decode: Callable[[list[int]], str],
-    spell: Callable[[list[int]], str],
-    describe: Callable[[Sequence], str],
+    max_slots: int,
+    max_context_tokens: int | None,
+    deterministic: bool | None,
+    step_rows: int | None,
+    prefix_cache_tokens: int | None,
+    pipelined: bool | None,
     version: int,
-) -> tuple[Scheduler, Resolved]:
-    """A scheduler over `model`, and the settings it runs with. Raises `ConfigError` for a module
-    that cannot be served exactly."""
+) -> Scheduler:
+    """A scheduler over `model`. None stands for what the model and the device suggest. Raises
+    `ConfigError` for a module that cannot be served exactly, and for settings that do not fit."""
     check_servable(model)
-    device, _ = device_and_dtype(model)
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     check_known_attention(model, text)
-    resolved = _resolve(settings, text, device)
-    shape = _kv_shape(model, text, device)
-    cache = resolved.prefix_cache_tokens
-    if cache < 0:
-        cache = max(1, _cache_bytes(device) // shape.bytes_per_token)
-        resolved = replace(resolved, prefix_cache_tokens=cache)
-    attention.register()
-    pipelined = settings.pipelined
+    shape = kv_shape(model, text)
+    device = shape.device
+    if deterministic and pipelined:
+        raise ConfigError("deterministic and pipelined: steps that run ahead have no fixed shapes")
+    if deterministic is None:
+        deterministic = device.type == "cpu" and not pipelined
     if pipelined is None:
-        pipelined = device.type == "cuda" and not resolved.deterministic
-    # In float32 the fused norm is the same to the bit; in bfloat16 it rounds once less, which is
-    # worth it only where launches are what a step costs.
-    fuse = shape.dtype == torch.float32 or (device.type == "cuda" and pipelined)
+        pipelined = device.type == "cuda" and not deterministic
+    context = _context(max_context_tokens, text, device)
+    if step_rows is not None and step_rows < 2:
+        # One row alone takes another code path in most linear algebra libraries.
+        raise ConfigError(f"step_rows={step_rows}: must be at least 2")
+    if prefix_cache_tokens is None:
+        budget = _GPU_CACHE_BYTES if device.type == "cuda" else _CPU_CACHE_BYTES
+        prefix_cache_tokens = max(1, budget // shape.bytes_per_token)
+    attention.register()
     kernels = usable_kernels(shape) if pipelined else None
-    view = module_view(model, fuse_norms=fuse, kernels=kernels)
-    memory = SlotMemory(
-        shape,
-        max_slots=resolved.max_slots,
-        max_tokens=resolved.max_context_tokens,
-        single_length=pipelined,
+    view = module_view(
+        model,
+        # In float32 the fused norm is the same to the bit; in bfloat16 it rounds once less, which
+        # is worth it only where launches are what a step costs.
+        fuse_norms=shape.dtype == torch.float32 or (device.type == "cuda" and pipelined),
+        **({} if kernels is None else {"stand_in": fused_layers(kernels)}),
     )
     forward = Forward(view, device)
-    check_same_logits(model, forward, shape, resolved.max_context_tokens)
-    sizes = _row_sizes(forward, model, settings, text, device) if resolved.deterministic else None
-    runner = EagerRunner(forward, memory, sizes)
-    resolved = replace(resolved, step_rows=sizes)
-    options: dict[str, Any] = {
-        "decode": decode,
-        "spell": spell,
-        "describe": describe,
-        "step_rows": sizes[-1] if sizes else _FAST_PREFILL,
-        "version": version,
-    }
-    store = PrefixStore(cache)
+    check_same_logits(model, forward, shape, context)
+    memory = SlotMemory(shape, max_slots=max_slots, max_tokens=context, single_length=pipelined)
+    common = (memory, PrefixStore(prefix_cache_tokens), tokenizer)
     if not pipelined:
-        return Scheduler(runner, memory, store, **options), resolved
+        sizes = None
+        if deterministic:
+            parameters = sum(p.numel() for p in model.parameters())
+            sizes = (step_rows,) if step_rows else candidate_sizes(parameters, max_slots)
+            positions = int(getattr(text, "max_position_embeddings", 0) or 512)
+            sizes = equal_row_sizes(forward, sizes, text.vocab_size, positions, device)
+        runner = EagerRunner(forward, memory, sizes)
+        rows = sizes[-1] if sizes else _FAST_STEP_ROWS
+        return EagerScheduler(runner, *common, step_rows=rows, version=version)
     graphs = GraphCache(
         device,
         capture=device.type == "cuda",
         weights=lambda: [*model.parameters(), *model.buffers()],
     )
     vocab = int(model.get_output_embeddings().weight.shape[0])  # type: ignore[operator]
-    batch = DeviceBatch(forward, memory.only, resolved.max_slots, vocab, graphs, kernels)
-    prefill = Prefill(
-        forward,
-        memory.only,
-        trash=resolved.max_slots,
-        vocab=vocab,
-        lengths=length_buckets(memory.only.length),
-        max_tokens=_GPU_PREFILL,
-        graphs=graphs,
-        to_device=batch.to_device,
-        kernels=kernels,
-    )
-    return PipelinedScheduler(batch, prefill, runner, memory, store, **options), resolved
+    parts: dict[str, Any] = {"vocab": vocab, "graphs": graphs, "kernels": kernels}
+    batch = DeviceBatch(forward, memory.only, max_slots, **parts)
+    prefill = Prefill(forward, memory.only, **parts)
+    return PipelinedScheduler(batch, prefill, *common, version=version)
 
 
 def usable_kernels(shape: KVShape) -> ModuleType | None:
@@ -162,9 +131,8 @@ def can_launch(kernels: Any, device: torch.device) -> bool:
     return True
 
 
-def _resolve(settings: EngineSettings, config: Any, device: torch.device) -> Resolved:
+def _context(wanted: int | None, config: Any, device: torch.device) -> int:
     limit = int(getattr(config, "max_position_embeddings", 0) or 0)
-    wanted = settings.max_context_tokens
     if wanted is None:
         if not limit:
             raise ConfigError("the model names no longest context: set max_context_tokens")
@@ -173,43 +141,11 @@ def _resolve(settings: EngineSettings, config: Any, device: torch.device) -> Res
         raise ConfigError(f"max_context_tokens={wanted} is more than the model's {limit} positions")
     if wanted < 2:
         raise ConfigError(f"max_context_tokens={wanted}: a prompt and a completion need 2")
-    exact = settings.deterministic
-    if exact is None:
-        exact = device.type == "cpu"
-    if settings.step_rows is not None and settings.step_rows < 2:
-        # One row alone takes another code path in most linear algebra libraries.
-        raise ConfigError(f"step_rows={settings.step_rows}: must be at least 2")
-    cache = settings.prefix_cache_tokens
-    return Resolved(
-        max_slots=settings.max_slots,
-        max_context_tokens=wanted,
-        deterministic=exact,
-        step_rows=None,
-        prefix_cache_tokens=-1 if cache is None else cache,
-        device=device,
-    )
+    return wanted
 
 
-def _row_sizes(
-    forward: Forward,
-    model: nn.Module,
-    settings: EngineSettings,
-    config: Any,
-    device: torch.device,
-) -> tuple[int, ...]:
-    if settings.step_rows is not None:
-        sizes: tuple[int, ...] = (settings.step_rows,)
-    else:
-        sizes = candidate_sizes(sum(p.numel() for p in model.parameters()), settings.max_slots)
-    positions = int(getattr(config, "max_position_embeddings", 0) or 512)
-    return equal_row_sizes(forward, sizes, config.vocab_size, positions, device)
-
-
-def _cache_bytes(device: torch.device) -> int:
-    return _GPU_CACHE_BYTES if device.type == "cuda" else _CPU_CACHE_BYTES
-
-
-def _kv_shape(model: nn.Module, config: Any, device: torch.device) -> KVShape:
+def kv_shape(model: nn.Module, config: Any) -> KVShape:
+    """What a token of this model keeps, and where."""
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
         raise ConfigError(
@@ -217,6 +153,6 @@ def _kv_shape(model: nn.Module, config: Any, device: torch.device) -> KVShape:
             "that keep keys and values"
         )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    _, dtype = device_and_dtype(model)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    device, dtype = device_and_dtype(model)
     return KVShape(config.num_hidden_layers, kv_heads, head_dim, dtype, device)

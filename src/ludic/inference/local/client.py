@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Literal, Self
 
 import torch
@@ -22,9 +23,10 @@ from ludic.errors import (
     RequestRejectedError,
 )
 from ludic.inference.client import TokenCompletionRequest
-from ludic.inference.local.build import EngineSettings, build_scheduler
-from ludic.inference.local.engine_thread import Engine, Pause
-from ludic.inference.local.module_view import active_dropout, base_causal_lm, may_drop
+from ludic.inference.local.base_model import base_causal_lm
+from ludic.inference.local.build import build_scheduler
+from ludic.inference.local.engine_thread import EngineThread, Pause
+from ludic.inference.local.module_view import active_dropout, check_adapters, may_drop
 from ludic.inference.local.noise import noise_key
 from ludic.inference.local.queue_gate import QueueGate
 from ludic.inference.local.sequence import Sequence
@@ -80,25 +82,28 @@ class LocalChatClient:
         version: int = 0,
         pipelined: bool | None = None,
     ) -> None:
-        _check_choice("on_full", on_full, ("wait", "raise"))
-        _check_choice("on_update", on_update, ("finish", "continue"))
+        for name, value, choices in (
+            ("on_full", on_full, ("wait", "raise")),
+            ("on_update", on_update, ("finish", "continue")),
+        ):
+            if value not in choices:
+                raise ConfigError(f"LocalChatClient: {name}={value!r}; must be one of {choices}")
         if max_queue < 1 or max_slots < 1:
             raise ConfigError(f"max_slots={max_slots}, max_queue={max_queue}: both must be >= 1")
+        check_adapters(model)
         self._model = base_causal_lm(model)
-        # The engine decodes in its own thread; a fast tokenizer is not safe to share between two.
-        self._tokenizer = copy.deepcopy(tokenizer)
-        settings = EngineSettings(
-            max_slots, max_context_tokens, deterministic, step_rows, prefix_cache_tokens, pipelined
-        )
-        scheduler, self.settings = build_scheduler(
+        self._scheduler = build_scheduler(
             self._model,
-            settings,
-            decode=self._decode,
-            spell=self._spell,
-            describe=_describe,
+            # The engine decodes in its own thread; a fast tokenizer is not safe to share.
+            copy.deepcopy(tokenizer),
+            max_slots=max_slots,
+            max_context_tokens=max_context_tokens,
+            deterministic=deterministic,
+            step_rows=step_rows,
+            prefix_cache_tokens=prefix_cache_tokens,
+            pipelined=pipelined,
             version=version,
         )
-        self._scheduler = scheduler
         self._vocab = int(self._model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         self._eos = _eos_ids(self._model, tokenizer)
         self._may_drop = may_drop(self._model)
@@ -106,7 +111,7 @@ class LocalChatClient:
         self._timeout_s = request_timeout_s
         self._holder: object | None = None
         self._gate = QueueGate(max_queue)
-        self._engine = Engine(scheduler, self._gate)
+        self._thread = EngineThread(self._scheduler, self._gate)
 
     # Life
 
@@ -118,17 +123,17 @@ class LocalChatClient:
 
     async def close(self, *, timeout_s: float = 30.0) -> None:
         """Ends the engine; requests in flight and in the queue get `EngineClosedError`."""
-        self._engine.close()
-        ended = await asyncio.to_thread(self._engine.join, timeout_s)
+        self._thread.close()
+        ended = await asyncio.to_thread(self._thread.join, timeout_s)
         if not ended:
             raise DeadlineError("the engine's thread to end", "LocalChatClient.close", timeout_s)
 
     # The client contract
 
     @property
-    def max_context_tokens(self) -> int | None:
+    def max_context_tokens(self) -> int:
         """The longest prompt plus completion."""
-        return self.settings.max_context_tokens
+        return self._scheduler.memory.max_tokens
 
     async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
         """Samples one completion; see `ChatClient`. Prompt log-probs, when asked for, are in
@@ -140,8 +145,8 @@ class LocalChatClient:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[ChatResponse] = loop.create_future()
         try:
-            sequence = self._sequence(request, limit, _deliver_to(loop, future))
-            self._engine.submit(sequence)
+            sequence = self._sequence(request, limit, partial(_call_in, loop, _settle, future))
+            self._thread.submit(sequence)
         except BaseException:
             self._gate.leave()
             raise
@@ -149,10 +154,10 @@ class LocalChatClient:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                 return await future
         except TimeoutError:
-            self._engine.cancel(sequence)
-            raise self._late(timeout_s) from None
+            self._thread.cancel(sequence)
+            raise DeadlineError("a completion", "the in-process engine", timeout_s) from None
         except asyncio.CancelledError:
-            self._engine.cancel(sequence)
+            self._thread.cancel(sequence)
             raise
 
     async def sync_weights(
@@ -162,7 +167,7 @@ class LocalChatClient:
         are copied into it, all or none. Whoever holds `updating()` may call it inside, also in
         tasks started there; anybody else waits for their turn."""
         self._foreign(params)  # what does not fit is refused before anybody waits
-        self._engine.check_version(version)
+        self._thread.check_version(version)
         if self._holder in _held.get():
             return self._take_weights(params, version)
         async with self.updating(timeout_s=timeout_s):
@@ -170,7 +175,7 @@ class LocalChatClient:
 
     async def get_policy_version(self) -> int:
         """The version of the weights that the next token is sampled from."""
-        return self._engine.version
+        return self._thread.version
 
     # Weights
 
@@ -179,7 +184,7 @@ class LocalChatClient:
 
         Call it inside `updating()`, so that no token is sampled under the wrong name.
         """
-        self._engine.set_version(version)
+        self._thread.set_version(version)
 
     @asynccontextmanager
     async def updating(
@@ -194,12 +199,8 @@ class LocalChatClient:
         seconds = timeout_s if timeout_s is not None else self._timeout_s
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = loop.create_future()
-
-        def on_ready(error: BaseException | None) -> None:
-            _call_in(loop, _resolve, ready, error)
-
-        pause = Pause(self._on_update == "finish", on_ready)
-        self._engine.pause(pause)
+        pause = Pause(self._on_update == "finish", partial(_call_in, loop, _settle, ready))
+        self._thread.pause(pause)
         try:
             try:
                 async with asyncio.timeout(seconds):
@@ -213,36 +214,37 @@ class LocalChatClient:
             try:
                 yield
                 if version is not None:
-                    self._engine.set_version(version)
+                    self._thread.set_version(version)
             finally:
                 self._holder = None
                 _held.set(tuple(h for h in _held.get() if h is not held))
-                if self.settings.device.type == "cuda":
+                device = self._scheduler.memory.shape.device
+                if device.type == "cuda":
                     # The optimizer's kernels run in this thread's stream, the engine's in another.
-                    torch.cuda.current_stream(self.settings.device).synchronize()
+                    torch.cuda.current_stream(device).synchronize()
         finally:
-            self._engine.release(pause)
+            self._thread.release(pause)
 
     def stats(self) -> dict[str, float]:
         """Totals and rates since the start, and what is here now."""
         s = self._scheduler
         return {
-            **s.counters.as_stats(self.settings.max_slots),
+            **s.counters.as_stats(s.memory.max_slots),
             "running": len(s.running),
             "waiting": self._gate.taken,
             "slots_taken": s.memory.taken,
             "kv_bytes": s.memory.bytes,
             "cached_tokens": s.store.tokens,
-            "version": self._engine.version,
+            "version": self._thread.version,
         }
 
     # Inside
 
     def _check(self, request: TokenCompletionRequest) -> int:
         """How many tokens the completion may have; raises for what cannot be served."""
-        if self._engine.closed:
-            raise self._engine.closed_error()
-        ids, limit = request.prompt_token_ids, self.settings.max_context_tokens
+        if self._thread.closed:
+            raise self._thread.closed_error()
+        ids, limit = request.prompt_token_ids, self.max_context_tokens
         if not ids:
             raise RequestRejectedError("the prompt is empty: give at least one token id")
         if len(ids) >= limit:
@@ -287,7 +289,6 @@ class LocalChatClient:
             key=noise_key(seed),
             stop_ids=eos | frozenset(sampling.stop_token_ids),
             deliver=deliver,
-            conversation_id=request.conversation_id,
             seed=seed,
         )
 
@@ -307,22 +308,12 @@ class LocalChatClient:
                 "a place in the queue", "the in-process engine", timeout_s
             ) from None
 
-    def _late(self, timeout_s: float) -> DeadlineError:
-        return DeadlineError("a completion", "the in-process engine", timeout_s)
-
-    def _decode(self, ids: list[int]) -> str:
-        """The text of a completion: without the tokens that end a turn."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
-
-    def _spell(self, ids: list[int]) -> str:
-        """Every token spelled out, for stop strings."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
-
-    def _foreign(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of `params` that are not the module's own tensors, all checked to fit."""
+    def _foreign(self, params: Mapping[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Those of `params` that are not the module's own tensors, all checked to fit, each with
+        the tensor that it is to be copied into."""
         own: dict[str, torch.Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
         own.update(self._model.named_buffers(remove_duplicate=False))
-        foreign = {}
+        foreign = []
         for name, tensor in params.items():
             mine = own.get(name)
             if mine is None:
@@ -338,23 +329,18 @@ class LocalChatClient:
                     f"{tuple(mine.shape)}"
                 )
             if mine.data_ptr() != tensor.data_ptr():
-                foreign[name] = (mine, tensor)
+                foreign.append((mine, tensor))
         return foreign
 
     def _take_weights(self, params: Mapping[str, Any], version: int) -> str:
         # Both again: a newer version, or other tensors, may have come while this one waited.
-        self._engine.check_version(version)
+        self._thread.check_version(version)
         foreign = self._foreign(params)
         with torch.no_grad():
-            for mine, tensor in foreign.values():
+            for mine, tensor in foreign:
                 mine.copy_(tensor)
-        self._engine.set_version(version)
+        self._thread.set_version(version)
         return f"copied {len(foreign)} tensors" if foreign else "shared: nothing to copy"
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"LocalChatClient: {name}={value!r}; must be one of {list(choices)}")
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -370,19 +356,6 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _describe(sequence: Sequence) -> str:
-    return (
-        f"the request with seed {sequence.seed} (prompt of {sequence.prompt_len} tokens, "
-        f"{sequence.generated} sampled)"
-    )
-
-
-def _deliver_to(
-    loop: asyncio.AbstractEventLoop, future: asyncio.Future[ChatResponse]
-) -> Callable[[ChatResponse | BaseException], None]:
-    return lambda result: _call_in(loop, _settle, future, result)
-
-
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
     try:
         loop.call_soon_threadsafe(function, *args)
@@ -390,19 +363,10 @@ def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *ar
         return
 
 
-def _settle(future: asyncio.Future[ChatResponse], result: ChatResponse | BaseException) -> None:
+def _settle(future: asyncio.Future[Any], result: Any) -> None:
     if future.done():
         return
     if isinstance(result, BaseException):
         future.set_exception(result)
     else:
         future.set_result(result)
-
-
-def _resolve(future: asyncio.Future[None], error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(None)

@@ -1,4 +1,4 @@
-"""The engine's thread: takes requests in, steps, and stands still while weights change."""
+"""The engine's thread: takes requests in, computes steps, and stands still while weights change."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,7 +18,11 @@ from ludic.inference.local.sequence import Sequence
 
 @dataclass(eq=False, slots=True)
 class Pause:
-    """Somebody wants the weights for itself. `drain`: what is in flight ends first."""
+    """Somebody wants the weights for itself. `drain`: what is in flight ends first.
+
+    `ready` is set by the engine's thread, `released` by whoever asked; both under the lock, and
+    neither goes back.
+    """
 
     drain: bool
     on_ready: Callable[[BaseException | None], None]
@@ -25,11 +30,24 @@ class Pause:
     released: bool = False
 
 
-class Engine:
-    """Owns a scheduler. Every method may be called from any thread and returns at once."""
+class EngineThread:
+    """Owns a scheduler. Every method may be called from any thread and returns at once, except for
+    `join`.
+
+    One lock, that of `_changed`, guards what is shared: the inbox, the pauses, the version and
+    whether the thread is closing. The scheduler is not shared and has no lock: the thread alone
+    touches it, and computes a step with the lock free, so requests, cancellations and pauses come
+    in while a step runs and are seen before the next one. (With the lock it waits for no more than
+    a step already in flight, in `settle`.)
+
+    While a pause is ready the thread computes nothing: it waits for `_changed`, which frees the
+    lock. So whoever holds the pause may write the weights, and the others may still hand in
+    requests. Pauses are granted one after the other, in the order they were asked for. Only this
+    thread ever waits for `_changed`, hence `notify` and not `notify_all`.
+    """
 
     def __init__(self, scheduler: Scheduler, gate: QueueGate) -> None:
-        self._scheduler, self._gate = scheduler, gate
+        self._scheduler = scheduler
         self._changed = threading.Condition()
         self._inbox: list[Sequence] = []
         self._pauses: list[Pause] = []
@@ -51,11 +69,7 @@ class Engine:
 
     def submit(self, sequence: Sequence) -> None:
         """Queues a sequence that has a place in the gate."""
-        with self._changed:
-            if self._closing:
-                raise self.closed_error()
-            self._inbox.append(sequence)
-            self._changed.notify()
+        self._hand_in(self._inbox, sequence)
 
     def cancel(self, sequence: Sequence) -> None:
         """The sequence leaves before the next step; nothing is delivered for it any more."""
@@ -65,14 +79,17 @@ class Engine:
 
     def pause(self, pause: Pause) -> None:
         """Asks for the weights: `on_ready` is called when no step samples any longer."""
+        self._hand_in(self._pauses, pause)
+
+    def _hand_in(self, where: list[Any], what: Any) -> None:
         with self._changed:
             if self._closing:
                 raise self.closed_error()
-            self._pauses.append(pause)
+            where.append(what)
             self._changed.notify()
 
     def release(self, pause: Pause) -> None:
-        """Gives the weights back. Asked while the pause was not ready yet, it is called off."""
+        """Hands the weights back. A pause that is not ready yet is called off."""
         with self._changed:
             pause.released = True
             self._changed.notify()
@@ -85,7 +102,7 @@ class Engine:
             )
 
     def set_version(self, version: int) -> None:
-        """Names the weights as they are now; takes hold between two steps."""
+        """Names the weights as they are now; the engine takes it up between two steps."""
         with self._changed:
             self.check_version(version)
             self._version = version
@@ -136,7 +153,7 @@ class Engine:
                 if self._closing:
                     return False
                 self._take_in()
-                self._pauses = [p for p in self._pauses if not p.released]
+                self._pauses[:] = [p for p in self._pauses if not p.released]
                 self._apply_version()
                 scheduler.admitting = not self._pauses
                 if self._pauses:
@@ -149,7 +166,8 @@ class Engine:
                 self._changed.wait()
 
     def _gather(self) -> None:
-        """Gives the event loop a moment to hand in what it has at hand."""
+        """Waits a moment for the event loop to hand in what it has at hand."""
+        # Read without the lock: a length that is out of date costs another millisecond at most.
         seen = -1
         while seen != len(self._inbox) and not self._closing:
             seen = len(self._inbox)
@@ -158,15 +176,16 @@ class Engine:
             self._take_in()
 
     def _take_in(self) -> None:
+        """Moves the inbox to the scheduler's queue; call it with the lock."""
         self._scheduler.waiting.extend(self._inbox)
         self._inbox.clear()
 
     def _stand_still(self, pause: Pause) -> None:
-        """Nothing is sampled until the pause is released, or the engine closes."""
+        """Nothing is sampled until the pause is released, or the engine closes. Called with the
+        lock, which is free while it waits."""
         self._scheduler.settle()
-        if not pause.ready:
-            pause.ready = True
-            pause.on_ready(None)
+        pause.ready = True
+        pause.on_ready(None)
         while not (pause.released or self._closing):
             # Those that gave up meanwhile must not fill the queue.
             self._take_in()
@@ -186,8 +205,8 @@ class Engine:
         with self._changed:
             self._closing = True
             self._take_in()
-            pauses, self._pauses = self._pauses, []
-        for pause in pauses:
+        # Nobody can hand in a pause any more.
+        for pause in self._pauses:
             if not pause.ready:
                 pause.on_ready(self.closed_error())
         self._scheduler.abandon(self.closed_error)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError
 from ludic.inference.local.arena import KVShape, SlotMemory
-from ludic.inference.local.attention import AttentionCall, SlotLayout
+from ludic.inference.local.attention import AttentionCall
 from ludic.inference.local.forward import Forward
+from ludic.inference.local.slot_layout import SlotLayout
 
 _TOKENS, _DECODED = 16, 2
 """How many tokens are compared, and how many of them are decoded: the second reads the first."""
@@ -97,7 +98,7 @@ def through_slots(forward: Forward, ids: Tensor, shape: KVShape) -> Tensor:
     positions = torch.arange(count, device=shape.device)[None]
 
     def step(first: int, end: int) -> Tensor:
-        layout = SlotLayout(end - first, shape.kv_heads, shape.dtype, shape.device, exact=False)
+        layout = SlotLayout(end - first, shape.device, exact=False)
         if end - first > 1:
             layout.add_chunk(arena, 0, 0, first, arena.length, end - first)
         else:

@@ -8,33 +8,26 @@ the very same parameter dictionaries.
 from __future__ import annotations
 
 import copy
-from types import ModuleType
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from ludic.errors import ConfigError
 from ludic.inference.local.attention import ATTENTION_NAME
-from ludic.inference.local.gpu.fused_layer import FusedLayer, can_fuse
 
 
-def base_causal_lm(module: nn.Module) -> nn.Module:
-    """The Hugging Face module inside compile and PEFT wrappers; adapters stay in place."""
-    model: Any = module
-    while True:
-        if isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-            for name, config in model.peft_config.items():
-                if getattr(config, "is_prompt_learning", False):
-                    raise ConfigError(
-                        f"the PEFT adapter {name!r} is of a prompt-learning kind, which the "
-                        "in-process engine does not run: use LoRA, or a vLLM server"
-                    )
-            model = model.get_base_model()
-        else:
-            return cast(nn.Module, model)
+def check_adapters(model: nn.Module) -> None:
+    """Raises `ConfigError` for adapters that put tokens before the prompt: the base model inside
+    them would be sampled from without."""
+    for module in model.modules():
+        for name, config in (getattr(module, "peft_config", None) or {}).items():
+            if getattr(config, "is_prompt_learning", False):
+                raise ConfigError(
+                    f"the PEFT adapter {name!r} is of a prompt-learning kind, which the "
+                    "in-process engine does not run: use LoRA, or a vLLM server"
+                )
 
 
 def check_servable(model: nn.Module) -> None:
@@ -74,7 +67,7 @@ def active_dropout(model: nn.Module) -> str | None:
 
 
 def may_drop(model: nn.Module) -> bool:
-    """Whether `active_dropout` could ever answer something: worth asking again later."""
+    """Whether `active_dropout` could ever find one: whether it is worth asking again later."""
     return any(_dropout_of(m) for m in model.modules())
 
 
@@ -112,13 +105,17 @@ def _is_plain_rms_norm(module: nn.Module) -> bool:
 
 
 def module_view(
-    model: nn.Module, *, fuse_norms: bool = False, kernels: ModuleType | None = None
+    model: nn.Module,
+    *,
+    fuse_norms: bool = False,
+    stand_in: Callable[[nn.Module], nn.Module | None] = lambda module: None,
 ) -> Any:
     """New module objects in eval mode over the same parameters, with the engine's attention.
 
     Parameter and buffer dictionaries are shared, not copied: whatever the trainer writes there,
     in place or by assignment, is what the view computes with. `fuse_norms` saves launches on a
-    GPU; it rounds once where the module rounds twice. `kernels` does so for whole layers.
+    GPU; it rounds once where the module rounds twice. `stand_in` may return an empty module of
+    another class to take a module's place, with all that the module has.
     """
     configs: dict[int, Any] = {}
     seen: dict[int, nn.Module] = {}
@@ -133,26 +130,17 @@ def module_view(
     def clone(module: nn.Module) -> nn.Module:
         if id(module) in seen:
             return seen[id(module)]
-        kind: type[nn.Module] = module.__class__
-        if fuse_norms and _is_plain_rms_norm(module):
-            kind = _FusedRMSNorm
-        elif kernels is not None and can_fuse(module):
-            kind = FusedLayer
-        new: nn.Module = kind.__new__(kind)
+        kind = _FusedRMSNorm if fuse_norms and _is_plain_rms_norm(module) else type(module)
+        new = stand_in(module) or kind.__new__(kind)
         seen[id(module)] = new
-        state = dict(module.__dict__)
-        state["training"] = False
-        # PEFT and accelerate patch `forward` on the instance, bound to the original: keep ours.
-        state.pop("_compiled_call_impl", None)
-        state["_compiled_call_impl"] = None
+        # A module that was compiled in place calls what was compiled for the original.
+        state = {**module.__dict__, "training": False, "_compiled_call_impl": None}
         if hasattr(state.get("config"), "_attn_implementation"):
             state["config"] = own_config(state["config"])
         state["_modules"] = {
             name: clone(child) if child is not None else None
             for name, child in module._modules.items()
         }
-        if kind is FusedLayer:
-            state["kernels"] = kernels
         new.__dict__.update(state)
         return new
 

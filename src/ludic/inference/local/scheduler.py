@@ -1,17 +1,18 @@
-"""Which tokens are computed next: admission, prefix sharing, and what became of each step.
+"""Who is computed, and what became of each step: admission, prefix sharing, ending.
 
 No threads here: the engine's thread owns a scheduler and calls `advance` until there is no work.
+How a step is computed is in `cpu/` and `gpu/`.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,8 +40,7 @@ class Work:
         return self.sequence.computed + self.count == len(self.sequence.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a step found for one piece of work. NaN log-prob: the logits were not finite."""
 
     token: int | None = None
@@ -49,59 +49,38 @@ class Outcome:
     scored: Seq[float] = ()
 
 
-class Runner(Protocol):
-    """Runs the model on chosen tokens. `decode` is the short way for a step in which every sequence
-    takes one plainly sampled token; it answers None when the step is not of that kind."""
-
-    def __call__(self, work: Seq[Work]) -> Seq[Outcome]: ...
-
-    def decode(self, work: Seq[Work]) -> tuple[list[int], list[float]] | None: ...
-
-
 class Scheduler:
-    """Continuous batching over a `SlotMemory`; `runner` computes the chosen tokens."""
+    """Continuous batching over a `SlotMemory`. A subclass computes the steps, in `advance`.
+
+    Everything but the counters, and the sizes that `stats()` reads, belongs to the engine's thread.
+    `tokenizer` is used by that thread alone.
+    """
 
     def __init__(
-        self,
-        runner: Runner,
-        memory: SlotMemory,
-        store: PrefixStore,
-        *,
-        decode: Callable[[list[int]], str],
-        spell: Callable[[list[int]], str],
-        describe: Callable[[Sequence], str],
-        step_rows: int,
-        version: int = 0,
+        self, memory: SlotMemory, store: PrefixStore, tokenizer: Any, *, version: int = 0
     ) -> None:
-        self.runner, self.memory, self.store = runner, memory, store
-        self.decode, self.spell, self.describe = decode, spell, describe
-        self.step_rows = step_rows
+        self.memory, self.store, self.tokenizer = memory, store, tokenizer
         self.version = version
         self.admitting = True
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.counters = Counters()
+        # Set by the engine's thread: a request left the queue; requests at hand may come in.
         self.on_admit: Callable[[], None] = lambda: None
         self.gather: Callable[[], None] = lambda: None
         self._arrays: dict[int, np.ndarray] = {}
-        self._steady: list[Work] | None = None
-        self._steady_since = -1
 
     @property
     def has_work(self) -> bool:
         return bool(self.running) or (self.admitting and bool(self.waiting))
 
     def advance(self) -> None:
-        """Admits what fits, computes one step, and delivers what ended."""
-        self._drop_cancelled()
-        if self.admitting:
-            self._admit()
-        work = self._plan()
-        if work:
-            self._run(work)
+        """Admits what fits, computes a step, and delivers what ended."""
+        raise NotImplementedError
 
     def settle(self) -> None:
-        """Waits for whatever a step left in flight; the eager way leaves nothing."""
+        """Reads whatever steps are in flight; where a step ends before the next one begins, none
+        are."""
 
     @contextmanager
     def in_thread(self) -> Iterator[None]:
@@ -111,7 +90,6 @@ class Scheduler:
     def forget(self) -> None:
         """New weights: nothing that was computed holds any longer."""
         self.store.clear()
-        self._steady = None
         for sequence in self.running:
             sequence.computed, sequence.started = 0, False
             if sequence.scores_prompt:
@@ -125,6 +103,14 @@ class Scheduler:
         while self.waiting:
             self.waiting.popleft().deliver(error())
             self.on_admit()
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of a completion: without the tokens that end a turn."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def spell(self, ids: list[int]) -> str:
+        """Every token spelled out, for stop strings."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
     # Admission
 
@@ -211,103 +197,45 @@ class Scheduler:
 
     # Steps
 
-    def _plan(self) -> list[Work]:
-        """Full prompt steps first, since they fill the batch; then decoding, with what is left of
-        prompts in the free rows. A step has at most `step_rows` tokens."""
-        if self._steady is not None and self._steady_since == self.memory.generation:
-            return self._steady
-        self._steady = None
-        decoding = [s for s in self.running if s.computed == len(s.tokens) - 1]
-        prompts = [s for s in self.running if s.computed < len(s.tokens) - 1]
-        backlog = sum(len(s.tokens) - s.computed for s in prompts)
-        if backlog >= self.step_rows:
-            return self._chunks(prompts, self.step_rows)
-        most = self.step_rows - bool(prompts)  # one row at least is the prompts'
-        if len(decoding) > most:
-            # More than one step takes: those that waited longest go first.
-            decoding, behind = decoding[:most], decoding[most:]
-            self.running = prompts + behind + decoding
-        else:
-            decoding.sort(key=_place_in_memory)
-            if not prompts:
-                # The same work until somebody comes, goes or moves.
-                self._steady = [Work(s, 1) for s in decoding]
-                self._steady_since = self.memory.generation
-                return self._steady
-        room = self.step_rows - len(decoding)
-        return [Work(s, 1) for s in decoding] + self._chunks(prompts, room)
-
-    @staticmethod
-    def _chunks(prompts: Seq[Sequence], room: int) -> list[Work]:
-        work = []
-        for sequence in prompts:
-            if room <= 0:
-                break
-            count = min(room, len(sequence.tokens) - sequence.computed)
-            work.append(Work(sequence, count))
-            room -= count
-        return work
-
-    def _run(self, work: Seq[Work]) -> None:
-        try:
-            drawn = self.runner.decode(work) if work is self._steady else None
-            outcomes = self.runner(work) if drawn is None else ()
-        except Exception as exc:
-            for item in work:
-                self._fail(item.sequence, step_error(exc, self.describe(item.sequence)))
-            return
-        c = self.counters
-        c.steps += 1
-        c.slot_steps += len(self.running)
-        # All of them before any is taken: a sequence that leaves makes another move, with all that
-        # is computed of it.
+    def _take(self, work: Seq[Work], outcomes: Iterable[Outcome]) -> None:
+        """Takes what a step found; those that end with it are delivered."""
+        # All counts before any outcome: a sequence that leaves makes another one move, together
+        # with all that is computed of it.
         for item in work:
             item.sequence.computed += item.count
-        if drawn is not None:
-            self.take_drawn([item.sequence for item in work], *drawn)
-        else:
-            for item, outcome in zip(work, outcomes, strict=True):
-                self._take(item.sequence, outcome)
+        self._count_step()
+        self._accept([item.sequence for item in work], outcomes)
 
-    def take_drawn(self, sequences: Seq[Sequence], tokens: Seq[int], logprobs: Seq[float]) -> None:
-        """Takes a plain token for each sequence that is still here: `_take`, but quick."""
-        version, counters = self.version, self.counters
+    def _count_step(self) -> None:
+        self.counters.steps += 1
+        self.counters.slot_steps += len(self.running)
+
+    def _accept(self, sequences: Seq[Sequence], outcomes: Iterable[Outcome]) -> None:
         ended: list[Sequence] = []
-        for s, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+        for s, (token, logprob, kept, scored) in zip(sequences, outcomes, strict=True):
             arena = s.arena
-            if arena is None:
+            if arena is None:  # it left while this step was in flight
                 continue
-            if logprob != logprob or s.returns.kept_ids or s.sampling.stop:
-                self._take(s, Outcome(token, logprob))
-                continue
-            known = s.tokens
-            known.append(token)
-            s.logprobs.append(logprob)
-            counters.generated_tokens += 1
-            if not s.versions or s.versions[-1][1] != version:
-                s.versions.append((s.generated - 1, version))
-            if (
-                token in s.stop_ids
-                or len(known) - s.prompt_len >= s.limit
-                or len(known) > arena.length
-            ) and self._ends(s):
-                ended.append(s)
+            if s.scores_prompt:
+                if not s.prompt_logprobs:
+                    s.prompt_logprobs.append(None)
+                s.prompt_logprobs.extend(scored)
+            if logprob != logprob or any(x != x for x in scored):
+                self._fail(s, _not_finite(s.description))
+            elif token is not None:
+                s.accept(token, logprob, self.version, kept)
+                self.counters.generated_tokens += 1
+                # Most tokens end nothing and fit the slot: look closer only where one may not.
+                if (
+                    token in s.stop_ids
+                    or s.generated >= s.limit
+                    or len(s.tokens) > arena.length
+                    or s.sampling.stop
+                ) and self._ends(s):
+                    ended.append(s)
         # From the last slot down: those that end together then leave no hole to be filled.
         for s in sorted(ended, key=lambda s: s.slot, reverse=True):
             self._finish(s)
-
-    def _take(self, sequence: Sequence, outcome: Outcome) -> None:
-        if sequence.scores_prompt:
-            if not sequence.prompt_logprobs:
-                sequence.prompt_logprobs.append(None)
-            sequence.prompt_logprobs.extend(outcome.scored)
-        if outcome.logprob != outcome.logprob or any(x != x for x in outcome.scored):
-            self._fail(sequence, _not_finite(self.describe(sequence)))
-        elif outcome.token is not None:
-            sequence.accept(outcome.token, outcome.logprob, self.version, outcome.kept)
-            self.counters.generated_tokens += 1
-            if self._ends(sequence):
-                self._finish(sequence)
 
     def _ends(self, sequence: Sequence) -> bool:
         """Whether the last token was the end. If not, there is a place for the next one, or the
@@ -317,7 +245,7 @@ class Scheduler:
                 return True
             self.memory.place(sequence, len(sequence.tokens))
         except Exception as exc:
-            self._fail(sequence, self._error(sequence, exc))
+            self._fail(sequence, step_error(exc, sequence, by="the engine"))
         return False
 
     # Leaving
@@ -331,7 +259,7 @@ class Scheduler:
         try:
             answer = sequence.response(self.decode(sequence.completion), info)
         except Exception as exc:
-            self._fail(sequence, self._error(sequence, exc))
+            self._fail(sequence, step_error(exc, sequence, by="the engine"))
             return
         self._keep(sequence)
         self.counters.finished += 1
@@ -353,10 +281,12 @@ class Scheduler:
         """Fails a sequence that could not join: it has a slot at most, the last one."""
         self.counters.failed += 1
         self.memory.release(sequence, wipe=True)
-        sequence.deliver(self._error(sequence, exc))
+        sequence.deliver(step_error(exc, sequence, by="the engine"))
 
-    def _error(self, sequence: Sequence, exc: Exception) -> InferenceError | OutOfMemoryError:
-        return step_error(exc, self.describe(sequence), by="the engine")
+    def _fail_step(self, sequences: Iterable[Sequence], exc: Exception) -> None:
+        """Fails those that were in a step that raised."""
+        for sequence in list(sequences):
+            self._fail(sequence, step_error(exc, sequence))
 
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
         self.counters.failed += 1
@@ -371,9 +301,16 @@ class Scheduler:
         self.memory.release(sequence, wipe=wipe)
 
 
-def _place_in_memory(sequence: Sequence) -> tuple[int, int]:
-    """Sorted by this, the rows of a step run parallel to the slots."""
-    return (sequence.arena.length if sequence.arena else 0, sequence.slot)
+def chunks(prompts: Iterable[Sequence], room: int) -> list[Work]:
+    """As much of the prompts as `room` tokens take, the first ones first."""
+    work = []
+    for sequence in prompts:
+        if room <= 0:
+            break
+        count = min(room, len(sequence.tokens) - sequence.computed)
+        work.append(Work(sequence, count))
+        room -= count
+    return work
 
 
 def _not_finite(what: str) -> InferenceError:
@@ -384,10 +321,11 @@ def _not_finite(what: str) -> InferenceError:
 
 
 def step_error(
-    exc: Exception, what: str, *, by: str = "the model"
+    exc: Exception, sequence: Sequence, *, by: str = "the model"
 ) -> InferenceError | OutOfMemoryError:
     """What a request hears when the step that it was in raised, or its own part after the step."""
     error: InferenceError | OutOfMemoryError
+    what = sequence.description
     if isinstance(exc, torch.OutOfMemoryError | MemoryError):
         error = OutOfMemoryError(
             f"the device ran out of memory while computing {what}: lower max_slots, "

@@ -5,22 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ludic.inference.local.arena import Tenant
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
-
-if TYPE_CHECKING:
-    from ludic.inference.local.arena import Arena
 
 Deliver = Callable[[ChatResponse | BaseException], None]
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence(Tenant):
     """`tokens` is prompt and completion; the first `computed` of them are in the slot.
 
     Sampling appends a token, so a running sequence always has one token that is not computed yet.
+    Only the engine's thread touches a sequence, except for `cancelled`: any thread may set it, and
+    it never goes back, so the engine may look at it without a lock and at worst a step late.
     """
 
     tokens: list[int]
@@ -31,11 +31,7 @@ class Sequence:
     key: int
     stop_ids: frozenset[int]
     deliver: Deliver
-    conversation_id: str | None = None
     seed: int = 0
-    arena: Arena | None = None
-    slot: int = -1
-    computed: int = 0
     reused: int = 0
     logprobs: list[float] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -46,7 +42,6 @@ class Sequence:
     finished: FinishReason | None = None
     submitted_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
-    text: str | None = None
 
     @property
     def completion(self) -> list[int]:
@@ -58,11 +53,26 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
+        """Whether log-probs of the prompt are still to be found."""
         return self.returns.prompt_logprobs and len(self.prompt_logprobs) < self.prompt_len
 
     @property
     def is_special(self) -> bool:
+        """Whether its distribution needs more than a temperature."""
         return self.sampling.truncates or self.sampling.penalises
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a draw from the scaled logits is all that it needs."""
+        return self.sampling.temperature > 0 and not self.is_special
+
+    @property
+    def description(self) -> str:
+        """The request in an error message's words."""
+        return (
+            f"the request with seed {self.seed} (prompt of {self.prompt_len} tokens, "
+            f"{self.generated} sampled)"
+        )
 
     def accept(self, token: int, logprob: float, version: int, kept: tuple[int, ...]) -> None:
         """Takes a sampled token, and notes which policy version sampled it."""
@@ -91,7 +101,7 @@ class Sequence:
         return any(s in tail for s in self.sampling.stop)
 
     def response(self, text: str, info: dict[str, Any]) -> ChatResponse:
-        """The finished sequence as the client answers it."""
+        """The finished sequence as what the client returns."""
         n = self.generated
         ends = [start for start, _ in self.versions[1:]] + [n]
         spans = tuple(

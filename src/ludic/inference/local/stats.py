@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the engine began. Written by the engine's thread only."""
+    """Totals since the engine began.
+
+    Written by the engine's thread only. Other threads read them without a lock: each is one number
+    that is replaced whole, but two of them may be from different steps.
+    """
 
     finished: int = 0
     failed: int = 0
     cancelled: int = 0
     steps: int = 0
-    rows: int = 0
     generated_tokens: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
@@ -27,18 +30,11 @@ class Counters:
 
     def as_stats(self, max_slots: int) -> dict[str, float]:
         """The totals and the rates that follow from them."""
+        totals = asdict(self)
+        for only_in_a_rate in ("slot_steps", "admitted", "queue_seconds"):
+            del totals[only_in_a_rate]
         return {
-            "finished": self.finished,
-            "failed": self.failed,
-            "cancelled": self.cancelled,
-            "steps": self.steps,
-            "generated_tokens": self.generated_tokens,
-            "prompt_tokens": self.prompt_tokens,
-            "reused_tokens": self.reused_tokens,
-            "updates": self.updates,
-            "busy_seconds": self.busy_seconds,
-            "prefill_seconds": self.prefill_seconds,
-            "wait_seconds": self.wait_seconds,
+            **totals,
             "tokens_per_s": self.generated_tokens / self.busy_seconds if self.busy_seconds else 0.0,
             "occupancy": self.slot_steps / (self.steps * max_slots) if self.steps else 0.0,
             "cache_hit_rate": self.reused_tokens / self.prompt_tokens

@@ -14,7 +14,7 @@ from ludic.inference.local import LocalChatClient, build
 from ludic.inference.local.attention import rotate
 from ludic.inference.local.family_check import through_slots
 from ludic.inference.local.forward import Forward
-from ludic.inference.local.gpu.fused_layer import FusedLayer
+from ludic.inference.local.gpu.fused_layer import FusedLayer, fused_layers
 from ludic.inference.local.module_view import module_view
 from ludic.inference.local.noise import keyed_uniform
 from ludic.inference.local.sampler import draw
@@ -150,7 +150,11 @@ async def test_an_engine_with_kernels_gives_the_logprobs_of_a_plain_pass(
 ) -> None:
     head_dim = {} if name == "GPT2" else {"head_dim": 16}
     model = family(name, **head_dim)
-    fused = [m for m in module_view(model, kernels=kernels).modules() if type(m) is FusedLayer]
+    fused = [
+        m
+        for m in module_view(model, stand_in=fused_layers(kernels)).modules()
+        if type(m) is FusedLayer
+    ]
     assert len(fused) == (0 if name == "GPT2" else 2)
     dims = 16 if head_dim else 8
     rng = random.Random(0)
@@ -202,8 +206,8 @@ def test_a_lora_layer_is_called_as_it_is(kernels: ModuleType) -> None:
                 parameter.normal_(std=0.3)
     causal = adapted.get_base_model()
     ids = torch.tensor([[5, 6, 7, 8]])
-    plain, fused = module_view(causal), module_view(causal, kernels=kernels)
-    shape = build._kv_shape(causal, causal.config, torch.device("cpu"))
+    plain, fused = module_view(causal), module_view(causal, stand_in=fused_layers(kernels))
+    shape = build.kv_shape(causal, causal.config)
     logits = []
     for view in (plain, fused):
         forward = Forward(view, torch.device("cpu"))

@@ -13,25 +13,15 @@ import torch
 from torch import Tensor
 
 from ludic.inference.local.arena import SlotMemory
-from ludic.inference.local.attention import SlotLayout
 from ludic.inference.local.forward import Forward
 from ludic.inference.local.noise import keyed_uniform
-from ludic.inference.local.sampler import SamplingRows, draw, sample
+from ludic.inference.local.outcomes import draw_outcomes
+from ludic.inference.local.sampler import draw
 from ludic.inference.local.scheduler import Outcome, Work
+from ludic.inference.local.slot_layout import SlotLayout
 
 _AHEAD = 32
 """For how many tokens the noise of a steady batch is drawn at once."""
-
-
-def _plainly_decodes(item: Work) -> bool:
-    s = item.sequence
-    return (
-        item.count == 1
-        and s.computed == len(s.tokens) - 1
-        and s.sampling.temperature > 0
-        and not s.is_special
-        and not s.scores_prompt
-    )
 
 
 class SteadyBatch:
@@ -39,7 +29,6 @@ class SteadyBatch:
 
     def __init__(
         self,
-        generation: int,
         work: Seq[Work],
         ids: list[int],
         positions: list[int],
@@ -48,7 +37,7 @@ class SteadyBatch:
     ) -> None:
         n, padding = len(work), len(ids) - len(work)
         sequences = [item.sequence for item in work]
-        self.generation, self.work, self.layout, self.count = generation, work, layout, n
+        self.work, self.layout, self.count = work, layout, n
         self.ids = torch.tensor([ids], device=device)
         self.positions = torch.tensor([positions], device=device)
         temperatures = [1.0 / s.sampling.temperature for s in sequences] + [1.0] * padding
@@ -59,7 +48,7 @@ class SteadyBatch:
         self.noise: list[Tensor] = []
         self.ahead = torch.arange(_AHEAD, device=device)
 
-    def step(self, logits: Tensor) -> tuple[list[int], list[float]]:
+    def draw(self, logits: Tensor) -> list[Outcome]:
         """Samples, and makes the tokens the next step's input."""
         if not self.noise:
             noise = keyed_uniform(
@@ -73,7 +62,7 @@ class SteadyBatch:
         n = self.count
         self.ids[0, :n] = tokens[:n]
         self.positions[0, :n] += 1
-        return tokens[:n].tolist(), logprobs[:n].tolist()
+        return list(map(Outcome, tokens[:n].tolist(), logprobs[:n].tolist()))
 
 
 class EagerRunner:
@@ -89,28 +78,19 @@ class EagerRunner:
         self._steady: SteadyBatch | None = None
 
     def __call__(self, work: Seq[Work]) -> list[Outcome]:
+        """A step with any mixture of work."""
         self._steady = None
-        return self._general(work)
-
-    def decode(self, work: Seq[Work]) -> tuple[list[int], list[float]] | None:
-        """A step in which every sequence takes one plainly sampled token, or None when it is not
-        of that kind. Nothing is built anew while the same sequences go on."""
-        steady, now = self._steady, self.memory.generation
-        if steady is not None and steady.work is work and steady.generation == now:
-            steady.layout.next_token()
-        elif len(work) == self.memory.taken and all(_plainly_decodes(item) for item in work):
-            ids, positions, layout = self._lay_out(work, self._rows_for(len(work)))
-            steady = SteadyBatch(now, work, ids, positions, layout, self.device)
-            self._steady = steady
-        else:
-            return None
-        return steady.step(self.forward(steady.ids, steady.positions, steady.layout))
-
-    def _general(self, work: Seq[Work]) -> list[Outcome]:
-        total = sum(item.count for item in work)
-        rows = self._rows_for(total)
-        ids, positions, layout = self._lay_out(work, rows)
-        needed = self._needed_rows(work)
+        ids, positions, layout = self._lay_out(work, self._rows_for(sum(w.count for w in work)))
+        needed: list[int] = []  # the rows whose logits somebody wants, in order
+        last_rows: list[int] = []
+        row = 0
+        for item in work:
+            row += item.count
+            if item.sequence.scores_prompt:
+                needed.extend(range(row - item.count, row))
+            elif item.samples:
+                needed.append(row - 1)
+            last_rows.append(len(needed) - 1)
         # Padded to a size that is known to change no bit; the padding repeats a row.
         padding = self._rows_for(len(needed)) - len(needed) if needed else 0
         logits = self.forward(
@@ -119,7 +99,23 @@ class EagerRunner:
             layout,
             torch.tensor(needed + needed[-1:] * padding, dtype=torch.long, device=self.device),
         )
-        return self._sample(work, logits, needed)
+        if not needed:
+            return [Outcome() for _ in work]
+        return draw_outcomes(work, logits, last_rows)
+
+    def decode(self, work: Seq[Work]) -> list[Outcome] | None:
+        """A step in which every sequence takes one plainly sampled token, or None when it is not
+        of that kind. `work` has one row for each slot that is taken, and is the same list for as
+        long as nobody comes, goes or moves: nothing is built anew meanwhile."""
+        steady = self._steady
+        if steady is not None and steady.work is work:
+            steady.layout.next_token()
+        elif all(w.sequence.is_plain and not w.sequence.scores_prompt for w in work):
+            ids, positions, layout = self._lay_out(work, self._rows_for(len(work)))
+            self._steady = steady = SteadyBatch(work, ids, positions, layout, self.device)
+        else:
+            return None
+        return steady.draw(self.forward(steady.ids, steady.positions, steady.layout))
 
     def _rows_for(self, tokens: int) -> int:
         if self.row_sizes is None:
@@ -128,8 +124,7 @@ class EagerRunner:
 
     def _lay_out(self, work: Seq[Work], rows: int) -> tuple[list[int], list[int], SlotLayout]:
         ids, positions = [0] * rows, [0] * rows
-        shape = self.memory.shape
-        layout = SlotLayout(rows, shape.kv_heads, shape.dtype, self.device, exact=self.exact)
+        layout = SlotLayout(rows, self.device, exact=self.exact)
         decodes: dict[int, tuple[list[int], list[int], list[int]]] = {}
         row = 0
         for item in work:
@@ -163,72 +158,3 @@ class EagerRunner:
             pieces.append((first, stop, length))
             first = stop
         return pieces
-
-    @staticmethod
-    def _needed_rows(work: Seq[Work]) -> list[int]:
-        """The rows whose logits somebody wants, in order."""
-        needed: list[int] = []
-        row = 0
-        for item in work:
-            if item.sequence.scores_prompt:
-                needed.extend(range(row, row + item.count))
-            elif item.samples:
-                needed.append(row + item.count - 1)
-            row += item.count
-        return needed
-
-    def _sample(self, work: Seq[Work], logits: Tensor, needed: list[int]) -> list[Outcome]:
-        if not needed:
-            return [Outcome() for _ in work]
-        n = logits.shape[0]
-        place = {row: i for i, row in enumerate(needed)}
-        temperature, keys, at = [1.0] * n, [0] * n, [0] * n
-        greedy, special, record, scored = [], [], [], {}
-        row, last_rows = 0, []
-        for item in work:
-            s = item.sequence
-            last = place.get(row + item.count - 1, -1) if item.samples else -1
-            last_rows.append(last)
-            t = s.sampling.temperature
-            if s.scores_prompt:
-                for i in range(item.count):
-                    temperature[place[row + i]] = 1.0 / t if t else 1.0
-                    if (target := s.computed + i + 1) < s.prompt_len:
-                        scored[place[row + i]] = s.tokens[target]
-            if last >= 0:
-                temperature[last] = 1.0 / t if t else 1.0
-                keys[last], at[last] = s.key, s.generated
-                if t == 0:
-                    greedy.append(last)
-                if s.is_special:
-                    special.append((last, s.sampling, s.tokens[: s.prompt_len], s.completion))
-                    if s.returns.kept_ids and s.sampling.truncates:
-                        record.append(last)
-            row += item.count
-        found = sample(
-            logits,
-            SamplingRows(
-                torch.tensor(temperature, dtype=torch.float32, device=self.device),
-                torch.tensor(keys, dtype=torch.long, device=self.device),
-                torch.tensor(at, dtype=torch.long, device=self.device),
-                greedy,
-                special,
-                record,
-                scored,
-            ),
-        )
-        tokens, logprobs = found.tokens.tolist(), found.logprobs.tolist()
-        outcomes, row = [], 0
-        for item, last in zip(work, last_rows, strict=True):
-            scores: list[float] = []
-            if item.sequence.scores_prompt:
-                places = [place[row + i] for i in range(item.count)]
-                scores = [found.scored[p] for p in places if p in found.scored]
-            if last >= 0:
-                outcomes.append(
-                    Outcome(tokens[last], logprobs[last], found.kept.get(last, ()), scores)
-                )
-            else:
-                outcomes.append(Outcome(scored=scores))
-            row += item.count
-        return outcomes

@@ -7,61 +7,18 @@ behind and the device never waits for it.
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ludic.inference.local.arena import Arena
-from ludic.inference.local.attention import AttentionCall, additive_mask, rotate
 from ludic.inference.local.forward import Forward
 from ludic.inference.local.gpu.graphs import GraphCache
+from ludic.inference.local.gpu.layouts import RowsLayout
 from ludic.inference.local.noise import keyed_uniform
+from ludic.inference.local.outcomes import to_device
 from ludic.inference.local.sampler import draw
 from ludic.inference.local.sequence import Sequence
-
-
-class RowsLayout:
-    """Row r attends to slot r up to its position; without `kernels`, to its first `length` tokens,
-    of which the later ones are masked."""
-
-    def __init__(
-        self, kv: Tensor, rows: int, length: int, positions: Tensor, kernels: ModuleType | None
-    ) -> None:
-        self.kv, self.rows, self.length, self.positions = kv, rows, length, positions
-        self.kernels = kernels
-        self.slots = torch.arange(rows, device=kv.device)
-        self.masks: dict[int | None, Tensor] = {}
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        layer, q, k, v, scale, window, rotary = call
-        keys, values = self.kv[layer]
-        if rotary is not None and self.kernels is not None:
-            q = self.kernels.rotate_and_store(
-                q, k, v, rotary, (keys, values), self.slots, self.positions
-            )
-        else:
-            if rotary is not None:
-                q, k = rotate(q, rotary), rotate(k, rotary)
-            where = (self.slots, slice(None), self.positions)
-            keys[where], values[where] = k, v
-        if self.kernels is not None:
-            out: Tensor = self.kernels.attend_rows(
-                q.contiguous(), keys, values, self.positions, scale, window
-            )
-            return out
-        if window not in self.masks:
-            self.masks[window] = additive_mask(self.positions, self.length, q.dtype, window)
-        rows, heads, dim = q.shape
-        kv_heads = k.shape[1]
-        return F.scaled_dot_product_attention(
-            q.reshape(rows, kv_heads, heads // kv_heads, dim),
-            keys[:rows, :, : self.length],
-            values[:rows, :, : self.length],
-            attn_mask=self.masks[window],
-            scale=scale,
-        ).flatten(1, 2)
 
 
 def row_buckets(most: int) -> list[int]:
@@ -94,14 +51,11 @@ class DeviceBatch:
         device = arena.kv.device
         self.device = device
 
-        def longs() -> Tensor:
-            return torch.zeros(slots, dtype=torch.long, device=device)
-
         # One tensor, so that a slot is set or moved by one copy.
         self.state = torch.zeros(5, slots, dtype=torch.long, device=device)
         self.ids, self.positions, self.live, self.keys, self.at = self.state.unbind()
         self.inverse_temperature = torch.ones(slots, dtype=torch.float32, device=device)
-        self.tokens = longs()
+        self.tokens = torch.zeros(slots, dtype=torch.long, device=device)
         self.logprobs = torch.zeros(slots, dtype=torch.float32, device=device)
         self.logits: Tensor | None = None
         self.vocab = vocab
@@ -120,10 +74,10 @@ class DeviceBatch:
             [s.key for s in sequences],
             [s.generated for s in sequences],
         ]
-        slots = self.to_device([s.slot for s in sequences])
-        self.state[:, slots] = self.to_device(rows)
+        slots = to_device([s.slot for s in sequences], self.device)
+        self.state[:, slots] = to_device(rows, self.device)
         temperatures = [1.0 / (s.sampling.temperature or 1.0) for s in sequences]
-        self.inverse_temperature[slots] = self.to_device(temperatures, torch.float32)
+        self.inverse_temperature[slots] = to_device(temperatures, self.device, torch.float32)
 
     def move_row(self, source: int, target: int) -> None:
         """What stood in slot `source` stands in `target` from now on."""
@@ -134,12 +88,6 @@ class DeviceBatch:
         """Nobody decodes in this slot."""
         self.state[:, slot] = 0
 
-    def to_device(self, values: Any, dtype: torch.dtype = torch.long) -> Tensor:
-        host = torch.tensor(values, dtype=dtype)
-        if self.device.type != "cuda":
-            return host
-        return host.pin_memory().to(self.device, non_blocking=True)
-
     def sizes(self, rows: int, length: int) -> tuple[int, int]:
         """The smallest graph that holds so many slots and tokens."""
         return (
@@ -148,7 +96,7 @@ class DeviceBatch:
         )
 
     def step(self, rows: int, length: int) -> None:
-        """Computes, samples, and makes the samples the next input: no word from the host."""
+        """Computes, samples, and makes the samples the next input, without the host."""
 
         def decode() -> None:
             logits = self._forward(rows, length)
@@ -157,13 +105,16 @@ class DeviceBatch:
                 return
             scaled = logits * self.inverse_temperature[:rows, None]
             tokens, logprobs = draw(scaled, keyed_uniform(self.keys[:rows], self.at[:rows]))
-            self._carry_on(rows, tokens)
-            self.logprobs[:rows] = logprobs
+            live = self.live[:rows]
+            self.tokens[:rows], self.logprobs[:rows] = tokens, logprobs
+            self.ids[:rows] = tokens * live
+            self.positions[:rows] += live
+            self.at[:rows] += live
 
         self.graphs.run(("decode", rows, length), decode)
 
     def step_logits(self, rows: int, length: int) -> Tensor:
-        """Computes only; the caller samples, then calls `carry_on`."""
+        """Computes only; the caller samples, then calls `set_rows`."""
         if self.logits is None:
             slots = self.ids.shape[0]
             dtype = self.arena.kv.dtype
@@ -175,16 +126,6 @@ class DeviceBatch:
 
         self.graphs.run(("logits", rows, length), compute)
         return logits[:rows]
-
-    def carry_on(self, rows: int, tokens: Tensor) -> None:
-        self._carry_on(rows, tokens)
-
-    def _carry_on(self, rows: int, tokens: Tensor) -> None:
-        live = self.live[:rows]
-        self.tokens[:rows] = tokens
-        self.ids[:rows] = tokens * live
-        self.positions[:rows] += live
-        self.at[:rows] += live
 
     def _forward(self, rows: int, length: int) -> Tensor:
         layout = RowsLayout(self.arena.kv, rows, length, self.positions[:rows], self.kernels)

@@ -6,6 +6,7 @@ submodule that is not what it seems (a LoRA layer, a quantised one) is called as
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,8 @@ _HALF = (torch.bfloat16, torch.float16)
 
 def can_fuse(layer: nn.Module) -> bool:
     """Whether the layer is one of the known families' and has its parts and no others."""
+    from transformers.activations import ACT2FN
+
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     config = getattr(attention, "config", None)
     if attention is None or mlp is None or getattr(config, "model_type", None) not in FAMILIES:
@@ -33,15 +36,8 @@ def can_fuse(layer: nn.Module) -> bool:
         set(layer._modules) == norms | {"self_attn", "mlp"}
         and set(attention._modules) - {"q_norm", "k_norm"} == _ATTENTION
         and {"gate_proj", "up_proj", "down_proj"} <= set(mlp._modules)
-        and isinstance(getattr(mlp, "act_fn", None), nn.SiLU | _silu_class())
+        and isinstance(getattr(mlp, "act_fn", None), nn.SiLU | type(ACT2FN["silu"]))
     )
-
-
-def _silu_class() -> type[nn.Module]:
-    from transformers.activations import ACT2FN
-
-    kind: type[nn.Module] = type(ACT2FN["silu"])
-    return kind
 
 
 def _plain(*modules: nn.Module) -> bool:
@@ -54,6 +50,19 @@ def _plain(*modules: nn.Module) -> bool:
         and m.out_features % 32 == 0
         for m in modules
     )
+
+
+def fused_layers(kernels: ModuleType) -> Callable[[nn.Module], nn.Module | None]:
+    """The stand-ins of a module view whose layers run through `kernels`."""
+
+    def stand_in(module: nn.Module) -> nn.Module | None:
+        if not can_fuse(module):
+            return None
+        layer = FusedLayer.__new__(FusedLayer)
+        layer.__dict__["kernels"] = kernels
+        return layer
+
+    return stand_in
 
 
 class FusedLayer(nn.Module):

@@ -1,29 +1,43 @@
-"""The scheduler for a device that runs ahead: the host reads each step while the next one runs."""
+"""The scheduler for a device that runs ahead: the host reads each step while the next one runs.
+
+The engine's thread launches step n + 1 before it has read what step n sampled. That is safe:
+
+- A step takes nothing from the host. What step n sampled is step n + 1's input on the device.
+- Everything the engine does to the device is in one stream, so a slot that is freed, filled or
+  moved while a step is in flight changes after that step.
+- A flight remembers who was in which row when it was launched. A sequence that has ended meanwhile
+  was computed one token too far: that token is dropped when it is read, and what it left in the
+  slot is cleared (`_leave`).
+- Whoever changes weights runs in another stream. So `settle` reads every step in flight before an
+  update begins, and `updating()` waits for the updater's stream before the next step.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ludic.inference.local.gpu.device_batch import DeviceBatch
-from ludic.inference.local.gpu.prefill import Prefill
-from ludic.inference.local.sampler import Sampled, SamplingRows, sample
-from ludic.inference.local.scheduler import Outcome, Scheduler, Work, step_error
+from ludic.inference.local.gpu.prefill import MAX_TOKENS, Prefill
+from ludic.inference.local.outcomes import draw_outcomes
+from ludic.inference.local.scheduler import Outcome, Scheduler, Work, chunks
 from ludic.inference.local.sequence import Sequence
 
 _JOIN_AFTER_STEPS = 12
 """A prompt waits at most so many decode steps for others to be computed with it."""
+_SCORED_TOKENS = 512
+"""How many tokens of prompts are scored at once: each needs a whole row of logits."""
 
 
-@dataclass(slots=True)
-class _Flight:
+class _Flight(NamedTuple):
     """A step that was launched: who was in which slot, and where the results will be."""
 
     sequences: list[Sequence]
@@ -67,15 +81,20 @@ class PipelinedScheduler(Scheduler):
         if not self.running:
             self.settle()
             return
-        if any(s.is_special or s.sampling.temperature == 0 for s in self.running):
+        if not all(s.is_plain for s in self.running):
             self.settle()
             if self.running:
-                self._step_and_wait()
+                rows, length = self._sizes()
+                self._compute(
+                    [Work(s, 1) for s in self._in_slots()],
+                    lambda work: self.batch.step_logits(rows, length),
+                )
             return
         try:
             self._launch()
         except Exception as exc:
-            self._fail_running(exc)
+            self._flights.clear()
+            self._fail_step(self.running, exc)
             return
         while len(self._flights) > 1:
             self._read()
@@ -122,64 +141,40 @@ class PipelinedScheduler(Scheduler):
             todo = [s for s in self.running if not s.started]
             if not todo:
                 break
-            scored = [s for s in todo if s.scores_prompt]
-            if scored:
-                self._run(self._chunks(scored, self.step_rows))
-                self._mark_started(scored)
+            if scored := [s for s in todo if s.scores_prompt]:
+                work = chunks(scored, _SCORED_TOKENS)
+                ends = accumulate(item.count for item in work)
+                self._compute(work, self.prefill.every_row, [end - 1 for end in ends])
                 continue
-            most = self.prefill.max_tokens
-            work = [Work(s, min(len(s.tokens) - s.computed, most)) for s in todo]
+            work = [Work(s, min(len(s.tokens) - s.computed, MAX_TOKENS)) for s in todo]
             for part in self.prefill.batches(work):
-                self._run_prefill(part)
+                self._compute(part, self.prefill)
         self.counters.prefill_seconds += time.perf_counter() - begin
 
-    def _run_prefill(self, work: list[Work]) -> None:
+    def _compute(
+        self,
+        work: list[Work],
+        logits_of: Callable[[list[Work]], Tensor],
+        last_rows: Seq[int] | None = None,
+    ) -> None:
+        """A step that the host waits for. Row i of the logits is that of `work[i]`, unless
+        `last_rows` says otherwise."""
         try:
-            logits = self.prefill(work)
-            found = self._sample([w.sequence if w.samples else None for w in work], logits)
-            tokens, logprobs = found.tokens.tolist(), found.logprobs.tolist()
+            logits = logits_of(work)
+            outcomes = draw_outcomes(work, logits, last_rows or range(len(work)))
         except Exception as exc:
-            for item in work:
-                self._fail(item.sequence, step_error(exc, self.describe(item.sequence)))
+            self._fail_step([item.sequence for item in work], exc)
             return
-        samples = [item.samples for item in work]
-        for item in work:
-            item.sequence.computed += item.count
-        self.counters.steps += 1
-        self.counters.slot_steps += len(self.running)
-        for i, item in enumerate(work):
-            if samples[i]:
-                outcome = Outcome(tokens[i], logprobs[i], found.kept.get(i, ()))
-                self._take(item.sequence, outcome)
-        self._mark_started([item.sequence for i, item in enumerate(work) if samples[i]])
-
-    def _mark_started(self, sequences: list[Sequence]) -> None:
-        """Those that have their first token and go on: their slots decode from now on."""
-        ready = [s for s in sequences if s.arena is not None and s.computed == len(s.tokens) - 1]
+        self._take(work, outcomes)
+        # Those that have their next token and go on decode in their slots from now on.
+        ready = [
+            s
+            for s in (item.sequence for item in work)
+            if s.arena is not None and s.computed == len(s.tokens) - 1
+        ]
         for s in ready:
             s.started = True
         self.batch.set_rows(ready)
-
-    def _sample(self, sequences: list[Sequence | None], logits: Tensor) -> Sampled:
-        """Samples row i for sequence i, on the device, with everything a request may ask for."""
-        t = [1.0 / (s.sampling.temperature or 1.0) if s else 1.0 for s in sequences]
-        to_device = self.batch.to_device
-        live = [(i, s) for i, s in enumerate(sequences) if s is not None]
-        return sample(
-            logits,
-            SamplingRows(
-                to_device(t, torch.float32),
-                to_device([s.key if s else 0 for s in sequences]),
-                to_device([s.generated if s else 0 for s in sequences]),
-                [i for i, s in live if s.sampling.temperature == 0],
-                [
-                    (i, s.sampling, s.tokens[: s.prompt_len], s.completion)
-                    for i, s in live
-                    if s.is_special
-                ],
-                [i for i, s in live if s.returns.kept_ids and s.sampling.truncates],
-            ),
-        )
 
     # Decoding
 
@@ -187,12 +182,14 @@ class PipelinedScheduler(Scheduler):
         longest = max(s.computed for s in self.running) + 1
         return self.batch.sizes(len(self.running), min(longest, self.batch.arena.length))
 
+    def _in_slots(self) -> list[Sequence]:
+        """The running sequences in the order of their slots."""
+        return cast(list[Sequence], list(self.batch.arena.tenants))
+
     def _launch(self) -> None:
-        rows, length = self._sizes()
-        self.batch.step(rows, length)
-        sequences = list(self.batch.arena.sequences)
-        n = len(sequences)
-        cuda = self.batch.device.type == "cuda"
+        self.batch.step(*self._sizes())
+        sequences = self._in_slots()
+        n, cuda = len(sequences), self.batch.device.type == "cuda"
         tokens = torch.empty(n, dtype=torch.long, pin_memory=cuda)
         logprobs = torch.empty(n, dtype=torch.float32, pin_memory=cuda)
         tokens.copy_(self.batch.tokens[:n], non_blocking=cuda)
@@ -203,8 +200,7 @@ class PipelinedScheduler(Scheduler):
             done.record()
         for s in sequences:
             s.computed += 1
-        self.counters.steps += 1
-        self.counters.slot_steps += n
+        self._count_step()
         self._flights.append(_Flight(sequences, tokens, logprobs, done))
 
     def _read(self) -> None:
@@ -214,34 +210,10 @@ class PipelinedScheduler(Scheduler):
             flight.done.synchronize()
         self.counters.wait_seconds += time.perf_counter() - begin
         tokens, logprobs = flight.tokens.tolist(), flight.logprobs.tolist()
-        self.take_drawn(flight.sequences, tokens, logprobs)
-
-    def _step_and_wait(self) -> None:
-        rows, length = self._sizes()
-        sequences = list(self.batch.arena.sequences)
-        try:
-            logits = self.batch.step_logits(rows, length)
-            padded = [*sequences, *[None] * (rows - len(sequences))]
-            found = self._sample(padded, logits)
-            self.batch.carry_on(rows, found.tokens)
-            tokens, logprobs = found.tokens.tolist(), found.logprobs.tolist()
-        except Exception as exc:
-            self._fail_running(exc)
-            return
-        for s in sequences:
-            s.computed += 1
-        self.counters.steps += 1
-        self.counters.slot_steps += len(sequences)
-        for i, s in enumerate(sequences):
-            self._take(s, Outcome(tokens[i], logprobs[i], found.kept.get(i, ())))
-
-    def _fail_running(self, exc: Exception) -> None:
-        self._flights.clear()
-        for sequence in list(self.running):
-            self._fail(sequence, step_error(exc, self.describe(sequence)))
+        self._accept(flight.sequences, map(Outcome, tokens, logprobs))
 
     def _leave(self, sequence: Sequence, *, wipe: bool = False) -> None:
-        slot, last = sequence.slot, len(self.batch.arena.sequences) - 1
+        slot, last = sequence.slot, len(self.batch.arena.tenants) - 1
         # A step in flight computed one token too many. Whatever it wrote, finite or not, must not
         # meet the slot's next tenant.
         self.batch.arena.kv[:, :, slot, :, len(sequence.tokens) - 1 : sequence.computed] = 0
