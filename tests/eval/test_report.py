@@ -121,6 +121,14 @@ def test_pass_at_k_is_over_tasks_with_their_samples() -> None:
         report.pass_at(3)
 
 
+def test_two_seats_of_one_episode_are_not_two_samples_of_a_task() -> None:
+    report = two_seats(4, {0, 1})
+    assert report.pass_at(1).value == 0.5
+    assert report.pass_at(1).n == 4
+    with pytest.raises(ConfigError, match="task 0 has 1: raise"):
+        report.pass_at(2)
+
+
 def test_a_task_key_goes_before_the_seed() -> None:
     results = (episode(0, True, task_key="sum"), episode(1, task_key="sum"))
     assert EvalReport("r", results).pass_at(2).value == 1.0

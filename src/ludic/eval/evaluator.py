@@ -24,8 +24,8 @@ class Evaluator(Protocol):
 def eval_requests(
     template: RolloutRequest, episodes: int, *, seed: int, samples_per_task: int = 1
 ) -> list[RolloutRequest]:
-    """`episodes` requests like `template` on seeds of their own, disjoint from any training
-    seeds derived under another name. Samples of one task share the environment's seed."""
+    """Returns `episodes` requests like `template` with their own seeds, disjoint from all training
+    seeds. Samples of one task share the environment's seed."""
     return [
         replace(
             template,
@@ -63,8 +63,8 @@ class RolloutEvaluator:
 
 
 def _seated(rollouts: Sequence[Rollout], agent_id: str | None) -> list[Rollout]:
-    """The rollouts of one seat, or of all. An episode that failed before anybody sat down is a
-    failure of every seat that its environment has in other episodes."""
+    """Returns the rollouts of one seat, or of all. An episode that failed before anybody was seated
+    counts as a failure of every seat that its environment has in other episodes."""
     present = Counter(rollout.episode_id for rollout in rollouts)
     seats: dict[str, dict[str, None]] = {}
     for rollout in rollouts:

@@ -1,4 +1,4 @@
-"""What an evaluation found: one record per episode, and the figures drawn from them."""
+"""What an evaluation found: one record per agent and episode, and figures computed from them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def reward_above(threshold: float = 0.0) -> Success:
 class EpisodeResult:
     """One agent's part in an evaluated episode. `outcome` is the environment's own word for the
     ending (`info["result"]` of the agent's last step), where it has one. Results of the same
-    `episode_id` are of one episode, and say less than as many episodes would."""
+    `episode_id` are of one episode, and so are not independent."""
 
     env_seed: int | None
     task_key: str | None
@@ -86,7 +86,7 @@ class EvalReport:
     episodes: tuple[EpisodeResult, ...]
 
     def by_episode(self) -> list[list[EpisodeResult]]:
-        """The results of each episode. Old reports have no ids: there, a seed is an episode."""
+        """Returns the results of each episode. Old reports have no ids: there, a seed is one."""
         found: dict[Any, list[EpisodeResult]] = {}
         for index, result in enumerate(self.episodes):
             seed = index if result.env_seed is None else ("seed", result.env_seed)
@@ -94,7 +94,7 @@ class EvalReport:
         return list(found.values())
 
     def by_role(self) -> dict[str, EvalReport]:
-        """A report for each agent, in which it is alone."""
+        """Returns a report for each agent, of its results alone."""
         roles = dict.fromkeys(e.agent_id for e in self.episodes)
         return {
             role: EvalReport(self.name, tuple(e for e in self.episodes if e.agent_id == role))
@@ -102,7 +102,7 @@ class EvalReport:
         }
 
     def per_episode(self, value: Callable[[EpisodeResult], float]) -> list[float]:
-        """`value` of each episode, as the mean over its agents."""
+        """Returns `value` for each episode, as the mean over its agents."""
         return [fmean(map(value, results)) for results in self.by_episode()]
 
     @property
@@ -114,17 +114,17 @@ class EvalReport:
         return self.rate(lambda e: e.success)
 
     def rate(self, holds: Callable[[EpisodeResult], bool]) -> Estimate:
-        """The share of episodes for which `holds`, with its interval."""
+        """Returns the share of episodes for which `holds`, with its interval."""
         shares = self.per_episode(lambda e: float(bool(holds(e))))
         return proportion(fsum(shares), len(shares))
 
     def outcome(self, name: str) -> Estimate:
-        """The share of episodes that ended with the environment's outcome `name`."""
+        """Returns the share of episodes that ended with the environment's outcome `name`."""
         return self.rate(lambda e: e.outcome == name)
 
     def rates(self) -> dict[str, Estimate]:
-        """Every rate worth a line: success, each outcome, and what went wrong. The outcomes add up
-        to 1: where some episodes have one, those that ended without are `outcome/none`."""
+        """Returns every rate worth a line: success, each outcome, and what went wrong. Outcomes add
+        up to 1: if some episodes have one, those without are `outcome/none`."""
         outcomes = {e.outcome for e in self.episodes if e.outcome is not None}
         named = {f"outcome/{name}": self.outcome(name) for name in sorted(outcomes)}
         if named and any(e.outcome is None for e in self.episodes):
@@ -139,20 +139,24 @@ class EvalReport:
         }
 
     def pass_at(self, k: int) -> Estimate:
-        """pass@k over tasks, each with the samples that share its `task_key` (else its seed)."""
-        tasks: dict[Any, list[bool]] = defaultdict(list)
-        for episode in self.episodes:
-            tasks[episode.task_key or episode.env_seed].append(episode.success)
-        short = [key for key, wins in tasks.items() if len(wins) < k]
-        if short:
-            raise ConfigError(
-                f"pass@{k} needs {k} samples of every task; task {short[0]!r} has "
-                f"{len(tasks[short[0]])}: raise the number of samples per task"
-            )
-        return mean([pass_at_k(len(wins), sum(wins), k) for wins in tasks.values()])
+        """pass@k over tasks, each with the samples that share its `task_key` (else its seed). If an
+        episode has several agents, a task counts as the mean over them."""
+        tasks: dict[Any, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
+        for e in self.episodes:
+            tasks[e.task_key or e.env_seed][e.agent_id].append(e.success)
+        for task, agents in tasks.items():
+            fewest = min(map(len, agents.values()))
+            if fewest < k:
+                raise ConfigError(
+                    f"pass@{k} needs {k} samples of every task; task {task!r} has {fewest}: raise "
+                    "the number of samples per task"
+                )
+        return mean(
+            [fmean(pass_at_k(len(w), sum(w), k) for w in a.values()) for a in tasks.values()]
+        )
 
     def metrics(self, prefix: str = "eval/") -> dict[str, float]:
-        """Plain figures for a logger: of all agents, and of each where there are several."""
+        """Returns plain figures for a logger: of all agents, and of each if there are several."""
         flat = {"reward": self.reward.value, "episodes": float(len(self.by_episode()))}
         flat |= {name: estimate.value for name, estimate in self.rates().items()}
         found = {prefix + name: value for name, value in flat.items()}
@@ -161,12 +165,12 @@ class EvalReport:
         return found
 
     def roles(self) -> dict[str, EvalReport]:
-        """`by_role` where there are several roles, and nothing otherwise."""
+        """Returns `by_role` if there are several roles, and nothing otherwise."""
         roles = self.by_role()
         return roles if len(roles) > 1 else {}
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON: the figures first, also of each role where there are several, then every result."""
+        """Returns JSON: the figures, also of each role if there are several, then every result."""
         return {
             "name": self.name,
             **self._figures(),
@@ -185,8 +189,8 @@ class EvalReport:
 
 
 def compare(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
-    """B against A, episode by episode on the same environment seeds: success and reward, of all
-    agents together and, where there are several, of each (`X/success`)."""
+    """Compares B with A, episode by episode on the same environment seeds: success and reward, of
+    all agents together and, if there are several, of each (`X/success`)."""
     if any(e.episode_id is None for report in (a, b) for e in report.episodes):
         # What an old report cannot tell apart must not be told apart in its partner.
         a, b = (
@@ -220,7 +224,7 @@ def _compare(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
 
 
 def _by_seed(report: EvalReport) -> dict[tuple[int | None, int], list[EpisodeResult]]:
-    """Episodes by their seed, and which of those with that seed it is."""
+    """Returns the episodes by their seed, numbered among those with the same seed."""
     seen: Counter[int | None] = Counter()
     found = {}
     for results in report.by_episode():
@@ -231,8 +235,8 @@ def _by_seed(report: EvalReport) -> dict[tuple[int | None, int], list[EpisodeRes
 
 
 def report_table(reports: Sequence[EvalReport]) -> Any:
-    """A rich table: one column per report; for each rate a row, or one for each role where there
-    are several."""
+    """Returns a rich table: a column per report, and a row per rate (and role, if there are
+    several)."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)

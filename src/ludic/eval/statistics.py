@@ -26,11 +26,11 @@ class Estimate:
 
 
 def proportion(successes: float, n: int, confidence: float = 0.95) -> Estimate:
-    """A rate with its Wilson score interval, which stays inside [0, 1] and is right at 0 and n.
+    """Returns a rate with its Wilson score interval, which stays inside [0, 1] also at 0 and n.
 
-    An observation may be a share itself, as the mean over an episode's agents is: no shares vary
-    more than zeros and ones do, so that the interval is then if anything too wide. Without
-    observations nothing is known: the interval is [0, 1] and the value NaN.
+    An observation may be a share itself, such as the mean over an episode's agents. Shares vary
+    no more than zeros and ones do, so the interval is then wide enough. Without observations the
+    interval is [0, 1] and the value NaN.
     """
     if not 0 <= successes <= n:
         raise ValueError(f"{successes} successes in {n} trials")
@@ -46,7 +46,7 @@ def proportion(successes: float, n: int, confidence: float = 0.95) -> Estimate:
 
 
 def mean(values: Sequence[float], confidence: float = 0.95, seed: int = 0) -> Estimate:
-    """The mean with a percentile-bootstrap interval; `seed` fixes the resampling."""
+    """Returns the mean with a percentile-bootstrap interval; `seed` fixes the resampling."""
     x = np.asarray(values, dtype=np.float64)
     if x.size == 0:
         return Estimate(math.nan, -math.inf, math.inf, 0)
@@ -60,8 +60,8 @@ def mean(values: Sequence[float], confidence: float = 0.95, seed: int = 0) -> Es
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """The chance that at least one of k samples, drawn without replacement from n of which
-    `correct` are right, is right: 1 − C(n−c, k) / C(n, k)."""
+    """Returns the chance that one or more of k samples is right, drawn without replacement from n
+    of which `correct` are right: 1 − C(n−c, k) / C(n, k)."""
     if not (1 <= k <= n and 0 <= correct <= n):
         raise ValueError(f"pass@{k} needs 1 <= k <= n and 0 <= correct <= n; n={n}, {correct=}")
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
@@ -77,8 +77,8 @@ class PairedComparison:
 
 
 def compare_paired(a: Sequence[float], b: Sequence[float], seed: int = 0) -> PairedComparison:
-    """A sign-flip permutation test on the differences: exact up to 16 pairs that differ, and by
-    10,000 random flips beyond."""
+    """Runs a sign-flip permutation test on the differences: exactly up to 16 pairs that differ, and
+    with 10,000 random flips beyond."""
     if len(a) != len(b):
         raise ValueError(f"a paired test needs as many values on each side: {len(a)}, {len(b)}")
     difference = np.asarray(b, dtype=np.float64) - np.asarray(a, dtype=np.float64)

@@ -1,1 +1,1 @@
-"""What a run is: its settings, assembling it, its stages, its folder."""
+"""What a run is: its settings, how it is put together and checked, its stages and its folder."""

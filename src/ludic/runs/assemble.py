@@ -1,4 +1,4 @@
-"""From a run's configuration to the library's objects. All that a script would write by hand."""
+"""Builds the library's objects from a run's configuration, as a script would by hand."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class OpenPolicy:
 def inference_spec(
     config: RunConfig, *, temperature: float | None = None, trained_on: bool = True
 ) -> InferenceSpec:
-    """The run's sampling settings, at another temperature if asked. What is `trained_on` has the
-    ids that truncated sampling kept, since the trainer needs them."""
+    """Returns the run's sampling settings, optionally at another temperature. With `trained_on`,
+    completions carry the ids that truncated sampling kept, which the trainer needs."""
     values = config.inference.sampling.model_dump()
     values["stop"] = tuple(values["stop"])
     if temperature is not None:
@@ -52,7 +52,7 @@ def inference_spec(
 
 
 def tool_parser_of(config: RunConfig) -> ToolParser | None:
-    """What reads the model's tool calls, where the run names one."""
+    """Returns the parser of the model's tool calls, if the run names one."""
     name = config.model.tool_parser
     return get_tool_parser(name) if name else None
 
@@ -61,8 +61,8 @@ def tool_parser_of(config: RunConfig) -> ToolParser | None:
 async def open_policy(
     config: RunConfig, *, weights: Path | None = None, folder: Path | None = None
 ) -> AsyncIterator[OpenPolicy]:
-    """Model, client and publisher, closed at the end. `folder` is where a vLLM server that has
-    to be started finds the model."""
+    """Opens model, client and publisher, and closes them at the end. If a vLLM server has to be
+    started, the model is saved for it in `folder`."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     model, tokenizer = build_model(config, weights)
@@ -97,7 +97,7 @@ async def _local(
 
 
 def rollout_engine(config: RunConfig, runtime: Runtime, *, seed: int = 0) -> RolloutEngine:
-    """An engine with the run's deadlines, and its way with groups that lost a member."""
+    """Returns an engine with the run's deadlines and its policy for groups that lost a member."""
     training = config.training
     return RolloutEngine(
         runtime=runtime,
@@ -111,8 +111,8 @@ def rollout_engine(config: RunConfig, runtime: Runtime, *, seed: int = 0) -> Rol
 def requests_of(
     config: RunConfig, *, held_out: bool = False
 ) -> Mapping[str, tuple[RolloutRequest, float]]:
-    """One request per environment of the run, with its share, by name; `held_out`: of its
-    evaluation, which may have an environment and a protocol of its own."""
+    """Returns one request per environment of the run, with its share, by name. With `held_out`,
+    those of the evaluation, which may have other environments and another protocol."""
     envs, part = config.env, config.protocol
     if held_out:
         envs, part = config.eval.env or envs, config.eval.protocol or part
@@ -128,8 +128,8 @@ def requests_of(
 
 
 def algorithm_of(config: RunConfig) -> RLAlgorithm:
-    """The run's algorithm; arguments that it does not take are a `ConfigError`. Where groups that
-    lost a member are kept, it compares what is left of them."""
+    """Returns the run's algorithm; arguments that it does not take are a `ConfigError`. If the run
+    keeps groups that lost a member, the algorithm compares the members that are left."""
     name, kwargs = config.algorithm.name, config.algorithm.kwargs
     with configuring(f"algorithm {name!r} with {kwargs}"):
         algorithm = make_algorithm(name, **kwargs)
@@ -146,8 +146,8 @@ def algorithm_of(config: RunConfig) -> RLAlgorithm:
 
 
 def trainer_config(config: RunConfig, stage: Literal["sft", "rl"], folder: Path) -> TrainerConfig:
-    """How a stage is trained; `folder` is the run's. The supervised stage takes each batch once,
-    at a learning rate that falls to a tenth."""
+    """Returns how a stage is trained; `folder` is the run's. The supervised stage uses each batch
+    once, with a learning rate that decays to a tenth."""
     training, steps = config.training, config.training.steps
     shared = {field.name for field in fields(TrainerConfig)} & type(training).model_fields.keys()
     settings = training.model_dump(include=shared)
@@ -172,21 +172,19 @@ def trainer_config(config: RunConfig, stage: Literal["sft", "rl"], folder: Path)
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function that `module:function` names."""
+    """Imports the function named by `module:function`."""
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, TypeError, ValueError) as exc:
-        raise ConfigError(
-            f"{name!r} names no function in the form module:function: {exc}"
-        ) from exc
+        raise ConfigError(f"{name!r} names no function in the form module:function: {exc}") from exc
     if not callable(function):
         raise ConfigError(f"{name!r} is not a function")
     return function  # type: ignore[no-any-return]
 
 
 def make_importable(folder: Path) -> None:
-    """Lets a run file name modules that lie beside it."""
+    """Puts `folder` on the import path, so that a run file can name modules beside it."""
     path = str(folder.resolve())
     if path not in sys.path:
         sys.path.insert(0, path)

@@ -12,7 +12,7 @@ from ludic.training.update.calibrate import Calibration, calibrate
 
 
 def calibrate_run(run: str, overrides: Sequence[str] = ()) -> Calibration:
-    """Tries real updates of the run's model; the weights do not change. Needs a GPU."""
+    """Measures real updates of the run's model without changing its weights. Needs a GPU."""
     config, weights = locate(run, overrides)
     model, _ = build_model(config, weights)
     training = config.training

@@ -1,4 +1,4 @@
-"""What is wrong with a run, found before its folder is made or a step is trained."""
+"""Finds what is wrong with a run before its folder is made or a step is trained."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Env: TypeAlias = LudicEnv[Any, Any, Any]
 
 
 def check_parts(config: RunConfig) -> None:
-    """Raises for a part that is not there, does not fit, or could never be trained."""
+    """Raises if a part of the run is missing, does not fit, or could never train."""
     check_device(config.model)
     if config.model.name == "tiny":  # any other takes too long to load twice
         build_model(config)
@@ -72,7 +72,7 @@ def _make_env(section: EnvSection) -> Env:
 
 
 def _make_agents(config: RunConfig, *, held_out: bool = False) -> list[Agent]:
-    """Makes each protocol once, for a model that says nothing; returns the agents in them."""
+    """Builds each protocol once, on a model that says nothing, and returns its agents."""
     template = HFChatTemplate(tiny_tokenizer(), tool_parser_of(config))
     client = ScriptedChatClient([""], template)
     runtime = Runtime(client, template, config.model.name, inference_spec(config))
@@ -166,8 +166,8 @@ def _check_algorithm(config: RunConfig, algorithm: RLAlgorithm) -> None:
 def _check_tracking(
     config: RunConfig, credit: TrackedAdvantage, envs: Sequence[Env], agents: Sequence[Agent]
 ) -> None:
-    """A tracker needs tasks by name, and returns that stay in its interval as far as is known:
-    from an environment's `return_range`, and from what a parser gives for nothing at all."""
+    """Raises if tasks have no names, or if returns are known to leave the tracker's interval: from
+    an environment's `return_range`, and from the parser's reward for an empty answer."""
     name, steps, (low, high) = config.algorithm.name, config.training.max_steps, credit.returns
     penalty = min((agent.parser("").reward for agent in agents), default=0.0)
     for section, env in zip(config.env, envs, strict=True):
@@ -189,7 +189,7 @@ def _check_tracking(
 
 
 def _terms(loss: Any) -> Iterator[Any]:
-    """A loss and those that it is made of."""
+    """Yields a loss and the losses it is made of."""
     yield loss
     for _, term in getattr(loss, "terms", ()):
         yield from _terms(term)

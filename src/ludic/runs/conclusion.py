@@ -28,7 +28,7 @@ async def conclude(
     policy: OpenPolicy,
     seconds: float,
 ) -> None:
-    """Writes `summary.json` and `plot.png`, and shows a person what came out."""
+    """Writes `summary.json` and `plot.png`, and prints the results."""
     outcomes, path = config.eval.outcomes, folder.path
     headline = outcomes[0] if outcomes else None
     summary = summary_of(reports, headline)
@@ -54,7 +54,7 @@ async def conclude(
 async def _show_an_episode(
     config: RunConfig, reports: Mapping[str, EvalReport], policy: OpenPolicy
 ) -> None:
-    """One held-out episode again, a success if there is one, with all that was said."""
+    """Plays one held-out episode again, a success if there was one, and prints it word by word."""
     stage, report = list(reports.items())[-1]
     won = (i for i, seats in enumerate(report.by_episode()) if any(e.success for e in seats))
     rollouts = await eval_engine(config, policy).generate_rollouts(

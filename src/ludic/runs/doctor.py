@@ -43,7 +43,7 @@ _TEXTS = (
 
 @dataclass(frozen=True, slots=True)
 class DoctorRow:
-    """One comparison. `note` says why there is nothing to compare, where that is so."""
+    """One comparison. If there was nothing to compare, `note` says why."""
 
     setting: str
     tokens: int
@@ -59,7 +59,7 @@ class DoctorRow:
 
 @dataclass(frozen=True, slots=True)
 class DoctorReport:
-    """All comparisons of one model and one client."""
+    """All comparisons for one model and one client."""
 
     rows: tuple[DoctorRow, ...]
 
@@ -68,7 +68,7 @@ class DoctorReport:
         return all(row.ok for row in self.rows)
 
     def table(self) -> str:
-        """The rows as text, aligned."""
+        """Returns the rows as an aligned table."""
         lines = [f"{'setting':<34} {'tokens':>6} {'mean':>9} {'max':>9} {'budget (mean, max)':>19}"]
         for row in self.rows:
             if row.note:
@@ -159,7 +159,7 @@ async def examine_run(run: str, overrides: Sequence[str] = ()) -> DoctorReport:
 
 @dataclass(frozen=True, slots=True)
 class _Checkup:
-    """What stays the same from row to row."""
+    """What all rows have in common."""
 
     client: ChatClient
     name: str

@@ -19,7 +19,7 @@ from ludic.seeding import derive_seed
 
 
 def read_report(path: Path) -> EvalReport:
-    """A report's file, or the last stage's report of a run folder."""
+    """Reads a report from its file, or from a run folder that of its last stage."""
     if path.is_dir():
         stages = ("after_rl", "after_sft", "before")
         found = [path / "eval" / f"{s}.json" for s in stages]
@@ -32,7 +32,7 @@ def read_report(path: Path) -> EvalReport:
 
 
 def eval_plan(config: RunConfig) -> list[RolloutRequest]:
-    """The held-out episodes of a run: fixed by its evaluation seed, whatever the run's seed."""
+    """Returns the run's held-out episodes. They depend on its evaluation seed alone."""
     mix = list(requests_of(config, held_out=True).values())
     share = -(-config.eval.episodes // len(mix))
     plan: list[RolloutRequest] = []
@@ -47,7 +47,7 @@ def eval_plan(config: RunConfig) -> list[RolloutRequest]:
 
 
 def eval_engine(config: RunConfig, policy: OpenPolicy) -> RolloutEngine:
-    """Samples as the evaluation does, which may be at another temperature."""
+    """Returns an engine that samples as the evaluation does, perhaps at another temperature."""
     inference = inference_spec(config, temperature=config.eval.temperature, trained_on=False)
     return rollout_engine(config, replace(policy.runtime, inference=inference))
 
@@ -55,7 +55,7 @@ def eval_engine(config: RunConfig, policy: OpenPolicy) -> RolloutEngine:
 async def evaluate_policy(
     config: RunConfig, policy: OpenPolicy, *, name: str, on_progress: ProgressCallback | None = None
 ) -> EvalReport:
-    """The held-out episodes with the present policy."""
+    """Plays the held-out episodes with the current policy."""
     evaluator = RolloutEvaluator(
         eval_engine(config, policy),
         eval_plan(config),
@@ -68,7 +68,7 @@ async def evaluate_policy(
 
 
 async def evaluate_run(run: str, overrides: Sequence[str] = ()) -> EvalReport:
-    """Evaluates a run's trained model, or the model of a run file as it comes."""
+    """Evaluates the trained model of a run folder, or the untrained one of a run file."""
     config, weights = locate(run, overrides)
     async with open_policy(config, weights=weights) as policy:
         with episodes_bar("evaluation") as update:

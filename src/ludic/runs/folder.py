@@ -38,8 +38,8 @@ class RunFolder:
 
     @staticmethod
     def create(config: RunConfig, path: Path | None = None, *, modules: Path) -> RunFolder:
-        """Makes the folder; one that holds a run already is never written over. `modules` is
-        where the files that the run names lie."""
+        """Creates the folder; an existing one that is not empty is an error. `modules` is the
+        folder of the Python modules that the run names."""
         if path is None:
             stamp = time.strftime("%Y%m%d-%H%M%S")
             path = Path(config.run.folder) / f"{config.run.name}-seed{config.run.seed}-{stamp}"
@@ -64,7 +64,7 @@ class RunFolder:
 
     @staticmethod
     def open(path: str | Path) -> RunFolder:
-        """An existing run's folder."""
+        """Opens the folder of an existing run."""
         folder = RunFolder(Path(path))
         if not (folder.path / "run.json").is_file():
             raise ConfigError(f"{path} is no run folder: it has no run.json")
@@ -72,11 +72,11 @@ class RunFolder:
 
     @property
     def modules(self) -> Path:
-        """Where the files that the run names lie."""
+        """The folder of the Python modules that the run names."""
         return Path(self.read_json("origin.json").get("run_file_folder") or ".")
 
     def config(self, overrides: Sequence[str] = ()) -> RunConfig:
-        """The configuration that the run was started with, with overrides applied."""
+        """Returns the run's configuration, with overrides applied."""
         data = self.read_json("run.json")
         training = data.get("training", {})
         if "micro_token_budget" in training and "max_seq_len" in training:
@@ -87,14 +87,15 @@ class RunFolder:
         return check_run(data, source=str(self.path / "run.json"), overridden=overridden)
 
     def take_up(self, config: RunConfig) -> None:
-        """Makes `config` the run's; where it has other steps, the end is to be measured again."""
+        """Stores `config` as the run's. If its number of steps changed, results of the end are
+        removed, to be measured again."""
         if config.training.steps != self.config().training.steps:
             for stale in ("eval/after_rl.json", "summary.json"):
                 (self.path / stale).unlink(missing_ok=True)
         self.write_json("run.json", config.plain())
 
     def weights(self) -> Path:
-        """The model folder of the newest whole checkpoint, of the last stage that has one."""
+        """Returns the model folder of the newest complete checkpoint, of the last stage with one."""
         for stage in ("rl", "sft"):
             latest = self.checkpoints / stage / "latest"
             if latest.is_file():
@@ -102,11 +103,11 @@ class RunFolder:
         raise ConfigError(f"{self.path} has no checkpoint yet")
 
     def has(self, name: str) -> bool:
-        """Whether the file was written."""
+        """Whether the folder has this file."""
         return (self.path / name).is_file()
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
-        """Writes a file under a temporary name and renames it."""
+        """Writes a JSON file atomically, and returns its path."""
         target = self.path / name
         temporary = target.with_name(f".{target.name}.{os.getpid()}")
         try:
@@ -118,7 +119,7 @@ class RunFolder:
         return target
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Reads a file of the folder."""
+        """Reads a JSON file of the folder."""
         try:
             data: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as exc:

@@ -22,14 +22,14 @@ KEEP: Mapping[str, Callable[[Rollout], bool]] = {
     ),
     "parsed": lambda rollout: not any(s.info.get("parse_error") for s in rollout.env_steps),
 }
-"""The tests by which rollouts are kept. A failed episode passes none, and is never kept."""
+"""The filters by name. A failed episode is never kept, whatever the filter."""
 
 
 async def generate_file(
     run: str, overrides: Sequence[str], *, output: Path, episodes: int, keep: Sequence[str]
 ) -> Counter[str]:
-    """Plays `episodes` episodes and writes those that pass every test in `keep`. Returns how many
-    were kept, and how many dropped for which reason."""
+    """Plays `episodes` episodes and writes the rollouts that pass every filter in `keep`. Returns
+    how many were kept, and how many were dropped, by reason."""
     _check(output, episodes, keep)
     config, weights = locate(run, overrides)
     seed = derive_seed(config.run.seed, "generate")

@@ -1,4 +1,4 @@
-"""Ctrl-C: the first one stops a run in order, the second one ends the process."""
+"""Ctrl-C: the first one stops a run cleanly, the second one ends the process."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NOTICE = b"\nstopping after this step, with a checkpoint; press Ctrl-C again to 
 def interruptible(stop: Callable[[], None]) -> Iterator[None]:
     """The first Ctrl-C calls `stop` in the event loop; the second ends the process.
 
-    The first one gives the signal back its default action, so that the second needs neither the
-    loop nor the interpreter, either of which an environment may hold for good.
+    The first one restores the signal's default action, so that the second needs neither the event
+    loop nor the interpreter: an environment may be blocking either.
     """
     loop = asyncio.get_running_loop()
 
     def on_interrupt(*_: object) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.write(2, NOTICE)  # whatever print was interrupted could not be entered again
+        os.write(2, NOTICE)  # print is not reentrant, and may be what was interrupted
         loop.call_soon_threadsafe(stop)
 
     try:

@@ -14,12 +14,12 @@ RUNS = Path(__file__).parent / "files"
 
 
 def builtin_runs() -> str:
-    """The names that `ludic train` knows."""
+    """Returns the names of the built-in runs, for a message."""
     return ", ".join(sorted(path.stem for path in RUNS.glob("*.toml")))
 
 
 def find_run(run: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path]:
-    """A run by file, or by the name of a built-in one; and the folder that its modules lie in."""
+    """Reads a run by its file or built-in name; also returns the folder of its modules."""
     path = Path(run)
     if path.suffix == ".toml" or path.exists():
         return load_run(path, overrides), path.resolve().parent
@@ -32,8 +32,8 @@ def find_run(run: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path]:
 
 
 def locate(run: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path | None]:
-    """The configuration, and the trained weights where `run` is the folder of one. Modules that
-    the run names can then be imported."""
+    """Returns the run's configuration and, if `run` is a run folder, its trained weights. Makes the
+    modules that the run names importable."""
     if Path(run).is_dir():
         folder = RunFolder.open(run)
         make_importable(folder.modules)

@@ -19,10 +19,11 @@ FILE = ".lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds the folder, or raises a `ConfigError` that names who does.
+    """Locks the folder, or raises a `ConfigError` that names the process that has it locked.
 
-    The kernel frees the lock of a process that has ended, however it did. Where it cannot see the
-    holder, on another host, what the file says counts; a holder from before a reboot is gone.
+    The kernel releases the lock of a process that ended, however it ended. A holder on another
+    host may be out of the kernel's sight, so there the file's content counts, unless it was
+    written before a reboot of this host.
     """
     path = folder / FILE
     with path.open("a+", encoding="utf-8") as file:
@@ -58,7 +59,7 @@ def _who(folder: Path, holder: dict[str, Any]) -> str:
 
 
 def _read(file: TextIO) -> dict[str, Any]:
-    """What the holder wrote; nothing where it released the lock, or has not written yet."""
+    """Returns what the holder wrote: nothing if it released the lock, or is only taking it."""
     file.seek(0)
     try:
         holder = json.loads(file.read())

@@ -34,7 +34,7 @@ class MachineFact:
 
 
 def check_machine() -> list[MachineFact]:
-    """What is installed, which GPU there is, and what is missing."""
+    """Returns what is installed, which GPU there is, and what is missing."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     facts = [
         MachineFact("python", f"{platform.python_version()} at {sys.executable}"),
@@ -77,7 +77,7 @@ def _compiler() -> MachineFact:
 
 
 def _vllm() -> MachineFact:
-    """vLLM often lives in an environment of its own, and on the CPU under another name."""
+    """vLLM is often installed in a separate environment, and on the CPU under another name."""
     from ludic.inference.vllm.server import VLLMBuild
 
     try:
@@ -93,7 +93,7 @@ def _vllm() -> MachineFact:
 
 
 def installed(name: str) -> str | None:
-    """The version of an installed package, else None."""
+    """Returns the version of an installed package, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""A run's model and tokenizer: made, loaded, given an adapter, put on its device."""
+"""A run's model and tokenizer: created or loaded, with an adapter if asked, on its device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ludic.seeding import derive_seed
 
 
 def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Module, Any]:
-    """The run's model and tokenizer; `weights` is a trained checkpoint's `model` folder."""
+    """Returns the run's model and tokenizer; `weights` is the `model` folder of a checkpoint."""
     section = config.model
     if section.name == "tiny":
         from ludic.inference.tiny import tiny_model, tiny_tokenizer
@@ -38,7 +38,7 @@ def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Modu
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Takes the weights that a checkpoint holds; they must be those of this model."""
+    """Loads a checkpoint's weights; raises if they are of another model."""
     from safetensors.torch import load_file
 
     files = sorted(folder.glob("*.safetensors"))
@@ -97,7 +97,7 @@ def _with_adapter(model: nn.Module, section: ModelSection) -> nn.Module:
 
 
 def check_device(section: ModelSection) -> torch.device:
-    """Where the model is put; raises where this machine has no such device."""
+    """Returns the device to put the model on; raises if this machine does not have it."""
     name = section.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
@@ -116,7 +116,7 @@ def check_device(section: ModelSection) -> torch.device:
 
 @contextmanager
 def configuring(what: str) -> Iterator[None]:
-    """What a constructor says of its arguments is a `ConfigError` about `what`."""
+    """Turns a constructor's complaint about its arguments into a `ConfigError` about `what`."""
     try:
         yield
     except LudicError:

@@ -1,4 +1,4 @@
-"""Who plays in a run's episodes: the policy alone, or also what it was before."""
+"""Who plays in a run's episodes: the policy alone, or its past versions too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ludic.training.batching.self_play import PastPolicies, SelfPlay
 
 @dataclass(frozen=True)
 class Seating:
-    """What episodes to play, and with whom."""
+    """Which episodes to play, and with whom."""
 
     runtime: Runtime
     curriculum: Curriculum
@@ -44,7 +44,7 @@ class Seating:
 
 @asynccontextmanager
 async def seating(config: RunConfig, policy: OpenPolicy, folder: Path) -> AsyncIterator[Seating]:
-    """The run's players. Past policies are kept in `folder`/pool."""
+    """Opens the run's players. Past policies are kept in `folder`/pool."""
     training = config.training
     if not training.past_opponents:
         yield Seating(policy.runtime, FixedMix(requests_of(config), seed=_seed(config)))
@@ -66,7 +66,7 @@ async def seating(config: RunConfig, policy: OpenPolicy, folder: Path) -> AsyncI
 
 
 def check_seating(config: RunConfig) -> None:
-    """Raises where the run's settings do not allow for past opponents, and it asks for them."""
+    """Raises if the run asks for past opponents, and its other settings rule them out."""
     if config.training.past_opponents:
         _self_play(config)
 

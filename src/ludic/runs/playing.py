@@ -1,4 +1,4 @@
-"""One episode for a person: which environment, and a run's model playing it."""
+"""One episode for a person to play, or to watch a run's model play."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ludic.runs.assemble import inference_spec, make_importable, open_policy, requests_of, rollout_engine
+from ludic.runs.assemble import (
+    inference_spec,
+    make_importable,
+    open_policy,
+    requests_of,
+    rollout_engine,
+)
 from ludic.runs.folder import RunFolder
 from ludic.runs.locate import locate
 from ludic.runs.settings import apply_override
@@ -16,7 +22,7 @@ from ludic.types import EnvSpec, Rollout
 
 
 def env_to_play(env: str, settings: Sequence[str]) -> EnvSpec:
-    """An environment by name, or that of a run folder, with `settings` (key=value) as arguments."""
+    """Finds an environment by name, or that of a run folder. `settings` (key=value) are arguments."""
     make_importable(Path.cwd())
     options: dict[str, Any] = {}
     for setting in settings:
@@ -31,7 +37,7 @@ def env_to_play(env: str, settings: Sequence[str]) -> EnvSpec:
 
 
 async def watch(env: EnvSpec, run: str, *, seed: int) -> list[Rollout]:
-    """One episode of `env`, played by the run's model."""
+    """Plays one episode of `env` with the run's model."""
     config, weights = locate(run)
     mixes = (requests_of(config), requests_of(config, held_out=True))
     known = {request.env.kind: request for mix in mixes for request, _ in mix.values()}

@@ -1,4 +1,4 @@
-"""The episodes of a file, run again."""
+"""Replaying the episodes of a file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ludic.types import Rollout
 
 @dataclass
 class ReplayedFile:
-    """How many episodes were replayed, and what became of them. `others`: those that another
-    model took part in, whose words the record does not have."""
+    """What came of a file's episodes. `others` are those that another model took part in: the
+    file does not have its words."""
 
     episodes: int = 0
     diverged: int = 0
@@ -67,7 +67,7 @@ async def replay_file(
 
 
 def _episodes(path: Path, limit: int) -> list[list[Rollout]]:
-    """The file's first episodes, each with the rollouts of all who took part."""
+    """Reads the file's first episodes, each with the rollouts of all its agents."""
     if not path.is_file():
         raise ConfigError(f"there is no file of rollouts at {path}")
     grouped = groupby(read_rollouts(path), key=lambda rollout: rollout.episode_id)

@@ -1,4 +1,4 @@
-"""The rollouts of a run on disk, without those of steps that a resumed run takes again."""
+"""The rollouts of a run on disk, without those of steps that a resumed run repeats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ludic.rollouts.lines import CutFileWarning
 
 
 def open_rollout_log(path: Path, step: int) -> RolloutWriter:
-    """A writer that goes on behind the episodes of the steps before `step`."""
+    """Returns a writer that appends to the episodes of the steps before `step`."""
     with warnings.catch_warnings():
         # A kill may leave half a line, and what it was of is sampled again.
         warnings.simplefilter("ignore", CutFileWarning)

@@ -34,13 +34,13 @@ MICRO_TOKEN_BUDGET = 16384
 
 
 class Section(BaseModel):
-    """A table of the run file: unknown keys are errors, as are numbers that are none."""
+    """A table of the run file. Unknown keys are errors, and so are NaN and infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def _without_nan(value: Any) -> Any:
-    """Raises for a NaN anywhere in a part's arguments, which no check of theirs would notice."""
+    """Raises if there is a NaN among a part's arguments, which most checks would let through."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, item in items:
         if isinstance(item, float) and math.isnan(item):
@@ -249,7 +249,7 @@ class RunConfig(Section):
     logging: LoggingSection = LoggingSection()
 
     def plain(self) -> dict[str, Any]:
-        """As JSON, from which `check_run` makes the same run."""
+        """Returns the run as JSON, from which `check_run` makes the same run."""
         return self.model_dump(by_alias=True, mode="json")
 
 
@@ -296,7 +296,7 @@ def check_run(
 
 
 def override_key(override: str) -> str:
-    """The `a.b` of `a.b=value`."""
+    """Returns the `a.b` of `a.b=value`."""
     key, equals, _ = override.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", key.strip()):
         raise ConfigError(
@@ -360,7 +360,7 @@ def _known_keys(path: Sequence[str]) -> list[str]:
 
 
 def _line_of(path: Sequence[str], text: str) -> int | None:
-    """The line that sets `path`, or the header of the deepest table on the way to it."""
+    """Returns the line that sets `path`, or the header of the deepest table on the way to it."""
     wanted = [part for part in path if not part.isdigit()]
     table: list[str] = []
     best: tuple[int, int] | None = None

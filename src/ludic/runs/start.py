@@ -1,4 +1,4 @@
-"""Starting a run and resuming one: checked as a whole before anything is written."""
+"""Starting and resuming runs, which are checked as a whole before anything is written."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ludic.runs.training_run import TrainingRun
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run that could be started now. `modules` is where the files that it names lie, `folder`
-    where a resumed one goes on."""
+    """A run that passed its checks. `modules` is the folder of the modules it names; `folder` is
+    the run folder, if it is resumed."""
 
     config: RunConfig
     modules: Path
     folder: RunFolder | None = None
 
     def carry_out(self, out: Path | None = None) -> None:
-        """Trains to the end, or until Ctrl-C. A new run gets the folder `out`, or one by name."""
+        """Trains to the end, or until Ctrl-C. A new run goes to `out`, or to a folder by its name."""
         folder = self.folder or RunFolder.create(self.config, out, modules=self.modules)
         with locked(folder.path):
             if self.folder is not None:
@@ -38,7 +38,7 @@ class PlannedRun:
 def plan_run(
     run: str | None, overrides: Sequence[str] = (), *, only_sft: bool = False
 ) -> PlannedRun:
-    """A new run by file or name. `only_sft`: it must have a cold start."""
+    """Plans a new run, by file or name. With `only_sft` it must have a cold start."""
     if run is None:
         raise ConfigError(f"name a run file, or one of the built-in runs: {builtin_runs()}")
     config, modules = find_run(run, overrides)
@@ -52,8 +52,8 @@ def plan_run(
 
 
 def plan_resume(run: str | Path, overrides: Sequence[str] = ()) -> PlannedRun:
-    """What is left of the run in a folder. Only more steps may be asked for: anything else would
-    be another run."""
+    """Plans what is left of the run in a folder. Only a few settings may change: with any other it
+    would be another run."""
     folder = RunFolder.open(run)
     free = {"training.steps", "training.checkpoint_every", "logging.loggers"}
     if folder.config().training.past_opponents:

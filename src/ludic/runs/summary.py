@@ -1,4 +1,4 @@
-"""What a run came to: the figures of its stages, the course of its reward, and their picture."""
+"""The results of a run: figures of its stages, its reward over time, and a plot of both."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Curve: TypeAlias = tuple[list[float], list[float]]
 
 
 def outcomes_of(reports: Iterable[EvalReport]) -> list[str]:
-    """The names of all outcomes, the usual ones first."""
+    """Returns the names of all outcomes, the usual ones first."""
     found = {e.outcome for report in reports for e in report.episodes if e.outcome is not None}
     usual = [name for name in ("win", "draw", "loss", "illegal") if name in found]
     return usual + sorted(found - set(usual))
 
 
 def summary_of(reports: Mapping[str, EvalReport], headline: str | None = None) -> dict[str, Any]:
-    """The headline figure of each stage, the rate of the outcome `headline` (None: of wins where
-    the environment knows them, else of successes), and the mean reward; under `roles` the same of
-    each agent, where there are several."""
+    """Returns each stage's headline figure and mean reward, and under `roles` the same for each
+    agent, if there are several. The headline is the rate of that outcome; by default of wins, or
+    of successes if no episode was won."""
     if headline is None and "win" in outcomes_of(reports.values()):
         headline = "win"
     metric = headline or "success"
@@ -44,7 +44,7 @@ def summary_of(reports: Mapping[str, EvalReport], headline: str | None = None) -
 
 
 def read_curve(metrics: Path, key: str) -> Curve:
-    """Steps and values of one metric."""
+    """Reads the steps and values of one metric."""
     steps: list[float] = []
     values: list[float] = []
     if metrics.is_file():
@@ -58,7 +58,7 @@ def read_curve(metrics: Path, key: str) -> Curve:
 
 
 def smoothed(values: Sequence[float], window: int = 8) -> list[float]:
-    """A trailing mean, so that a noisy course can be read."""
+    """Returns the trailing mean, in which a trend can be seen."""
     return [
         sum(values[max(0, i - window + 1) : i + 1]) / (i + 1 - max(0, i - window + 1))
         for i in range(len(values))
@@ -66,7 +66,7 @@ def smoothed(values: Sequence[float], window: int = 8) -> list[float]:
 
 
 def plot_png(path: Path, curve: Curve, summary: dict[str, Any]) -> bool:
-    """Reward over steps beside the stages' rates; False where matplotlib is not installed."""
+    """Plots the reward over steps beside the stages' rates; False if matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:

@@ -11,7 +11,13 @@ from typing import Any
 from ludic.inference import HFChatTemplate, ScriptedChatClient
 from ludic.interaction import Runtime
 from ludic.rollouts import FixedMix, RolloutWriter
-from ludic.runs.assemble import inference_spec, load_function, requests_of, tool_parser_of, rollout_engine
+from ludic.runs.assemble import (
+    inference_spec,
+    load_function,
+    requests_of,
+    tool_parser_of,
+    rollout_engine,
+)
 from ludic.runs.settings import RunConfig
 from ludic.runs.terminal import episodes_bar
 from ludic.seeding import derive_seed
@@ -19,8 +25,8 @@ from ludic.types import Fork, Message, TokenTrace
 
 
 async def write_lessons(config: RunConfig, tokenizer: Any, path: Path) -> None:
-    """Plays the run's examples with its teacher in the model's place and writes them to `path`,
-    whole or not at all."""
+    """Plays the run's examples with its teacher in the place of the model, and writes them to
+    `path`, all or none."""
     assert config.sft is not None
     assert config.sft.teacher is not None
     teacher = load_function(config.sft.teacher)
@@ -44,7 +50,7 @@ async def write_lessons(config: RunConfig, tokenizer: Any, path: Path) -> None:
 
 
 class _Overheard(HFChatTemplate):
-    """A template that remembers the last message it spelled, for a teacher that reads text."""
+    """A template that remembers the last message it rendered, for a teacher that reads text."""
 
     last = ""
 

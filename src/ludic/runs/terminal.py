@@ -25,20 +25,20 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def command_name() -> str:
-    """How to call this command from here: by its name, or by where its environment keeps it."""
+    """Returns how to call this command from here: `ludic`, or the path to it."""
     if shutil.which("ludic"):
         return "ludic"
     return os.path.relpath(Path(sys.executable).parent / "ludic")
 
 
 def say(text: str | Text) -> None:
-    """One line for the person in front of the screen, as it is; paths stay whole, to be copied."""
+    """Prints a line as it is, unwrapped, so that paths can be copied."""
     console.print(text, soft_wrap=True)
 
 
 @contextmanager
 def episodes_bar(title: str) -> Iterator[ProgressCallback]:
-    """A progress bar over episodes; on a screen that is none, one line at the end."""
+    """Shows a progress bar over episodes; without a terminal, one line at the end."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     name = TextColumn("{task.description}", markup=False)
@@ -53,8 +53,8 @@ def episodes_bar(title: str) -> Iterator[ProgressCallback]:
 
 
 def stages_table(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()) -> Table:
-    """Stages as rows, one for each role where there are several; rates with intervals as columns:
-    of `outcomes`, and of others found."""
+    """Returns a table with a row per stage (and role, if there are several), and rates with their
+    intervals as columns: of `outcomes`, then of any others."""
     outcomes = [*outcomes, *(o for o in outcomes_of(reports.values()) if o not in outcomes)]
     table = Table(title=None, box=None, pad_edge=False, header_style="bold", leading=1)
     table.add_column("")
@@ -84,7 +84,7 @@ def _over(value: str, interval: str) -> Text:
 
 
 def plot_terminal(curve: Curve, title: str, *, height: int = 8) -> str:
-    """The same course in characters, one column per update or per few of them."""
+    """Draws a curve in characters, with one column per update or per few of them."""
     steps, values = curve
     if len(steps) < 2:
         return ""
@@ -104,7 +104,7 @@ def plot_terminal(curve: Curve, title: str, *, height: int = 8) -> str:
 
 
 def episode_text(rollout: Rollout) -> Text:
-    """One episode as a dialogue: what the agent saw, and every word it wrote."""
+    """Formats an episode as a dialogue: what the agent saw, and every word it wrote."""
     lines: list[Text | str] = []
     for step in rollout.steps:
         if isinstance(step, AgentStep):

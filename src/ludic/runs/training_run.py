@@ -1,4 +1,4 @@
-"""One run from its folder's state to its summary: evaluation, cold start, reinforcement."""
+"""The stages of a run, from the state of its folder to its summary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ludic.eval import EvalReport
-from ludic.runs.assemble import OpenPolicy, algorithm_of, open_policy, trainer_config, rollout_engine
+from ludic.runs.assemble import (
+    OpenPolicy,
+    algorithm_of,
+    open_policy,
+    trainer_config,
+    rollout_engine,
+)
 from ludic.runs.conclusion import conclude
 from ludic.runs.evaluation import evaluate_policy
 from ludic.runs.folder import RunFolder
@@ -46,7 +52,8 @@ BACKENDS = {"local": "in this process", "vllm": "by vLLM"}
 
 
 class TrainingRun:
-    """One run in its folder. Every stage is skipped that is done."""
+    """Evaluation, cold start, reinforcement, each followed by an evaluation. Stages that the folder
+    shows as done are skipped."""
 
     def __init__(self, config: RunConfig, folder: RunFolder) -> None:
         self.config, self.folder = config, folder
@@ -57,7 +64,7 @@ class TrainingRun:
         self._playing: asyncio.Task[Any] | None = None
 
     async def go(self) -> None:
-        """What is left of the run, as far as it gets before it is stopped."""
+        """Runs the stages that are left, until the end or until Ctrl-C."""
         started = time.monotonic()
         say(f"run folder: {self.folder.path}")
         with interruptible(self._stop):
@@ -90,7 +97,7 @@ class TrainingRun:
             self._playing.cancel()  # these episodes are cheap to play again
 
     async def _sft(self, policy: OpenPolicy) -> int:
-        """The cold start; returns the policy's version after it."""
+        """Trains the cold start; returns the policy's version after it."""
         sft = self.config.sft
         assert sft is not None
         if sft.data is not None:
@@ -196,7 +203,7 @@ class TrainingRun:
             self.reports[stage] = report
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """What `work` returns; None where the run was stopped meanwhile."""
+        """Returns what `work` returns, or None if the run was stopped meanwhile."""
         self._playing = task = asyncio.create_task(work)
         try:
             return await task

@@ -29,10 +29,10 @@ from ludic.training.checkpoints.model_loading import no_progress_bar
 async def open_vllm(
     config: RunConfig, model: nn.Module, tokenizer: Any, stack: AsyncExitStack, folder: Path | None
 ) -> tuple[ChatClient, PolicyPublisher]:
-    """A client of the run's servers and a publisher to them; what was started ends with `stack`.
+    """Returns a client and a publisher for the run's servers; `stack` ends what was started.
 
-    Servers that it did not start itself may hold any weights, and have the model's before this
-    returns."""
+    Servers that were running already may have any weights: the model's are published to them
+    first."""
     servers, name = config.inference.servers, config.model.name
     adapter = config.inference.publish_lora == "adapter"
     if adapter and config.model.lora is None:
