@@ -198,7 +198,7 @@ def test_a_place_with_anything_else_is_refused_and_not_called(place: str) -> Non
 @pytest.mark.parametrize(
     "kind",
     [
-        *(registry.TOOLS, registry.PARSERS, registry.REWARDS),
+        *(registry.TOOLS, registry.BOTS, registry.PARSERS, registry.REWARDS),
         *(registry.CONTEXTS, registry.TOOL_PARSERS, registry.ALGORITHMS),
     ],
     ids=lambda kind: str(kind.kind),
@@ -228,7 +228,7 @@ async def test_threads_inherit_that_names_are_stored() -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *(registry.ENVS, registry.AGENTS, registry.PROTOCOLS, registry.PARSERS),
+        *(registry.ENVS, registry.AGENTS, registry.PROTOCOLS, registry.BOTS, registry.PARSERS),
         *(registry.REWARDS, registry.CONTEXTS, registry.TOOL_PARSERS, registry.ALGORITHMS),
     ],
     ids=lambda kind: str(kind.kind),

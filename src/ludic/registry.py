@@ -1,5 +1,5 @@
-"""Everything that a run file can name: environments, agents, protocols, tools, parsers, rewards,
-contexts, tool parsers and algorithms.
+"""Everything that a run file can name: environments, agents, protocols, tools, bots, parsers,
+rewards, contexts, tool parsers and algorithms.
 
 The tables at the end list what is built in; nothing is imported before it is asked for. Scripts
 add their own with `register_env` and its siblings, and installed packages announce theirs as entry
@@ -316,6 +316,14 @@ PROTOCOLS = Registry(
     base="ludic.interaction.base:InteractionProtocol",
 )
 TOOLS = Registry("tool", {}, "ludic.tools")
+BOTS = Registry(
+    "bot",
+    {
+        "random": Entry("ludic.interaction.bots:RandomBot", "One of its choices, at random."),
+        "sequence": Entry("ludic.interaction.bots:SequenceBot", "A fixed list of actions."),
+    },
+    "ludic.bots",
+)
 PARSERS = Registry(
     "parser",
     {
@@ -392,6 +400,7 @@ register_agent, unregister_agent = AGENTS.register, AGENTS.unregister
 register_protocol, unregister_protocol = PROTOCOLS.register, PROTOCOLS.unregister
 register_tool, unregister_tool = TOOLS.register, TOOLS.unregister
 register_parser, register_reward = PARSERS.register, REWARDS.register
+register_bot = BOTS.register
 register_context, register_tool_parser = CONTEXTS.register, TOOL_PARSERS.register
 register_algorithm = ALGORITHMS.register
 list_envs, list_agents = ENVS.describe, AGENTS.describe

@@ -162,5 +162,5 @@ def test_a_sub_agent_needs_a_description() -> None:
 
 
 def test_a_bot_with_wrong_arguments_says_which() -> None:
-    with pytest.raises(ConfigError, match="bot 'random' of seat 'O'"):
+    with pytest.raises(ConfigError, match="seat 'O': bot 'random' cannot be made"):
         make_protocol("multi_agent", scripted_runtime(["x"]), seats={"O": {"bot": "random"}})

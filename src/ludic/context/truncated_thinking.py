@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ludic.context.full_dialog import FullDialog
 from ludic.types import Message
 
-_UNOPENED = re.compile(r"(?:(?!<think>).)*?</think>\s*", re.DOTALL)
+_UNOPENED = re.compile(r"[^<]*+(?:<(?!/?think>)[^<]*+)*+</think>\s*")
 _BLOCK = re.compile(r"<think>.*?(?:</think>\s*|\Z)", re.DOTALL)
 
 
@@ -54,7 +54,7 @@ def without_thinking(text: str, placeholder: str = "") -> str:
     A block that the template had opened (a `</think>` with no `<think>` before it) counts from
     the start, and one that was never closed counts to the end.
     """
-    lead = _UNOPENED.match(text) if "</think>" in text else None
+    lead = _UNOPENED.match(text)
     rest = text[lead.end() :] if lead else text
     return (placeholder if lead else "") + _BLOCK.sub(lambda _: placeholder, rest)
 

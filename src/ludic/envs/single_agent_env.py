@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from ludic.envs.env import LudicEnv
 from ludic.types import Action, AgentID, Info, Obs, StepOutcome
+
+T = TypeVar("T")
 
 
 class SingleAgentEnv(LudicEnv[AgentID, Obs, Action]):
@@ -43,7 +45,7 @@ class SingleAgentEnv(LudicEnv[AgentID, Obs, Action]):
     ) -> Mapping[AgentID, tuple[Obs, Info]] | Awaitable[Mapping[AgentID, tuple[Obs, Info]]]:
         result = self.env_reset(seed=seed)
         if inspect.isawaitable(result):
-            return self._reset_async(result)
+            return self._awaited(result)
         return {self.agent_id: result}
 
     def step(
@@ -51,16 +53,11 @@ class SingleAgentEnv(LudicEnv[AgentID, Obs, Action]):
     ) -> Mapping[AgentID, StepOutcome] | Awaitable[Mapping[AgentID, StepOutcome]]:
         result = self.env_step(actions[self.agent_id])
         if inspect.isawaitable(result):
-            return self._step_async(result)
+            return self._awaited(result)
         return {self.agent_id: result}
 
     def current_obs(self) -> Mapping[AgentID, Obs]:
         return {self.agent_id: self.env_current_obs()}
 
-    async def _reset_async(
-        self, result: Awaitable[tuple[Obs, Info]]
-    ) -> Mapping[AgentID, tuple[Obs, Info]]:
-        return {self.agent_id: await result}
-
-    async def _step_async(self, result: Awaitable[StepOutcome]) -> Mapping[AgentID, StepOutcome]:
+    async def _awaited(self, result: Awaitable[T]) -> Mapping[AgentID, T]:
         return {self.agent_id: await result}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ludic.agents.base_agent import Agent
@@ -10,17 +10,15 @@ from ludic.agents.tools import Tool
 from ludic.context import make_context
 from ludic.errors import ConfigError, UnknownNameError
 from ludic.interaction.base import Runtime
-from ludic.interaction.bots import Bot, BotFunction, RandomBot, SequenceBot
+from ludic.interaction.bots import Bot, BotFunction
 from ludic.interaction.delegating import AgentFactory, DelegatingProtocol, SubAgent
 from ludic.interaction.multi_agent import MultiAgentProtocol
 from ludic.interaction.single_agent import SingleAgentSyncProtocol
 from ludic.parsers import make_parser
-from ludic.registry import get_tool, make_agent
+from ludic.registry import AGENTS, BOTS, get_tool, make_agent
 from ludic.types import AgentID
 
 JSON = Mapping[str, Any]
-
-_BOTS: Mapping[str, Callable[..., Bot]] = {"sequence": SequenceBot, "random": RandomBot}
 
 
 def build_agent(
@@ -76,10 +74,10 @@ def multi_agent_protocol(
 ) -> MultiAgentProtocol:
     """Several agents; those that `seats` does not name are built from `agent_kwargs`.
 
-    A seat is `{"bot": "random", "choices": […]}`, `{"bot": "sequence", "actions": […]}`,
-    `{"bot": <registered agent name>, …}`, or what `build_agent` takes, over the common arguments.
-    A seat with another `"client"` is an opponent and leaves no rollout, unless it says
-    `"collect": true`.
+    A seat is `{"bot": "random", "choices": […]}`, `{"bot": "sequence", "actions": […]}`, another
+    bot by name or place (`{"bot": "my_module:MyBot", …}`), or what `build_agent` takes, over the
+    common arguments. A seat with another `"client"` is an opponent and leaves no rollout, unless
+    it says `"collect": true`.
     """
     players: dict[AgentID, Agent | Bot | BotFunction] = {}
     uncollected: set[AgentID] = set()
@@ -139,10 +137,8 @@ def _agent_factory(runtime: Runtime, options: JSON) -> AgentFactory:
 
 def _make_bot(agent_id: AgentID, options: dict[str, Any]) -> Bot | BotFunction:
     name = options.pop("bot")
+    registry = AGENTS if name in AGENTS.names() else BOTS
     try:
-        if name in _BOTS:
-            return _BOTS[name](**options)
-        bot: Any = make_agent(name, **options)
-    except TypeError as exc:
-        raise ConfigError(f"bot {name!r} of seat {agent_id!r}: {exc}") from exc
-    return bot  # type: ignore[no-any-return]
+        return registry.make_from({"kind": name, **options})  # type: ignore[no-any-return]
+    except ConfigError as exc:
+        raise ConfigError(f"seat {agent_id!r}: {exc}") from exc

@@ -15,7 +15,7 @@ from ludic.types import Fork, ForkReason, Message
 
 THINK_CLOSE = "</think>"
 # Nothing between the tags may open another block: that keeps it linear in the text's length.
-_THINKING = re.compile(r"<think>(?:(?!</?think>).)*</think>\s*", re.DOTALL)
+_THINKING = re.compile(r"<think>[^<]*+(?:<(?!/?think>)[^<]*+)*+</think>\s*")
 
 
 def same_message(sampled: str, spelled: str, markers: Sequence[str]) -> bool:

@@ -8,6 +8,7 @@ text, since the text is the model's.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -45,6 +46,11 @@ class MalformedCallError(ValueError):
     """A tool call that cannot be read; the message is the sentence that is reported."""
 
 
+# An opening tag and the next closing one, with no other opening tag between them. Nothing is ever
+# tried again at another place, which keeps it linear.
+_HERMES_BLOCK = re.compile(r"<tool_call>([^<]*+(?:<(?!/?tool_call>)[^<]*+)*+)</tool_call>")
+
+
 class HermesToolParser:
     """Calls in the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
@@ -56,41 +62,20 @@ class HermesToolParser:
         return (self.OPEN, self.CLOSE)
 
     def parse(self, text: str) -> ToolParse:
-        prose: list[str] = []
         calls: list[ToolCall] = []
         errors: list[str] = []
-        for piece, body in self._blocks(text):
+
+        def left_of(block: re.Match[str]) -> str:
             try:
-                if body is None:
-                    prose.append(piece)
-                else:
-                    calls.append(_tool_call(read_json(body), len(calls), ("arguments",)))
+                calls.append(_tool_call(read_json(block[1]), len(calls), ("arguments",)))
             except MalformedCallError as exc:
                 errors.append(str(exc))
-                prose.append(piece)
-        errors.extend(self._stray_tags("".join(prose), len(errors)))
-        content = "".join(prose)
-        return ToolParse(content.strip() if calls else content, tuple(calls), _capped(errors))
+                return block[0]
+            return ""
 
-    def _blocks(self, text: str) -> Iterator[tuple[str, str | None]]:
-        """Splits into (text, None) for prose and (text, body) for a closed pair of tags. A pair
-        is an opening tag and the next closing one, with no other opening tag between them."""
-        start = 0
-        while True:
-            close = text.find(self.CLOSE, start)
-            if close < 0:
-                break
-            opening = text.rfind(self.OPEN, start, close)
-            end = close + len(self.CLOSE)
-            if opening < 0:
-                yield text[start:end], None
-            else:
-                if opening > start:
-                    yield text[start:opening], None
-                yield text[opening:end], text[opening + len(self.OPEN) : close]
-            start = end
-        if start < len(text):
-            yield text[start:], None
+        content = _HERMES_BLOCK.sub(left_of, text)
+        errors.extend(self._stray_tags(content, len(errors)))
+        return ToolParse(content.strip() if calls else content, tuple(calls), _capped(errors))
 
     def _stray_tags(self, prose: str, reported: int) -> Iterator[str]:
         """Tags that found no partner. Reported blocks are in the prose too, with their pair."""
