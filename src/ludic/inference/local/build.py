@@ -15,7 +15,11 @@ from ludic.errors import ConfigError
 from ludic.inference.local import attention
 from ludic.inference.local.arena import KVShape, SlotMemory
 from ludic.inference.local.cpu.eager import EagerRunner
-from ludic.inference.local.cpu.row_sizes import candidate_sizes, equal_row_sizes
+from ludic.inference.local.cpu.row_sizes import (
+    candidate_sizes,
+    equal_row_sizes,
+    with_random_values,
+)
 from ludic.inference.local.family_check import check_known_attention, check_same_logits
 from ludic.inference.local.forward import Forward
 from ludic.inference.local.gpu.device_batch import DeviceBatch, length_buckets
@@ -98,7 +102,10 @@ def build_scheduler(
     )
     forward = Forward(view, device)
     check_same_logits(model, forward, shape, resolved.max_context_tokens)
-    sizes = _row_sizes(forward, model, settings, text, device) if resolved.deterministic else None
+    sizes = None
+    if resolved.deterministic:
+        trial = with_random_values(module_view(model, fuse_norms=fuse, kernels=kernels))
+        sizes = _row_sizes(Forward(trial, device, forward.direct), model, settings, text, device)
     runner = EagerRunner(forward, memory, sizes)
     resolved = replace(resolved, step_rows=sizes)
     options: dict[str, Any] = {
