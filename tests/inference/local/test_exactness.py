@@ -11,6 +11,7 @@ import torch
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local import LocalChatClient
 from ludic.inference.sampling import ReturnSpec
+from ludic.inference.tiny import tiny_model
 from tests.inference.local.asking import MODES, ask_all, plain_logprobs, request
 
 
@@ -55,6 +56,23 @@ async def test_one_and_sixty_four_requests_in_flight_give_the_same_bits(
         assert a.trace == b.trace == c.trace
         assert a.finish_reason == b.finish_reason
         assert a.info.get("prompt_logprobs") == b.info.get("prompt_logprobs")
+
+
+async def test_biases_that_leave_zero_after_the_engine_was_made_keep_the_bits_equal(
+    tokenizer: Any,
+) -> None:
+    """Layers so small that a library may take another kernel for few rows than for many."""
+    model = tiny_model(hidden_size=16, layers=1, heads=2, kv_heads=1)
+    noise = torch.Generator().manual_seed(0)
+    requests = [request(range(i, i + 7), seed=i, max_tokens=6) for i in range(24)]
+    async with LocalChatClient(model, tokenizer, prefix_cache_tokens=0) as client:
+        async with client.updating(version=1):
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.data.copy_(torch.randn(parameter.shape, generator=noise))
+        alone = await ask_all(client, requests, at_once=1)
+        crowd = await ask_all(client, requests, at_once=24)
+    assert [a.trace for a in alone] == [c.trace for c in crowd]
 
 
 async def test_repeating_a_conversation_gives_the_same_bits_with_and_without_its_cache(

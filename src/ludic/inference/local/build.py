@@ -14,7 +14,11 @@ from ludic.inference.local import attention
 from ludic.inference.local.arena import KVShape, SlotMemory
 from ludic.inference.local.cpu.eager import EagerRunner
 from ludic.inference.local.cpu.eager_scheduler import EagerScheduler
-from ludic.inference.local.cpu.row_sizes import candidate_sizes, equal_row_sizes
+from ludic.inference.local.cpu.row_sizes import (
+    candidate_sizes,
+    equal_row_sizes,
+    with_random_values,
+)
 from ludic.inference.local.family_check import check_known_attention, check_same_logits
 from ludic.inference.local.forward import Forward
 from ludic.inference.local.gpu.device_batch import DeviceBatch
@@ -68,14 +72,13 @@ def build_scheduler(
         prefix_cache_tokens = max(1, budget // shape.bytes_per_token)
     attention.register()
     kernels = usable_kernels(shape) if pipelined else None
-    view = module_view(
-        model,
-        # In float32 the fused norm is the same to the bit; in bfloat16 it rounds once less, which
-        # is worth it only where launches are what a step costs.
-        fuse_norms=shape.dtype == torch.float32 or (device.type == "cuda" and pipelined),
-        **({} if kernels is None else {"stand_in": fused_layers(kernels)}),
-    )
-    forward = Forward(view, device)
+    # In float32 the fused norm is the same to the bit; in bfloat16 it rounds once less, which is
+    # worth it only where launches are what a step costs.
+    fuse = shape.dtype == torch.float32 or (device.type == "cuda" and pipelined)
+    look: dict[str, Any] = {"fuse_norms": fuse}
+    if kernels is not None:
+        look["stand_in"] = fused_layers(kernels)
+    forward = Forward(module_view(model, **look), device)
     check_same_logits(model, forward, shape, context)
     memory = SlotMemory(shape, max_slots=max_slots, max_tokens=context, single_length=pipelined)
     common = (memory, PrefixStore(prefix_cache_tokens), tokenizer)
@@ -85,7 +88,8 @@ def build_scheduler(
             parameters = sum(p.numel() for p in model.parameters())
             sizes = (step_rows,) if step_rows else candidate_sizes(parameters, max_slots)
             positions = int(getattr(text, "max_position_embeddings", 0) or 512)
-            sizes = equal_row_sizes(forward, sizes, text.vocab_size, positions, device)
+            trial = Forward(with_random_values(module_view(model, **look)), device, forward.direct)
+            sizes = equal_row_sizes(trial, sizes, text.vocab_size, positions, device)
         runner = EagerRunner(forward, memory, sizes)
         rows = sizes[-1] if sizes else _FAST_STEP_ROWS
         return EagerScheduler(runner, *common, step_rows=rows, version=version)

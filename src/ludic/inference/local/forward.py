@@ -14,8 +14,8 @@ class Forward:
     """Calls a `module_view`. `direct` goes past the outermost module, straight to its trunk and its
     head; it is set only where that was seen to give the same bits."""
 
-    def __init__(self, view: Any, device: torch.device) -> None:
-        self.view, self.device, self.direct = view, device, False
+    def __init__(self, view: Any, device: torch.device, direct: bool = False) -> None:
+        self.view, self.device, self.direct = view, device, direct
         # A mask of four dimensions is passed through untouched; the layouts make their own.
         self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
         self._trunk, self._head = view.base_model, view.get_output_embeddings()
