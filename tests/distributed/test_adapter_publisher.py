@@ -171,7 +171,7 @@ async def test_a_server_that_refuses_keeps_all_on_the_version_before(
 ) -> None:
     await publisher.publish(adapter(1.0), 1)
     fakes[1].faults[LOAD] = failing(500)
-    with pytest.raises(PublishError, match=r"refused the adapter.*made to fail.*go on with"):
+    with pytest.raises(PublishError, match=r"did not load the adapter.*made to fail.*go on with"):
         await publisher.publish(adapter(2.0), 2)
     assert [versions(f) for f in fakes] == [[1], [1]]
     assert [r.out for r in client.replicas] == [None, None]
@@ -254,7 +254,7 @@ async def test_a_restarted_server_that_cannot_take_the_adapter_serves_nobody(
     for n in range(8):
         await client.complete_tokens(request(seed=n))
     await until(lambda: client.replicas[1].out is not None)
-    assert "refused the adapter" in str(client.replicas[1].out)
+    assert "did not load the adapter" in str(client.replicas[1].out)
 
 
 async def test_a_load_that_hangs_meets_the_deadline_and_is_forgotten(
@@ -279,7 +279,7 @@ async def test_what_a_dead_trainer_left_is_unloaded_and_what_a_live_one_has_is_n
 ) -> None:
     other = AdapterPolicyPublisher(VLLMChatClient("http://127.0.0.1:9"), folder=tmp_path)
     fakes[0].adapters = {
-        f"tiny@9-{'a' * 8}": tmp_path / "ludic-adapters-gone" / "v9",
+        f"tiny@9-{'a' * 8}": tmp_path / "ludic-publish-gone" / "v9",
         f"tiny@8-{'b' * 8}": other.folders.path / "v8",
         "somebody-s": tmp_path / "theirs",
     }

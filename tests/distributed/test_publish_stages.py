@@ -15,13 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ludic.distributed import publisher as module
-from ludic.distributed.vllm import server_update
+from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.distributed.vllm import canary
 from ludic.distributed.vllm.canary import MismatchBudget
 from ludic.distributed.vllm.planes import SharedMemoryPlane, Shipment
-from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
 from ludic.distributed.vllm.shared_memory import shared_folder
-from ludic.distributed.vllm.timing import Stages, together
+from ludic.distributed.vllm.timing import PublishTimes, together
 from ludic.distributed.vllm.trainer_checks import TrainerChecks
 from ludic.errors import DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model
@@ -49,15 +48,8 @@ async def client(fakes: Fakes) -> AsyncIterator[VLLMChatClient]:
         yield found
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clean-ups that cannot end are given up soon."""
-    monkeypatch.setattr(server_update, "CLEAN_UP_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(module, "CLEAN_UP_TIMEOUT_S", 0.5)
-
-
 def left_behind() -> list[Any]:
-    return list(shared_folder().glob(f"ludic-weights-{os.getpid()}-*"))
+    return list(shared_folder().glob(f"ludic-publish-{os.getpid()}-*"))
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -161,7 +153,7 @@ async def test_a_trainer_that_cannot_score_the_canary_applies_nothing(
     def broken(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(module, "prompt_logprobs", broken)
+    monkeypatch.setattr(canary, "prompt_logprobs", broken)
     with pytest.raises(PublishError, match="out of memory"):
         await BroadcastPolicyPublisher(client).publish(ModelWeights(tiny_model()), 3)
     assert all(f.calls["/pause"] == 0 and f.version == "default" for f in fakes)
@@ -186,7 +178,7 @@ async def test_when_the_last_server_dies_the_error_says_so(
 ) -> None:
     for fake in fakes:
         fake.faults[path] = vanishing
-    with pytest.raises(PublishError, match=r"no server is left to publish to.*went away"):
+    with pytest.raises(PublishError, match=r"no server is left for version 3.*went away"):
         await BroadcastPolicyPublisher(client, timeout_s=10).publish(WEIGHTS, 3)
     assert client.in_rotation() == []
 
@@ -195,9 +187,9 @@ async def test_a_server_that_refuses_to_pause_puts_everyone_back(
     client: VLLMChatClient, fakes: Fakes
 ) -> None:
     fakes[1].faults["/pause"] = failing(500)
-    with pytest.raises(PublishError, match="Back on their old weights") as caught:
+    with pytest.raises(PublishError, match="go on with the versions before") as caught:
         await BroadcastPolicyPublisher(client).publish(WEIGHTS, 3)
-    assert all(f.url in str(caught.value).split("Back on their old weights")[1] for f in fakes)
+    assert all(f.url in str(caught.value).split("go on with the versions before")[1] for f in fakes)
     for fake in fakes:
         assert (fake.version, fake.paused, fake.active) == ("default", False, False)
     assert len(client.in_rotation()) == 2
@@ -315,7 +307,7 @@ async def test_a_deadline_that_passes_while_a_server_pauses_resumes_the_others(
 
 
 def test_the_slowest_of_those_who_work_side_by_side_counts() -> None:
-    stages = Stages()
+    stages = PublishTimes()
     stages.seconds["start"] = 0.2
     stages.slowest([{"start": 0.1, "apply": 1.0}, {"apply": 3.0}])
     stages.slowest([{"apply": 2.0}], prefix="worker_")

@@ -78,6 +78,8 @@ class SyntheticSource:
 class RecordingPublisher:
     """Remembers what was published."""
 
+    shares_weights = False
+
     def __init__(self) -> None:
         self.versions: list[int] = []
         self.weights: list[dict[str, Any]] = []
