@@ -53,7 +53,7 @@ def left_behind() -> list[Any]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -111,7 +111,7 @@ async def test_the_trainer_checks_its_weights_while_the_servers_stage_them(
     compute = TrainerChecks._compute_expected
 
     def waiting(checks: Any) -> Any:
-        assert staged.wait(20), "the servers waited for the trainer"
+        assert staged.wait(60), "the servers waited for the trainer"
         return compute(checks)
 
     def arrived(_: Any) -> Any:
@@ -123,6 +123,7 @@ async def test_the_trainer_checks_its_weights_while_the_servers_stage_them(
     assert len(report.details["servers"]) == 2
 
 
+@pytest.mark.usefixtures("clock")
 async def test_weights_that_are_not_finite_end_a_publish_that_hangs_in_staging(
     client: VLLMChatClient, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +131,7 @@ async def test_weights_that_are_not_finite_end_a_publish_that_hangs_in_staging(
     look = TrainerChecks._look_for_nan
 
     def waiting(checks: Any) -> None:
-        assert told.wait(20)
+        assert told.wait(60)
         look(checks)
 
     def arrived(request: Any) -> Any:
@@ -210,6 +211,7 @@ async def test_a_publish_that_is_cancelled_before_it_applies_leaves_the_servers_
     assert not left_behind()
 
 
+@pytest.mark.usefixtures("clock")
 async def test_a_publish_that_is_cancelled_while_a_server_applies_loses_that_server(
     client: VLLMChatClient, fakes: Fakes
 ) -> None:
@@ -227,12 +229,14 @@ class SlowPlane(SharedMemoryPlane):
     """Takes its time to prepare."""
 
     def __init__(self) -> None:
+        self.begun = threading.Event()
         self.go_on = threading.Event()
         self.ended = threading.Event()
 
     def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
+        self.begun.set()
         try:
-            assert self.go_on.wait(20)
+            assert self.go_on.wait(60)
             return super().prepare(weights)
         finally:
             self.ended.set()
@@ -242,8 +246,9 @@ async def test_what_a_cancelled_publish_was_preparing_is_removed_when_it_is_ther
     client: VLLMChatClient,
 ) -> None:
     plane = SlowPlane()
-    task = asyncio.create_task(BroadcastPolicyPublisher(client, plane=plane).publish(WEIGHTS, 3))
-    await asyncio.sleep(0.1)
+    publisher = BroadcastPolicyPublisher(client, plane=plane, patience_s=0.1)
+    task = asyncio.create_task(publisher.publish(WEIGHTS, 3))
+    await until(plane.begun.is_set)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -252,6 +257,7 @@ async def test_what_a_cancelled_publish_was_preparing_is_removed_when_it_is_ther
     await until(lambda: not left_behind())
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(
     ("path", "fault"),
     [*((path, failing(500)) for path in STAGING), ("/start_weight_update", hanging)],
@@ -296,6 +302,7 @@ async def test_a_server_that_a_dead_trainer_left_paused_is_resumed_even_by_a_fai
     assert not fakes[0].paused
 
 
+@pytest.mark.usefixtures("clock")
 async def test_a_deadline_that_passes_while_a_server_pauses_resumes_the_others(
     client: VLLMChatClient, fakes: Fakes
 ) -> None:

@@ -140,6 +140,7 @@ async def test_a_server_with_a_transfer_of_its_own_is_named_with_the_remedy(
     assert len(client.in_rotation()) == 2
 
 
+@pytest.mark.usefixtures("clock")
 async def test_a_server_that_hangs_meets_the_deadline_and_the_others_are_resumed(
     client: VLLMChatClient, fakes: Fakes
 ) -> None:

@@ -25,6 +25,8 @@ from tests.inference.vllm.fake_server import (
     failing,
 )
 
+pytestmark = pytest.mark.usefixtures("clock")
+
 WEIGHTS = {"a.weight": torch.ones(3)}
 QUICK = Backoff(first_s=0.001, longest_s=0.01)
 GENERATE, COMPLETIONS, RPC = "/inference/v1/generate", "/v1/completions", "/collective_rpc"

@@ -28,7 +28,7 @@ def ask_in_a_loop_of_its_own(client: OpenAIChatClient, token: int) -> str | None
 
 
 async def open_requests(server: Server, count: int) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while server.open_now < count:
         assert time.monotonic() < end, "the requests never came"
         await asyncio.sleep(0.005)
@@ -44,7 +44,7 @@ async def test_a_second_live_event_loop_leaves_the_first_ones_request_alone() ->
 
     async with (
         serving(answer) as server,
-        OpenAIChatClient(server.url, timeout_s=5, max_retries=0) as client,
+        OpenAIChatClient(server.url, max_retries=0) as client,
     ):
         slow = asyncio.create_task(asyncio.to_thread(ask_in_a_loop_of_its_own, client, SLOW))
         await open_requests(server, 1)
@@ -72,7 +72,7 @@ async def test_closing_while_busy_ends_the_requests_of_every_loop_with_the_reaso
 
     async with serving(answer) as server:
         client = OpenAIChatClient(
-            server.url, timeout_s=5, max_retries=max_retries, max_concurrency=2, backoff=QUICK
+            server.url, max_retries=max_retries, max_concurrency=2, backoff=QUICK
         )
         # Two are open here, one waits for its turn, and one is open in another thread.
         tasks = [asyncio.create_task(client.complete_tokens(request(SLOW))) for _ in range(3)]

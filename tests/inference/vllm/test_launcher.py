@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -137,7 +138,7 @@ def shell_server(tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(VLLMBuild, "of", staticmethod(lambda python=None: CPU))
     monkeypatch.setattr(vllm_server, "command_line", lambda *_: ["sh", "-c", script])
     settings = ServerSettings("m", port=vllm_server.free_port())
-    return VLLMServer(settings, log=tmp_path / "log", start_timeout_s=20)
+    return VLLMServer(settings, log=tmp_path / "log", start_timeout_s=100)
 
 
 def test_a_server_that_ends_early_is_quoted(
@@ -170,7 +171,7 @@ def test_stopping_ends_the_children_too(tmp_path: Path, monkeypatch: pytest.Monk
     server = shell_server(tmp_path, script, monkeypatch)
     server.start()
     while not (tmp_path / "child").is_file() or not (tmp_path / "child").read_text():
-        pass
+        time.sleep(0.01)
     child = int((tmp_path / "child").read_text())
     server.stop()
     assert all_end([child], 0)
