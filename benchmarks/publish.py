@@ -24,7 +24,7 @@ import torch
 
 from ludic.distributed.interfaces import PublishReport
 from ludic.distributed.local import LocalPolicyPublisher
-from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
+from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.errors import LudicError
 from ludic.inference.local import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer

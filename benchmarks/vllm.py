@@ -27,7 +27,7 @@ import aiohttp
 import torch
 
 from benchmarks.publish import stage_medians, stage_table
-from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
+from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.sampling import SamplingConfig
 from ludic.inference.tiny import tiny_model, tiny_tokenizer

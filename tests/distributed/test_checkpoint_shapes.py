@@ -132,12 +132,12 @@ def engine_of(module: ModuleType, model: str, cache: Path | None = None) -> Any:
 
 
 def stage(module: ModuleType, engine: Any, weights: dict[str, Tensor]) -> None:
-    path = write_shared(weights)
+    path, folder = write_shared(weights)
     try:
         engine.start_weight_update()
         engine.receive_weights(module.LudicUpdateInfo(plane="shared_memory", path=str(path)))
     finally:
-        path.unlink()
+        folder.close()
 
 
 @pytest.mark.parametrize("what", WRONG)

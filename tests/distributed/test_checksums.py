@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from ludic.distributed.vllm import checksums as module
 from ludic.distributed.vllm.checksums import (
-    checksum,
     checksums,
     norm_is_finite,
     not_finite,
@@ -18,6 +17,10 @@ from ludic.distributed.vllm.checksums import (
 
 shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3)
 types = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8])
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    return checksums([("", tensor)])[""]
 
 
 def drawn(shape: list[int], dtype: torch.dtype, seed: int) -> torch.Tensor:

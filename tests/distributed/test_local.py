@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -27,8 +28,12 @@ class Client:
         yield
         self.held -= 1
 
-    async def set_version(self, version: int) -> None:
+    async def sync_weights(
+        self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
+    ) -> str:
+        assert not params
         self.versions.append(version)
+        return "shared"
 
 
 async def test_a_shared_module_is_held_while_it_changes_and_then_named() -> None:

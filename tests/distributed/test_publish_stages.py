@@ -15,13 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ludic.distributed import publisher as module
-from ludic.distributed.vllm import server_update
+from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.distributed.vllm import canary
 from ludic.distributed.vllm.canary import MismatchBudget
 from ludic.distributed.vllm.planes import SharedMemoryPlane, Shipment
-from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
 from ludic.distributed.vllm.shared_memory import shared_folder
-from ludic.distributed.vllm.timing import Stages, together
+from ludic.distributed.vllm.timing import PublishTimes, together
 from ludic.distributed.vllm.trainer_checks import TrainerChecks
 from ludic.errors import DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model
@@ -49,19 +48,12 @@ async def client(fakes: Fakes) -> AsyncIterator[VLLMChatClient]:
         yield found
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clean-ups that cannot end are given up soon."""
-    monkeypatch.setattr(server_update, "CLEAN_UP_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(module, "CLEAN_UP_TIMEOUT_S", 0.5)
-
-
 def left_behind() -> list[Any]:
-    return list(shared_folder().glob(f"ludic-weights-{os.getpid()}-*"))
+    return list(shared_folder().glob(f"ludic-publish-{os.getpid()}-*"))
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -119,7 +111,7 @@ async def test_the_trainer_checks_its_weights_while_the_servers_stage_them(
     compute = TrainerChecks._compute_expected
 
     def waiting(checks: Any) -> Any:
-        assert staged.wait(20), "the servers waited for the trainer"
+        assert staged.wait(60), "the servers waited for the trainer"
         return compute(checks)
 
     def arrived(_: Any) -> Any:
@@ -131,6 +123,7 @@ async def test_the_trainer_checks_its_weights_while_the_servers_stage_them(
     assert len(report.details["servers"]) == 2
 
 
+@pytest.mark.usefixtures("clock")
 async def test_weights_that_are_not_finite_end_a_publish_that_hangs_in_staging(
     client: VLLMChatClient, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +131,7 @@ async def test_weights_that_are_not_finite_end_a_publish_that_hangs_in_staging(
     look = TrainerChecks._look_for_nan
 
     def waiting(checks: Any) -> None:
-        assert told.wait(20)
+        assert told.wait(60)
         look(checks)
 
     def arrived(request: Any) -> Any:
@@ -161,7 +154,7 @@ async def test_a_trainer_that_cannot_score_the_canary_applies_nothing(
     def broken(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(module, "prompt_logprobs", broken)
+    monkeypatch.setattr(canary, "prompt_logprobs", broken)
     with pytest.raises(PublishError, match="out of memory"):
         await BroadcastPolicyPublisher(client).publish(ModelWeights(tiny_model()), 3)
     assert all(f.calls["/pause"] == 0 and f.version == "default" for f in fakes)
@@ -186,7 +179,7 @@ async def test_when_the_last_server_dies_the_error_says_so(
 ) -> None:
     for fake in fakes:
         fake.faults[path] = vanishing
-    with pytest.raises(PublishError, match=r"no server is left to publish to.*went away"):
+    with pytest.raises(PublishError, match=r"no server is left for version 3.*went away"):
         await BroadcastPolicyPublisher(client, timeout_s=10).publish(WEIGHTS, 3)
     assert client.in_rotation() == []
 
@@ -195,9 +188,9 @@ async def test_a_server_that_refuses_to_pause_puts_everyone_back(
     client: VLLMChatClient, fakes: Fakes
 ) -> None:
     fakes[1].faults["/pause"] = failing(500)
-    with pytest.raises(PublishError, match="Back on their old weights") as caught:
+    with pytest.raises(PublishError, match="go on with the versions before") as caught:
         await BroadcastPolicyPublisher(client).publish(WEIGHTS, 3)
-    assert all(f.url in str(caught.value).split("Back on their old weights")[1] for f in fakes)
+    assert all(f.url in str(caught.value).split("go on with the versions before")[1] for f in fakes)
     for fake in fakes:
         assert (fake.version, fake.paused, fake.active) == ("default", False, False)
     assert len(client.in_rotation()) == 2
@@ -218,6 +211,7 @@ async def test_a_publish_that_is_cancelled_before_it_applies_leaves_the_servers_
     assert not left_behind()
 
 
+@pytest.mark.usefixtures("clock")
 async def test_a_publish_that_is_cancelled_while_a_server_applies_loses_that_server(
     client: VLLMChatClient, fakes: Fakes
 ) -> None:
@@ -235,12 +229,14 @@ class SlowPlane(SharedMemoryPlane):
     """Takes its time to prepare."""
 
     def __init__(self) -> None:
+        self.begun = threading.Event()
         self.go_on = threading.Event()
         self.ended = threading.Event()
 
     def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
+        self.begun.set()
         try:
-            assert self.go_on.wait(20)
+            assert self.go_on.wait(60)
             return super().prepare(weights)
         finally:
             self.ended.set()
@@ -250,8 +246,9 @@ async def test_what_a_cancelled_publish_was_preparing_is_removed_when_it_is_ther
     client: VLLMChatClient,
 ) -> None:
     plane = SlowPlane()
-    task = asyncio.create_task(BroadcastPolicyPublisher(client, plane=plane).publish(WEIGHTS, 3))
-    await asyncio.sleep(0.1)
+    publisher = BroadcastPolicyPublisher(client, plane=plane, patience_s=0.1)
+    task = asyncio.create_task(publisher.publish(WEIGHTS, 3))
+    await until(plane.begun.is_set)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -260,6 +257,7 @@ async def test_what_a_cancelled_publish_was_preparing_is_removed_when_it_is_ther
     await until(lambda: not left_behind())
 
 
+@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize(
     ("path", "fault"),
     [*((path, failing(500)) for path in STAGING), ("/start_weight_update", hanging)],
@@ -304,6 +302,7 @@ async def test_a_server_that_a_dead_trainer_left_paused_is_resumed_even_by_a_fai
     assert not fakes[0].paused
 
 
+@pytest.mark.usefixtures("clock")
 async def test_a_deadline_that_passes_while_a_server_pauses_resumes_the_others(
     client: VLLMChatClient, fakes: Fakes
 ) -> None:
@@ -315,7 +314,7 @@ async def test_a_deadline_that_passes_while_a_server_pauses_resumes_the_others(
 
 
 def test_the_slowest_of_those_who_work_side_by_side_counts() -> None:
-    stages = Stages()
+    stages = PublishTimes()
     stages.seconds["start"] = 0.2
     stages.slowest([{"start": 0.1, "apply": 1.0}, {"apply": 3.0}])
     stages.slowest([{"apply": 2.0}], prefix="worker_")

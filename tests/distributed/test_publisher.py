@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.distributed.vllm.broadcast_group import BroadcastGroup
 from ludic.distributed.vllm.canary import MismatchBudget, canary_tokens
 from ludic.distributed.vllm.planes import BroadcastPlane, IPCPlane, SharedMemoryPlane
-from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
 from ludic.distributed.vllm.shared_memory import open_shared, shared_folder, write_shared
 from ludic.errors import ConfigError, DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model
@@ -54,7 +54,7 @@ async def test_a_publish_reaches_every_server_and_leaves_them_running(
     for fake in fakes:
         assert (fake.version, fake.paused, fake.active) == ("3", False, False)
         assert fake.calls["/reset_prefix_cache"] == 1
-    assert not list(shared_folder().glob(f"ludic-weights-{os.getpid()}-*"))
+    assert not list(shared_folder().glob(f"ludic-publish-{os.getpid()}-*"))
     assert client.version == 3
 
 
@@ -65,7 +65,7 @@ async def test_a_refusal_before_the_weights_are_used_puts_everyone_back(
     fakes[1].faults[path] = failing(500)
     with pytest.raises(PublishError, match="made to fail with 500") as caught:
         await BroadcastPolicyPublisher(client).publish(WEIGHTS, 3)
-    assert all(f.url in str(caught.value).split("Back on their old weights")[1] for f in fakes)
+    assert all(f.url in str(caught.value).split("go on with the versions before")[1] for f in fakes)
     assert all(f.version == "default" and f.calls["/pause"] == 0 for f in fakes)
     assert len(client.in_rotation()) == 2
 
@@ -90,7 +90,7 @@ async def test_when_nobody_could_apply_it_the_trainer_is_told(
 ) -> None:
     for fake in fakes:
         fake.faults["/finish_weight_update"] = failing(500)
-    with pytest.raises(PublishError, match="applied by no server"):
+    with pytest.raises(PublishError, match="no server is left for version 3"):
         await BroadcastPolicyPublisher(client).publish(WEIGHTS, 3)
     assert client.in_rotation() == []
 
@@ -140,6 +140,7 @@ async def test_a_server_with_a_transfer_of_its_own_is_named_with_the_remedy(
     assert len(client.in_rotation()) == 2
 
 
+@pytest.mark.usefixtures("clock")
 async def test_a_server_that_hangs_meets_the_deadline_and_the_others_are_resumed(
     client: VLLMChatClient, fakes: Fakes
 ) -> None:
@@ -213,14 +214,15 @@ def test_a_plane_that_does_not_exist_is_refused() -> None:
 
 
 def test_shared_memory_is_private_and_only_our_files_are_opened() -> None:
-    path = write_shared(WEIGHTS)
+    path, folder = write_shared(WEIGHTS)
     try:
-        assert path.stat().st_mode & 0o077 == 0
+        assert path.parent == folder.path
+        assert folder.path.stat().st_mode & 0o077 == 0
         found = dict(open_shared(path))
         assert all(torch.equal(found[n], t) for n, t in WEIGHTS.items())
     finally:
-        path.unlink()
-    for other in (path.with_name("other.safetensors"), path.parent / "x" / path.name):
+        folder.close()
+    for other in (path.with_name("other.safetensors"), folder.path / "x" / path.name):
         with pytest.raises(ValueError, match="is not a file of weights"):
             dict(open_shared(other))
 
@@ -228,7 +230,7 @@ def test_shared_memory_is_private_and_only_our_files_are_opened() -> None:
 def test_a_shipment_over_shared_memory_leaves_no_file() -> None:
     shipment = SharedMemoryPlane().prepare(WEIGHTS)
     shipment.close()
-    assert not list(shared_folder().glob(f"ludic-weights-{os.getpid()}-*"))
+    assert not list(shared_folder().glob(f"ludic-publish-{os.getpid()}-*"))
 
 
 def test_a_broadcast_over_gloo_ranks_brings_the_same_bits() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
+from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.errors import ConfigError, DeadlineError, InferenceError, PublishError
+from ludic.inference.http import UnreachableError
 from ludic.inference.retries import Backoff
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.inference.vllm.replica import UnreachableError
 from tests.inference.vllm.asking import request, trace_of
 from tests.inference.vllm.fake_server import (
     ROUTES,
@@ -24,6 +24,8 @@ from tests.inference.vllm.fake_server import (
     dark_address,
     failing,
 )
+
+pytestmark = pytest.mark.usefixtures("clock")
 
 WEIGHTS = {"a.weight": torch.ones(3)}
 QUICK = Backoff(first_s=0.001, longest_s=0.01)

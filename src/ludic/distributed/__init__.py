@@ -9,9 +9,8 @@ from ludic.lazy import late_names
 
 if TYPE_CHECKING:
     from ludic.distributed.local import LocalPolicyPublisher, Rank0OnlyPublisher
-    from ludic.distributed.vllm.adapter.publisher import AdapterPolicyPublisher
+    from ludic.distributed.publisher import AdapterPolicyPublisher, BroadcastPolicyPublisher
     from ludic.distributed.vllm.adapter.weights import AdapterWeights
-    from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
     from ludic.sharding.fsdp import init_mesh, load_sharded, meta_parameters, shard_policy
     from ludic.sharding.weights import ModelWeights
     from ludic.sharding.world import World
@@ -19,9 +18,9 @@ if TYPE_CHECKING:
 __getattr__ = late_names(
     __name__,
     {
-        "AdapterPolicyPublisher": "ludic.distributed.vllm.adapter.publisher",
+        "AdapterPolicyPublisher": "ludic.distributed.publisher",
         "AdapterWeights": "ludic.distributed.vllm.adapter.weights",
-        "BroadcastPolicyPublisher": "ludic.distributed.vllm.publisher",
+        "BroadcastPolicyPublisher": "ludic.distributed.publisher",
         "LocalPolicyPublisher": "ludic.distributed.local",
         "ModelWeights": "ludic.sharding.weights",
         "Rank0OnlyPublisher": "ludic.distributed.local",

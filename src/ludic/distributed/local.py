@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights
+from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights, named_tensors
 from ludic.errors import PublishError
 from ludic.sharding.world import World
 
@@ -19,10 +19,12 @@ class SharingClient(Protocol):
 
     def updating(self) -> AbstractAsyncContextManager[None]: ...
 
-    def set_version(self, version: int) -> Any: ...
+    async def sync_weights(
+        self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
+    ) -> str: ...
 
 
-class LocalPolicyPublisher:
+class LocalPolicyPublisher(PolicyPublisher):
     """For a sampler in this process that shares the module: only the version is told.
 
     While the weights change in place, the client samples nothing.
@@ -37,15 +39,14 @@ class LocalPolicyPublisher:
         return self.client.updating()
 
     async def publish(self, weights: Weights, version: int) -> PublishReport:
-        """Stamps `version` on what is sampled from now on."""
+        """Stamps `version` on what is sampled from now on. No tensors are passed, since the client
+        has them: those of a lazy source may be merged copies, which are not the module's own."""
         start = time.perf_counter()
-        done = self.client.set_version(version)
-        if inspect.isawaitable(done):
-            await done
+        await self.client.sync_weights({}, version=version)
         return PublishReport(version, time.perf_counter() - start, verified=True)
 
 
-class Rank0OnlyPublisher:
+class Rank0OnlyPublisher(PolicyPublisher):
     """Lets rank 0 publish for all ranks, through `inner`, which only rank 0 needs.
 
     The shards are gathered first, on every rank, and only then sent: collectives of the trainer
@@ -56,32 +57,21 @@ class Rank0OnlyPublisher:
     def __init__(self, inner: PolicyPublisher | None, world: World) -> None:
         if world.leads and inner is None:
             raise PublishError("rank 0 has no publisher to publish through")
-        self.inner, self.world = inner, world
-        self.shares_weights = inner is not None and inner.shares_weights
+        self.inner, self.world = inner if world.leads else None, world
+        self.shares_weights = self.inner is not None and self.inner.shares_weights
 
-    @asynccontextmanager
-    async def updating(self) -> AsyncIterator[None]:
-        if self.world.leads and self.inner is not None:
-            async with self.inner.updating():
-                yield
-        else:
-            yield
+    def updating(self) -> AbstractAsyncContextManager[None]:
+        return super().updating() if self.inner is None else self.inner.updating()
 
     async def publish(self, weights: Weights, version: int) -> PublishReport:
-        """Gathers everywhere, sends from rank 0, and answers on all."""
+        """Gathers everywhere, sends from rank 0, and returns the same report on all ranks."""
         gathered = await asyncio.to_thread(self._gather, weights)
         answer: dict[str, Any] = {}
         failure: BaseException | None = None
-        if self.world.leads and self.inner is not None:
+        if self.inner is not None:
             try:
                 report = await self.inner.publish(gathered, version)
-                answer = {
-                    "version": report.version,
-                    "seconds": report.seconds,
-                    "bytes": report.bytes,
-                    "verified": report.verified,
-                    "details": dict(report.details),
-                }
+                answer = asdict(replace(report, details=dict(report.details)))
             except Exception as exc:
                 failure, answer = exc, {"error": f"{type(exc).__name__}: {exc}"}
         answer = await asyncio.to_thread(self.world.share, answer)
@@ -91,9 +81,8 @@ class Rank0OnlyPublisher:
 
     def _gather(self, weights: Weights) -> dict[str, Any]:
         """All weights on rank 0's CPU; the other ranks take part and keep nothing."""
-        pairs = weights.items() if isinstance(weights, Mapping) else weights
         gathered = {}
-        for name, tensor in pairs:
+        for name, tensor in named_tensors(weights):
             if self.world.leads:
                 gathered[name] = tensor.to("cpu", copy=True)
         return gathered

@@ -1,3 +1,217 @@
-"""`BroadcastPolicyPublisher` by its short path; it lives in `ludic.distributed.vllm.publisher`."""
+"""The publishers to live vLLM servers: whole weights, or a LoRA adapter alone.
 
-from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher as BroadcastPolicyPublisher
+Control goes over HTTP, tensors over a data plane or a folder. One publish: gather the tensors; let
+every server stage them beside what it has and say what arrived; only when all of it is right, let
+the servers use them. What is staged and how it is used is the payload's matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights
+from ludic.distributed.vllm.adapter.payload import AdapterPayload
+from ludic.distributed.vllm.canary import Canary, MismatchBudget
+from ludic.distributed.vllm.delivery import Job, Payload
+from ludic.distributed.vllm.planes import DataPlane
+from ludic.distributed.vllm.server_update import PATIENCE_S
+from ludic.distributed.vllm.timing import PublishTimes
+from ludic.distributed.vllm.weights.payload import PlaneName, WeightsPayload
+from ludic.errors import ConfigError, LudicError, PublishError
+from ludic.inference.retries import within
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.replica import Replica
+
+
+class PublishSettings(TypedDict, total=False):
+    """What every publisher to servers can be told."""
+
+    canary: bool
+    """Whether the trainer's module and each server score the same tokens, and are compared. It
+    needs the model itself (`ModelWeights`, as the trainer passes it), on one rank. Default: yes."""
+    canary_prompt: Sequence[int] | None
+    """Default: one in the model's own words."""
+    budget: MismatchBudget | None
+    """How far the canary's scores may lie apart. Default: by the model's type."""
+    timeout_s: float
+    """The deadline of a whole publish. Default: 120."""
+    patience_s: float | None
+    """How long one may wait for a server that is out of rotation, or that a failed publish has to
+    be undone on. Default: 10, or a quarter of a short `timeout_s`."""
+
+
+class ServerPublisher(PolicyPublisher):
+    """Publishes a payload to the servers of `client`: to all of them, or it says what happened.
+
+    The servers have a copy of their own, so nothing stops while the trainer steps. Publishes, and
+    servers that come back between them, take turns; requests go on all the while. It all happens
+    in the event loop of the caller, but for what reads tensors, which is done in threads.
+    """
+
+    def __init__(
+        self,
+        client: VLLMChatClient,
+        payload: Payload,
+        *,
+        canary: bool = True,
+        canary_prompt: Sequence[int] | None = None,
+        budget: MismatchBudget | None = None,
+        timeout_s: float = 120.0,
+        patience_s: float | None = None,
+    ) -> None:
+        if timeout_s <= 0:
+            raise ConfigError(f"{type(self).__name__}(timeout_s={timeout_s}): must be > 0")
+        self.client, self.payload, self.timeout_s = client, payload, timeout_s
+        # One that hangs must leave the others time for the rest of a short publish.
+        self.patience_s = min(PATIENCE_S, timeout_s / 4) if patience_s is None else patience_s
+        self.version: int | None = None
+        self._canary = Canary(canary, canary_prompt, budget)
+        self._lock = asyncio.Lock()
+        client.keeper = self
+
+    async def publish(self, weights: Weights, version: int) -> PublishReport:
+        """Makes `weights` policy `version` on every server that answers.
+
+        Raises `PublishError` when the weights are wrong or no server could take them; servers that
+        did not answer are out of rotation and named in the report. The first publish may go to any
+        version (a checkpoint's); after that it never goes back.
+        """
+        async with self._turn(f"the publish of version {version}") as deadline:
+            if self.version is not None and version < self.version:
+                raise PublishError(
+                    f"version {version} is older than {self.version}, which was published "
+                    "before: versions never go back within a run"
+                )
+            report = await self._publish(weights, version, deadline)
+            self.version = version
+            return report
+
+    async def restore(self, replica: Replica) -> bool:
+        """Brings a server that was away up to date; False: that takes a publish."""
+        if not self.payload.restores:  # else it would wait for a publish that needs it back
+            return False
+        async with self._turn(f"{replica.url} to come back"):
+            return await self.payload.restore(replica, self.patience_s)
+
+    async def close(self) -> None:
+        """Takes back what was published, where that can be done."""
+        await self.payload.close()
+
+    async def _publish(
+        self, weights: Weights, version: int, deadline: asyncio.Timeout
+    ) -> PublishReport:
+        began, times = time.perf_counter(), PublishTimes()
+        with times.timed("gather"):
+            tensors = await asyncio.to_thread(self.payload.gather, weights)
+        limits = (self.timeout_s, self.patience_s)
+        model = self._canary.model_of(weights)
+        job = Job(self.client, tensors, version, model, self._canary, times, *limits)
+        delivery = self.payload.delivery(job)
+        every = delivery.servers
+        try:
+            await delivery.each(lambda server: server.greet())
+            prepared = time.perf_counter() - began
+            try:
+                await delivery.stage()
+            except BaseException as exc:
+                # Shielded: a second cancellation must not leave a server paused.
+                await asyncio.shield(delivery.undo(late=deadline.expired()))
+                error = self._as_publish_error(exc, version)
+                raise error from (None if error is exc else exc)
+            await delivery.use()
+        finally:
+            await delivery.close()
+        self.client.expect_version(version)
+        await delivery.check()
+        times.slowest(server.times.seconds for server in every)
+        details: dict[str, Any] = {
+            "tensors": len(tensors),
+            "servers": [server.replica.url for server in delivery.servers],
+            "lost": {r.url: r.out for r in self.client.replicas if r.out is not None},
+            "prepare_s": prepared,
+            **delivery.details(),
+            "stages": times.in_order(),
+        }
+        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        seconds = time.perf_counter() - began
+        return PublishReport(version, seconds, size, delivery.verified, details)
+
+    @asynccontextmanager
+    async def _turn(self, what: str) -> AsyncIterator[asyncio.Timeout]:
+        """One at a time, within the deadline."""
+        async with within(self.timeout_s, what, self._states) as deadline, self._lock:
+            yield deadline
+
+    def _states(self) -> str:
+        return "; ".join(map(self.payload.state, self.client.replicas))
+
+    def _as_publish_error(self, exc: BaseException, version: int) -> BaseException:
+        known = isinstance(exc, (LudicError, RuntimeError, OSError))
+        if not known or isinstance(exc, TimeoutError):
+            return exc
+        kept = {r.url: r.version for r in self.client.replicas if r.out is None}
+        gone = [r.describe() for r in self.client.replicas if r.out is not None]
+        return PublishError(
+            f"version {version} was not published: {exc}. The servers go on with the versions "
+            f"before: {kept or 'none'}" + (f"; out of rotation: {gone}" if gone else "")
+        )
+
+
+class BroadcastPolicyPublisher(ServerPublisher):
+    """Publishes whole weights, LoRA merged, to the servers of `client`.
+
+    They are staged while the servers sample, and applied in a pause in which requests are kept, not
+    lost.
+
+    Args:
+        client: whose servers are updated, and taken in and out of rotation.
+        plane: how tensors travel. "auto": CUDA IPC for weights on a GPU, shared memory for
+            others; "nccl" for servers on other GPUs. Or a `DataPlane` of your own.
+        settings: see `PublishSettings`.
+    """
+
+    def __init__(
+        self,
+        client: VLLMChatClient,
+        *,
+        plane: PlaneName | DataPlane = "auto",
+        **settings: Unpack[PublishSettings],
+    ) -> None:
+        super().__init__(client, WeightsPayload(plane), **settings)
+
+
+class AdapterPolicyPublisher(ServerPublisher):
+    """Publishes the LoRA adapter of a PEFT model, and nothing else, to the servers of `client`.
+
+    The servers need `--enable-lora` and what goes with it (`ludic serve --max-lora-rank R`), and
+    the weights below the adapter as the trainer has them. Each version is an adapter with a name of
+    its own, loaded beside those before it; no server is paused, and a completion has one version.
+    An adapter that no request uses any more is unloaded. Where a server holds as many as it can,
+    because old requests still run, a publish waits for them. It takes `ModelWeights` of a PEFT
+    model, or `AdapterWeights` and mappings made of it, and raises `ConfigError` for an adapter that
+    a server cannot take.
+
+    Args:
+        client: whose servers get the adapter, and are taken in and out of rotation.
+        folder: where adapters are written; None: shared memory. Servers on other machines need a
+            folder that both see.
+        max_loras: how many adapters a server holds at once, where it cannot be asked.
+        settings: see `PublishSettings`.
+    """
+
+    def __init__(
+        self,
+        client: VLLMChatClient,
+        *,
+        folder: str | Path | None = None,
+        max_loras: int = 2,
+        **settings: Unpack[PublishSettings],
+    ) -> None:
+        payload = AdapterPayload(client, folder, max_loras)
+        super().__init__(client, payload, **settings)
+        self.folders = payload.folders

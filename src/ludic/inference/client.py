@@ -2,6 +2,11 @@
 
 A backend implements `ChatClient`. One whose weights change while it serves also implements
 `VersionedClient`, and stamps the version on every span of tokens that it returns.
+
+`sync_weights` is the client's half of a publish, and a `PolicyPublisher` the trainer's. An engine
+in this process takes the weights in itself, and its publisher calls `sync_weights`. A client of
+servers has no tensors to set: it hands them on to the publisher that was made for it, which knows
+how they travel. A client whose weights nobody here can change raises `NotTrainableError`.
 """
 
 from __future__ import annotations
@@ -56,8 +61,10 @@ class ChatClient(Protocol):
     async def sync_weights(
         self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
     ) -> str:
-        """Takes new weights as policy `version`; the answer says how. The client's half of a
-        publish: trainers go through a `PolicyPublisher`."""
+        """Makes `params` policy `version`, and returns how, in words. Returns when every token from
+        then on is sampled from them; raises `PublishError` where they do not fit or `version` goes
+        back, `DeadlineError` past `timeout_s`. A sampler that shares the trainer's module needs no
+        tensors: `params` may be empty."""
         ...
 
 

@@ -1,12 +1,31 @@
-"""How long to wait before asking a server again."""
+"""How long to wait: for an answer, and before asking a server again."""
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, DeadlineError
+
+
+@asynccontextmanager
+async def within(
+    seconds: float | None, what: str, whom: str | Callable[[], str]
+) -> AsyncIterator[asyncio.Timeout]:
+    """Raises `DeadlineError` when its body takes longer, which says what was waited for from whom.
+    A deadline inside it keeps its own error."""
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            yield limit
+    except TimeoutError as exc:
+        if isinstance(exc, DeadlineError) or not limit.expired():
+            raise
+        whom = whom if isinstance(whom, str) else whom()
+        raise DeadlineError(what, whom, seconds or 0.0) from exc
 
 
 @dataclass(frozen=True, slots=True)

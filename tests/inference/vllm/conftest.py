@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
+from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port

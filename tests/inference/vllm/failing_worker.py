@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ludic.distributed.in_vllm.plain_layers import why_rebuild
-from ludic.distributed.in_vllm.plugin import ReceiptExtension
+from ludic.distributed.in_vllm.worker import WorkerExtension
 
 
-class FailingExtension(ReceiptExtension):
+class FailingExtension(WorkerExtension):
     """Methods that `/collective_rpc` may call on a worker."""
 
     def fail_next_load(self, after: int) -> None:

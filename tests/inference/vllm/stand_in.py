@@ -48,7 +48,7 @@ def started_pids(folder: Path, seconds: float = 60.0) -> list[int]:
     return [int(pid) for pid in (folder / "pids").read_text().split()]
 
 
-def all_end(pids: list[int], seconds: float = 15.0) -> bool:
+def all_end(pids: list[int], seconds: float = 60.0) -> bool:
     """Whether none of them runs any more within that time."""
     deadline = time.monotonic() + seconds
     while any(_runs(pid) for pid in pids):

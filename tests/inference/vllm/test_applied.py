@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
+from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.sharding.weights import ModelWeights
 from tests.inference.vllm.conftest import server_model

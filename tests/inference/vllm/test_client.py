@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
+from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.errors import ConfigError, DeadlineError, InferenceError, RequestRejectedError
 from ludic.inference.sampling import ReturnSpec
 from ludic.inference.tiny import tiny_tokenizer

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import socket
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 
 import pytest
 
+from ludic.distributed.in_vllm import plugin
 from ludic.errors import ConfigError, InferenceError, MissingExtraError
-from ludic.inference.vllm import flags as vllm_flags
+from ludic.inference.vllm import names
 from ludic.inference.vllm import server as vllm_server
 from ludic.inference.vllm.server import (
     ServerSettings,
@@ -76,9 +80,41 @@ def test_the_entry_point_that_is_made_is_the_one_that_is_declared(repo_root: Pat
 
     project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
     declared = project["entry-points"]["vllm.general_plugins"]
-    assert f"ludic = {declared['ludic']}" == vllm_flags.PLUGIN_ENTRY
-    module, name = vllm_flags.WORKER_EXTENSION.rsplit(".", 1)
-    assert hasattr(importlib.import_module(module), name)
+    assert declared == {names.BACKEND: names.PLUGIN}
+
+
+def test_every_name_that_vllm_is_given_leads_to_our_code() -> None:
+    module, _, function = names.PLUGIN.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+    module, _, name = names.WORKER_EXTENSION.rpartition(".")
+    extension = getattr(importlib.import_module(module), name)
+    for method in (names.RECEIPT, names.ADAPTER_LIMITS, names.ADAPTER_RECEIPT):
+        assert callable(getattr(extension, method))
+
+
+def test_the_plugin_registers_an_engine_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: dict[str, tuple[str, str]] = {}
+
+    class Factory:
+        _registry = registered
+
+        @staticmethod
+        def register_engine(name: str, module: str, engine: str) -> None:
+            assert name not in registered
+            registered[name] = (module, engine)
+
+    for part in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
+        monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
+    factory = types.ModuleType("factory")
+    factory.WeightTransferEngineFactory = Factory  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.factory", factory)
+    plugin.register()
+    plugin.register()
+    module, engine = registered[names.BACKEND]
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    assert f"class {engine}(" in Path(spec.origin).read_text()
 
 
 def test_unknown_flags_go_to_vllm() -> None:
@@ -102,7 +138,7 @@ def shell_server(tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(VLLMBuild, "of", staticmethod(lambda python=None: CPU))
     monkeypatch.setattr(vllm_server, "command_line", lambda *_: ["sh", "-c", script])
     settings = ServerSettings("m", port=vllm_server.free_port())
-    return VLLMServer(settings, log=tmp_path / "log", start_timeout_s=20)
+    return VLLMServer(settings, log=tmp_path / "log", start_timeout_s=100)
 
 
 def test_a_server_that_ends_early_is_quoted(
@@ -135,7 +171,7 @@ def test_stopping_ends_the_children_too(tmp_path: Path, monkeypatch: pytest.Monk
     server = shell_server(tmp_path, script, monkeypatch)
     server.start()
     while not (tmp_path / "child").is_file() or not (tmp_path / "child").read_text():
-        pass
+        time.sleep(0.01)
     child = int((tmp_path / "child").read_text())
     server.stop()
     assert all_end([child], 0)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
+from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.distributed.vllm.planes import BroadcastPlane, SharedMemoryPlane, Shipment
-from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
 from ludic.distributed.vllm.shared_memory import shared_folder
 from ludic.distributed.vllm.trainer_checks import TrainerChecks
 from ludic.errors import DeadlineError, PublishError
@@ -55,7 +55,7 @@ async def test_a_publish_changes_what_the_server_samples_from(
     assert stages["worker_apply"] <= stages["apply"]
     assert stages["worker_checksums"] <= stages["compare"]
     await assert_serves(client, newer, 7)
-    assert not list(shared_folder().glob(f"ludic-weights-{os.getpid()}-*"))
+    assert not list(shared_folder().glob(f"ludic-publish-{os.getpid()}-*"))
 
 
 async def test_an_update_over_sixteen_running_requests_loses_none_and_names_every_token(
@@ -151,7 +151,7 @@ async def test_a_tensor_left_out_is_caught_and_the_old_weights_stay(
         del weights[name]
         with pytest.raises(PublishError, match=name) as caught:
             await publisher.publish(weights, 1)
-        assert "Back on their old weights: ['http" in str(caught.value)
+        assert "go on with the versions before: {'http" in str(caught.value)
         await assert_serves(client, model, 0)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
+from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.errors import InferenceError, PublishError
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.replica import Replica
@@ -123,7 +123,7 @@ async def test_when_the_only_server_fails_the_trainer_gets_an_error_that_names_i
 
         running = asyncio.create_task(ask_on_and_on())
         await until_in_flight(replica, 1)
-        with pytest.raises(PublishError, match="applied by no server") as caught:
+        with pytest.raises(PublishError, match="no server is left for version 2") as caught:
             await publisher.publish(ModelWeights(server_model(seed=9)), 2)
         assert failing_server.url in str(caught.value)
         assert "made to fail half-way" in str(caught.value)

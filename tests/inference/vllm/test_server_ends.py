@@ -60,7 +60,7 @@ def test_a_server_and_its_children_end_with_their_parent(tmp_path: Path, ending:
 
 def server_of(tmp_path: Path, **settings: str) -> VLLMServer:
     found = ServerSettings("m", port=free_port(), env=settings)
-    return VLLMServer(found, python=str(stand_in_python(tmp_path)), start_timeout_s=20)
+    return VLLMServer(found, python=str(stand_in_python(tmp_path)), start_timeout_s=100)
 
 
 def test_to_stop_a_server_that_starts_ends_the_wait_for_it(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_to_stop_a_server_that_starts_ends_the_wait_for_it(tmp_path: Path) -> No
     waiting.start()
     pids = started_pids(tmp_path)
     server.stop()
-    waiting.join(timeout=10)
+    waiting.join(timeout=60)
     assert not waiting.is_alive()
     assert "before it was healthy" in str(said[0])
     assert all_end(pids, 1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
+from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.runs.doctor import run_doctor
 from tests.inference.vllm.conftest import NAME, tiny_server

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import Qwen2ForCausalLM
 
+from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.distributed.vllm.planes import SharedMemoryPlane
-from ludic.distributed.vllm.publisher import BroadcastPolicyPublisher
 from ludic.errors import InferenceError, PublishError
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server import VLLMServer
@@ -124,7 +124,7 @@ async def test_without_any_server_everything_says_so(two_servers: Servers) -> No
     client = VLLMChatClient(victim.url, model=NAME, max_retries=2, timeout_s=20)
     with pytest.raises(InferenceError, match="no server could serve the request"):
         await client.complete_tokens(request())
-    with pytest.raises(PublishError, match="no server is there"):
+    with pytest.raises(PublishError, match="no server is left for version 1"):
         await BroadcastPolicyPublisher(client).publish(ModelWeights(server_model()), 1)
     await client.close()
 

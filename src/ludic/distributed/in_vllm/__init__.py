@@ -1,1 +1,1 @@
-"""What runs inside vLLM's workers; `vllm_plugin` beside this folder is how vLLM finds it."""
+"""What runs inside vLLM's processes; it finds this by the names in `ludic.inference.vllm.names`."""

@@ -25,7 +25,7 @@ from ludic.distributed.in_vllm.checkpoint_shapes import (
 )
 from ludic.distributed.in_vllm.plain_layers import why_rebuild
 from ludic.distributed.vllm.broadcast_group import BroadcastGroup
-from ludic.distributed.vllm.checksums import checksums
+from ludic.distributed.vllm.checksums import receipt
 from ludic.distributed.vllm.ipc_handles import open_tensors
 from ludic.distributed.vllm.shared_memory import open_shared
 from ludic.errors import MissingExtraError
@@ -190,11 +190,7 @@ class LudicWeightTransferEngine(
         if not self._staged:
             return {}
         with self._timed("checksums"):
-            sums = checksums(self._staged)
-        return {
-            name: [str(sums[name]), str(tensor.dtype).split(".")[-1], list(tensor.shape)]
-            for name, tensor in self._staged
-        }
+            return receipt(self._staged)
 
     def shutdown(self) -> None:
         """Leaves the broadcast group."""

@@ -30,6 +30,45 @@ class MismatchBudget:
         """Whether both lie within it; NaN never does."""
         return mean <= self.mean and worst <= self.max
 
+    def complaint(self, mean: float, worst: float) -> str | None:
+        """How a difference breaks it; None where it does not."""
+        if self.allows(mean, worst):
+            return None
+        return (
+            f"differ by {mean:.2g} on average and {worst:.2g} at most (budget {self.mean:g} and "
+            f"{self.max:g})"
+        )
+
+
+class Canary:
+    """The prompt and the budget of a publisher's canary; without a `prompt` one is made of the
+    first model, without a `budget` it goes by each model's type."""
+
+    def __init__(
+        self, enabled: bool, prompt: Sequence[int] | None, budget: MismatchBudget | None
+    ) -> None:
+        self.enabled = enabled
+        self._prompt = None if prompt is None else tuple(prompt)
+        self._budget = budget
+
+    def model_of(self, weights: Any) -> nn.Module | None:
+        """The model behind `weights`, where it is to score the canary and this rank can run it."""
+        model = getattr(weights, "model", None) if self.enabled else None
+        return None if model is None or is_sharded(model) else model
+
+    def prompt(self, model: nn.Module) -> tuple[int, ...]:
+        """The prompt; to make it takes a while, so call this in a thread."""
+        if self._prompt is None:
+            self._prompt = canary_tokens(model)
+        return self._prompt
+
+    def own_scores(self, model: nn.Module) -> list[float]:
+        """The trainer's scores of the prompt. For a thread as well."""
+        return prompt_logprobs(model, self.prompt(model))
+
+    def budget(self, model: nn.Module) -> MismatchBudget:
+        return self._budget or MismatchBudget.for_dtype(next(model.parameters()).dtype)
+
 
 @torch.no_grad()
 def canary_tokens(model: nn.Module, length: int = 24) -> tuple[int, ...]:
@@ -50,7 +89,7 @@ def canary_tokens(model: nn.Module, length: int = 24) -> tuple[int, ...]:
 
 @torch.no_grad()
 def prompt_logprobs(model: nn.Module, tokens: Sequence[int]) -> list[float]:
-    """What `model` finds of each token after the first, at temperature 1, in float32."""
+    """The log-prob of each token after the first under `model`, at temperature 1, in float32."""
     device = next(model.parameters()).device
     ids = torch.tensor([list(tokens)], device=device)
     was_training = model.training

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from ludic.errors import PublishError
 
 _CHUNK = 1 << 20
 _ROW = 1 << 10
@@ -41,9 +44,26 @@ def checksums(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
     return found
 
 
-def checksum(tensor: Tensor) -> int:
-    """The checksum of one tensor."""
-    return checksums([("", tensor)])[""]
+def receipt(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, list[Any]]:
+    """Checksum, type and shape of each tensor, by name: what a sender and a receiver compare. The
+    checksum is text, since not every reader of JSON keeps 64 bits."""
+    tensors = dict(pairs)
+    sums = checksums(tensors.items())
+    return {
+        name: [str(sums[name]), str(tensor.dtype).split(".")[-1], list(tensor.shape)]
+        for name, tensor in tensors.items()
+    }
+
+
+def refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:
+    """Raises `PublishError` where a tensor holds a NaN or an infinity."""
+    broken = not_finite(tensors.items())
+    if broken:
+        raise PublishError(
+            f"{len(broken)} tensors hold NaN or infinity, first {broken[0]}: they are not "
+            "published, and the servers keep their weights. Lower the learning rate, or go "
+            "back to a checkpoint"
+        )
 
 
 @torch.no_grad()

@@ -6,11 +6,11 @@ is told; `move`, where there is one, sends the tensors while the servers receive
 
 from __future__ import annotations
 
-import asyncio
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from torch import Tensor
 from ludic.distributed.vllm.broadcast_group import BroadcastGroup
 from ludic.distributed.vllm.ipc_handles import Exports
 from ludic.distributed.vllm.shared_memory import write_shared
-from ludic.distributed.vllm.timing import Stages
 from ludic.errors import ConfigError, PublishError
 
 
@@ -35,78 +34,37 @@ class Shipment:
     close: Callable[[], None] = _nothing
 
 
-class DataPlane(Protocol):
-    """A way for tensors to travel."""
+class DataPlane(ABC):
+    """A way for tensors to travel. Most planes only have to `prepare` them."""
 
     name: str
 
+    @abstractmethod
     def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
         """Gets the tensors ready to be fetched or sent. Called in a thread."""
-        ...
 
     def invitation(self, workers: int, timeout_s: float) -> Mapping[str, Any] | None:
         """What servers with `workers` workers together need to join; None: nothing (any more)."""
-        ...
+        return None
 
-    def join(self) -> None:
+    def join(self) -> None:  # noqa: B027
         """Takes the trainer's own place, while the servers take theirs. Called in a thread."""
-        ...
 
-    def abandon(self) -> None:
+    def abandon(self) -> None:  # noqa: B027
         """After a failure: drops what the two sides may no longer agree on."""
-        ...
 
 
-class Shipping:
-    """A plane's `prepare` in a thread. Whatever comes of the publish, the shipment is closed."""
-
-    def __init__(self, plane: DataPlane, weights: Mapping[str, Tensor], stages: Stages) -> None:
-        self._stages = stages
-        self._task = asyncio.create_task(self._prepare(plane, weights))
-
-    async def ready(self) -> Shipment:
-        """The shipment, when it is made. To cancel this leaves it in the making."""
-        return await asyncio.shield(self._task)
-
-    async def close(self, seconds: float) -> None:
-        """Frees what is held: now, or where `prepare` takes longer than that, when it ends."""
-        await asyncio.wait({self._task}, timeout=seconds)
-        if self._task.done():
-            await asyncio.to_thread(_close, self._task)
-        else:
-            self._task.add_done_callback(_close)
-
-    async def _prepare(self, plane: DataPlane, weights: Mapping[str, Tensor]) -> Shipment:
-        with self._stages.timed("prepare"):
-            return await asyncio.to_thread(plane.prepare, weights)
-
-
-def _close(made: asyncio.Task[Shipment]) -> None:
-    if not made.cancelled() and made.exception() is None:
-        made.result().close()
-
-
-class SharedMemoryPlane:
+class SharedMemoryPlane(DataPlane):
     """A safetensors file in shared memory: servers on this machine, with or without a GPU."""
 
     name = "shared_memory"
 
     def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
-        path = write_shared(weights)
-        update = {"plane": "shared_memory", "path": str(path)}
-        return Shipment(update, close=lambda: path.unlink(missing_ok=True))
-
-    def invitation(self, workers: int, timeout_s: float) -> Mapping[str, Any] | None:
-        return None
-
-    def join(self) -> None:
-        """There is nothing to join."""
-
-    def abandon(self) -> None:
-        """Nothing is shared between two publishes."""
+        path, folder = write_shared(weights)
+        return Shipment({"plane": "shared_memory", "path": str(path)}, close=folder.close)
 
 
-class IPCPlane:
+class IPCPlane(DataPlane):
     """CUDA IPC: the servers read the trainer's tensors on the GPU that they share."""
 
     name = "ipc"
@@ -133,17 +91,8 @@ class IPCPlane:
 
         return Shipment(update, close=close)
 
-    def invitation(self, workers: int, timeout_s: float) -> Mapping[str, Any] | None:
-        return None
 
-    def join(self) -> None:
-        """There is nothing to join."""
-
-    def abandon(self) -> None:
-        """The handles stay good: they are only addresses."""
-
-
-class BroadcastPlane:
+class BroadcastPlane(DataPlane):
     """A broadcast from the trainer to every worker: NCCL between GPUs, gloo between CPUs.
 
     `host` is an address of the trainer that the servers reach. Each worker holds the new weights

@@ -1,61 +1,100 @@
-"""Weights as a safetensors file in shared memory: the plane for machines without a GPU.
+"""Folders in shared memory that servers on this machine read, and that nobody has to clean up.
 
-A process keeps one lock beside its files. A lock ends with its process, however that ends: what
-belongs to a free one was left behind, and is removed by the next who writes.
+An owner keeps its folder's file `lock` locked. A lock ends with its process, however that ends:
+a folder whose lock is free was left behind, and is removed by the next who makes one.
 """
 
 from __future__ import annotations
 
-import atexit
 import fcntl
 import os
 import secrets
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 from torch import Tensor
 
 from ludic.errors import PublishError
 
-_PREFIX = "ludic-weights-"
+_PREFIX = "ludic-publish-"
+_LOCK = "lock"
+_WEIGHTS = "weights.safetensors"
 
 
 def shared_folder() -> Path:
-    """Where such files are put: memory where the system has a folder for it."""
+    """Where such folders are put: memory where the system has a folder for it."""
     memory = Path("/dev/shm")
     return memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def write_shared(weights: Mapping[str, Tensor]) -> Path:
-    """Writes the tensors to a new file that only this user can read; the caller removes it."""
+class OwnedFolder:
+    """A new folder under `parent` (default: shared memory), private to the user. It is removed at
+    the end of this object, or of the process."""
+
+    def __init__(self, parent: str | Path | None = None) -> None:
+        self.parent = shared_folder() if parent is None else Path(parent)
+        for path in self.parent.glob(f"{_PREFIX}*"):
+            if is_abandoned(path):
+                shutil.rmtree(path, ignore_errors=True)
+        name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
+        made = self.parent / f".{name}"
+        made.mkdir(mode=0o700)
+        lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Under this name others look whether it is abandoned: not before it is locked.
+        self.path = made.rename(self.parent / name)
+        self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+
+    def close(self) -> None:
+        """Removes the folder and what is in it."""
+        self._end()
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether nobody keeps the folder `path`, or it is gone."""
+    try:
+        lock = os.open(path / _LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    except OSError:  # another user's: not ours to judge
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def write_shared(weights: Mapping[str, Tensor]) -> tuple[Path, OwnedFolder]:
+    """Writes the tensors to a file in a new folder, which the caller closes."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    folder = shared_folder()
-    _remove_abandoned(folder)
+    folder = OwnedFolder()
     needed = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    if needed > shutil.disk_usage(folder).free:
-        raise _no_room(folder, needed)
-    path = folder / f"{_owner(folder, os.getpid())}-{secrets.token_hex(8)}.safetensors"
-    path.touch(mode=0o600, exist_ok=False)
     try:
+        if needed > shutil.disk_usage(folder.parent).free:
+            raise OSError("No space left")
+        path = folder.path / _WEIGHTS
         save_file({n: t.detach().cpu().contiguous() for n, t in weights.items()}, path)
-        path.chmod(0o600)
     except BaseException as exc:
-        path.unlink(missing_ok=True)
+        folder.close()
         if isinstance(exc, SafetensorError | OSError) and "No space left" in str(exc):
-            raise _no_room(folder, needed) from exc
+            raise _no_room(folder.parent, needed) from exc
         raise
-    return path
+    return path, folder
 
 
 def open_shared(path: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of such a file, mapped and not copied. No other file is opened."""
-    if path.parent != shared_folder() or not path.name.startswith(_PREFIX):
+    folder = path.parent
+    ours = folder.parent == shared_folder() and folder.name.startswith(_PREFIX)
+    if not ours or path.name != _WEIGHTS:
         raise ValueError(f"{path} is not a file of weights in shared memory")
     from safetensors import safe_open
 
@@ -64,52 +103,10 @@ def open_shared(path: Path) -> Iterator[tuple[str, Tensor]]:
             yield name, opened.get_tensor(name)
 
 
-def is_free(lock: Path) -> bool:
-    """Whether no process holds the file `lock`, or it is gone."""
-    try:
-        opened = os.open(lock, os.O_RDWR)
-    except FileNotFoundError:
-        return True
-    except OSError:  # another user's: not ours to judge
-        return False
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(opened)
-    return True
-
-
-@cache
-def _owner(folder: Path, pid: int) -> str:
-    """How the names of this process's files in `folder` begin. Locked as long as it lives."""
-    name = f"{_PREFIX}{pid}-{secrets.token_hex(4)}"
-    made = folder / f".{name}.made"
-    fcntl.flock(os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), fcntl.LOCK_EX)
-    # Under this name others look whether it is free: not before it is locked.
-    lock = made.rename(_lock_of(folder, name))
-    atexit.register(_remove_own, lock, pid)
-    return name
-
-
-def _lock_of(folder: Path, owner: str) -> Path:
-    return folder / f".{owner}.lock"
-
-
-def _remove_own(lock: Path, pid: int) -> None:
-    if os.getpid() == pid:  # else a fork of the owner ends
-        lock.unlink(missing_ok=True)
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Removes what processes that are gone left in `folder`."""
-    files = [(f, f.name.rpartition("-")[0]) for f in folder.glob(f"{_PREFIX}*.safetensors")]
-    locks = [(f, f.name[1 : -len(".lock")]) for f in folder.glob(f".{_PREFIX}*.lock")]
-    for path, owner in files + locks:
-        if is_free(_lock_of(folder, owner)):
-            with suppress(OSError):  # another user's, or removed meanwhile
-                path.unlink()
+def _remove(path: Path, lock: int, owner: int) -> None:
+    if os.getpid() == owner:  # else a fork of the owner ends
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
 
 
 def _no_room(folder: Path, needed: int) -> PublishError:

@@ -10,20 +10,22 @@ from typing import Any
 
 ORDER = (
     *("gather", "prepare", "greet", "finite", "checksums", "own_canary", "join"),
-    *("start", "stage", "compare", "pause", "apply", "reset", "resume", "canary"),
+    *("write", "room", "load", "start", "stage", "compare", "sample"),
+    *("pause", "apply", "reset", "resume", "canary"),
     *("worker_stage", "worker_checksums", "worker_apply"),
 )
 
 
-class Stages:
-    """Seconds by the name of a stage. Stages may overlap, so they need not add up."""
+class PublishTimes:
+    """Seconds by the name of a stage. Stages may overlap, so they need not add up. Threads may time
+    stages too, each its own ones."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Adds what its body takes, also when that raises."""
+        """Adds what its body takes, even when that raises."""
         began = time.perf_counter()
         try:
             yield
@@ -40,8 +42,7 @@ class Stages:
     def in_order(self) -> dict[str, float]:
         """The stages in the order in which they begin, those of the workers last."""
         places = {name: place for place, name in enumerate(ORDER)}
-        known = sorted(self.seconds.items(), key=lambda s: places.get(s[0], len(ORDER)))
-        return dict(known)
+        return dict(sorted(self.seconds.items(), key=lambda s: places.get(s[0], len(ORDER))))
 
 
 async def together(steps: Iterable[Coroutine[Any, Any, Any] | asyncio.Future[Any]]) -> None:

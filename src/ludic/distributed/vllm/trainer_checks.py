@@ -1,4 +1,4 @@
-"""What the trainer finds out about its own weights, while the servers take them in."""
+"""What the trainer finds out about its own weights while the servers take them in."""
 
 from __future__ import annotations
 
@@ -8,68 +8,63 @@ from typing import Any
 
 from torch import Tensor
 
-from ludic.distributed.vllm.checksums import checksums, not_finite
-from ludic.distributed.vllm.timing import Stages
-from ludic.errors import PublishError
+from ludic.distributed.vllm.checksums import receipt, refuse_not_finite
+from ludic.distributed.vllm.timing import PublishTimes
 
 
 class TrainerChecks:
-    """Looks for NaN, computes checksums, then the canary's scores, in a thread and in that order.
+    """Looks for NaN, computes checksums, then the canary's scores, in that order.
 
-    `expected` is there as soon as the checksums are; `done` ends when all is, or raises what was
-    wrong. Nothing may be applied before `done` has ended well.
+    It runs in a thread beside the servers' staging. That is safe since nobody writes meanwhile: the
+    trainer steps only when its publish has ended, the servers read a copy or the same tensors, and
+    nothing is applied before `done` has ended well.
     """
 
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
         scores: Callable[[], list[float]] | None,
-        stages: Stages,
+        times: PublishTimes,
     ) -> None:
-        self._tensors, self._score, self._stages = tensors, scores, stages
+        self._tensors, self._score, self._times = tensors, scores, times
         self._wanted = True
         self.scores: list[float] | None = None
-        self.expected: asyncio.Future[dict[str, list[Any]]]
-        self.expected = asyncio.get_running_loop().create_future()
-        self._work = asyncio.create_task(self._run())
+        self._expected = asyncio.create_task(asyncio.to_thread(self._expect))
+        self._all = asyncio.create_task(self._run())
+
+    # A thread cannot be cancelled: the tasks are shielded, so that `stop` can wait for their end.
+
+    async def expected(self) -> dict[str, list[Any]]:
+        """What a server's receipt has to say."""
+        return await asyncio.shield(self._expected)
 
     async def done(self) -> None:
-        """Returns when everything is known. To cancel it leaves the work going on."""
-        await asyncio.shield(self._work)
+        """Returns when everything is known; raises what was wrong."""
+        await asyncio.shield(self._all)
 
     async def stop(self, seconds: float) -> None:
-        """Begins nothing more and waits for what is under way, at most so long: the trainer may
+        """Begins nothing more, and waits for what is under way, at most so long: the trainer may
         change its weights afterwards."""
         self._wanted = False
-        self.expected.cancel()
-        # What it raised was raised by `done` as well, or nobody asked.
-        self._work.add_done_callback(lambda work: work.cancelled() or work.exception())
-        await asyncio.wait({self._work}, timeout=seconds)
+        for work in (self._expected, self._all):
+            # What it raised was raised by `done` as well, or nobody asked.
+            work.add_done_callback(lambda work: work.cancelled() or work.exception())
+        await asyncio.wait({self._all}, timeout=seconds)
 
     async def _run(self) -> None:
-        await asyncio.to_thread(self._look_for_nan)
-        if self._wanted:
-            expected = await asyncio.to_thread(self._compute_expected)
-            if not self.expected.done():
-                self.expected.set_result(expected)
+        await self._expected
         if self._wanted and self._score is not None:
-            with self._stages.timed("own_canary"):
+            with self._times.timed("own_canary"):
                 self.scores = await asyncio.to_thread(self._score)
 
+    def _expect(self) -> dict[str, list[Any]]:
+        self._look_for_nan()
+        return self._compute_expected() if self._wanted else {}
+
     def _look_for_nan(self) -> None:
-        with self._stages.timed("finite"):
-            broken = not_finite(self._tensors.items())
-        if broken:
-            raise PublishError(
-                f"{len(broken)} tensors hold NaN or infinity, first {broken[0]}: they are not "
-                "published, and the servers keep their weights. Lower the learning rate, or go "
-                "back to a checkpoint"
-            )
+        with self._times.timed("finite"):
+            refuse_not_finite(self._tensors)
 
     def _compute_expected(self) -> dict[str, list[Any]]:
-        with self._stages.timed("checksums"):
-            sums = checksums(self._tensors.items())
-        return {
-            name: [str(sums[name]), str(tensor.dtype).split(".")[-1], list(tensor.shape)]
-            for name, tensor in self._tensors.items()
-        }
+        with self._times.timed("checksums"):
+            return receipt(self._tensors.items())

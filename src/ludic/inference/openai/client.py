@@ -3,70 +3,34 @@
 `complete_tokens` sends the prompt's token ids to `/completions` (or their text, to servers that
 take only text); `complete_messages` sends messages to `/chat/completions`. What comes back can be
 trained on only where the server returns token ids and the log-probs of the distribution that was
-sampled from; otherwise the response's trace is None, and `trainable_trace` says why. The client
-to train with is `VLLMChatClient`.
+sampled from; otherwise the response's trace is None. The client to train with is
+`VLLMChatClient`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Literal
-
-import aiohttp
 
 from ludic.errors import (
     ConfigError,
-    DeadlineError,
-    EngineClosedError,
     InferenceError,
     NotTrainableError,
     RequestRejectedError,
 )
 from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.http import Connections, UnreachableError, ask
 from ludic.inference.openai.wire import (
     chat_response,
     completion_response,
     sampling_body,
     wire_messages,
 )
-from ludic.inference.retries import Backoff, retry_after_s
+from ludic.inference.retries import Backoff, within
 from ludic.inference.sampling import SamplingConfig
 from ludic.inference.templates.hf import HFChatTemplate
-from ludic.types import ChatResponse, Message, TokenTrace
-
-RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-_LARGEST_ANSWER = 64 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _Connection:
-    """What belongs to one event loop."""
-
-    loop: asyncio.AbstractEventLoop
-    session: aiohttp.ClientSession
-    slots: asyncio.Semaphore
-
-    async def close(self) -> None:
-        """Ends what is open. A loop that runs in another thread does so itself, a little later:
-        its sockets may be touched there only."""
-        with suppress(RuntimeError):  # sockets of a loop that is closed cannot be told so
-            if self.loop is not asyncio.get_running_loop() and self.loop.is_running():
-                asyncio.run_coroutine_threadsafe(self.session.close(), self.loop)
-            else:
-                await self.session.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    """Why an attempt failed in a way that another one may mend."""
-
-    cause: str
-    retry_after_s: float | None = None
+from ludic.types import ChatResponse, Message
 
 
 class OpenAIChatClient:
@@ -117,15 +81,12 @@ class OpenAIChatClient:
         self._prompts = prompts
         self._dialect: Literal["openai", "vllm"] = dialect
         self._max_context_tokens = max_context_tokens
-        self._max_concurrency = max_concurrency
         self._timeout_s = timeout_s
         self._max_retries = max_retries
         self._backoff = backoff or Backoff()
         self._extra_body = dict(extra_body or {})
         self._reports_sampled_logprobs = reports_sampled_logprobs
-        self._connections: dict[asyncio.AbstractEventLoop, _Connection] = {}
-        self._lock = threading.Lock()  # over what the loops of several threads share
-        self._closed = False
+        self._connections = Connections(repr(self), max_concurrency)
         self.retries = 0
 
     def __repr__(self) -> str:
@@ -161,17 +122,6 @@ class OpenAIChatClient:
             body["tools"] = list(tools)
         return chat_response(await self._post("chat/completions", body, timeout_s))
 
-    def trainable_trace(self, response: ChatResponse) -> TokenTrace:
-        """The response's tokens and log-probs; `NotTrainableError` where it has none."""
-        trace = response.trace
-        if trace is None or trace.completion_logprobs is None:
-            raise NotTrainableError(
-                f"the answer of {self.base_url} has no token ids with the log-probs of the sampled "
-                "distribution, so it can be shown but not trained on: train with LocalChatClient "
-                "or VLLMChatClient"
-            )
-        return trace
-
     async def sync_weights(
         self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
     ) -> str:
@@ -184,12 +134,7 @@ class OpenAIChatClient:
     async def close(self) -> None:
         """Closes the connections; requests after that, and those that are open, end with
         `EngineClosedError`."""
-        with self._lock:
-            self._closed = True
-            connections = list(self._connections.values())
-            self._connections.clear()
-        for connection in connections:
-            await connection.close()
+        await self._connections.close()
 
     async def __aenter__(self) -> OpenAIChatClient:
         return self
@@ -241,85 +186,30 @@ class OpenAIChatClient:
         url = f"{self.base_url}/{path}"
         limit = self._timeout_s if timeout_s is None else timeout_s
         body = {k: v for k, v in {**body, **self._extra_body}.items() if v is not None}
-        connection = await self._connect()
+        connection = await self._connections.get()
         last = ""
-        try:
-            async with asyncio.timeout(limit), connection.slots:
-                for attempt in range(self._max_retries + 1):
-                    self._check_open()
-                    outcome = await self._attempt(connection.session, url, body)
-                    if not isinstance(outcome, _Refusal):
-                        return outcome
-                    last = outcome.cause
-                    if attempt < self._max_retries:
-                        self.retries += 1
-                        await asyncio.sleep(self._backoff.pause_s(attempt, outcome.retry_after_s))
-        except TimeoutError as exc:
-            whom = f"{url} (last failure: {last})" if last else url
-            raise DeadlineError("a completion", whom, limit) from exc
-        self._check_open()
+
+        def whom() -> str:
+            return f"{url} (last failure: {last})" if last else url
+
+        async with within(limit, "a completion", whom), connection.slots:
+            for attempt in range(self._max_retries + 1):
+                self._connections.check_open()
+                try:
+                    return await ask(
+                        connection.session, "POST", url, body=body, headers=self._headers
+                    )
+                except UnreachableError as exc:
+                    last, wanted = str(exc), exc.retry_after_s
+                if attempt < self._max_retries:
+                    self.retries += 1
+                    await asyncio.sleep(self._backoff.pause_s(attempt, wanted))
+        self._connections.check_open()
         raise InferenceError(
             f"{url} failed {self._max_retries + 1} times; the last time: {last}. Is the server up?"
         )
-
-    async def _attempt(
-        self, session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]
-    ) -> Any | _Refusal:
-        try:
-            async with session.post(url, json=body, headers=self._headers) as response:
-                data = await response.content.read(_LARGEST_ANSWER)
-                while not response.content.at_eof() and len(data) < _LARGEST_ANSWER:
-                    data += await response.content.read(_LARGEST_ANSWER - len(data))
-                status, headers = response.status, response.headers
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as exc:
-            return _Refusal(f"{type(exc).__name__}: {exc}")
-        except aiohttp.ClientError as exc:
-            raise InferenceError(f"{url}: {type(exc).__name__}: {exc}") from exc
-        if status in RETRIED_STATUSES:
-            return _Refusal(f"HTTP {status}: {_excerpt(data)}", retry_after_s(headers))
-        if status in (401, 403):
-            raise RequestRejectedError(
-                f"{url} answered HTTP {status}: check the api_key. It says: {_excerpt(data)}"
-            )
-        if not 200 <= status < 300:
-            raise RequestRejectedError(f"{url} answered HTTP {status}: {_excerpt(data)}")
-        try:
-            return json.loads(data)
-        except ValueError as exc:
-            raise InferenceError(
-                f"{url} answered HTTP {status} with something other than JSON: {_excerpt(data)}"
-            ) from exc
-
-    async def _connect(self) -> _Connection:
-        """The connection of the running loop. Those of loops that are closed are given up; those
-        of loops in other threads are in use."""
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            self._check_open()
-            found = self._connections.get(loop)
-            if found is not None and not found.session.closed:
-                return found
-            left = [self._connections.pop(k) for k in list(self._connections) if k.is_closed()]
-            session = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=None),
-                connector=aiohttp.TCPConnector(limit=self._max_concurrency),
-            )
-            made = _Connection(loop, session, asyncio.Semaphore(self._max_concurrency))
-            self._connections[loop] = made
-        for connection in left:
-            await connection.close()
-        return made
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineClosedError(f"this client of {self.base_url} is closed: make another one")
 
 
 def _is_plain(sampling: SamplingConfig) -> bool:
     """Whether raw log-probs are those of the sampled distribution as well."""
     return sampling.temperature == 1 and not sampling.truncates and not sampling.penalises
-
-
-def _excerpt(data: bytes, limit: int = 300) -> str:
-    text = data[:limit].decode("utf-8", "replace").strip()
-    return text or "(no text)"

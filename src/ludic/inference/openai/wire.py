@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ludic.errors import InferenceError, RequestRejectedError
+from ludic.inference.http import excerpt
 from ludic.inference.sampling import SamplingConfig
 from ludic.inference.templates.tool_parsers import MalformedCallError, read_json
 from ludic.types import ChatResponse, FinishReason, Message, TokenTrace, ToolCall
@@ -22,38 +23,34 @@ _FINISH_REASONS = {
     "content_filter": FinishReason.ABORT,
 }
 
+_POLICY = ("presence_penalty", "frequency_penalty", "top_k", "min_p", "repetition_penalty")
+_OF_VLLM = ("top_k", "min_p", "repetition_penalty", "stop_token_ids")
+# The value at which a setting does nothing.
+_OFF: dict[str, Any] = {
+    **{"max_tokens": None, "seed": None, "stop": [], "stop_token_ids": []},
+    **{"presence_penalty": 0.0, "frequency_penalty": 0.0},
+    **{"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+}
+
 
 def sampling_body(sampling: SamplingConfig, dialect: Literal["openai", "vllm"]) -> dict[str, Any]:
     """The sampling settings as entries of a request's body; what is off is left out, but for what
     vLLM would then take from the model's own generation settings. Raises `RequestRejectedError`
     for a setting that the dialect has no word for."""
-    body: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    common: dict[str, tuple[Any, Any]] = {
-        "max_tokens": (sampling.max_tokens, None),
-        "seed": (sampling.seed, None),
-        "stop": (list(sampling.stop), []),
-        "presence_penalty": (sampling.presence_penalty, 0.0),
-        "frequency_penalty": (sampling.frequency_penalty, 0.0),
-    }
-    extended: dict[str, tuple[Any, Any]] = {
-        "top_k": (sampling.top_k, 0),
-        "min_p": (sampling.min_p, 0.0),
-        "repetition_penalty": (sampling.repetition_penalty, 1.0),
-        "stop_token_ids": (list(sampling.stop_token_ids), []),
-    }
-    body |= {name: value for name, (value, off) in common.items() if value != off}
-    asked = {name: value for name, (value, off) in extended.items() if value != off}
-    if asked and dialect != "vllm":
-        raise RequestRejectedError(
-            f"the OpenAI interface has no {', '.join(asked)}: leave them off, or say "
-            "dialect='vllm' for a server that understands them"
-        )
-    if dialect == "vllm":
-        policy = ("top_k", "min_p", "repetition_penalty")
-        body |= {name: extended[name][0] for name in policy} | asked
-        if sampling.stop:
-            # The tokens that spell a stop string were sampled: they stay part of the completion.
-            body["include_stop_str_in_output"] = True
+    values = {name: getattr(sampling, name) for name in ("temperature", "top_p", *_OFF)}
+    values = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+    asked = {n: v for n, v in values.items() if n not in _OFF or v != _OFF[n]}
+    if dialect == "openai":
+        if unknown := [name for name in _OF_VLLM if name in asked]:
+            raise RequestRejectedError(
+                f"the OpenAI interface has no {', '.join(unknown)}: leave them off, or say "
+                "dialect='vllm' for a server that understands them"
+            )
+        return asked
+    body = asked | {name: values[name] for name in _POLICY}
+    if sampling.stop:
+        # The tokens that spell a stop string were sampled: they stay part of the completion.
+        body["include_stop_str_in_output"] = True
     return body
 
 
@@ -82,10 +79,10 @@ def completion_response(
 ) -> ChatResponse:
     """An answer of `/completions`. The trace is None unless the answer holds token ids with as
     many log-probs, and those are trusted to be of the sampled distribution."""
-    choice = _choice(answer)
+    choice = choice_of(answer)
     text = choice.get("text")
     if not isinstance(text, str):
-        raise InferenceError(f"the server's completion has no text: {_excerpt(choice)}")
+        raise InferenceError(f"the server's completion has no text: {excerpt(choice)}")
     ids: Any = choice.get("token_ids")
     logprobs: Any = (choice.get("logprobs") or {}).get("token_logprobs")
     trace = None
@@ -101,13 +98,13 @@ def completion_response(
 
 def chat_response(answer: Any) -> ChatResponse:
     """An answer of `/chat/completions`: text, and tool calls in `info`."""
-    choice = _choice(answer)
+    choice = choice_of(answer)
     message = choice.get("message")
     if not isinstance(message, Mapping):
-        raise InferenceError(f"the server's completion has no message: {_excerpt(choice)}")
+        raise InferenceError(f"the server's completion has no message: {excerpt(choice)}")
     content = message.get("content")
     if content is not None and not isinstance(content, str):
-        raise InferenceError(f"the server's message is not text: {_excerpt(message)}")
+        raise InferenceError(f"the server's message is not text: {excerpt(message)}")
     calls: list[ToolCall] = []
     errors: list[str] = []
     for number, wire in enumerate(message.get("tool_calls") or []):
@@ -123,10 +120,11 @@ def chat_response(answer: Any) -> ChatResponse:
     return ChatResponse(None, _finish_reason(choice), content or "", info)
 
 
-def _choice(answer: Any) -> Mapping[str, Any]:
+def choice_of(answer: Any) -> Mapping[str, Any]:
+    """The completion in an answer."""
     choices = answer.get("choices") if isinstance(answer, Mapping) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
-        raise InferenceError(f"the server's answer has no choices: {_excerpt(answer)}")
+        raise InferenceError(f"the server's answer has no choices: {excerpt(answer)}")
     return choices[0]
 
 
@@ -167,8 +165,3 @@ def _is_list_of(value: Any, kind: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(item, kind) and not isinstance(item, bool) for item in value
     )
-
-
-def _excerpt(value: Any, limit: int = 200) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= limit else text[:limit] + "…"

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from ludic.errors import (
     ConfigError,
-    DeadlineError,
     InferenceError,
     PublishError,
     RequestRejectedError,
 )
 from ludic.inference.client import TokenCompletionRequest
-from ludic.inference.retries import Backoff
+from ludic.inference.http import Connections, UnreachableError, ask
+from ludic.inference.retries import Backoff, within
 from ludic.inference.vllm.replica import (
     Replica,
     ServerFacts,
     Serving,
-    UnreachableError,
-    ask,
 )
 from ludic.inference.vllm.rotation import VLLMServers
 from ludic.inference.vllm.wire import (
@@ -90,11 +88,9 @@ class VLLMChatClient(VLLMServers):
             version=version,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             backoff=backoff or Backoff(first_s=0.1, longest_s=5.0),
-            max_concurrency=max_concurrency,
-            connect_timeout_s=connect_timeout_s,
+            connections=Connections(f"VLLMChatClient({urls})", max_concurrency, connect_timeout_s),
         )
         self.retries = 0
-        self.weight_sender: Callable[[Mapping[str, Any], int], Awaitable[Any]] | None = None
         self._timeout_s = timeout_s
         self._max_retries = max_retries
 
@@ -124,55 +120,34 @@ class VLLMChatClient(VLLMServers):
         limit = self._timeout_s if request.timeout_s is None else request.timeout_s
         if not limit > 0:
             raise RequestRejectedError(f"timeout_s={limit}: must be more than 0")
-        connection = await self._connect()
+        connection = await self._connections.get()
         failures: list[str] = []
-        try:
-            async with asyncio.timeout(limit), connection.slots:
-                return await self._complete(request, failures)
-        except TimeoutError as exc:
-            if isinstance(exc, DeadlineError):
-                raise
-            last = f" (last failure: {failures[-1]})" if failures else ""
-            raise DeadlineError("a completion", f"{self!r}{last}", limit) from exc
+
+        def whom() -> str:
+            return f"{self!r} (last failure: {failures[-1]})" if failures else repr(self)
+
+        async with within(limit, "a completion", whom), connection.slots:
+            return await self._complete(request, failures)
 
     async def sync_weights(
         self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
     ) -> str:
-        """Publishes `params` through the publisher that was made for this client."""
-        if self.weight_sender is None:
+        """Hands `params` to the publisher that was made for this client."""
+        if self.keeper is None:
             raise PublishError(
                 "this client has no way to its servers' weights: make a "
                 "BroadcastPolicyPublisher(client), which gives it one"
             )
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.weight_sender(params, version)
-        except TimeoutError as exc:
-            if isinstance(exc, DeadlineError):
-                raise
-            raise DeadlineError(
-                f"the publish of version {version}", repr(self), timeout_s or 0
-            ) from exc
+        async with within(timeout_s, f"the publish of version {version}", repr(self)):
+            await self.keeper.publish(params, version)
         return f"sent {len(params)} tensors to {len(self.in_rotation())} servers"
 
     async def get_policy_version(self) -> int:
         """The oldest version among the servers in rotation, as they say it."""
-        await self._connect()
         found = [await self.replica_version(r) for r in self.in_rotation()]
         if not found:
             raise InferenceError(f"no server is in rotation: {self._states()}")
         return min(found)
-
-    def stats(self) -> dict[str, float]:
-        """What is going on now, for a log."""
-        return {
-            "replicas": float(len(self.replicas)),
-            "replicas_in_rotation": float(len(self.in_rotation())),
-            "in_flight": float(sum(r.in_flight for r in self.replicas)),
-            "served": float(sum(r.served for r in self.replicas)),
-            "retries": float(self.retries),
-            "version": float(self._version),
-        }
 
     # Inside
 
@@ -183,7 +158,7 @@ class VLLMChatClient(VLLMServers):
             replica = await self._choose(request.conversation_id, failed)
             if replica is not None:
                 try:
-                    return await self.ask_replica(replica, request)
+                    return await self.ask_replica(replica, request, pooled=True)
                 except UnreachableError as exc:
                     failures.append(str(exc))
                     failed.add(replica)
@@ -204,10 +179,17 @@ class VLLMChatClient(VLLMServers):
         )
 
     async def ask_replica(
-        self, replica: Replica, request: TokenCompletionRequest, serving: Serving | None = None
+        self,
+        replica: Replica,
+        request: TokenCompletionRequest,
+        serving: Serving | None = None,
+        *,
+        pooled: bool = False,
     ) -> ChatResponse:
-        """One try on one server; `serving`: of something else than it serves now."""
-        connection = await self._connect()
+        """One try on one server; `serving`: of something else than it serves now. `pooled`: over a
+        connection that the server may close at the same moment, for those who can try again."""
+        connection = await self._connections.get()
+        session = connection.session if pooled else connection.unpooled
         facts = replica.facts
         assert facts is not None
         room = self._room(request, facts)
@@ -230,7 +212,7 @@ class VLLMChatClient(VLLMServers):
         serving.requests += 1
         try:
             answer = await ask(
-                connection.session, "POST", replica.url + path, body=body, headers=self._headers
+                session, "POST", replica.url + path, body=body, headers=self._headers
             )
         except UnreachableError as exc:
             if exc.status in (None, 502, 503, 504):  # 500 and 429 are about this one request

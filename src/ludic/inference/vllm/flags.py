@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ludic
 from ludic.errors import ConfigError, MissingExtraError
+from ludic.inference.vllm.names import BACKEND, PLUGIN, WORKER_EXTENSION
 
-PLUGIN_ENTRY = "ludic = ludic.distributed.in_vllm.plugin:register"
-WORKER_EXTENSION = "ludic.distributed.in_vllm.adapters.AdapterExtension"
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _ASK_VERSION = """
 import importlib.metadata as m, json
@@ -106,7 +106,7 @@ def command_line(settings: ServerSettings, build: VLLMBuild) -> list[str]:
     ]
     if settings.live_updates:
         given += [
-            ("--weight-transfer-config", json.dumps({"backend": "ludic"})),
+            ("--weight-transfer-config", json.dumps({"backend": BACKEND})),
             ("--worker-extension-cls", WORKER_EXTENSION),
         ]
     command = [build.python, "-m", "vllm.entrypoints.openai.api_server"]
@@ -152,8 +152,8 @@ def environment(settings: ServerSettings, build: VLLMBuild, folder: Path) -> dic
         info = folder / "ludic_plugin-0.dist-info"
         info.mkdir(parents=True, exist_ok=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ludic-plugin\nVersion: 0\n")
-        (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{PLUGIN_ENTRY}\n")
-        source = str(Path(__file__).resolve().parents[2])
+        (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\nludic = {PLUGIN}\n")
+        source = str(Path(ludic.__file__).resolve().parents[1])
         paths = [str(folder), source, *filter(None, [env.get("PYTHONPATH")])]
         env["PYTHONPATH"] = os.pathsep.join(paths)
     env.update(settings.env)

@@ -1,9 +1,7 @@
-"""One vLLM server as this library sees it: what it can do, how it fares, and its control routes."""
+"""One vLLM server as this library sees it: what it can do, and how it fares."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,21 +9,10 @@ from typing import Any
 
 import aiohttp
 
-from ludic.errors import ConfigError, DeadlineError, InferenceError, RequestRejectedError
-from ludic.inference.retries import retry_after_s
+from ludic.errors import ConfigError, InferenceError, RequestRejectedError
+from ludic.inference.http import UnreachableError, ask
 
-RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 PROBE_TEXT = "Tokenizers agree: 12 + 30 = 42, naïve café, <b>tags</b>\n\tand\n\nlines."
-
-
-class UnreachableError(InferenceError):
-    """A server that does not answer: it may come back, or another one may serve."""
-
-    def __init__(
-        self, message: str, *, status: int | None = None, retry_after_s: float | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.retry_after_s = status, retry_after_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,50 +83,6 @@ class Replica:
         return f"{self.url}: up, {self.in_flight} requests"
 
 
-async def ask(
-    session: aiohttp.ClientSession,
-    method: str,
-    url: str,
-    *,
-    body: Any = None,
-    timeout_s: float | None = None,
-    headers: Mapping[str, str] | None = None,
-    plain: bool = False,
-) -> Any:
-    """One exchange. Answers the JSON (`plain`: the text); raises `UnreachableError` for what
-    another try may mend, `RequestRejectedError` for a refusal, `DeadlineError` past `timeout_s`."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            async with session.request(method, url, json=body, headers=headers) as response:
-                data = await response.read()
-                status, answered = response.status, response.headers
-                if status >= 500:
-                    response.close()  # the server closes after such an answer: not to be reused
-    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as exc:
-        # No connection in time is a TimeoutError as well, but not of the deadline's making.
-        if isinstance(exc, TimeoutError) and not isinstance(exc, aiohttp.ClientError):
-            raise DeadlineError("an answer", f"{method} {url}", timeout_s or 0.0) from exc
-        raise UnreachableError(f"{url} did not answer: {type(exc).__name__}: {exc}") from exc
-    except aiohttp.ClientError as exc:
-        raise InferenceError(f"{url}: {type(exc).__name__}: {exc}") from exc
-    if status in RETRIED_STATUSES:
-        raise UnreachableError(
-            f"{url} answered HTTP {status}: {_reason(data)}",
-            status=status,
-            retry_after_s=retry_after_s(answered),
-        )
-    if not 200 <= status < 300:
-        raise RequestRejectedError(f"{url} answered HTTP {status}: {_reason(data)}")
-    if plain:
-        return data.decode("utf-8", "replace")
-    if not data:
-        return None
-    try:
-        return json.loads(data)
-    except ValueError as exc:
-        raise InferenceError(f"{url} answered something other than JSON: {_reason(data)}") from exc
-
-
 async def learn(
     session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], timeout_s: float
 ) -> ServerFacts:
@@ -197,17 +140,3 @@ def check_spelling(url: str, theirs: list[int], tokenizer: Any) -> None:
             f"here and {len(theirs)} tokens {theirs[:8]}… there. Load the tokenizer of the model "
             "that the server serves"
         )
-
-
-def _reason(data: bytes, limit: int = 600) -> str:
-    """The message in an error's body, whatever its shape."""
-    try:
-        found = json.loads(data)
-        for key in ("error", "detail", "message"):
-            if isinstance(found, Mapping) and key in found:
-                found = found[key]
-        if isinstance(found, str):
-            return found[:limit]
-    except ValueError:
-        pass
-    return data[:limit].decode("utf-8", "replace").strip() or "(no text)"

@@ -5,28 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
-
-import aiohttp
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from ludic.errors import (
     ConfigError,
     DeadlineError,
-    EngineClosedError,
     InferenceError,
     PublishError,
     RequestRejectedError,
 )
+from ludic.inference.http import Connections, UnreachableError, ask
 from ludic.inference.retries import Backoff
+from ludic.inference.vllm.names import RECEIPT
 from ludic.inference.vllm.replica import (
     PROBE_TEXT,
     Replica,
     ServerFacts,
-    UnreachableError,
-    ask,
     check_spelling,
     learn,
 )
@@ -35,13 +30,16 @@ from ludic.inference.vllm.wire import version_number
 _REMEMBERED_CONVERSATIONS = 65536
 
 
-@dataclass(frozen=True, slots=True)
-class _Connection:
-    """What belongs to one event loop."""
+class WeightKeeper(Protocol):
+    """Who keeps the servers' weights: a publisher, which tells its client of itself."""
 
-    loop: asyncio.AbstractEventLoop
-    session: aiohttp.ClientSession
-    slots: asyncio.Semaphore
+    async def publish(self, weights: Mapping[str, Any], version: int) -> object:
+        """Brings these weights to every server."""
+        ...
+
+    async def restore(self, replica: Replica) -> bool:
+        """Brings a server that was away up to date; False: that takes a publish."""
+        ...
 
 
 class VLLMServers:
@@ -59,19 +57,14 @@ class VLLMServers:
         version: int,
         headers: Mapping[str, str],
         backoff: Backoff,
-        max_concurrency: int,
-        connect_timeout_s: float,
+        connections: Connections,
     ) -> None:
         self.replicas, self.model, self.first_version = replicas, model, version
-        self.restore: Callable[[Replica], Awaitable[bool]] | None = None
-        """Gives a server that was away the current adapter; False: there is none."""
+        self.keeper: WeightKeeper | None = None
         self._version = version
-        self._headers, self._backoff = headers, backoff
-        self._max_concurrency, self._connect_timeout_s = max_concurrency, connect_timeout_s
+        self._headers, self._backoff, self._connections = headers, backoff, connections
         self._homes: OrderedDict[str, Replica] = OrderedDict()
         self._learning: dict[Replica, asyncio.Task[None]] = {}
-        self._connection: _Connection | None = None
-        self._closed = False
 
     # Life
 
@@ -102,12 +95,9 @@ class VLLMServers:
 
     async def close(self) -> None:
         """Closes the connections; requests after that are refused."""
-        self._closed = True
-        connection, self._connection = self._connection, None
         for task in list(self._learning.values()):
             task.cancel()
-        if connection is not None:
-            await connection.session.close()
+        await self._connections.close()
 
     # What they are
 
@@ -134,19 +124,11 @@ class VLLMServers:
         timeout_s: float | None = None,
         plain: bool = False,
     ) -> Any:
-        """One exchange with a server's control routes, its status checked."""
-        connection = await self._connect()
-        # A connection of its own: a stale one would pass for a server that is gone.
-        headers = {**self._headers, "Connection": "close"}
-        url = replica.url + path
+        """One exchange with a server's control routes, over a connection of its own."""
+        session = (await self._connections.get()).unpooled
+        url, headers = replica.url + path, self._headers
         return await ask(
-            connection.session,
-            method,
-            url,
-            body=body,
-            timeout_s=timeout_s,
-            headers=headers,
-            plain=plain,
+            session, method, url, body=body, timeout_s=timeout_s, headers=headers, plain=plain
         )
 
     async def relearn(self, replica: Replica, timeout_s: float) -> ServerFacts:
@@ -175,7 +157,7 @@ class VLLMServers:
     async def _applied(self, replica: Replica, timeout_s: float) -> int:
         """How many updates a server has applied since it was started: 0 for one that cannot say,
         which has taken none."""
-        body = {"method": "ludic_receipt"}
+        body = {"method": RECEIPT}
         try:
             answer = await self.control(
                 replica, "POST", "/collective_rpc", body=body, timeout_s=timeout_s
@@ -223,7 +205,7 @@ class VLLMServers:
     def _revive(self, replica: Replica) -> asyncio.Task[None]:
         """Finds out, once for all callers, whether a server that was away may serve again."""
         task = self._learning.get(replica)
-        if task is None:
+        if task is None or task.get_loop() is not asyncio.get_running_loop():
             task = asyncio.create_task(self._welcome(replica))
             self._learning[replica] = task
             task.add_done_callback(lambda _: self._learning.pop(replica, None))
@@ -233,7 +215,7 @@ class VLLMServers:
         was_lost = replica.lost
         try:
             await self.relearn(replica, timeout_s=10.0)
-            if was_lost and not (self.restore is not None and await self.restore(replica)):
+            if was_lost and not (self.keeper and await self.keeper.restore(replica)):
                 found = await self.replica_version(replica)
                 # In a publish it may be ahead of what is expected of all.
                 expected = max(self._version, replica.version)
@@ -249,9 +231,9 @@ class VLLMServers:
             replica.out = str(exc)
 
     async def _learn(self, replica: Replica, timeout_s: float) -> None:
-        connection = await self._connect()
+        session = (await self._connections.get()).unpooled
         try:
-            facts = await learn(connection.session, replica.url, self._headers, timeout_s)
+            facts = await learn(session, replica.url, self._headers, timeout_s)
         except (UnreachableError, DeadlineError) as exc:
             replica.mark_down(str(exc), self._backoff.pause_s(replica.failures))
             raise
@@ -264,23 +246,3 @@ class VLLMServers:
 
     def _states(self) -> str:
         return "; ".join(r.describe() for r in self.replicas)
-
-    async def _connect(self) -> _Connection:
-        if self._closed:
-            raise EngineClosedError(f"{self!r} is closed")
-        loop = asyncio.get_running_loop()
-        found = self._connection
-        if found is not None and found.loop is loop and not found.session.closed:
-            return found
-        session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
-        )
-        made = _Connection(loop, session, asyncio.Semaphore(self._max_concurrency))
-        self._connection = made
-        self._learning.clear()
-        if found is not None:
-            # Its sockets belong to a loop that may be closed, and then cannot be told so.
-            with suppress(RuntimeError):
-                await found.session.close()
-        return made

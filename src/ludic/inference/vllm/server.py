@@ -22,6 +22,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Self
 
@@ -240,7 +241,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[ServerSettings, argpa
         description="Start vLLM's own server for training. Further flags go to vLLM.",
     )
     parser.add_argument("--model", required=True, help="a folder or a name on the hub")
-    parser.add_argument("--served-model-name", help="the name that clients use")
+    parser.add_argument("--served-model-name", dest="served_name", help="the name that clients use")
     parser.add_argument("--host", default="127.0.0.1", help="the update routes have no lock!")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--dtype", help="default: float32 on the CPU build, else the model's")
@@ -248,30 +249,18 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[ServerSettings, argpa
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--kv-cache-gib", type=int, default=1, help="CPU build only")
     parser.add_argument("--gpu-memory-utilization", type=float)
-    parser.add_argument("--enforce-eager", action="store_true", default=None)
-    parser.add_argument("--no-live-updates", action="store_true", help="serve only")
+    parser.add_argument("--enforce-eager", dest="eager", action="store_true", default=None)
+    parser.add_argument(
+        "--no-live-updates", dest="live_updates", action="store_false", help="serve only"
+    )
     parser.add_argument("--max-lora-rank", type=int, help="take LoRA adapters up to this rank")
     parser.add_argument("--max-loras", type=int, default=4, help="how many adapters at once")
     parser.add_argument("--python", help="the Python that has vLLM; else LUDIC_VLLM_PYTHON")
     parser.add_argument("--log", help="where the server's output goes")
     parser.add_argument("--start-timeout-s", type=float, default=600.0)
     args, rest = parser.parse_known_args(arguments)
-    settings = ServerSettings(
-        model=args.model,
-        served_name=args.served_model_name,
-        host=args.host,
-        port=args.port,
-        dtype=args.dtype,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        kv_cache_gib=args.kv_cache_gib,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        eager=args.enforce_eager,
-        live_updates=not args.no_live_updates,
-        max_lora_rank=args.max_lora_rank,
-        max_loras=args.max_loras,
-        extra=tuple(rest),
-    )
+    given = {f.name: getattr(args, f.name) for f in fields(ServerSettings) if f.name in args}
+    settings = ServerSettings(**given, extra=tuple(rest))
     return settings, args
 
 

@@ -6,13 +6,14 @@ sampled each token, and `/v1/completions` for servers that lack it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ludic.errors import InferenceError, RequestRejectedError
 from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.http import excerpt
+from ludic.inference.openai.wire import choice_of, sampling_body
 from ludic.inference.vllm.extensions import VLLMExtensions
 from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
 
@@ -30,44 +31,15 @@ _GENERATE_FIELDS = frozenset(
 )
 
 
-def sampling_params(request: TokenCompletionRequest, room: int) -> dict[str, Any]:
-    """Every sampling setting, also those that are off: what is left out, the server would take
-    from the model's own generation settings, and the log-probs would be of another policy."""
-    sampling = request.sampling
-    params: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "max_tokens": room if sampling.max_tokens is None else min(sampling.max_tokens, room),
-    }
-    if sampling.seed is not None:
-        params["seed"] = sampling.seed
-    if sampling.stop:
-        params |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
-    if sampling.stop_token_ids:
-        params["stop_token_ids"] = list(sampling.stop_token_ids)
-    if request.returns.logprobs:
-        params["logprobs"] = 0  # of the sampled token alone
-    if request.returns.prompt_logprobs:
-        params["prompt_logprobs"] = 0
-    return params
-
-
 def generate_body(request: TokenCompletionRequest, room: int, salt: str | None) -> dict[str, Any]:
     """A request to `/inference/v1/generate`."""
-    extensions, overrides = _extensions(request)
-    params = sampling_params(request, room) | extensions
-    body: dict[str, Any] = {
+    params, overrides = _sampling(request, room)
+    body = {
         "model": request.model,
         "token_ids": list(request.prompt_token_ids),
         "sampling_params": params,
+        **({} if salt is None else {"cache_salt": salt}),
     }
-    if salt is not None:
-        body["cache_salt"] = salt
     for name, value in overrides.items():
         if name == "sampling_params":
             params |= value
@@ -80,28 +52,36 @@ def completions_body(
     request: TokenCompletionRequest, room: int, salt: str | None
 ) -> dict[str, Any]:
     """A request to `/v1/completions`."""
-    extensions, overrides = _extensions(request)
-    body: dict[str, Any] = {
+    params, overrides = _sampling(request, room)
+    return {
         "model": request.model,
         "prompt": list(request.prompt_token_ids),
         "return_token_ids": True,
-        **sampling_params(request, room),
-        **extensions,
+        **params,
+        **({} if salt is None else {"cache_salt": salt}),
+        **overrides,
     }
-    if salt is not None:
-        body["cache_salt"] = salt
-    return {**body, **overrides}
 
 
-def _extensions(request: TokenCompletionRequest) -> tuple[dict[str, Any], Mapping[str, Any]]:
+def _sampling(
+    request: TokenCompletionRequest, room: int
+) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Every sampling setting, even those that are off: what is left out, the server would take
+    from the model's own generation settings, and the log-probs would be of another policy. Then
+    what overrides the body."""
+    params = sampling_body(request.sampling, "vllm")
+    params["max_tokens"] = min(params.get("max_tokens", room), room)
+    if request.returns.logprobs:
+        params["logprobs"] = 0  # of the sampled token alone
+    if request.returns.prompt_logprobs:
+        params["prompt_logprobs"] = 0
     known = dict(request.extensions)
-    plain: dict[str, Any] = {}
     if "ignore_eos" in known:  # understood by the in-process engine as well
-        plain["ignore_eos"] = bool(known.pop("ignore_eos"))
+        params["ignore_eos"] = bool(known.pop("ignore_eos"))
     found = VLLMExtensions.from_mapping(known)
     if found.max_think_tokens is not None:
-        plain["thinking_token_budget"] = found.max_think_tokens
-    return plain, found.extra_body_overrides
+        params["thinking_token_budget"] = found.max_think_tokens
+    return params, found.extra_body_overrides
 
 
 def read_answer(
@@ -118,15 +98,12 @@ def read_answer(
     and where an `adapter` did: the server's own names are then those of the weights below it.
     `first_version` is the number of the weights that the server was started with.
     """
-    choices = answer.get("choices") if isinstance(answer, Mapping) else None
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
-        raise InferenceError(f"the server's answer has no choices: {_excerpt(answer)}")
-    choice = choices[0]
+    choice = choice_of(answer)
     ids = choice.get("token_ids")
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise InferenceError(
             "the server's answer has no token ids, so it cannot be trained on: is this a vLLM "
-            f"server of 0.26 or newer? It answered {_excerpt(choice)}"
+            f"server of 0.26 or newer? It answered {excerpt(choice)}"
         )
     reason = choice.get("finish_reason")
     if reason not in _ENDINGS:
@@ -211,7 +188,7 @@ def _spans(found: Any, tokens: int, version: int, first_version: int) -> tuple[V
     covered = [i for s in spans for i in range(s.start, s.end)]
     if covered != list(range(tokens)):
         raise InferenceError(
-            f"the server's version spans {_excerpt(found)} do not cover {tokens} tokens once each"
+            f"the server's version spans {excerpt(found)} do not cover {tokens} tokens once each"
         )
     return spans
 
@@ -236,8 +213,3 @@ def _kept(choice: Mapping[str, Any], tokens: int) -> tuple[tuple[int, ...], ...]
             "truncation off to train"
         )
     return tuple(tuple(int(i) for i in row) for row in mask)
-
-
-def _excerpt(value: Any, limit: int = 200) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= limit else text[:limit] + "…"

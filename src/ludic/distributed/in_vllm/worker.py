@@ -1,6 +1,7 @@
-"""What vLLM's workers say of the LoRA adapters that they hold; added by `--worker-extension-cls`.
+"""What vLLM's workers say of the weights and adapters that they hold.
 
-vLLM's own routes load an adapter and answer "success": nothing in that says what arrived.
+vLLM's own routes answer "success": nothing in that says what arrived. This class is added to its
+workers by `--worker-extension-cls`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,21 @@ from typing import Any
 
 from torch import Tensor
 
-from ludic.distributed.in_vllm.plugin import ReceiptExtension
-from ludic.distributed.vllm.checksums import checksums
+from ludic.distributed.vllm.checksums import receipt
+from ludic.inference.vllm.names import BACKEND
 
 
-class AdapterExtension(ReceiptExtension):
-    """Methods that `/collective_rpc` may call on a worker, those about adapters included."""
+class WorkerExtension:
+    """Methods that `/collective_rpc` may call on a worker."""
+
+    def ludic_receipt(self) -> dict[str, Any]:
+        """Checksum, type and shape of every tensor that waits to be applied, how many updates were
+        applied, and the seconds that each part took the last time."""
+        engine = getattr(self, "weight_transfer_engine", None)
+        if engine is None or not hasattr(engine, "receipt"):
+            return {"error": f"the server was started without the weight transfer {BACKEND!r}"}
+        tensors = engine.receipt()
+        return {"tensors": tensors, "applied": engine.applied, "seconds": engine.seconds}
 
     def ludic_adapter_limits(self) -> dict[str, Any]:
         """Which adapters this worker takes; `enabled` is False where it takes none."""
@@ -37,15 +47,10 @@ class AdapterExtension(ReceiptExtension):
         if manager is None or not held:
             return {"error": "this worker holds no adapter"}
         newest = max(held)  # the server counts them up
-        tensors = dict(_tensors(held[newest], manager.packed_modules))
-        sums = checksums(tensors.items())
         return {
             "active": newest in manager.lora_index_to_id,
             "held": len(held),
-            "tensors": {
-                name: [str(sums[name]), str(tensor.dtype).split(".")[-1], list(tensor.shape)]
-                for name, tensor in tensors.items()
-            },
+            "tensors": receipt(_tensors(held[newest], manager.packed_modules)),
         }
 
 

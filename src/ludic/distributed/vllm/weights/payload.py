@@ -1,0 +1,210 @@
+"""Whole weights to live servers: staged while they sample, applied in a short pause."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ludic.distributed.interfaces import Weights, named_tensors
+from ludic.distributed.vllm.canary import differences
+from ludic.distributed.vllm.delivery import Delivery, Job, Payload
+from ludic.distributed.vllm.planes import (
+    BroadcastPlane,
+    DataPlane,
+    IPCPlane,
+    SharedMemoryPlane,
+    Shipment,
+    plane_for,
+)
+from ludic.distributed.vllm.timing import together
+from ludic.distributed.vllm.trainer_checks import TrainerChecks
+from ludic.distributed.vllm.weights.server import WeightsServer
+from ludic.errors import ConfigError, PublishError
+from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.http import UnreachableError
+from ludic.inference.sampling import ReturnSpec, SamplingConfig
+
+PlaneName = Literal["auto", "shared_memory", "ipc", "nccl", "gloo"]
+
+
+class WeightsPayload(Payload):
+    """All of a model's weights, over a data plane."""
+
+    def __init__(self, plane: PlaneName | DataPlane) -> None:
+        self._plane = _make_plane(plane)
+
+    def gather(self, weights: Weights) -> dict[str, Tensor]:
+        tensors = {name: tensor.detach() for name, tensor in named_tensors(weights)}
+        if not tensors:
+            raise PublishError("there are no weights to publish")
+        return tensors
+
+    def delivery(self, job: Job) -> Delivery[WeightsServer]:
+        self._plane = self._plane or plane_for(job.tensors)
+        return WeightsDelivery(job, self._plane)
+
+
+class WeightsDelivery(Delivery[WeightsServer]):
+    """One publish of weights.
+
+    What runs at the same time: the trainer's checks and the plane's `prepare`, each in a thread,
+    beside the servers' staging. All of them only read the tensors. Until they are paused, servers
+    sample from their old weights; until they apply they have them still, and go on with them when
+    anything fails.
+    """
+
+    def __init__(self, job: Job, plane: DataPlane) -> None:
+        limits = (job.timeout_s, job.patience_s)
+        super().__init__(job, [WeightsServer(job.client, r, *limits) for r in job.client.replicas])
+        self._every = self.servers
+        self._plane = plane
+        scores = None if job.model is None else partial(job.canary.own_scores, job.model)
+        self._checks = TrainerChecks(job.tensors, scores, job.times)
+        self._shipment = asyncio.create_task(asyncio.to_thread(self._prepare))
+        self._stall_s = 0.0
+        self._gaps: dict[str, float] = {}
+
+    async def stage(self) -> None:
+        """The servers take the tensors in and say what arrived, then pause."""
+        # Shielded, here and in the checks: a thread cannot be cancelled, and `close` waits for it.
+        shipment = await asyncio.shield(self._shipment)
+        await together([self._receive(shipment), self._checks.done()])
+        self._stall_s = -time.perf_counter()
+        await self.each(lambda server: server.pause())
+
+    async def use(self) -> None:
+        """Past this point a server that fails may have any weights: it is out of rotation."""
+        version = self.job.version
+        applying = asyncio.ensure_future(together(s.finish(version) for s in self.servers))
+        try:
+            # Not cancelled with the publish: the servers are reading the tensors.
+            await asyncio.shield(applying)
+        except asyncio.CancelledError:
+            # A moment more, then they count as lost.
+            await asyncio.wait({applying}, timeout=self.job.patience_s)
+            applying.cancel()
+            for server in self.servers:
+                if not server.done and not server.lost:
+                    server.lose(f"it had not applied version {version} by the deadline")
+            raise
+        self.drop_lost()
+        self._stall_s += time.perf_counter()
+
+    async def undo(self, *, late: bool) -> None:
+        self._plane.abandon()
+        await together(server.undo() for server in self.servers)
+
+    async def check(self) -> None:
+        """Compares the servers' scores of the canary with the trainer's; one over the budget is out
+        of rotation."""
+        model, ours = self.job.model, self._checks.scores
+        if model is None or ours is None:
+            return
+        with self.job.times.timed("canary"):
+            budget, over, worst = self.job.canary.budget(model), [], (0.0, 0.0)
+            tokens = self.job.canary.prompt(model)
+            asked = [self._scores_of(server, tokens) for server in self.servers]
+            answers, _ = await asyncio.gather(
+                asyncio.gather(*asked, return_exceptions=True),
+                asyncio.gather(*(server.look_back() for server in self.servers)),
+            )
+        for server, theirs in zip(self.servers, answers, strict=True):
+            if isinstance(theirs, UnreachableError):
+                server.lose(f"it went away before the canary: {theirs}")
+                continue
+            if isinstance(theirs, BaseException):
+                raise theirs
+            gaps = differences(ours, theirs)
+            if complaint := budget.complaint(*gaps):
+                server.lose(
+                    f"with version {self.job.version}, its log-probs of the canary {complaint}"
+                )
+                over.append(server.replica.describe())
+            worst = max(worst, gaps)
+        if over:
+            raise PublishError(
+                f"{'; '.join(over)}: is it the same model, in the same type? `ludic doctor` "
+                "measures more"
+            )
+        self.drop_lost()
+        self._gaps = {"canary_mean": worst[0], "canary_max": worst[1]}
+
+    async def close(self) -> None:
+        """Waits a moment for the threads. A shipment that takes longer is freed when it is made."""
+        wait_s = self.job.patience_s
+        await asyncio.gather(
+            self._checks.stop(wait_s), asyncio.wait({self._shipment}, timeout=wait_s)
+        )
+        if self._shipment.done():
+            await asyncio.to_thread(_free, self._shipment)
+        else:
+            self._shipment.add_done_callback(_free)
+
+    def details(self) -> dict[str, Any]:
+        times = self.job.times
+        times.slowest((server.worker_seconds for server in self._every), prefix="worker_")
+        return {"plane": self._plane.name, "stall_s": self._stall_s, **self._gaps}
+
+    def _prepare(self) -> Shipment:
+        with self.job.times.timed("prepare"):
+            return self._plane.prepare(self.job.tensors)
+
+    async def _receive(self, shipment: Shipment) -> None:
+        workers = sum(server.workers for server in self.servers)
+        invitation = self._plane.invitation(workers, self.job.timeout_s)
+        if invitation is not None:
+            inviting = [s.invite(invitation, rank) for s, rank in _first_ranks(self.servers)]
+            with self.job.times.timed("join"):
+                await together([asyncio.to_thread(self._plane.join), *inviting])
+        await self.each(lambda server: server.start())
+        receiving = [server.receive(shipment.update) for server in self.servers]
+        # A server that refuses ends this at once: nobody waits in a broadcast for it.
+        moving = [] if shipment.move is None else [asyncio.to_thread(shipment.move)]
+        await together([*receiving, *moving])
+        self.drop_lost()
+        expected = await self._checks.expected()
+        await self.each(lambda server: server.compare(expected))
+
+    async def _scores_of(self, server: WeightsServer, tokens: tuple[int, ...]) -> list[float]:
+        request = TokenCompletionRequest(
+            server.model_name,
+            tokens,
+            SamplingConfig(max_tokens=1),
+            ReturnSpec(logprobs=False, prompt_logprobs=True),
+        )
+        response = await self.job.client.ask_replica(server.replica, request)
+        return [float(score) for score in response.info["prompt_logprobs"][1:]]
+
+
+def _free(made: asyncio.Task[Shipment]) -> None:
+    if not made.cancelled() and made.exception() is None:
+        made.result().close()
+
+
+def _make_plane(plane: str | DataPlane) -> DataPlane | None:
+    if not isinstance(plane, str):
+        return plane
+    if plane == "auto":
+        return None
+    if plane == "shared_memory":
+        return SharedMemoryPlane()
+    if plane == "ipc":
+        return IPCPlane()
+    if plane in ("nccl", "gloo"):
+        return BroadcastPlane(backend=plane)
+    raise ConfigError(
+        f"unknown data plane {plane!r}: one of auto, shared_memory, ipc, nccl, gloo, or your own"
+    )
+
+
+def _first_ranks(servers: list[WeightsServer]) -> Iterator[tuple[WeightsServer, int]]:
+    """Each server with the rank of its first worker; the trainer's is 0."""
+    rank = 1
+    for server in servers:
+        yield server, rank
+        rank += server.workers
