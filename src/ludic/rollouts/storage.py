@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,11 +54,6 @@ class RolloutWriter:
         while data:
             data = data[self._file.write(data) :]
         self.count += 1
-
-    def sync(self) -> None:
-        """Waits until what was written is on the disk."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         if self._file is not None:
