@@ -107,6 +107,12 @@ class TestRows:
         with pytest.raises(ConfigError, match="cannot be read"):
             DatasetQAEnv(path=str(tmp_path / "nothing.jsonl")).env_reset(seed=0)
 
+    def test_a_path_that_is_no_text_file_is_said(self, tmp_path: Path) -> None:
+        (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xe9"}')
+        for path in ("", str(tmp_path), str(tmp_path / "latin.jsonl")):
+            with pytest.raises(ConfigError, match=r"the dataset .* cannot be read"):
+                DatasetQAEnv(path=path).env_reset(seed=0)
+
     def test_a_missing_column_is_said_with_those_that_are_there(self) -> None:
         env = DatasetQAEnv(rows=ROWS, question_key="prompt")
         with pytest.raises(EnvError, match=r"no column 'prompt'.*'question'"):

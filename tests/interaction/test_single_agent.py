@@ -172,7 +172,7 @@ async def test_a_turn_spent_on_tools_alone_is_a_parse_failure_of_its_own_kind() 
     agent.max_tool_rounds = 2
     rollout = await play(agent, Countdown(1))
     assert rollout.env_steps[0].info["parse_error_kind"] == "tool_calls"
-    assert rollout.env_steps[0].reward == 0.0
+    assert rollout.env_steps[0].reward == -0.5
     assert rollout.env_steps[0].agent_steps == (0, 1, 2)
     assert rollout.env_steps[1].action == "a"
 

@@ -44,7 +44,7 @@ def load_rows(
         found = DatasetRows("rows", rows)
     else:
         with _loading:  # many environments start at once: one loads, the others find it there
-            found = _from_file(Path(path)) if path else _from_hub(str(hub), config, split)
+            found = _from_hub(hub, config, split) if hub is not None else _from_file(str(path))
     if not len(found.rows):
         raise ConfigError(f"the dataset {found.name!r} has no rows")
     return found
@@ -53,12 +53,12 @@ def load_rows(
 _loading = threading.Lock()
 
 
-def _from_file(path: Path) -> DatasetRows:
+def _from_file(path: str) -> DatasetRows:
     try:
-        stat = path.stat()
-    except OSError as error:
-        raise ConfigError(f"the dataset {str(path)!r} cannot be read: {error.strerror}") from error
-    return _read_jsonl(path.resolve(), stat.st_mtime_ns, stat.st_size)
+        stat = Path(path).stat()
+        return _read_jsonl(Path(path).resolve(), stat.st_mtime_ns, stat.st_size)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the dataset {path!r} cannot be read: {error}") from error
 
 
 @lru_cache(maxsize=8)
