@@ -94,7 +94,7 @@ def test_every_rate_has_all_episodes_in_its_denominator() -> None:
         "success": 0.25,
         "outcome/win": 0.25,
         "outcome/loss": 0.25,
-        "outcome/none": 0.5,
+        "no_outcome": 0.5,
         "parse_failure": 0.25,
         "cut_completion": 0.25,
         "truncated": 0.25,

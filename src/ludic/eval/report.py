@@ -124,11 +124,11 @@ class EvalReport:
 
     def rates(self) -> dict[str, Estimate]:
         """Returns every rate worth a line: success, each outcome, and what went wrong. Outcomes add
-        up to 1: if some episodes have one, those without are `outcome/none`."""
+        up to 1, with `no_outcome` for episodes that ended without one."""
         outcomes = {e.outcome for e in self.episodes if e.outcome is not None}
         named = {f"outcome/{name}": self.outcome(name) for name in sorted(outcomes)}
         if named and any(e.outcome is None for e in self.episodes):
-            named["outcome/none"] = self.rate(lambda e: e.outcome is None)
+            named["no_outcome"] = self.rate(lambda e: e.outcome is None)
         return {
             "success": self.success,
             **named,
