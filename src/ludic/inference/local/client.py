@@ -20,7 +20,6 @@ from ludic.errors import (
     DeadlineError,
     PublishError,
     QueueFullError,
-    RequestRejectedError,
 )
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local.base_model import base_causal_lm
@@ -29,20 +28,23 @@ from ludic.inference.local.engine_thread import EngineThread, Pause
 from ludic.inference.local.module_view import active_dropout, check_adapters, may_drop
 from ludic.inference.local.noise import noise_key
 from ludic.inference.local.queue_gate import QueueGate
+from ludic.inference.local.request_check import completion_limit
 from ludic.inference.local.sequence import Sequence
 from ludic.types import ChatResponse
 
 _held: ContextVar[tuple[object, ...]] = ContextVar("ludic_held", default=())
-"""The updates that this task holds, or was started in."""
+"""The updates that this task holds, or was started in. A task inherits a copy of its parent's
+context: so a task started inside `updating()` counts as a holder, and one started elsewhere does
+not, even where both run in one thread."""
 
 
 class LocalChatClient:
     """Samples from `model` itself: no server, no copy of the weights, no mismatch.
 
-    Requests from any number of coroutines are batched continuously in a thread of the engine's
-    own. In deterministic mode (the default on the CPU) tokens and log-probs are the same bits at
-    any concurrency, for one number of threads. Use it as an async context manager, or call
-    `close()`.
+    Requests from any number of coroutines, in any number of event loops, are batched continuously
+    in the engine's thread. In deterministic mode (the default on the CPU) tokens and log-probs are
+    the same bits at any concurrency, for one number of threads. Use it as an async context manager,
+    or call `close()`.
 
     Args:
         model: the trainer's module, or any other causal LM, PEFT-wrapped or not. It is never put
@@ -209,6 +211,8 @@ class LocalChatClient:
                 raise DeadlineError(
                     "requests in flight to end before an update", "LocalChatClient", seconds
                 ) from None
+            # One holder at a time: the engine grants the next pause after this one's release, and
+            # `_holder` is None again by then.
             self._holder = held = object()
             _held.set((*_held.get(), held))
             try:
@@ -244,35 +248,10 @@ class LocalChatClient:
         """How many tokens the completion may have; raises for what cannot be served."""
         if self._thread.closed:
             raise self._thread.closed_error()
-        ids, limit = request.prompt_token_ids, self.max_context_tokens
-        if not ids:
-            raise RequestRejectedError("the prompt is empty: give at least one token id")
-        if len(ids) >= limit:
-            raise RequestRejectedError(
-                f"a prompt of {len(ids)} tokens leaves no room for a completion within "
-                f"max_context_tokens={limit}: shorten the prompt, or raise the limit"
-            )
-        if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= self._vocab:
-            i, token = next(
-                (i, t) for i, t in enumerate(ids) if type(t) is not int or not 0 <= t < self._vocab
-            )
-            why = (
-                f"is outside of the vocabulary (0 to {self._vocab - 1})"
-                if type(token) is int
-                else f"is of type {type(token).__name__}: give plain ints, such as .tolist() makes"
-            )
-            raise RequestRejectedError(f"prompt_token_ids[{i}] = {token!r} {why}")
-        wanted = request.sampling.max_tokens
-        if wanted is not None and wanted < 1:
-            raise RequestRejectedError(f"max_tokens={wanted}: must be at least 1")
-        if bad := [t for t in request.sampling.stop_token_ids if not 0 <= t < self._vocab]:
-            raise RequestRejectedError(f"stop_token_ids {bad} are outside of the vocabulary")
-        if request.timeout_s is not None and not request.timeout_s > 0:
-            raise RequestRejectedError(f"timeout_s={request.timeout_s}: must be more than 0")
+        limit = completion_limit(request, vocab=self._vocab, context=self.max_context_tokens)
         if self._may_drop and (active := active_dropout(self._model)):
             raise ConfigError(f"dropout is active in {active}: call model.eval(), or set it to 0")
-        room = limit - len(ids)
-        return room if wanted is None else min(room, wanted)
+        return limit
 
     def _sequence(
         self, request: TokenCompletionRequest, limit: int, deliver: Callable[[Any], None]

@@ -8,7 +8,14 @@ from collections import deque
 
 
 class QueueGate:
-    """Counts the places of a bounded queue. Entered from event loops, left from any thread."""
+    """Counts the places of a bounded queue. Entered from event loops, left from any thread.
+
+    The lock guards the count and the line outside; nothing waits while it holds it. A place that is
+    left goes straight to the first in line and is never free in between, so nobody overtakes. That
+    one may have given up at the same moment: futures are settled in their own loop only, so either
+    `_hand_over` finds it done and passes the place on, or `enter` is cancelled after it got the
+    place and leaves it.
+    """
 
     def __init__(self, places: int) -> None:
         self.places = places
@@ -17,6 +24,7 @@ class QueueGate:
         self._outside: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
 
     def try_enter(self) -> bool:
+        """Takes a place if one is free."""
         with self._lock:
             if self.taken >= self.places:
                 return False
@@ -40,7 +48,7 @@ class QueueGate:
             raise
 
     def leave(self) -> None:
-        """Gives a place back, or on to the next in line."""
+        """Frees a place, or hands it to the next in line."""
         while True:
             with self._lock:
                 if not self._outside:

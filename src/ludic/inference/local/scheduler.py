@@ -68,7 +68,6 @@ class Scheduler:
         # Set by the engine's thread: a request left the queue; requests at hand may come in.
         self.on_admit: Callable[[], None] = lambda: None
         self.gather: Callable[[], None] = lambda: None
-        self._arrays: dict[int, np.ndarray] = {}
 
     @property
     def has_work(self) -> bool:
@@ -122,15 +121,12 @@ class Scheduler:
         self.drop_cancelled_waiting()
 
     def drop_cancelled_waiting(self) -> None:
-        """Gives the queue places of cancelled requests back; touches no memory."""
-        if any(s.cancelled for s in self.waiting):
-            for _ in range(len(self.waiting)):
-                sequence = self.waiting.popleft()
-                if sequence.cancelled:
-                    self.counters.cancelled += 1
-                    self.on_admit()
-                else:
-                    self.waiting.append(sequence)
+        """Frees the queue places of cancelled requests; touches no memory."""
+        # Looked at once each: a client may cancel another one at any moment.
+        for sequence in [s for s in self.waiting if s.cancelled]:
+            self.waiting.remove(sequence)
+            self.counters.cancelled += 1
+            self.on_admit()
 
     def _admit(self) -> None:
         put_off: list[Sequence] = []
@@ -165,7 +161,7 @@ class Scheduler:
             for other in self.running:
                 if other.tokens[:_WORTH_SHARING] != sequence.tokens[:_WORTH_SHARING]:
                     continue
-                common = min(common_prefix(self._arrays[id(other)], tokens), usable)
+                common = min(common_prefix(other.joined_with, tokens), usable)
                 if common <= shared:
                     continue
                 if (
@@ -186,7 +182,7 @@ class Scheduler:
             sequence.arena.write(sequence.slot, entry.kv[:, :, :, :shared])
         sequence.computed = sequence.reused = shared
         sequence.admitted_at = time.monotonic()
-        self._arrays[id(sequence)] = tokens
+        sequence.joined_with = tokens
         self.running.append(sequence)
         c = self.counters
         c.admitted += 1
@@ -239,7 +235,7 @@ class Scheduler:
 
     def _ends(self, sequence: Sequence) -> bool:
         """Whether the last token was the end. If not, there is a place for the next one, or the
-        sequence has failed, by itself."""
+        sequence has failed."""
         try:
             if sequence.check_end(self.spell) is not None:
                 return True
@@ -297,7 +293,6 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence, *, wipe: bool = False) -> None:
         self.running.remove(sequence)
-        del self._arrays[id(sequence)]
         self.memory.release(sequence, wipe=wipe)
 
 

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ludic.inference.local.arena import Tenant
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
@@ -37,6 +40,8 @@ class Sequence(Tenant):
     versions: list[tuple[int, int]] = field(default_factory=list)
     kept: list[tuple[int, ...]] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
+    joined_with: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """The tokens that it had when it got its slot, for finding a common beginning quickly."""
     started: bool = False
     cancelled: bool = False
     finished: FinishReason | None = None
