@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError
 
-AttentionKind: TypeAlias = Literal["auto", "varlen", "flex", "sdpa"]
+AttentionKind: TypeAlias = Literal["auto", "varlen", "sdpa"]
 PREFIX = "ludic_packed_"
 
 
@@ -209,50 +209,7 @@ def _grouped_varlen_works(device: torch.device) -> bool:
     )
 
 
-@cache
-def _compiled_flex() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=True)
-
-
-def _flex(
-    query: Tensor, key: Tensor, value: Tensor, cu: Tensor, longest: int, scale: Any, window: int
-) -> Tensor:
-    """FlexAttention with a mask of blocks; the same for every layer, so it is made once."""
-    out = _compiled_flex()(
-        query,
-        key,
-        value,
-        block_mask=_block_mask(cu, query.shape[2], window),
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return out.transpose(1, 2)  # type: ignore[no-any-return]
-
-
-_last_mask: tuple[Tensor, int, Any] | None = None
-
-
-def _block_mask(cu: Tensor, length: int, window: int) -> Any:
-    global _last_mask
-    if _last_mask is not None and _last_mask[0] is cu and _last_mask[1] == window:
-        return _last_mask[2]
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    document = torch.searchsorted(cu, torch.arange(length, device=cu.device), right=True)
-
-    def visible(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        near = (q >= k) & (document[q] == document[k])
-        return near & (q - k < window) if window else near
-
-    mask = create_block_mask(visible, None, None, length, length, device=cu.device)
-    _last_mask = (cu, window, mask)
-    return mask
-
-
 _KERNELS: dict[str, Callable[..., Tensor]] = {
     "sdpa": _per_sequence,
     "varlen": _varlen,
-    "flex": _flex,
 }
