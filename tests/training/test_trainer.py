@@ -293,7 +293,6 @@ class Remembering:
     """A loss that looks at what it is given."""
 
     needs_logits = True
-    needs_entropy = False
     scope = "token"
 
     def __init__(self) -> None:
@@ -346,7 +345,6 @@ class Poisoned:
     """A loss that is not finite on the batches it is told to spoil."""
 
     needs_logits = False
-    needs_entropy = False
     scope = "token"
 
     def __init__(self, bad: set[int]) -> None:

@@ -111,14 +111,11 @@ Scope = Literal["token", "turn", "rollout"]
 
 class Loss(Protocol):
     """To be minimised. `scope` says which tokens must be seen together: a loss with ratios over a
-    whole turn says "turn", and the turn's tokens then share a micro-batch. The three properties
-    may be plain class attributes."""
+    whole turn says "turn", and the turn's tokens then share a micro-batch. Both properties may
+    be plain class attributes."""
 
     @property
     def needs_logits(self) -> bool: ...
-
-    @property
-    def needs_entropy(self) -> bool: ...
 
     @property
     def scope(self) -> Scope: ...

@@ -255,7 +255,6 @@ def test_a_composite_loss_is_the_weighted_sum_of_its_terms(tokens: list[Token]) 
 
 def test_a_composite_asks_for_what_any_of_its_terms_needs() -> None:
     whole = CompositeLoss((1.0, GMPOLoss(unit="rollout")), (0.1, EntropyBonus()))
-    assert whole.needs_entropy
     assert not whole.needs_logits
     assert whole.scope == "rollout"
     assert whole.preprocess is None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ludic.saw.items import BatchCounts
 from ludic.training.metrics.perf import Clock, ModelFlops
-from ludic.training.metrics.stats import StatBuffer, extreme, named, over_steps, policy_stats, total
+from ludic.training.metrics.stats import StatBuffer, named, over_steps, policy_stats
 from ludic.training.types import LossBatch, Stat, TokenLogProbs
 
 
@@ -26,9 +26,9 @@ def test_a_mean_is_weighted_by_tokens_and_not_by_micro_batches(
         buffer.add(
             {
                 "m": Stat.mean(part),
-                "s": total(part.sum()),
-                "hi": extreme(part, "max"),
-                "lo": extreme(part, "min"),
+                "s": Stat.sum(part.sum()),
+                "hi": Stat.max(part),
+                "lo": Stat.min(part),
             }
         )
     found = buffer.reduce()
@@ -41,11 +41,11 @@ def test_a_mean_is_weighted_by_tokens_and_not_by_micro_batches(
 def test_what_is_not_counted_changes_nothing() -> None:
     buffer = StatBuffer()
     values = torch.tensor([1.0, 2.0])
-    stats = {"m": Stat.mean(values), "hi": extreme(values, "max"), "lo": extreme(values, "min")}
+    stats = {"m": Stat.mean(values), "hi": Stat.max(values), "lo": Stat.min(values)}
     buffer.add(stats)
     wild = torch.tensor([-100.0, 100.0, 5.0])
     buffer.add(
-        {"m": Stat.mean(wild), "hi": extreme(wild, "max"), "lo": extreme(wild, "min")},
+        {"m": Stat.mean(wild), "hi": Stat.max(wild), "lo": Stat.min(wild)},
         counted=False,
     )
     assert buffer.reduce() == {"train/m": 1.5, "train/hi": 2.0, "train/lo": 1.0}

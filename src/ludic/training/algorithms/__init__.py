@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,46 +14,34 @@ if TYPE_CHECKING:
 Factory = Callable[..., "RLAlgorithm"]
 
 
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """A named algorithm: how to make it (a factory, or where to find one), and one line on it."""
-
-    factory: Factory | str
-    description: str
-
-
-def _builtin(name: str, description: str) -> tuple[str, Preset]:
-    return name, Preset(f"ludic.training.algorithms.{name}:make_{name}", description)
-
-
-_presets: dict[str, Preset] = dict(
-    [
-        _builtin("reinforce", "the policy gradient with Monte Carlo returns"),
-        _builtin("reinforce_baseline", "REINFORCE minus the batch's mean return"),
-        _builtin("grpo", "group-relative advantages, PPO's clip per token"),
-        _builtin("dr_grpo", "GRPO without division by std or length"),
-        _builtin("gspo", "one clipped ratio per sequence"),
-        _builtin("cispo", "capped importance weights, no token loses its gradient"),
-        _builtin("sapo", "a soft gate in the place of the clip"),
-        _builtin("gmpo", "the geometric mean of clipped ratios"),
-        _builtin("scalerl", "CISPO, hybrid-normalised credit, groups weighing the same"),
-        _builtin("spo", "no groups: a tracked value per task as the baseline"),
-        _builtin("opd", "distillation from a teacher on the student's own samples"),
-        _builtin("sft", "weighted log-likelihood of recorded actions"),
-    ]
-)
+_descriptions: dict[str, str] = {
+    "reinforce": "the policy gradient with Monte Carlo returns",
+    "reinforce_baseline": "REINFORCE minus the batch's mean return",
+    "grpo": "group-relative advantages, PPO's clip per token",
+    "dr_grpo": "GRPO without division by std or length",
+    "gspo": "one clipped ratio per sequence",
+    "cispo": "capped importance weights, no token loses its gradient",
+    "sapo": "a soft gate in the place of the clip",
+    "gmpo": "the geometric mean of clipped ratios",
+    "scalerl": "CISPO, hybrid-normalised credit, groups weighing the same",
+    "spo": "no groups: a tracked value per task as the baseline",
+    "opd": "distillation from a teacher on the student's own samples",
+    "sft": "weighted log-likelihood of recorded actions",
+}
+_registered: dict[str, Factory] = {}
+"""Algorithms of others; a built-in one is found by its name when it is made."""
 
 
 def list_algorithms() -> dict[str, str]:
     """Every known algorithm, with one line on it."""
-    return {name: preset.description for name, preset in _presets.items()}
+    return dict(_descriptions)
 
 
 def register_algorithm(name: str, factory: Factory, *, description: str = "") -> None:
     """Makes `factory` available under `name`, to `make_algorithm` and the command line."""
-    if name in _presets:
+    if name in _descriptions:
         raise DuplicateNameError(f"an algorithm named {name!r} is registered already")
-    _presets[name] = Preset(factory, description)
+    _descriptions[name], _registered[name] = description, factory
 
 
 def make_algorithm(name: str, **kwargs: Any) -> RLAlgorithm:
@@ -62,13 +49,11 @@ def make_algorithm(name: str, **kwargs: Any) -> RLAlgorithm:
 
     An `aggregation` may be named, too: "token_mean", {"kind": "constant", "length": 64}.
     """
-    preset = _presets.get(name)
-    if preset is None:
-        raise UnknownNameError("algorithm", name, _presets)
-    factory = preset.factory
-    if isinstance(factory, str):
-        module, attribute = factory.split(":")
-        factory = getattr(import_module(module), attribute)
+    if name not in _descriptions:
+        raise UnknownNameError("algorithm", name, _descriptions)
+    factory = _registered.get(name)
+    if factory is None:
+        factory = getattr(import_module(f"ludic.training.algorithms.{name}"), f"make_{name}")
     if "aggregation" in kwargs:
         from ludic.training.losses.aggregation import make_aggregation
 

@@ -53,7 +53,6 @@ class TokenKLLoss:
     """
 
     needs_logits: ClassVar[bool] = False
-    needs_entropy: ClassVar[bool] = False
     scope: ClassVar[Scope] = "token"
 
     estimator: Estimator = "k3"
