@@ -50,12 +50,10 @@ if TYPE_CHECKING:
         drop_zero_variance_groups as drop_zero_variance_groups,
     )
     from ludic.training.batching.preprocess import subtract_mean as subtract_mean
-    from ludic.training.batching.scoring import BatchScorer as BatchScorer
     from ludic.training.batching.scoring import ClientScores as ClientScores
     from ludic.training.batching.scoring import LocalScores as LocalScores
     from ludic.training.batching.scoring import ReferenceScorer as ReferenceScorer
     from ludic.training.batching.scoring import RoutedScores as RoutedScores
-    from ludic.training.batching.scoring import ScoredBatchSource as ScoredBatchSource
     from ludic.training.batching.scoring import TeacherScorer as TeacherScorer
     from ludic.training.batching.scoring import TokenScores as TokenScores
     from ludic.training.batching.self_play import PastPolicies as PastPolicies
@@ -190,12 +188,10 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "subtract_mean",
     ),
     "ludic.training.batching.scoring": (
-        "BatchScorer",
         "ClientScores",
         "LocalScores",
         "ReferenceScorer",
         "RoutedScores",
-        "ScoredBatchSource",
         "TeacherScorer",
         "TokenScores",
     ),

@@ -17,12 +17,10 @@ from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
 from ludic.training.batching.scoring import (
-    BatchScorer,
     ClientScores,
     LocalScores,
     ReferenceScorer,
     RoutedScores,
-    ScoredBatchSource,
     TeacherScorer,
 )
 from ludic.types import ChatResponse, FinishReason
@@ -103,19 +101,15 @@ class Fixed:
         return [np.full(int(i.action_mask.sum()), self.value, dtype=np.float32) for i in items]
 
 
-async def test_a_scored_source_attaches_both_and_is_resumable() -> None:
+async def test_scorers_attach_their_log_probs_and_leave_the_rest() -> None:
     batch = make_batch([make_item(5, 1), make_item(6, 2)], {"reward": 1.0})
-    scorers: list[BatchScorer] = [ReferenceScorer(Fixed(-1.0)), TeacherScorer(Fixed(-2.0))]
-    source = ScoredBatchSource(Source(batch), scorers)
-    scored = await source.next_batch()
+    scored = await ReferenceScorer(Fixed(-1.0)).score(batch)
+    scored = await TeacherScorer(Fixed(-2.0)).score(scored)
     assert scored.meta == {"reward": 1.0}
     assert scored.counts == batch.counts
     for item in scored.items:
         assert set(item.attachments.reference_logprobs.tolist()) == {-1.0}  # type: ignore[union-attr]
         assert set(item.attachments.teacher_logprobs.tolist()) == {-2.0}  # type: ignore[union-attr]
-    again = ScoredBatchSource(Source(batch), scorers)
-    again.load_state_dict(source.state_dict())
-    assert again.state_dict() == {"source": {"position": 1}}
 
 
 async def test_each_item_is_scored_by_the_teacher_that_it_names() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludic.errors import BatchError
+from ludic.errors import BatchError, CreditError
 from ludic.inference.tiny import tiny_model
 from ludic.saw.batch import make_batch
 from ludic.saw.items import BatchCounts, SampleAttachments, SAWBatch, SAWItem, TurnSpan
@@ -155,7 +155,6 @@ def test_bad_samples_are_named() -> None:
     length, count = len(item.input_ids), int(item.action_mask.sum())
     first = item.action_mask.copy()
     first[0] = 1
-    endless = replace(item.attachments, token_weights=np.full(count, np.inf, np.float32))
     short = replace(item.attachments, behavior_logprobs=np.zeros(1, np.float32))
     nothing = {
         "action_mask": np.zeros(length, np.int8),
@@ -164,18 +163,22 @@ def test_bad_samples_are_named() -> None:
         "attachments": SampleAttachments(),
     }
     cases: list[tuple[dict[str, object], str]] = [
-        (nothing, "without an action token"),
-        ({"attention_mask": np.ones(length + 1, np.int8)}, "masks of"),
+        (nothing, "no token is an action"),
+        ({"attention_mask": np.ones(length + 1, np.int8)}, "attention_mask has"),
         ({"action_mask": first}, "first token is an action"),
         ({"attention_mask": 1 - item.action_mask}, "hidden by the attention mask"),
         ({"temperature": 0.0}, "temperature 0"),
-        ({"attachments": endless}, "not finite"),
-        ({"attachments": short}, "behavior_logprobs for"),
-        ({"turns": (replace(item.turns[0], end=0),)}, "no turn span"),
+        ({"attachments": short}, "behavior_logprobs has 1 entries"),
+        ({"turns": (replace(item.turns[0], end=0),)}, "turns must follow each other"),
     ]
     for changes, said in cases:
         with pytest.raises(BatchError, match=said):
             lay_out(bad(item, **changes))
+    endless = replace(item.attachments, token_weights=np.full(count, np.inf, np.float32))
+    with pytest.raises(CreditError, match="weight of action token 0 is inf"):
+        lay_out(bad(item, attachments=endless))
+    with pytest.raises(BatchError, match=r"without samples.*dropped by filters: \{'parse': 3\}"):
+        lay_out(make_batch([], {"dropped": {"parse": 3}}))
     with pytest.raises(BatchError, match=rf"rollout '2-r0'.*{length} tokens.*max_seq_len=4"):
         lay_out(bad(item), max_seq_len=4)
     kept = replace(item.attachments, kept_token_ids=[np.array([VOCAB_END])] * count)

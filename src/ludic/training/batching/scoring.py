@@ -22,7 +22,6 @@ from ludic.inference.client import ChatClient, TokenCompletionRequest
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
-from ludic.training.types import BatchSource, Stateful
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,24 +59,18 @@ class LocalScores:
         return await asyncio.to_thread(self._score, items)
 
     def _score(self, items: Sequence[SAWItem]) -> Scores:
-        import torch
-
-        from ludic.training.update.packing import lay_out, pack, plan_micro_batches
+        from ludic.sharding.world import World
+        from ludic.training.update.packing import lay_out, plan_micro_batches
+        from ludic.training.update.passes import score_layout
 
         layout = lay_out(make_batch(items))
         longest = max(p.input_ids.size for p in layout.packed)
-        budget = max(self.micro_token_budget, longest)
-        (plan,) = plan_micro_batches(layout, micro_token_budget=budget)
-        device = next(self.policy.parameters()).device
-        scores: Scores = [np.empty(p.actions.size, dtype=np.float32) for p in layout.packed]
-        with torch.no_grad(), self._adapter_off():
-            for members in filter(None, plan):
-                found = self.policy.score(pack(layout, members).to(device)).logprobs
-                flat, start = found.float().cpu().numpy(), 0
-                for member in members:
-                    scores[member][:] = flat[start : start + len(scores[member])]
-                    start += len(scores[member])
-        return scores
+        (plan,) = plan_micro_batches(
+            layout, micro_token_budget=max(self.micro_token_budget, longest)
+        )
+        world = World(device=next(self.policy.parameters()).device)
+        with self._adapter_off():
+            return score_layout(self.policy, layout, [(m, True) for m in plan if m], world)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,33 +200,3 @@ async def _attach(batch: SAWBatch, model: TokenScores, name: str) -> SAWBatch:
         changes: dict[str, Any] = {name: scores}
         items.append(replace(item, attachments=replace(item.attachments, **changes)))
     return make_batch(items, batch.meta)
-
-
-class BatchScorer(Protocol):
-    """What a batch source takes as one of its `scorers`."""
-
-    async def score(self, batch: SAWBatch) -> SAWBatch: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredBatchSource:
-    """Any batch source with scorers behind it; as resumable as the source inside."""
-
-    source: BatchSource
-    scorers: Sequence[BatchScorer]
-
-    async def next_batch(self) -> SAWBatch:
-        """The next batch of the source inside, scored."""
-        batch = await self.source.next_batch()
-        for scorer in self.scorers:
-            batch = await scorer.score(batch)
-        return batch
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """The state of the source inside."""
-        return {"source": self.source.state_dict() if isinstance(self.source, Stateful) else None}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hands the state to the source inside."""
-        if isinstance(self.source, Stateful) and state["source"] is not None:
-            self.source.load_state_dict(state["source"])

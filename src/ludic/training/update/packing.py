@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ludic.errors import BatchError
+from ludic.saw.batch import make_batch
 from ludic.saw.items import BatchCounts, SAWBatch, SAWItem
 from ludic.training.types import LossBatch, Scope
 
@@ -39,7 +40,6 @@ class MicroBatch:
     """Sequences end to end, and the facts about their action tokens.
 
     `action_positions` are the places whose hidden state predicts an action token: one before it.
-    `items` are positions in the macro-batch; action tokens follow their order.
     """
 
     input_ids: Int[Tensor, " length"]
@@ -50,16 +50,7 @@ class MicroBatch:
     target_ids: Int[Tensor, " tokens"]
     temperatures: Float[Tensor, " tokens"]
     loss: LossBatch
-    items: tuple[int, ...]
     kept: KeptIds | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.input_ids.numel())
-
-    @property
-    def num_actions(self) -> int:
-        return int(self.target_ids.numel())
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
@@ -109,56 +100,49 @@ def describe(item: SAWItem, index: int) -> str:
 def lay_out(batch: SAWBatch, *, max_seq_len: int | None = None) -> Layout:
     """Checks every item of the macro-batch and numbers what the losses count.
 
-    Raises `BatchError` for a sample that cannot be trained on, and for a batch without a single
-    action token. A sample longer than `max_seq_len` is an error, never cut.
+    Raises `BatchError` for a sample that cannot be trained on, and for a batch without
+    samples. A sample longer than `max_seq_len` is an error, never cut.
     """
+    items = make_batch(batch.items).items
+    if not items:
+        raise BatchError(
+            "a batch without samples: nothing to train on (dropped by filters: "
+            f"{batch.meta.get('dropped', {})}); loosen the filters or sample more"
+        )
     turns: dict[Hashable, int] = {}
     rollouts: dict[Hashable, int] = {}
     groups: dict[Hashable, int] = {}
     packed = []
-    for index, item in enumerate(batch.items):
+    for index, item in enumerate(items):
         keep = np.asarray(item.attention_mask, dtype=bool)
         actions = np.asarray(item.action_mask, dtype=bool)
         _check_item(item, index, keep, actions, max_seq_len)
-        own: Hashable = item.rollout_id or ("sample", index)
-        rollout = rollouts.setdefault(own, len(rollouts))
-        group = groups.setdefault(item.group_id or ("rollout", own), len(groups))
-        total = int(actions.sum())
-        turn_ids = np.full(total, -1, dtype=np.int64)
-        for span in item.turns:
-            turn_ids[span.start : span.end] = turns.setdefault((own, span.turn_index), len(turns))
-        if not item.turns:
-            turn_ids[:] = turns.setdefault((own, "sample", index), len(turns))
-        if (turn_ids < 0).any():
-            raise BatchError(f"{describe(item, index)}: action tokens that belong to no turn span")
+        group = item.group_id or ("rollout", item.rollout_id)
+        own = [(item.rollout_id, span.turn_index) for span in item.turns]
         weights = item.attachments.token_weights
         if weights is None:
-            weights = np.full(total, item.weight, dtype=np.float32)
-        if not np.isfinite(weights).all():
-            raise BatchError(f"{describe(item, index)}: a weight is not finite; check the credit")
+            weights = np.full(int(actions.sum()), item.weight, dtype=np.float32)
         packed.append(
             PackedItem(
                 np.asarray(item.input_ids, dtype=np.int64)[keep],
                 np.flatnonzero(actions[keep]),
                 np.asarray(weights, dtype=np.float32),
-                turn_ids,
-                rollout,
-                group,
+                np.repeat(
+                    [turns.setdefault(turn, len(turns)) for turn in own],
+                    [span.end - span.start for span in item.turns],
+                ),
+                rollouts.setdefault(item.rollout_id, len(rollouts)),
+                groups.setdefault(group, len(groups)),
             )
         )
-    if not any(p.actions.size for p in packed):
-        dropped = batch.meta.get("dropped", {})
-        raise BatchError(
-            f"a batch of {len(batch.items)} samples without an action token: nothing to train on "
-            f"(dropped by filters: {dropped}); loosen the filters or sample more"
-        )
-    lengths = [np.zeros(max(len(names), 1), dtype=np.int64) for names in (turns, rollouts, groups)]
-    for p in packed:
-        np.add.at(lengths[0], p.turn_ids, 1)
-        lengths[1][p.rollout_id] += p.actions.size
-        lengths[2][p.group_id] += p.actions.size
+    counts = [p.actions.size for p in packed]
     return Layout(
-        tuple(batch.items), tuple(packed), lengths[0], lengths[1], lengths[2], batch.counts
+        items,
+        tuple(packed),
+        np.bincount(np.concatenate([p.turn_ids for p in packed])),
+        np.bincount([p.rollout_id for p in packed], counts).astype(np.int64),
+        np.bincount([p.group_id for p in packed], counts).astype(np.int64),
+        batch.counts,
     )
 
 
@@ -169,9 +153,7 @@ def _check_item(
     actions: NDArray[np.bool_],
     max_seq_len: int | None,
 ) -> None:
-    name, length = describe(item, index), len(item.input_ids)
-    if len(keep) != length or len(actions) != length:
-        raise BatchError(f"{name}: {length} input ids, but masks of {len(keep)} and {len(actions)}")
+    name = describe(item, index)
     if max_seq_len is not None and int(keep.sum()) > max_seq_len:
         raise BatchError(
             f"{name} has {int(keep.sum())} tokens, over max_seq_len={max_seq_len}: raise the "
@@ -179,15 +161,10 @@ def _check_item(
         )
     if (actions & ~keep).any():
         raise BatchError(f"{name}: an action token is hidden by the attention mask")
-    if keep.any() and actions[np.flatnonzero(keep)[0]]:
+    if actions[np.flatnonzero(keep)[0]]:
         raise BatchError(f"{name}: its first token is an action, which nothing predicts")
     if not item.temperature > 0:
         raise BatchError(f"{name}: temperature {item.temperature} is no distribution to train on")
-    total = int(actions.sum())
-    for field in fields(item.attachments):
-        values = getattr(item.attachments, field.name)
-        if values is not None and len(values) != total:
-            raise BatchError(f"{name}: {len(values)} {field.name} for {total} action tokens")
 
 
 def plan_micro_batches(
@@ -268,9 +245,8 @@ def _clusters(layout: Layout, scope: Scope) -> list[tuple[int, ...]]:
         for key in keys:
             parent[root(i)] = root(first.setdefault(key, i))
     members: dict[int, list[int]] = {}
-    for i, item in enumerate(layout.packed):
-        if item.actions.size:  # a sample without an action has no gradient
-            members.setdefault(root(i), []).append(i)
+    for i in range(len(layout.packed)):
+        members.setdefault(root(i), []).append(i)
     return [tuple(m) for m in members.values()]
 
 
@@ -336,7 +312,6 @@ def pack(
         target_ids=torch.from_numpy(input_ids[actions]),
         temperatures=torch.from_numpy(_joined(temperatures, np.float32)),
         loss=loss,
-        items=tuple(indices),
         kept=_kept(layout, indices),
     )
 
