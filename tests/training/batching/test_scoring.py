@@ -181,3 +181,38 @@ async def test_the_base_of_an_adapter_is_scored_with_the_adapter_off() -> None:
     off = await LocalScores(adapted, without_adapter=True).logprobs([item])
     assert off[0].tolist() == pytest.approx(base[0].tolist(), abs=1e-5)
     assert on[0].tolist() != pytest.approx(base[0].tolist(), abs=1e-3)
+
+
+class Bounded(Server):
+    """A server with a context of five tokens, one of them for the completion it insists on."""
+
+    max_context_tokens = 5  # type: ignore[assignment]
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
+        assert len(request.prompt_token_ids) + 1 <= 5
+        scores = [None, *(-float(i) for i in range(1, len(request.prompt_token_ids)))]
+        return ChatResponse(None, FinishReason.LENGTH, info={"prompt_logprobs": scores})
+
+
+async def test_a_row_that_fills_the_context_is_scored() -> None:
+    item = make_item(5, 1)
+    count = int(item.action_mask.sum())
+    sampled = SampleAttachments(behavior_logprobs=np.full(count, -0.25, np.float32))
+    (found,) = await ClientScores(Bounded({}), "t").logprobs([replace(item, attachments=sampled)])
+    assert found.tolist() == [*(-float(i) for i in np.flatnonzero(item.action_mask)[:-1]), -0.25]
+    with pytest.raises(BatchError, match=r"'r1' has 5 tokens.*context of at least 6"):
+        await ClientScores(Bounded({}), "t").logprobs([item])
+    with pytest.raises(BatchError, match=r"'r1' has 6 tokens.*context of at least 7"):
+        await ClientScores(Bounded({}), "t").logprobs([make_item(6, 1)])
+
+
+async def test_a_teacher_whose_rows_do_not_pack_is_scored_row_by_row() -> None:
+    from tools.families import tiny
+
+    teacher = tiny("lfm2")
+    items = [make_item(n, n) for n in (6, 9, 14)]
+    items = [replace(item, input_ids=item.input_ids % 96) for item in items]
+    wanted = [plain_scores(teacher, item) for item in items]
+    scores = await LocalScores(teacher).logprobs(items)
+    for found, plain in zip(scores, wanted, strict=True):
+        assert found.tolist() == pytest.approx(plain, abs=1e-4)

@@ -6,6 +6,7 @@ so the losses' normalisers are those of the macro-batch on any number of ranks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -18,9 +19,11 @@ from torch import Tensor
 
 from ludic.errors import BatchError
 from ludic.saw.batch import make_batch
+from ludic.saw.building import UNKNOWN_VERSION
 from ludic.saw.items import BatchCounts, SAWBatch, SAWItem
 from ludic.training.types import LossBatch, Scope
 
+_log = logging.getLogger("ludic.training")
 T = TypeVar("T")
 
 
@@ -109,6 +112,7 @@ def lay_out(batch: SAWBatch, *, max_seq_len: int | None = None) -> Layout:
             "a batch without samples: nothing to train on (dropped by filters: "
             f"{batch.meta.get('dropped', {})}); loosen the filters or sample more"
         )
+    _check_logprobs(items)
     turns: dict[Hashable, int] = {}
     rollouts: dict[Hashable, int] = {}
     groups: dict[Hashable, int] = {}
@@ -167,6 +171,26 @@ def _check_item(
         raise BatchError(f"{name}: temperature {item.temperature} is no distribution to train on")
 
 
+def _check_logprobs(items: Sequence[SAWItem]) -> None:
+    """Log-probs are there for all samples of the batch or for none, and finite, however the batch
+    is packed."""
+    for name in ("behavior_logprobs", "reference_logprobs", "teacher_logprobs"):
+        found = [getattr(item.attachments, name) for item in items]
+        for index, (item, values) in enumerate(zip(items, found, strict=True)):
+            if values is None:
+                if any(other is not None for other in found):
+                    raise BatchError(
+                        f"{describe(item, index)} has no {name}, while others of its batch do: "
+                        "record them for all samples, or for none"
+                    )
+            elif not np.isfinite(values).all():
+                at = int(np.argmin(np.isfinite(values)))
+                raise BatchError(
+                    f"{describe(item, index)}: {name} of action token {at} is {values[at]}, and "
+                    "nothing can be learnt from it; look at what reported it, or drop the sample"
+                )
+
+
 def plan_micro_batches(
     layout: Layout,
     *,
@@ -174,23 +198,39 @@ def plan_micro_batches(
     scope: Scope = "token",
     cost: Cost | None = None,
     world_size: int = 1,
+    packs: bool = True,
 ) -> list[list[tuple[int, ...]]]:
     """Which items share a micro-batch: for each rank, an equally long list of micro-batches.
 
-    Items of one turn or rollout stay together where `scope` asks. The most expensive go first,
-    each to the cheapest micro-batch that has room; the k-th micro-batches of the ranks, which
-    run at the same time, are neighbours in cost. A rank without work gets an empty tuple.
+    Items of one turn or rollout stay together where `scope` asks, with a micro-batch of their own
+    above the budget where they do not fit it: how calls fork is known only mid-run. The most
+    expensive go first, each to the cheapest micro-batch that has room; the k-th micro-batches of
+    the ranks, which run at the same time, are neighbours in cost. A rank without work gets an
+    empty tuple. With `packs=False` every row, or turn or rollout, has its own micro-batch.
     """
     cost = cost or Cost()
     clusters = _clusters(layout, scope)
     sizes = [sum(layout.packed[i].input_ids.size for i in c) for c in clusters]
-    for members, size in zip(clusters, sizes, strict=True):
-        if size > micro_token_budget:
-            name = describe(layout.items[members[0]], members[0])
+    for c, (members, size) in enumerate(zip(clusters, sizes, strict=True)):
+        name = describe(layout.items[members[0]], members[0])
+        if size > micro_token_budget and len(members) == 1:
             raise BatchError(
-                f"{name} has {size} tokens in {len(members)} rows that the loss must see together "
-                f"(scope {scope!r}), over micro_token_budget={micro_token_budget}: raise it"
+                f"{name} has {size} tokens, over micro_token_budget={micro_token_budget}: raise it"
             )
+        if len(members) > 1 and world_size > 1 and not packs:
+            raise BatchError(
+                f"{name}: the loss must see {len(members)} rows together (scope {scope!r}), but "
+                "this model cannot pack rows, and ranks cannot run different numbers of them: "
+                "train on one rank, or with a loss of scope 'token' such as GRPO's"
+            )
+        if size > micro_token_budget:
+            _log.warning(
+                "%s: %d rows with %d tokens, which the loss must see together (scope %r), share a "
+                "micro-batch over micro_token_budget=%d",
+                *(name, len(members), size, scope, micro_token_budget),
+            )
+        if size > micro_token_budget or not packs:
+            sizes[c] = micro_token_budget  # a micro-batch of its own
     costs = [sum(cost(layout.packed[i].input_ids.size) for i in c) for c in clusters]
     order = sorted(range(len(clusters)), key=lambda c: (-costs[c], clusters[c]))
     total = -(-sum(sizes) // micro_token_budget)
@@ -273,17 +313,15 @@ def pack(
     ]
     items = [layout.items[i] for i in indices]
 
-    def attachment(name: str, dtype: Any) -> Tensor | None:
+    def logprobs(name: str) -> Tensor | None:
         values = [getattr(item.attachments, name) for item in items]
-        if all(v is None for v in values):
-            return None
-        if any(v is None for v in values):
-            lacking = indices[[v is None for v in values].index(True)]
-            raise BatchError(
-                f"{describe(layout.items[lacking], lacking)} has no {name}, while others of its "
-                "batch do: record them for all samples, or for none"
-            )
-        return torch.from_numpy(_joined(values, dtype))
+        return None if values[0] is None else torch.from_numpy(_joined(values, np.float32))
+
+    unknown = [np.full(c, UNKNOWN_VERSION) for c in counts]
+    versions = [
+        u if i.attachments.versions is None else i.attachments.versions
+        for u, i in zip(unknown, items, strict=True)
+    ]
 
     loss = LossBatch(
         weights=torch.from_numpy(_joined([p.weights for p in packed], np.float32)),
@@ -294,13 +332,13 @@ def pack(
         rollout_lengths=torch.from_numpy(layout.rollout_lengths[local[1][0]]),
         group_lengths=torch.from_numpy(layout.group_lengths[local[2][0]]),
         counts=layout.counts,
-        behavior_logprobs=attachment("behavior_logprobs", np.float32),
+        behavior_logprobs=logprobs("behavior_logprobs"),
         proximal_logprobs=None
         if proximal_logprobs is None
         else torch.from_numpy(_joined([proximal_logprobs[i] for i in indices], np.float32)),
-        reference_logprobs=attachment("reference_logprobs", np.float32),
-        teacher_logprobs=attachment("teacher_logprobs", np.float32),
-        versions=attachment("versions", np.int64),
+        reference_logprobs=logprobs("reference_logprobs"),
+        teacher_logprobs=logprobs("teacher_logprobs"),
+        versions=torch.from_numpy(_joined(versions, np.int64)),
     )
     temperatures = [np.full(c, i.temperature) for c, i in zip(counts, items, strict=True)]
     return MicroBatch(

@@ -57,6 +57,7 @@ class Passes:
             scope=self.loss.scope,
             cost=self.cost,
             world_size=self.world.size,
+            packs=self.policy.packs,
         )
         everyone = [m for rank in plan for m in rank if m]
         spare = min(everyone, key=lambda m: sum(layout.packed[i].input_ids.size for i in m))
