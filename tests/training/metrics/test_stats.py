@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ludic.saw.building import UNKNOWN_VERSION
 from ludic.saw.items import BatchCounts
 from ludic.training.metrics.perf import Clock, ModelFlops
 from ludic.training.metrics.stats import StatBuffer, named, over_steps, policy_stats
@@ -80,7 +81,7 @@ def test_mismatch_is_measured_before_any_clipping() -> None:
     assert found["train/mismatch_max"] == 10.0
     assert found["train/mismatch_kl"] == pytest.approx(-10.5 / 3)
     assert found["train/mismatch_ratio"] == pytest.approx((1 + math.exp(0.5) + math.exp(10)) / 3)
-    assert found["train/staleness"] == pytest.approx(4 / 3)
+    assert found["train/staleness_mean"] == pytest.approx(4 / 3)
     assert found["train/staleness_max"] == 3.0
     # After the first of several steps, the policy is no longer the one that the update began with.
     began = replace(batch, proximal_logprobs=torch.tensor([-1.0, -2.0, -12.0]))
@@ -116,3 +117,25 @@ def test_laps_add_up_to_the_elapsed_time() -> None:
     for name in ("a", "b", "a"):
         clock.lap(name)
     assert sum(clock.laps.values()) == pytest.approx(clock.elapsed)
+
+
+def test_unknown_versions_have_no_age() -> None:
+    ids = torch.zeros(3, dtype=torch.int64)
+    batch = LossBatch(
+        weights=torch.ones(3),
+        turn_ids=ids,
+        rollout_ids=ids,
+        group_ids=ids,
+        turn_lengths=torch.tensor([3]),
+        rollout_lengths=torch.tensor([3]),
+        group_lengths=torch.tensor([3]),
+        counts=BatchCounts(3, 1, 1, 1),
+        versions=torch.tensor([2, UNKNOWN_VERSION, 2]),
+    )
+    policy, buffer = TokenLogProbs(torch.zeros(3)), StatBuffer()
+    buffer.add(policy_stats(policy, batch, 7))
+    found = buffer.reduce()
+    assert (found["train/staleness_mean"], found["train/staleness_max"]) == (5.0, 5.0)
+    nothing = replace(batch, versions=torch.full((3,), UNKNOWN_VERSION))
+    buffer.add(policy_stats(policy, nothing, 7))
+    assert not any("staleness" in name for name in buffer.reduce())

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ludic.saw.building import UNKNOWN_VERSION
 from ludic.training.types import LossBatch, Stat, TokenLogProbs
 
 PREFIXES = ("train/", "eval/", "perf/")
@@ -62,7 +63,7 @@ class StatBuffer:
                     result[name] = total / weight
             elif stat.how == "sum":
                 result[name] = total
-            else:
+            elif peak > -torch.inf:  # else there was nothing to compare
                 result[name] = -peak if stat.how == "min" else peak
         self._stats = {}
         return result
@@ -105,9 +106,10 @@ def policy_stats(policy: TokenLogProbs, batch: LossBatch, version: int) -> dict[
     if policy.entropy is not None:
         stats["entropy"] = Stat.mean(policy.entropy)
     if batch.versions is not None:
-        staleness = (version - batch.versions).float()
-        stats["staleness"] = Stat.mean(staleness)
-        stats["staleness_max"] = Stat.max(staleness)
+        known = batch.versions != UNKNOWN_VERSION
+        age = (version - batch.versions).float()
+        stats["staleness_mean"] = Stat((age * known).sum(), known.sum())
+        stats["staleness_max"] = Stat.max(age.where(known, -torch.inf))
     if batch.behavior_logprobs is not None:
         # Where an update has several steps, only the proximal log-probs are from its start.
         ours = batch.proximal_logprobs
