@@ -26,6 +26,7 @@ from re import fullmatch
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, DamagedCheckpointError
@@ -59,6 +60,9 @@ class Checkpointer:
         self.cfg, self.world = cfg, world or World()
         self.folder = Path(cfg.folder)
         self.last_step = -1
+        self._writers = self.world  # the ranks that write a checkpoint together
+        if cfg.background and self.world.group is not None:
+            self._writers = _own_group(self.world, self.world.group)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="ludic-checkpoint")
         self._writing: Future[None] | None = None
 
@@ -74,7 +78,7 @@ class Checkpointer:
         fingerprint = model_fingerprint(model)
         rng = _rng_state(self.world.device)
         write = partial(self._write, name, pieces, model_files, fingerprint, rng, state)
-        if self.cfg.background and self.world.size == 1:
+        if self.cfg.background:
             self._writing = self._writer.submit(write)
         else:
             write()
@@ -106,19 +110,22 @@ class Checkpointer:
                 "or choose another folder in CheckpointConfig"
             )
 
-        with self._agreed(unwritable):
+        agreed = partial(self._agreed, unwritable, self._writers)
+        with agreed():
             if self.world.leads:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
                 model_files(temporary / "model")
-        with self._agreed(unwritable):
+        with agreed():
             write_shard(temporary, pieces, rng, self.world)
-        with self._agreed(unwritable):
+        with agreed():
             if self.world.leads:
                 self._complete(temporary, name, fingerprint, state)
 
     @contextmanager
-    def _agreed(self, describe: Callable[[Exception], str]) -> Iterator[None]:
+    def _agreed(
+        self, describe: Callable[[Exception], str], world: World | None = None
+    ) -> Iterator[None]:
         """Raises a `CheckpointError` on every rank where the work inside failed on any."""
         error: CheckpointError | None = None
         try:
@@ -128,7 +135,7 @@ class Checkpointer:
         except Exception as exc:  # safetensors and transformers have errors of their own
             error = CheckpointError(describe(exc))
             error.__cause__ = exc
-        self.world.agree(error)
+        (world or self.world).agree(error)
 
     def _complete(self, temporary: Path, name: str, fingerprint: str, state: TrainerState) -> None:
         files = {
@@ -267,6 +274,14 @@ class Checkpointer:
         _write_synced(self.folder / ".latest", name)
         os.replace(self.folder / ".latest", self.folder / "latest")
         _sync_folder(self.folder)
+
+
+def _own_group(world: World, group: dist.ProcessGroup) -> World:
+    """The same ranks under a process group of the writers' own: in the background, their
+    collectives must not come between those of the training."""
+    ranks = dist.get_process_group_ranks(group)
+    own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return World(world.rank, world.size, own)
 
 
 def load_checkpoint(
