@@ -384,7 +384,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--budget", type=int, help="micro_token_budget (default: the longest row)")
-    parser.add_argument("--attention", default="auto", choices=("auto", "varlen", "flex", "sdpa"))
+    parser.add_argument("--attention", default="auto", choices=("auto", "varlen", "sdpa"))
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--no-trl", dest="trl", action="store_false")
     parser.add_argument("--padded-rows", type=int)

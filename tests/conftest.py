@@ -9,14 +9,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
+from jaxtyping import install_import_hook
+
+from tests.shapes import check_shapes
 
 # Before anything imports transformers: a test that asks a hub for a file is a broken test.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Before anything imports Triton: without a GPU its kernels run as Python, so that they are tested.
 if not any(Path("/dev").glob("nvidia*")):
+    # Before anything imports Triton: without a GPU its kernels run as Python, so they are tested.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Before anything imports these modules: the shapes of their tensors are checked on every call
+    # (not on a GPU, where the checks would come between torch.compile and what it compiles).
+    install_import_hook(
+        [f"ludic.training.{name}" for name in ("algorithms", "losses", "types", "update")],
+        f"{check_shapes.__module__}.{check_shapes.__qualname__}",
+    )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

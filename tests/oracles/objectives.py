@@ -118,7 +118,8 @@ def opd(tokens: Sequence[Token], reward_coeff: float = 0.0, level: str = "token"
     for i, t in enumerate(tokens):
         gap = t.teacher - t.logp
         if level == "turn":
-            gap = sum(u.teacher - u.logp for u in tokens if u.turn == t.turn)
+            gaps = [u.teacher - u.logp for u in tokens if u.turn == t.turn]
+            gap = sum(gaps) / len(gaps)
         advantage = gap + reward_coeff * t.weight
         rho = math.exp(t.logp - t.behavior)
         terms.append((rho * advantage * t.logp, {i: rho * advantage}))

@@ -256,7 +256,6 @@ def test_the_state_of_an_algorithm_is_that_of_its_credit() -> None:
 def test_any_credit_and_loss_make_an_algorithm() -> None:
     class Mine:
         needs_logits = False
-        needs_entropy = False
         scope = "token"
 
         def compute(self, policy: object, batch: object) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -293,7 +294,6 @@ class Remembering:
     """A loss that looks at what it is given."""
 
     needs_logits = True
-    needs_entropy = False
     scope = "token"
 
     def __init__(self) -> None:
@@ -346,7 +346,6 @@ class Poisoned:
     """A loss that is not finite on the batches it is told to spoil."""
 
     needs_logits = False
-    needs_entropy = False
     scope = "token"
 
     def __init__(self, bad: set[int]) -> None:
@@ -460,6 +459,15 @@ def test_evaluation_runs_every_so_many_steps(tmp_path: Path) -> None:
     [
         ({"micro_token_budget": 10}, "micro_token_budget=10 is below max_seq_len"),
         ({"learning_rate": 0.0}, "learning_rate"),
+        ({"learning_rate": math.inf}, "learning_rate=inf: must be finite"),
+        ({"weight_decay": math.inf}, "weight_decay=inf: must be finite"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm=nan: must be finite"),
+        ({"eps": math.nan}, "eps=nan: must be finite"),
+        ({"final_lr_ratio": math.nan}, "final_lr_ratio"),
+        ({"betas": (0.9, math.nan)}, "betas"),
+        ({"batch_timeout_s": math.inf}, "batch_timeout_s=inf: must be finite"),
+        ({"schedule": "square"}, "schedule='square': must be one of"),
+        ({"attention": "flex"}, "attention='flex': must be one of"),
         ({"schedule": "cosine"}, "total_steps"),
         ({"schedule": "linear", "total_steps": 5, "warmup_steps": 5}, "warmup_steps"),
         ({"epochs": 0}, "epochs"),
@@ -474,7 +482,7 @@ def test_settings_that_cannot_work_are_refused(
 
 
 def test_a_model_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="AttentionInterface"):
+    with pytest.raises(ConfigError, match="Linear cannot be split into backbone and head"):
         Trainer(
             model=torch.nn.Linear(2, 2),
             algo=reinforce(),

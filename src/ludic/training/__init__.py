@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from ludic.training.batching import DynamicSampling as DynamicSampling
     from ludic.training.batching import OfflineBatchSource as OfflineBatchSource
     from ludic.training.batching import RolloutBatchSource as RolloutBatchSource
+    from ludic.training.batching import SamplingAhead as SamplingAhead
     from ludic.training.batching.scoring import BatchScorer as BatchScorer
     from ludic.training.batching.scoring import ClientScores as ClientScores
     from ludic.training.batching.scoring import LocalScores as LocalScores
@@ -115,6 +116,7 @@ if TYPE_CHECKING:
     from ludic.training.types import Stat as Stat
     from ludic.training.types import Stateful as Stateful
     from ludic.training.types import TokenLogProbs as TokenLogProbs
+    from ludic.training.types import WorksAhead as WorksAhead
     from ludic.types import RolloutStepKey as RolloutStepKey
 
 _MODULES: dict[str, tuple[str, ...]] = {
@@ -155,7 +157,12 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "ludic.training.algorithms.scalerl": ("make_scalerl",),
     "ludic.training.algorithms.sft": ("make_sft",),
     "ludic.training.algorithms.spo": ("make_spo",),
-    "ludic.training.batching": ("DynamicSampling", "OfflineBatchSource", "RolloutBatchSource"),
+    "ludic.training.batching": (
+        "DynamicSampling",
+        "OfflineBatchSource",
+        "RolloutBatchSource",
+        "SamplingAhead",
+    ),
     "ludic.training.config": ("CheckpointConfig", "TrainerConfig"),
     "ludic.training.credit_assignment.returns": (
         "ConstantCredit",
@@ -213,6 +220,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "Stat",
         "Stateful",
         "TokenLogProbs",
+        "WorksAhead",
     ),
     "ludic.training.credit_assignment.value_tracker": (
         "BetaTracker",

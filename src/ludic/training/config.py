@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 from ludic.errors import ConfigError
 from ludic.training.update.attention import AttentionKind
+
+Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class TrainerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float | None = 1.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Schedule = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
     final_lr_ratio: float = 0.0
@@ -70,11 +73,24 @@ class TrainerConfig:
     eval_every: int | None = None
 
     def __post_init__(self) -> None:
+        finite = (
+            (math.isfinite(value), name, "finite")
+            for name in (f.name for f in fields(self))
+            if isinstance(value := getattr(self, name), float)
+        )
         rules = (
+            *finite,
             (self.learning_rate > 0, "learning_rate", "> 0"),
             (all(0 <= b < 1 for b in self.betas), "betas", "two numbers in [0, 1)"),
+            (self.eps >= 0, "eps", ">= 0"),
             (self.weight_decay >= 0, "weight_decay", ">= 0"),
             (self.max_grad_norm is None or self.max_grad_norm > 0, "max_grad_norm", "> 0 or None"),
+            (self.schedule in get_args(Schedule), "schedule", f"one of {get_args(Schedule)}"),
+            (
+                self.attention in get_args(AttentionKind),
+                "attention",
+                f"one of {get_args(AttentionKind)}",
+            ),
             (self.warmup_steps >= 0, "warmup_steps", ">= 0"),
             (0 <= self.final_lr_ratio <= 1, "final_lr_ratio", "in [0, 1]"),
             (self.max_seq_len >= 2, "max_seq_len", ">= 2"),

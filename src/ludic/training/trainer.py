@@ -33,7 +33,7 @@ from ludic.training.metrics.stats import StatBuffer, over_steps
 from ludic.training.types import BatchSource, Stateful, WorksAhead
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes, mean_kl, mini_batches, pick, score_batch
-from ludic.training.update.policy import Policy, attention_cost, check_split
+from ludic.training.update.policy import Policy, attention_cost, check_packing, check_split
 from ludic.training.update.schedule import curve, describe_change, learning_rate
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ class Trainer:
         elif init_from is not None:
             raise ConfigError("init_from is for sharded models: pass a mesh, or load the weights")
         self.world = World.of(mesh, next(model.parameters()).device)
+        check_packing(self.policy, self.world.device, cfg.max_seq_len)
         if self.world.leads and batch_source is None:
             raise ConfigError("rank 0 needs a batch source")
         if self.world.size > 1 and isinstance(batch_source, WorksAhead) and not cfg.overlap:

@@ -17,12 +17,10 @@ from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
 from ludic.training.batching.scoring import (
-    BatchScorer,
     ClientScores,
     LocalScores,
     ReferenceScorer,
     RoutedScores,
-    ScoredBatchSource,
     TeacherScorer,
 )
 from ludic.types import ChatResponse, FinishReason
@@ -103,19 +101,15 @@ class Fixed:
         return [np.full(int(i.action_mask.sum()), self.value, dtype=np.float32) for i in items]
 
 
-async def test_a_scored_source_attaches_both_and_is_resumable() -> None:
+async def test_scorers_attach_their_log_probs_and_leave_the_rest() -> None:
     batch = make_batch([make_item(5, 1), make_item(6, 2)], {"reward": 1.0})
-    scorers: list[BatchScorer] = [ReferenceScorer(Fixed(-1.0)), TeacherScorer(Fixed(-2.0))]
-    source = ScoredBatchSource(Source(batch), scorers)
-    scored = await source.next_batch()
+    scored = await ReferenceScorer(Fixed(-1.0)).score(batch)
+    scored = await TeacherScorer(Fixed(-2.0)).score(scored)
     assert scored.meta == {"reward": 1.0}
     assert scored.counts == batch.counts
     for item in scored.items:
         assert set(item.attachments.reference_logprobs.tolist()) == {-1.0}  # type: ignore[union-attr]
         assert set(item.attachments.teacher_logprobs.tolist()) == {-2.0}  # type: ignore[union-attr]
-    again = ScoredBatchSource(Source(batch), scorers)
-    again.load_state_dict(source.state_dict())
-    assert again.state_dict() == {"source": {"position": 1}}
 
 
 async def test_each_item_is_scored_by_the_teacher_that_it_names() -> None:
@@ -187,3 +181,38 @@ async def test_the_base_of_an_adapter_is_scored_with_the_adapter_off() -> None:
     off = await LocalScores(adapted, without_adapter=True).logprobs([item])
     assert off[0].tolist() == pytest.approx(base[0].tolist(), abs=1e-5)
     assert on[0].tolist() != pytest.approx(base[0].tolist(), abs=1e-3)
+
+
+class Bounded(Server):
+    """A server with a context of five tokens, one of them for the completion it insists on."""
+
+    max_context_tokens = 5  # type: ignore[assignment]
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
+        assert len(request.prompt_token_ids) + 1 <= 5
+        scores = [None, *(-float(i) for i in range(1, len(request.prompt_token_ids)))]
+        return ChatResponse(None, FinishReason.LENGTH, info={"prompt_logprobs": scores})
+
+
+async def test_a_row_that_fills_the_context_is_scored() -> None:
+    item = make_item(5, 1)
+    count = int(item.action_mask.sum())
+    sampled = SampleAttachments(behavior_logprobs=np.full(count, -0.25, np.float32))
+    (found,) = await ClientScores(Bounded({}), "t").logprobs([replace(item, attachments=sampled)])
+    assert found.tolist() == [*(-float(i) for i in np.flatnonzero(item.action_mask)[:-1]), -0.25]
+    with pytest.raises(BatchError, match=r"'r1' has 5 tokens.*context of at least 6"):
+        await ClientScores(Bounded({}), "t").logprobs([item])
+    with pytest.raises(BatchError, match=r"'r1' has 6 tokens.*context of at least 7"):
+        await ClientScores(Bounded({}), "t").logprobs([make_item(6, 1)])
+
+
+async def test_a_teacher_whose_rows_do_not_pack_is_scored_row_by_row() -> None:
+    from tools.families import tiny
+
+    teacher = tiny("lfm2")
+    items = [make_item(n, n) for n in (6, 9, 14)]
+    items = [replace(item, input_ids=item.input_ids % 96) for item in items]
+    wanted = [plain_scores(teacher, item) for item in items]
+    scores = await LocalScores(teacher).logprobs(items)
+    for found, plain in zip(scores, wanted, strict=True):
+        assert found.tolist() == pytest.approx(plain, abs=1e-4)

@@ -31,7 +31,7 @@ from ludic.training import (
     TokenMean,
 )
 from ludic.training.losses.aggregation import Aggregation
-from ludic.training.types import Loss
+from ludic.training.types import Loss, TokenLogProbs
 from tests.oracles import objectives
 from tests.oracles.tokens import Token, loss_inputs, token_lists
 
@@ -255,7 +255,6 @@ def test_a_composite_loss_is_the_weighted_sum_of_its_terms(tokens: list[Token]) 
 
 def test_a_composite_asks_for_what_any_of_its_terms_needs() -> None:
     whole = CompositeLoss((1.0, GMPOLoss(unit="rollout")), (0.1, EntropyBonus()))
-    assert whole.needs_entropy
     assert not whole.needs_logits
     assert whole.scope == "rollout"
     assert whole.preprocess is None
@@ -360,7 +359,7 @@ def test_a_weight_that_is_not_finite_is_named(bad: float) -> None:
 def test_log_probs_and_weights_of_different_lengths_are_refused() -> None:
     policy, batch = loss_inputs(TOKENS)
     with pytest.raises(BatchError, match="1 log-probs for 2 weights"):
-        ReinforceLoss().compute(replace(policy, logprobs=policy.logprobs[:1]), batch)
+        ReinforceLoss().compute(TokenLogProbs(policy.logprobs[:1]), batch)
 
 
 @pytest.mark.parametrize("loss", [SequenceClippedSurrogateLoss(), GMPOLoss()])
@@ -404,3 +403,28 @@ def test_an_entropy_bonus_without_entropies_is_refused() -> None:
     policy, batch = loss_inputs(TOKENS)
     with pytest.raises(BatchError, match="entropies"):
         EntropyBonus().compute(replace(policy, entropy=None), batch)
+
+
+@pytest.mark.parametrize("k1", [-60.0, -21.0, -19.0, -1.0, 0.5, 30.0])
+def test_k3_pulls_towards_the_reference_however_far_away_it_is(k1: float) -> None:
+    one = Token(logp=-70.0, behavior=-70.0, weight=0, turn=0, rollout=0, group=0)
+    policy, batch = loss_inputs([replace(one, reference=-70.0 - k1)])
+    logprobs = policy.logprobs.detach().float().requires_grad_()
+    value, _ = TokenKLLoss().compute(replace(policy, logprobs=logprobs), batch)
+    (slope,) = torch.autograd.grad(value, logprobs)
+    assert math.isfinite(value.item())
+    assert slope.item() * k1 > 0
+    exact = 1 - math.exp(-k1)
+    assert slope.item() == pytest.approx(max(exact, 1 - math.exp(20)), rel=1e-4)
+
+
+def test_distilling_whole_turns_does_not_favour_short_ones() -> None:
+    # One token that the teacher finds unlikely, against eight that it nearly agrees with.
+    one = Token(logp=-1.0, behavior=-1.0, weight=0, turn=0, rollout=0, group=0, teacher=-4.0)
+    near = [replace(one, turn=1, rollout=1, teacher=-1.5) for _ in range(8)]
+    policy, batch = loss_inputs([one, *near])
+    loss = OnPolicyDistillationLoss(level="turn")
+    (slope,) = torch.autograd.grad(loss.compute(policy, batch)[0], policy.logprobs)
+    short, *long = (-slope * 9).tolist()
+    assert short == pytest.approx(-3.0)
+    assert long == pytest.approx([-0.5] * 8)

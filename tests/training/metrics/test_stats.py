@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ludic.saw.building import UNKNOWN_VERSION
 from ludic.saw.items import BatchCounts
 from ludic.training.metrics.perf import Clock, ModelFlops
-from ludic.training.metrics.stats import StatBuffer, extreme, named, over_steps, policy_stats, total
+from ludic.training.metrics.stats import StatBuffer, named, over_steps, policy_stats
 from ludic.training.types import LossBatch, Stat, TokenLogProbs
 
 
@@ -26,9 +27,9 @@ def test_a_mean_is_weighted_by_tokens_and_not_by_micro_batches(
         buffer.add(
             {
                 "m": Stat.mean(part),
-                "s": total(part.sum()),
-                "hi": extreme(part, "max"),
-                "lo": extreme(part, "min"),
+                "s": Stat.sum(part.sum()),
+                "hi": Stat.max(part),
+                "lo": Stat.min(part),
             }
         )
     found = buffer.reduce()
@@ -41,11 +42,11 @@ def test_a_mean_is_weighted_by_tokens_and_not_by_micro_batches(
 def test_what_is_not_counted_changes_nothing() -> None:
     buffer = StatBuffer()
     values = torch.tensor([1.0, 2.0])
-    stats = {"m": Stat.mean(values), "hi": extreme(values, "max"), "lo": extreme(values, "min")}
+    stats = {"m": Stat.mean(values), "hi": Stat.max(values), "lo": Stat.min(values)}
     buffer.add(stats)
     wild = torch.tensor([-100.0, 100.0, 5.0])
     buffer.add(
-        {"m": Stat.mean(wild), "hi": extreme(wild, "max"), "lo": extreme(wild, "min")},
+        {"m": Stat.mean(wild), "hi": Stat.max(wild), "lo": Stat.min(wild)},
         counted=False,
     )
     assert buffer.reduce() == {"train/m": 1.5, "train/hi": 2.0, "train/lo": 1.0}
@@ -80,7 +81,7 @@ def test_mismatch_is_measured_before_any_clipping() -> None:
     assert found["train/mismatch_max"] == 10.0
     assert found["train/mismatch_kl"] == pytest.approx(-10.5 / 3)
     assert found["train/mismatch_ratio"] == pytest.approx((1 + math.exp(0.5) + math.exp(10)) / 3)
-    assert found["train/staleness"] == pytest.approx(4 / 3)
+    assert found["train/staleness_mean"] == pytest.approx(4 / 3)
     assert found["train/staleness_max"] == 3.0
     # After the first of several steps, the policy is no longer the one that the update began with.
     began = replace(batch, proximal_logprobs=torch.tensor([-1.0, -2.0, -12.0]))
@@ -116,3 +117,25 @@ def test_laps_add_up_to_the_elapsed_time() -> None:
     for name in ("a", "b", "a"):
         clock.lap(name)
     assert sum(clock.laps.values()) == pytest.approx(clock.elapsed)
+
+
+def test_unknown_versions_have_no_age() -> None:
+    ids = torch.zeros(3, dtype=torch.int64)
+    batch = LossBatch(
+        weights=torch.ones(3),
+        turn_ids=ids,
+        rollout_ids=ids,
+        group_ids=ids,
+        turn_lengths=torch.tensor([3]),
+        rollout_lengths=torch.tensor([3]),
+        group_lengths=torch.tensor([3]),
+        counts=BatchCounts(3, 1, 1, 1),
+        versions=torch.tensor([2, UNKNOWN_VERSION, 2]),
+    )
+    policy, buffer = TokenLogProbs(torch.zeros(3)), StatBuffer()
+    buffer.add(policy_stats(policy, batch, 7))
+    found = buffer.reduce()
+    assert (found["train/staleness_mean"], found["train/staleness_max"]) == (5.0, 5.0)
+    nothing = replace(batch, versions=torch.full((3,), UNKNOWN_VERSION))
+    buffer.add(policy_stats(policy, nothing, 7))
+    assert not any("staleness" in name for name in buffer.reduce())

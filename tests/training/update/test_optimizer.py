@@ -210,3 +210,38 @@ def test_loaded_counts_of_steps_are_where_the_step_looks_for_them(fused: bool) -
     )
     step = optimizer._adam.state[weight]["step"]
     assert step.device.type == ("meta" if fused else "cpu")
+
+
+def test_clipped_gradients_are_what_the_moments_remember() -> None:
+    # The first step of Adam has the same size at any scale: only its memory tells.
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    cfg = TrainerConfig(betas=(0.5, 0.5))
+    optimizer = MasterAdamW([("w", weight)], cfg)
+    weight.grad = torch.tensor([[8.0, 0.0], [0.0, -8.0]])
+    optimizer.step(1e-3, scale=0.25)
+    state = optimizer.state_dict()
+    assert state["w/exp_avg"].tolist() == [[1.0, 0.0], [0.0, -1.0]]
+    assert state["w/exp_avg_sq"].tolist() == [[2.0, 0.0], [0.0, 2.0]]
+
+
+def test_a_gradient_over_the_limit_is_scaled_down_to_it(tmp_path: Path) -> None:
+    norms = {}
+    for limit in (None, 1e-3):
+        trainer = Trainer(
+            model=tiny_model(),
+            algo=reinforce(),
+            batch_source=SyntheticSource(),
+            cfg=TrainerConfig(
+                max_grad_norm=limit,
+                max_seq_len=64,
+                micro_token_budget=64,
+                run_dir=tmp_path / str(limit),
+            ),
+        )
+        trainer.train_sync(1)
+        trainer.close()
+        state = trainer.optimizer.state_dict()
+        moments = [value for name, value in state.items() if name.endswith("/exp_avg")]
+        norms[limit] = float(torch.nn.utils.get_total_norm(moments)) / (1 - 0.9)
+    assert norms[None] > 0.01
+    assert norms[1e-3] == pytest.approx(1e-3, rel=1e-4)

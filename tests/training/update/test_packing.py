@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludic.errors import BatchError
+from ludic.errors import BatchError, CreditError
 from ludic.inference.tiny import tiny_model
 from ludic.saw.batch import make_batch
+from ludic.saw.building import UNKNOWN_VERSION
 from ludic.saw.items import BatchCounts, SampleAttachments, SAWBatch, SAWItem, TurnSpan
 from ludic.training.update.packing import Cost, lay_out, pack, plan_micro_batches
 from ludic.training.update.policy import Policy
@@ -45,7 +46,9 @@ def test_a_plan_covers_every_item_once_within_the_budget(
         assert sum(layout.packed[i].input_ids.size for i in micro) <= budget
 
 
-def test_rows_of_one_turn_or_rollout_share_a_micro_batch_where_the_loss_asks() -> None:
+def test_rows_of_one_turn_or_rollout_share_a_micro_batch_where_the_loss_asks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     rng = np.random.default_rng(0)
     rows = [synthetic_item(rng, f"r{i}", "g", 1) for i in range(3)]
     forked = replace(
@@ -65,8 +68,13 @@ def test_rows_of_one_turn_or_rollout_share_a_micro_batch_where_the_loss_asks() -
     assert 3 in together[0]
     together = [m for m in micro_of(next_turn, "rollout", 2 * longest) if 0 in m]
     assert 3 in together[0]
-    with pytest.raises(BatchError, match=r"must see together.*micro_token_budget"):
-        micro_of(same_turn, "turn", longest)
+    # How calls fork is known only in the middle of a run, which must not end for it.
+    caplog.clear()
+    together = [m for m in micro_of(same_turn, "turn", longest) if 0 in m]
+    assert together == [(0, 3)]
+    assert "must see together (scope 'turn')" in caplog.text
+    with pytest.raises(BatchError, match=r"over micro_token_budget=2: raise it"):
+        micro_of(same_turn, "token", 2)
 
 
 def test_micro_batches_are_balanced_by_cost_and_not_by_count() -> None:
@@ -155,7 +163,6 @@ def test_bad_samples_are_named() -> None:
     length, count = len(item.input_ids), int(item.action_mask.sum())
     first = item.action_mask.copy()
     first[0] = 1
-    endless = replace(item.attachments, token_weights=np.full(count, np.inf, np.float32))
     short = replace(item.attachments, behavior_logprobs=np.zeros(1, np.float32))
     nothing = {
         "action_mask": np.zeros(length, np.int8),
@@ -164,18 +171,22 @@ def test_bad_samples_are_named() -> None:
         "attachments": SampleAttachments(),
     }
     cases: list[tuple[dict[str, object], str]] = [
-        (nothing, "without an action token"),
-        ({"attention_mask": np.ones(length + 1, np.int8)}, "masks of"),
+        (nothing, "no token is an action"),
+        ({"attention_mask": np.ones(length + 1, np.int8)}, "attention_mask has"),
         ({"action_mask": first}, "first token is an action"),
         ({"attention_mask": 1 - item.action_mask}, "hidden by the attention mask"),
         ({"temperature": 0.0}, "temperature 0"),
-        ({"attachments": endless}, "not finite"),
-        ({"attachments": short}, "behavior_logprobs for"),
-        ({"turns": (replace(item.turns[0], end=0),)}, "no turn span"),
+        ({"attachments": short}, "behavior_logprobs has 1 entries"),
+        ({"turns": (replace(item.turns[0], end=0),)}, "turns must follow each other"),
     ]
     for changes, said in cases:
         with pytest.raises(BatchError, match=said):
             lay_out(bad(item, **changes))
+    endless = replace(item.attachments, token_weights=np.full(count, np.inf, np.float32))
+    with pytest.raises(CreditError, match="weight of action token 0 is inf"):
+        lay_out(bad(item, attachments=endless))
+    with pytest.raises(BatchError, match=r"without samples.*dropped by filters: \{'parse': 3\}"):
+        lay_out(make_batch([], {"dropped": {"parse": 3}}))
     with pytest.raises(BatchError, match=rf"rollout '2-r0'.*{length} tokens.*max_seq_len=4"):
         lay_out(bad(item), max_seq_len=4)
     kept = replace(item.attachments, kept_token_ids=[np.array([VOCAB_END])] * count)
@@ -187,11 +198,56 @@ def test_bad_samples_are_named() -> None:
 VOCAB_END = 10_000
 
 
-def test_an_attachment_that_only_some_samples_have_is_an_error() -> None:
+@pytest.mark.parametrize("name", ["behavior_logprobs", "reference_logprobs", "teacher_logprobs"])
+def test_log_probs_that_only_some_samples_have_are_an_error_before_any_packing(name: str) -> None:
     batch = synthetic_batch(2, 2)
-    lacking = replace(
-        batch.items[1], attachments=replace(batch.items[1].attachments, behavior_logprobs=None)
-    )
+    values = [np.full(int(item.action_mask.sum()), -1.0, np.float32) for item in batch.items]
+    first, second = batch.items
+    has = replace(first, attachments=replace(first.attachments, **{name: values[0]}))  # type: ignore[arg-type]
+    lacks = replace(second, attachments=replace(second.attachments, **{name: None}))  # type: ignore[arg-type]
+    with pytest.raises(BatchError, match=rf"sample 1 \(rollout '2-r1'.* has no {name}"):
+        lay_out(make_batch([has, lacks]))
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.nan])
+def test_a_log_prob_that_is_not_finite_is_refused_by_name(value: float) -> None:
+    item = synthetic_batch(2, 1).items[0]
+    assert item.attachments.behavior_logprobs is not None
+    broken = item.attachments.behavior_logprobs.copy()
+    broken[-1] = value
+    at = len(broken) - 1
+    with pytest.raises(BatchError, match=rf"rollout '2-r0'.*action token {at} is {value}"):
+        lay_out(bad(item, attachments=replace(item.attachments, behavior_logprobs=broken)))
+
+
+def test_versions_that_only_some_samples_have_are_unknown_for_the_others() -> None:
+    batch = synthetic_batch(2, 2)
+    second = batch.items[1]
+    lacking = replace(second, attachments=replace(second.attachments, versions=None))
     layout = lay_out(make_batch([batch.items[0], lacking]))
-    with pytest.raises(BatchError, match="no behavior_logprobs"):
-        pack(layout, [0, 1])
+    count = int(second.action_mask.sum())
+    for indices in ([0, 1], [1]):
+        versions = pack(layout, indices).loss.versions
+        assert versions is not None
+        assert versions[-count:].tolist() == [UNKNOWN_VERSION] * count
+
+
+def test_rows_that_cannot_pack_get_a_micro_batch_each() -> None:
+    layout = lay_out(synthetic_batch(3, 5))
+    (plan,) = plan_micro_batches(layout, micro_token_budget=1000, packs=False)
+    assert sorted(plan) == [(i,) for i in range(5)]
+    ranks = plan_micro_batches(layout, micro_token_budget=1000, packs=False, world_size=2)
+    assert [len(rank) for rank in ranks] == [3, 3]
+    assert sorted(m for rank in ranks for m in rank if m) == [(i,) for i in range(5)]
+
+
+def test_rows_that_ranks_would_have_to_run_in_different_numbers_are_refused() -> None:
+    items = synthetic_batch(3, 2).items
+    forked = [replace(item, rollout_id="r", group_id="g") for item in items]
+    layout = lay_out(make_batch(forked))
+    (plan,) = plan_micro_batches(layout, micro_token_budget=1000, scope="rollout", packs=False)
+    assert plan == [(0, 1)]
+    with pytest.raises(BatchError, match=r"rollout 'r'.*cannot pack rows.*train on one rank"):
+        plan_micro_batches(
+            layout, micro_token_budget=1000, scope="rollout", packs=False, world_size=2
+        )

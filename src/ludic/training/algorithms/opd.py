@@ -6,8 +6,9 @@ Objective per token, on the student's own samples: sg(ρ)·A·logp with
     A = −(logp_student − logp_teacher), detached, + reward_coeff · the outcome's credit
 
 token_mean. In expectation the first part is minus the gradient of KL(student‖teacher) at each
-visited state. With `level="turn"` it is summed over the turn's tokens: the gradient of the KL of
-whole turns, at more variance. Defaults: token level, no reward, no cap on ρ.
+visited state. With `level="turn"` every token of a turn has the turn's mean gap, so that early
+tokens answer for later ones, at more variance. The mean, not the sum: the KL of a whole turn falls
+fastest by ending the turn after one token. Defaults: token level, no reward, no cap on ρ.
 
 Departures: logp_student is the current policy's, not the sampler's, so that stale data stays
 right under ρ. With several teachers each sample's own is chosen where it is scored.
@@ -25,7 +26,7 @@ from ludic.errors import ConfigError
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.reinforce import ReinforceLoss
 from ludic.training.credit_assignment.returns import ConstantCredit
-from ludic.training.losses.policy_ratio import missing_logprobs, sequence_sum
+from ludic.training.losses.policy_ratio import mean_over, missing_logprobs
 from ludic.training.types import CreditAssigner, LossBatch, LossStats, Scope, Stat, TokenLogProbs
 
 
@@ -45,9 +46,7 @@ class OnPolicyDistillationLoss(ReinforceLoss):
         if batch.teacher_logprobs is None:
             raise missing_logprobs("teacher")
         gap = policy.logprobs.detach() - batch.teacher_logprobs
-        pull = gap
-        if self.level == "turn":
-            pull = sequence_sum(gap, batch.turn_ids, batch.turn_lengths.numel())[batch.turn_ids]
+        pull = mean_over(gap, batch, "turn") if self.level == "turn" else gap
         weights = self.reward_coeff * batch.weights - pull
         loss, stats = super().compute(policy, replace(batch, weights=weights))
         return loss, {**stats, "kl_teacher": Stat.mean(gap)}

@@ -23,7 +23,6 @@ class MaskedCausalLMCrossEntropyLoss:
     """The weighted negative log-likelihood of the action tokens."""
 
     needs_logits: ClassVar[bool] = False
-    needs_entropy: ClassVar[bool] = False
     scope: ClassVar[Scope] = "token"
 
     aggregation: Aggregation = token_mean

@@ -9,6 +9,7 @@ what a batch source takes as `scorers`.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -49,9 +50,10 @@ class LocalScores:
     def __init__(
         self, model: nn.Module, *, micro_token_budget: int = 16384, without_adapter: bool = False
     ) -> None:
-        from ludic.training.update.policy import Policy
+        from ludic.training.update.policy import Policy, check_packing
 
         self.policy = Policy(model)
+        check_packing(self.policy, next(model.parameters()).device)
         self.micro_token_budget = micro_token_budget
         self._adapter_off: Callable[[], Any] = (
             model.disable_adapter if without_adapter else nullcontext  # type: ignore[assignment]
@@ -61,24 +63,20 @@ class LocalScores:
         return await asyncio.to_thread(self._score, items)
 
     def _score(self, items: Sequence[SAWItem]) -> Scores:
-        import torch
-
-        from ludic.training.update.packing import lay_out, pack, plan_micro_batches
+        from ludic.sharding.world import World
+        from ludic.training.update.packing import lay_out, plan_micro_batches
+        from ludic.training.update.passes import score_layout
 
         layout = lay_out(make_batch(items))
         longest = max(p.input_ids.size for p in layout.packed)
-        budget = max(self.micro_token_budget, longest)
-        (plan,) = plan_micro_batches(layout, micro_token_budget=budget)
-        device = next(self.policy.parameters()).device
-        scores: Scores = [np.empty(p.actions.size, dtype=np.float32) for p in layout.packed]
-        with torch.no_grad(), self._adapter_off():
-            for members in filter(None, plan):
-                found = self.policy.score(pack(layout, members).to(device)).logprobs
-                flat, start = found.float().cpu().numpy(), 0
-                for member in members:
-                    scores[member][:] = flat[start : start + len(scores[member])]
-                    start += len(scores[member])
-        return scores
+        (plan,) = plan_micro_batches(
+            layout,
+            micro_token_budget=max(self.micro_token_budget, longest),
+            packs=self.policy.packs,
+        )
+        world = World(device=next(self.policy.parameters()).device)
+        with self._adapter_off():
+            return score_layout(self.policy, layout, [(m, True) for m in plan if m], world)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +86,9 @@ class ClientScores:
     Most servers report prompt log-probs at temperature 1 whatever is asked; `tempered` says that
     this one applies the request's temperature. Otherwise items sampled at another are refused, as
     are those of truncated sampling, whose kept ids no server takes.
+
+    A server scores a prompt only where one more token fits. In a row that fills its context, the
+    last token counts as one that it finds as likely as the sampler did.
     """
 
     client: ChatClient
@@ -126,9 +127,13 @@ class ClientScores:
             )
         shown = np.asarray(item.attention_mask, dtype=bool)
         actions = np.flatnonzero(np.asarray(item.action_mask, dtype=bool)[shown])
+        ids = np.asarray(item.input_ids)[shown].tolist()
+        last = self._unscored(item, len(ids))
+        if last is not None:
+            ids = ids[:-1]
         request = TokenCompletionRequest(
             self.model,
-            tuple(np.asarray(item.input_ids)[shown].tolist()),
+            tuple(ids),
             SamplingConfig(temperature=item.temperature, max_tokens=1),
             ReturnSpec(logprobs=False, prompt_logprobs=True),
             timeout_s=self.timeout_s,
@@ -139,16 +144,33 @@ class ClientScores:
         except TimeoutError as exc:
             raise DeadlineError(f"the scores of {where}", repr(self.model), self.timeout_s) from exc
         found = response.info.get("prompt_logprobs")
-        if found is None or len(found) != int(shown.sum()):
+        if found is None or len(found) != len(ids):
             got = "none" if found is None else len(found)
             raise BatchError(
-                f"{where}: {got} prompt log-probs for {int(shown.sum())} tokens; the client must "
-                'answer ReturnSpec(prompt_logprobs=True) in info["prompt_logprobs"]'
+                f"{where}: {got} prompt log-probs for {len(ids)} tokens; the client must answer "
+                'ReturnSpec(prompt_logprobs=True) in info["prompt_logprobs"]'
             )
+        if last is not None:
+            found = [*found, last]
         values = [found[position] for position in actions]
         if any(value is None for value in values):
             raise BatchError(f"{where}: an action token came back without a log-prob")
         return np.array(values, dtype=np.float32)
+
+    def _unscored(self, item: SAWItem, length: int) -> float | None:
+        """What stands for the log-prob of a last token that does not fit; None where all fit."""
+        limit = self.client.max_context_tokens
+        if limit is None or length < limit:
+            return None
+        sampled = item.attachments.behavior_logprobs
+        if length == limit and not item.action_mask[-1]:
+            return math.nan  # no action, so nobody asks
+        if length > limit or sampled is None:
+            raise BatchError(
+                f"rollout {item.rollout_id!r} has {length} tokens, and {self.model!r} scores up to "
+                f"{limit - 1}: start it with a context of at least {length + 1}"
+            )
+        return float(sampled[-1])
 
 
 @dataclass(frozen=True, slots=True)

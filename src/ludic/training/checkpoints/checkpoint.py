@@ -15,21 +15,24 @@ import json
 import logging
 import os
 import shutil
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from re import fullmatch
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, DamagedCheckpointError
 from ludic.sharding.world import World
 from ludic.training.checkpoints.model_loading import model_fingerprint, save_model
-from ludic.training.checkpoints.state_shards import load_tensors, write_shard
+from ludic.training.checkpoints.state_shards import describe_shards, load_tensors, write_shard
 from ludic.training.config import CheckpointConfig
 from ludic.training.update.optimizer import MasterAdamW
 
@@ -57,8 +60,11 @@ class Checkpointer:
         self.cfg, self.world = cfg, world or World()
         self.folder = Path(cfg.folder)
         self.last_step = -1
-        self._writer: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._writers = self.world  # the ranks that write a checkpoint together
+        if cfg.background and self.world.group is not None:
+            self._writers = _own_group(self.world, self.world.group)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="ludic-checkpoint")
+        self._writing: Future[None] | None = None
 
     def save(self, model: nn.Module, optimizer: MasterAdamW, state: TrainerState) -> None:
         """Saves everything. In the background, only copying the tensors is waited for; an error
@@ -71,31 +77,18 @@ class Checkpointer:
         model_files = save_model(model, self.world)
         fingerprint = model_fingerprint(model)
         rng = _rng_state(self.world.device)
-
-        def write() -> None:
-            self._write(name, pieces, model_files, fingerprint, rng, state)
-
-        if not self.cfg.background or self.world.size > 1:
-            write()
+        write = partial(self._write, name, pieces, model_files, fingerprint, rng, state)
+        if self.cfg.background:
+            self._writing = self._writer.submit(write)
         else:
-            self._writer = threading.Thread(target=self._guarded, args=(write,), daemon=False)
-            self._writer.start()
+            write()
         self.last_step = state.step
 
     def finish(self) -> None:
         """Waits for a checkpoint that is being written, and raises what went wrong with it."""
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def _guarded(self, write: Any) -> None:
-        try:
-            write()
-        except BaseException as exc:
-            self._failure = exc
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def _write(
         self,
@@ -107,39 +100,44 @@ class Checkpointer:
         state: TrainerState,
     ) -> None:
         temporary = self.folder / f"{_TEMPORARY}{name}"
-        error: CheckpointError | None = None
-        described: dict[str, Any] = {}
-        try:
+
+        def unwritable(exc: Exception) -> str:
+            shutil.rmtree(temporary, ignore_errors=True)
+            last = self.latest()
+            kept = f"the last good one is {last}" if last else "there is no earlier one"
+            return (
+                f"could not write a checkpoint to {self.folder}: {exc}; {kept}. Free some space, "
+                "or choose another folder in CheckpointConfig"
+            )
+
+        agreed = partial(self._agreed, unwritable, self._writers)
+        with agreed():
             if self.world.leads:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
                 model_files(temporary / "model")
-            self.world.barrier()
-            described = write_shard(temporary, pieces, rng, self.world)
+        with agreed():
+            write_shard(temporary, pieces, rng, self.world)
+        with agreed():
+            if self.world.leads:
+                self._complete(temporary, name, fingerprint, state)
+
+    @contextmanager
+    def _agreed(
+        self, describe: Callable[[Exception], str], world: World | None = None
+    ) -> Iterator[None]:
+        """Raises a `CheckpointError` on every rank where the work inside failed on any."""
+        error: CheckpointError | None = None
+        try:
+            yield
+        except CheckpointError as exc:
+            error = exc
         except Exception as exc:  # safetensors and transformers have errors of their own
-            error = self._unwritable(temporary, exc)
-        self.world.agree(error)
-        if self.world.leads:
-            try:
-                self._complete(temporary, name, described, fingerprint, state)
-            except CheckpointError as exc:
-                error = exc
-            except OSError as exc:
-                error = self._unwritable(temporary, exc)
-        self.world.agree(error)
+            error = CheckpointError(describe(exc))
+            error.__cause__ = exc
+        (world or self.world).agree(error)
 
-    def _unwritable(self, temporary: Path, exc: Exception) -> CheckpointError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        last = self.latest()
-        kept = f"the last good one is {last}" if last else "there is no earlier one"
-        return CheckpointError(
-            f"could not write a checkpoint to {self.folder}: {exc}; {kept}. Free some space, or "
-            "choose another folder in CheckpointConfig"
-        )
-
-    def _complete(
-        self, temporary: Path, name: str, tensors: Any, fingerprint: str, state: TrainerState
-    ) -> None:
+    def _complete(self, temporary: Path, name: str, fingerprint: str, state: TrainerState) -> None:
         files = {
             str(path.relative_to(temporary)): {
                 "bytes": path.stat().st_size,
@@ -153,7 +151,7 @@ class Checkpointer:
             "world_size": self.world.size,
             "fingerprint": fingerprint,
             "state": asdict(state),
-            "tensors": tensors,
+            "tensors": describe_shards(temporary, self.world.size),
             "files": files,
         }
         try:
@@ -209,20 +207,18 @@ class Checkpointer:
         if not self.cfg.resume:
             self._start_over()
             return None
-        whole, error = None, None
+        whole = None
         damaged: dict[Path, DamagedCheckpointError] = {}
-        if self.world.leads:
-            try:
+        with self._agreed(lambda exc: f"cannot read the checkpoints in {self.folder}: {exc}"):
+            if self.world.leads:
                 whole = self._newest_whole(damaged)
-            except CheckpointError as exc:
-                error = exc
-        self.world.agree(error)
         name = self.world.share({"name": whole[0].name if whole else None})["name"]
         if name is None:
             return None
         path = self.folder / name
-        manifest = whole[1] if whole else verify_checkpoint(path)
-        state = _load(path, manifest, model, optimizer, self.world)
+        state = load_checkpoint(
+            path, model, optimizer, self.world, manifest=whole[1] if whole else None
+        )
         if damaged:
             self._point_at(name)
         for passed, why in damaged.items():
@@ -233,18 +229,12 @@ class Checkpointer:
 
     def _start_over(self) -> None:
         """Keeps what an earlier run left under other names: it is no part of this one."""
-        error: CheckpointError | None = None
-        if self.world.leads:
-            try:
+        with self._agreed(lambda exc: f"cannot start over in {self.folder}: {exc}"):
+            if self.world.leads:
                 (self.folder / "latest").unlink(missing_ok=True)
                 for earlier in sorted(p for p in self.folder.glob("step-*") if p.is_dir()):
                     kept = self._set_aside(earlier, "superseded")
                     _log.warning("resume is off and %s is of an earlier run: %s", earlier, kept)
-            except CheckpointError as exc:
-                error = exc
-            except OSError as exc:
-                error = CheckpointError(f"cannot start over in {self.folder}: {exc}")
-        self.world.agree(error)
 
     def _newest_whole(
         self, damaged: dict[Path, DamagedCheckpointError]
@@ -286,24 +276,29 @@ class Checkpointer:
         _sync_folder(self.folder)
 
 
+def _own_group(world: World, group: dist.ProcessGroup) -> World:
+    """The same ranks under a process group of the writers' own: in the background, their
+    collectives must not come between those of the training."""
+    ranks = dist.get_process_group_ranks(group)
+    own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return World(world.rank, world.size, own)
+
+
 def load_checkpoint(
-    path: str | Path, model: nn.Module, optimizer: MasterAdamW, world: World | None = None
+    path: str | Path,
+    model: nn.Module,
+    optimizer: MasterAdamW,
+    world: World | None = None,
+    *,
+    manifest: Mapping[str, Any] | None = None,
 ) -> TrainerState:
     """Brings model, optimizer and RNG to the checkpoint's state, on any number of ranks.
 
-    Raises `CheckpointError` when a file is missing, cut or changed, or the model is another.
+    Raises `CheckpointError` when a file is missing, cut or changed, or the model is another. With
+    the `manifest` that `verify_checkpoint` returned, the files are not checked again.
     """
-    path = Path(path)
-    return _load(path, verify_checkpoint(path), model, optimizer, world or World())
-
-
-def _load(
-    path: Path,
-    manifest: Mapping[str, Any],
-    model: nn.Module,
-    optimizer: MasterAdamW,
-    world: World,
-) -> TrainerState:
+    path, world = Path(path), world or World()
+    manifest = manifest or verify_checkpoint(path)
     own = model_fingerprint(model)
     if manifest["fingerprint"] != own:
         raise CheckpointError(

@@ -20,11 +20,8 @@ from ludic.sharding.world import World
 
 def write_shard(
     folder: Path, tensors: Mapping[str, Tensor], extra: Mapping[str, Tensor], world: World
-) -> dict[str, Any]:
-    """Writes this rank's rows of every tensor; answers, on rank 0, where all the pieces are.
-
-    A tensor that is not sharded is written by rank 0 alone.
-    """
+) -> None:
+    """Writes this rank's rows of every tensor; one that is not sharded, rank 0 alone."""
     local: dict[str, Tensor] = dict(extra)
     described: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -37,11 +34,12 @@ def write_shard(
     save_file(local, folder / file, metadata={"pieces": json.dumps(described)})
     with (folder / file).open("rb") as handle:
         os.fsync(handle.fileno())
-    world.barrier()
-    if not world.leads:
-        return {}
+
+
+def describe_shards(folder: Path, ranks: int) -> dict[str, Any]:
+    """Every tensor's shape, and which of the ranks' files has which of its rows."""
     result: dict[str, Any] = {}
-    for rank in range(world.size):
+    for rank in range(ranks):
         name = f"state-{rank:05d}.safetensors"
         with safe_open(folder / name, framework="pt") as opened:
             for key, facts in json.loads(opened.metadata()["pieces"]).items():

@@ -21,6 +21,13 @@ from ludic.training.types import LossBatch
 Unit = Literal["turn", "rollout"]
 
 
+def sequences(batch: LossBatch, unit: Unit) -> tuple[Tensor, Tensor, int]:
+    """Each token's turn or rollout, their lengths, and how many the macro-batch has."""
+    if unit == "turn":
+        return batch.turn_ids, batch.turn_lengths, batch.counts.turns
+    return batch.rollout_ids, batch.rollout_lengths, batch.counts.rollouts
+
+
 class Aggregation(Protocol):
     """How token terms become one loss."""
 
@@ -52,10 +59,7 @@ class SequenceMean:
             raise ConfigError(f'SequenceMean.unit={self.unit!r}: must be "turn" or "rollout"')
 
     def coefficients(self, batch: LossBatch) -> Float[Tensor, " tokens"]:
-        if self.unit == "turn":
-            ids, lengths, count = batch.turn_ids, batch.turn_lengths, batch.counts.turns
-        else:
-            ids, lengths, count = batch.rollout_ids, batch.rollout_lengths, batch.counts.rollouts
+        ids, lengths, count = sequences(batch, self.unit)
         return (1.0 / (lengths.to(batch.weights.dtype) * max(count, 1)))[ids]
 
 

@@ -28,8 +28,8 @@ class CompositeLoss:
 
     >>> from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss
     >>> loss = CompositeLoss((1.0, TokenClippedSurrogateLoss()), (0.01, EntropyBonus()))
-    >>> loss.needs_entropy
-    True
+    >>> loss.scope
+    'token'
     """
 
     def __init__(self, *terms: tuple[float, Loss]) -> None:
@@ -41,10 +41,6 @@ class CompositeLoss:
     @property
     def needs_logits(self) -> bool:
         return any(loss.needs_logits for _, loss in self.terms)
-
-    @property
-    def needs_entropy(self) -> bool:
-        return any(loss.needs_entropy for _, loss in self.terms)
 
     @property
     def scope(self) -> Scope:
@@ -67,7 +63,6 @@ class EntropyBonus:
     collapsing. A correction does not scale it, since entropy belongs to the state alone."""
 
     needs_logits: ClassVar[bool] = False
-    needs_entropy: ClassVar[bool] = True
     scope: ClassVar[Scope] = "token"
 
     aggregation: Aggregation = token_mean

@@ -21,12 +21,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ludic.errors import ConfigError, NotTrainableError
+from ludic.training.losses.aggregation import sequences
 from ludic.training.losses.composite import widest
 from ludic.training.losses.policy_ratio import check_bounds, exp_bounded, mean_over
 from ludic.training.preprocess import preprocess_of
 from ludic.training.types import Loss, LossBatch, LossStats, Scope, Stat, TokenLogProbs
 
-Level = Literal["token", "turn", "rollout"]
 Mean = Literal["product", "geometric"]
 
 
@@ -34,7 +34,7 @@ class Correction(Protocol):
     """Gives each token a factor. `level` says which tokens it looks at together."""
 
     @property
-    def level(self) -> Level: ...
+    def level(self) -> Scope: ...
 
     def factors(
         self, log_ratio: Float[Tensor, " tokens"], batch: LossBatch
@@ -44,17 +44,14 @@ class Correction(Protocol):
 
 
 def level_ratio(
-    log_ratio: Float[Tensor, " tokens"], batch: LossBatch, level: Level, mean: Mean
+    log_ratio: Float[Tensor, " tokens"], batch: LossBatch, level: Scope, mean: Mean
 ) -> Float[Tensor, " tokens"]:
     """Each token's ratio at the level: its own, or its turn's or rollout's."""
     if level != "token":
-        averaged = mean_over(log_ratio, batch, level)
+        log_ratio = mean_over(log_ratio, batch, level)
         if mean == "product":
-            turn = level == "turn"
-            lengths = batch.turn_lengths if turn else batch.rollout_lengths
-            ids = batch.turn_ids if turn else batch.rollout_ids
-            averaged = averaged * lengths[ids].to(averaged.dtype)
-        log_ratio = averaged
+            ids, lengths, _ = sequences(batch, level)
+            log_ratio = log_ratio * lengths[ids].to(log_ratio.dtype)
     return exp_bounded(log_ratio)
 
 
@@ -64,7 +61,7 @@ class TruncatedImportance:
 
     upper: float = 2.0
     lower: float | None = None
-    level: Level = "token"
+    level: Scope = "token"
     mean: Mean = "product"
 
     def __post_init__(self) -> None:
@@ -88,7 +85,7 @@ class MaskedImportance:
 
     lower: float = 0.5
     upper: float = 2.0
-    level: Level = "token"
+    level: Scope = "token"
     mean: Mean = "product"
     keep_ratio: bool = True
 
@@ -106,7 +103,7 @@ class MaskedImportance:
 
 
 def _stats(
-    what: str, level: Level, ratio: Float[Tensor, " tokens"], hit: Bool[Tensor, " tokens"]
+    what: str, level: Scope, ratio: Float[Tensor, " tokens"], hit: Bool[Tensor, " tokens"]
 ) -> LossStats:
     return {
         f"correction_{level}_ratio_mean": Stat.mean(ratio),
@@ -136,10 +133,6 @@ class CorrectedLoss:
     @property
     def needs_logits(self) -> bool:
         return self.loss.needs_logits
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self.loss.needs_entropy
 
     @property
     def scope(self) -> Scope:

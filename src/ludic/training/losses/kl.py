@@ -20,8 +20,8 @@ from ludic.errors import ConfigError
 from ludic.training.losses.aggregation import Aggregation, token_mean
 from ludic.training.losses.composite import CompositeLoss
 from ludic.training.losses.policy_ratio import (
+    MAX_LOG_RATIO,
     check_batch,
-    exp_bounded,
     missing_logprobs,
     policy_ratio,
     reduce,
@@ -40,7 +40,10 @@ def kl_estimate(
     k1 = logprobs - reference
     if estimator == "k2":
         return 0.5 * k1.square()
-    return exp_bounded(-k1) - 1 + k1
+    # Where the exponential would overflow, its tangent goes on in its place. Cut flat, it would
+    # leave only +k1 to differentiate, which pushes a token that is too unlikely further down.
+    held = (-k1).clamp(max=MAX_LOG_RATIO)
+    return held.exp() * (1 + (-k1 - held)) - 1 + k1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,6 @@ class TokenKLLoss:
     """
 
     needs_logits: ClassVar[bool] = False
-    needs_entropy: ClassVar[bool] = False
     scope: ClassVar[Scope] = "token"
 
     estimator: Estimator = "k3"

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ludic.errors import BatchError, ConfigError, NotTrainableError
-from ludic.training.losses.aggregation import Aggregation, Unit
+from ludic.training.losses.aggregation import Aggregation, Unit, sequences
 from ludic.training.types import LossBatch, LossStats, Scope, Stat, TokenLogProbs
 
 MAX_LOG_RATIO = 20.0
@@ -104,10 +104,7 @@ def mean_over(
     values: Float[Tensor, " tokens"], batch: LossBatch, unit: Unit
 ) -> Float[Tensor, " tokens"]:
     """The mean over each token's sequence, written back to its tokens."""
-    if unit == "turn":
-        ids, lengths = batch.turn_ids, batch.turn_lengths
-    else:
-        ids, lengths = batch.rollout_ids, batch.rollout_lengths
+    ids, lengths, _ = sequences(batch, unit)
     if ids.device.type == "cpu":
         here = torch.bincount(ids, minlength=lengths.numel())
         if not torch.equal(here, lengths.to(here.dtype)):
@@ -151,7 +148,6 @@ class PolicyLoss(ABC):
     """
 
     needs_logits: ClassVar[bool] = False
-    needs_entropy: ClassVar[bool] = False
 
     aggregation: Aggregation
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +11,7 @@ from torch import nn
 from ludic.saw.items import SAWBatch
 from ludic.sharding.model_parts import base_causal_lm, head_of
 from ludic.sharding.world import World
+from ludic.training.update.policy import config_facts
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "L40S": 362e12}
 """Dense bfloat16 operations per second, from the makers' data sheets."""
@@ -50,12 +50,10 @@ class ModelFlops:
         own = [p for p in causal.parameters() if id(p) not in skip]
         self.backbone = sum(p.numel() * (6 if p.requires_grad else 4) for p in own)
         self.head = sum(p.numel() * (6 if p.requires_grad else 4) for p in head.parameters())
-        config: Any = causal.config
-        heads = getattr(config, "num_attention_heads", 0)
-        width = (getattr(config, "head_dim", None) or 0) * heads or getattr(
-            config, "hidden_size", 0
-        )
-        self.attention = 6 * getattr(config, "num_hidden_layers", 0) * width
+        facts = config_facts(causal)
+        heads, head_dim = (facts.get(k) or 0 for k in ("num_attention_heads", "head_dim"))
+        width = heads * head_dim or facts.get("hidden_size") or 0
+        self.attention = 6 * (facts.get("num_hidden_layers") or 0) * width
 
     def of(self, lengths: list[int], actions: int) -> float:
         """Operations of forward and backward over sequences of these lengths."""

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ludic.saw.building import UNKNOWN_VERSION
 from ludic.training.types import LossBatch, Stat, TokenLogProbs
 
 PREFIXES = ("train/", "eval/", "perf/")
@@ -62,7 +63,7 @@ class StatBuffer:
                     result[name] = total / weight
             elif stat.how == "sum":
                 result[name] = total
-            else:
+            elif peak > -torch.inf:  # else there was nothing to compare
                 result[name] = -peak if stat.how == "min" else peak
         self._stats = {}
         return result
@@ -98,17 +99,6 @@ def _joined(a: Stat, b: Stat) -> Stat:
     return Stat(a.total + b.total, a.weight + b.weight, a.how)
 
 
-def total(value: Tensor) -> Stat:
-    """A number that is summed over micro-batches and ranks."""
-    return Stat(value, torch.ones_like(value), "sum")
-
-
-def extreme(values: Tensor, how: str) -> Stat:
-    """The largest (`max`) or smallest (`min`) of `values`."""
-    worst = values.detach().max() if how == "max" else values.detach().min()
-    return Stat(worst, torch.ones_like(worst), "max" if how == "max" else "min")
-
-
 def policy_stats(policy: TokenLogProbs, batch: LossBatch, version: int) -> dict[str, Stat]:
     """What every algorithm is told: entropy, staleness, and how far the log-probs recomputed at
     the start of an update are from those that the sampler reported, before clipping."""
@@ -116,15 +106,16 @@ def policy_stats(policy: TokenLogProbs, batch: LossBatch, version: int) -> dict[
     if policy.entropy is not None:
         stats["entropy"] = Stat.mean(policy.entropy)
     if batch.versions is not None:
-        staleness = (version - batch.versions).float()
-        stats["staleness"] = Stat.mean(staleness)
-        stats["staleness_max"] = extreme(staleness, "max")
+        known = batch.versions != UNKNOWN_VERSION
+        age = (version - batch.versions).float()
+        stats["staleness_mean"] = Stat((age * known).sum(), known.sum())
+        stats["staleness_max"] = Stat.max(age.where(known, -torch.inf))
     if batch.behavior_logprobs is not None:
         # Where an update has several steps, only the proximal log-probs are from its start.
         ours = batch.proximal_logprobs
         gap = (policy.logprobs.detach() if ours is None else ours) - batch.behavior_logprobs
         stats["mismatch_abs"] = Stat.mean(gap.abs())
-        stats["mismatch_max"] = extreme(gap.abs(), "max")
+        stats["mismatch_max"] = Stat.max(gap.abs())
         stats["mismatch_kl"] = Stat.mean(-gap)
         stats["mismatch_ratio"] = Stat.mean(gap.exp())
     return stats

@@ -17,28 +17,30 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError
 
-AttentionKind: TypeAlias = Literal["auto", "varlen", "flex", "sdpa"]
+AttentionKind: TypeAlias = Literal["auto", "varlen", "sdpa"]
 PREFIX = "ludic_packed_"
 
 
+class CannotPack(ConfigError):
+    """A model whose attention has no packed form here."""
+
+
 def enable_packed_attention(model: nn.Module, kind: AttentionKind = "auto") -> None:
-    """Lets `model` take packed sequences. Doing it again only changes the kernel."""
+    """Lets `model` take packed sequences. Doing it again only changes the kernel.
+
+    Raises `CannotPack` for a model whose attention is not transformers' `AttentionInterface`.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     config = getattr(model, "config", None)
     before = getattr(config, "_attn_implementation", None)
-    if config is None or before is None:
-        raise ConfigError(
-            f"{type(model).__name__} has no attention that can be chosen: the trainer takes "
-            "transformers' causal language models that use its AttentionInterface"
-        )
-    if getattr(model, "_supports_attention_backend", True) is False:
-        raise ConfigError(f"{type(model).__name__} does not go through the AttentionInterface")
-    before = before.removeprefix(PREFIX).split(":")[-1]
-    before = "sdpa" if before == "eager" else before  # the same numbers, but found by its name
+    if config is None or before is None or not getattr(model, "_supports_attention_backend", True):
+        raise CannotPack("its attention does not go through transformers' AttentionInterface")
+    before = _own_name(before)
     name = f"{PREFIX}{kind}:{before}"
+    before = "sdpa" if before == "eager" else before  # the same numbers, but found by its name
     default = ALL_ATTENTION_FUNCTIONS[before]
 
     def attention(
@@ -60,6 +62,19 @@ def enable_packed_attention(model: nn.Module, kind: AttentionKind = "auto") -> N
     device = next(model.parameters()).device
     if device.type == "cuda" and kind in ("auto", "varlen"):
         _grouped_varlen_works(device)  # now, since it cannot be tried inside a compiled layer
+
+
+def restore_attention(model: nn.Module) -> None:
+    """Undoes `enable_packed_attention`, where it was done."""
+    config: Any = getattr(model, "config", None)
+    name = getattr(config, "_attn_implementation", None)
+    if name is not None and name.startswith(PREFIX):
+        config._attn_implementation = _own_name(name)
+
+
+def _own_name(name: str) -> str:
+    """What an attention was called before it was put behind the packed one."""
+    return name.removeprefix(PREFIX).split(":")[-1]
 
 
 def packed_arguments(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
@@ -95,7 +110,7 @@ def packed_attention(
 ) -> Tensor:
     """Causal attention within each sequence. In: 1 x heads x length x width; out: transposed."""
     if softcap is not None or s_aux is not None:
-        raise ConfigError(f"{type(module).__name__}: soft-capped attention and sinks cannot pack")
+        raise CannotPack(f"{type(module).__name__} has a soft cap or sinks")
     if dropout:
         raise ConfigError("packed attention has no dropout: set attention_dropout=0")
     narrow = query.dtype in (torch.bfloat16, torch.float16)
@@ -209,50 +224,7 @@ def _grouped_varlen_works(device: torch.device) -> bool:
     )
 
 
-@cache
-def _compiled_flex() -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=True)
-
-
-def _flex(
-    query: Tensor, key: Tensor, value: Tensor, cu: Tensor, longest: int, scale: Any, window: int
-) -> Tensor:
-    """FlexAttention with a mask of blocks; the same for every layer, so it is made once."""
-    out = _compiled_flex()(
-        query,
-        key,
-        value,
-        block_mask=_block_mask(cu, query.shape[2], window),
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return out.transpose(1, 2)  # type: ignore[no-any-return]
-
-
-_last_mask: tuple[Tensor, int, Any] | None = None
-
-
-def _block_mask(cu: Tensor, length: int, window: int) -> Any:
-    global _last_mask
-    if _last_mask is not None and _last_mask[0] is cu and _last_mask[1] == window:
-        return _last_mask[2]
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    document = torch.searchsorted(cu, torch.arange(length, device=cu.device), right=True)
-
-    def visible(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        near = (q >= k) & (document[q] == document[k])
-        return near & (q - k < window) if window else near
-
-    mask = create_block_mask(visible, None, None, length, length, device=cu.device)
-    _last_mask = (cu, window, mask)
-    return mask
-
-
 _KERNELS: dict[str, Callable[..., Tensor]] = {
     "sdpa": _per_sequence,
     "varlen": _varlen,
-    "flex": _flex,
 }

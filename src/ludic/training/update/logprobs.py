@@ -62,9 +62,8 @@ def token_logprobs(
     if type(head) is nn.Linear and rule.softcap is None:
         chunk = chunk or chunk_tokens(head.out_features, hidden.device)
         scales = rule.scale / temperatures.to(_wide(hidden.dtype))
-        ids, offsets = (kept.ids, kept.offsets) if kept else (None, None)
         logprobs, entropies = _FusedLogProbs.apply(  # type: ignore[no-untyped-call]
-            hidden, head.weight, head.bias, targets, scales, ids, offsets, entropy, chunk
+            hidden, head.weight, head.bias, targets, scales, kept, entropy, chunk
         )
         return logprobs, entropies if entropy else None
     return _checkpointed(hidden, head, targets, temperatures, kept, rule, entropy, chunk)
@@ -81,24 +80,19 @@ def action_logits(
     """The whole logits that the log-probs are a softmax of, for losses that ask for them."""
     logits = (rule or LogitRule())(head(hidden).to(_wide(hidden.dtype)))
     logits = logits / temperatures[:, None]
-    mask = _kept_mask(kept, 0, hidden.shape[0], logits.shape[1])
+    mask = _mask(kept, 0, hidden.shape[0], logits.shape[1])
     return logits if mask is None else logits.masked_fill(mask, -torch.inf)
-
-
-def _kept_mask(kept: KeptIds | None, start: int, end: int, vocab: int) -> Tensor | None:
-    return None if kept is None else _mask(kept.ids, kept.offsets, start, end, vocab)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _mask(
-    ids: Tensor | None, offsets: Tensor | None, start: int, end: int, vocab: int
-) -> Tensor | None:
+def _mask(kept: KeptIds | None, start: int, end: int, vocab: int) -> Tensor | None:
     """True where an id was cut from the distribution of tokens `start` to `end`."""
-    if ids is None or offsets is None:
+    if kept is None:
         return None
+    ids, offsets = kept.ids, kept.offsets
     counts = offsets[start + 1 : end + 1] - offsets[start:end]
     rows = torch.repeat_interleave(torch.arange(end - start, device=ids.device), counts)
     mask = torch.ones(end - start, vocab, dtype=torch.bool, device=ids.device)
@@ -175,8 +169,7 @@ class _FusedLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         scales: Tensor,
-        kept_ids: Tensor | None,
-        offsets: Tensor | None,
+        kept: KeptIds | None,
         entropy: bool,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
@@ -185,7 +178,7 @@ class _FusedLogProbs(torch.autograd.Function):
             reduce(
                 _chunk_logits(hidden[start:end], weight, bias, scales.dtype),
                 scales[start:end],
-                _mask(kept_ids, offsets, start, end, len(weight)),
+                _mask(kept, start, end, len(weight)),
                 targets[start:end],
                 entropy,
             )
@@ -194,10 +187,8 @@ class _FusedLogProbs(torch.autograd.Function):
         lse, logprobs, entropies = (
             torch.cat([scales.new_zeros(0), *(part[i] for part in parts)]) for i in range(3)
         )
-        ctx.save_for_backward(
-            hidden, weight, bias, targets, scales, kept_ids, offsets, lse, entropies
-        )
-        ctx.chunk = chunk
+        ctx.save_for_backward(hidden, weight, bias, targets, scales, lse, entropies)
+        ctx.chunk, ctx.kept = chunk, kept
         ctx.set_materialize_grads(False)
         if not entropy:
             ctx.mark_non_differentiable(entropies)
@@ -205,7 +196,7 @@ class _FusedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> Any:
-        hidden, weight, bias, targets, scales, kept_ids, offsets, lse, entropies = ctx.saved_tensors
+        hidden, weight, bias, targets, scales, lse, entropies = ctx.saved_tensors
         gradient, wide = _kernel(_logit_gradient, hidden.device), scales.dtype
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
@@ -217,7 +208,7 @@ class _FusedLogProbs(torch.autograd.Function):
             grad = gradient(
                 _chunk_logits(hidden[part], weight, bias, wide),
                 scales[part],
-                _mask(kept_ids, offsets, start, end, len(weight)),
+                _mask(ctx.kept, start, end, len(weight)),
                 targets[part],
                 lse[part],
                 entropies[part],
@@ -238,7 +229,7 @@ class _FusedLogProbs(torch.autograd.Function):
             grad_weight = grad_weight.to(weight.dtype)
         if needs_bias and grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _ranges(total: int, chunk: int) -> list[tuple[int, int]]:
@@ -268,7 +259,7 @@ def _checkpointed(
 
     def score(part: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
         logits = rule(head(part).to(_wide(hidden.dtype)))
-        mask = _kept_mask(kept, start, end, logits.shape[1])
+        mask = _mask(kept, start, end, logits.shape[1])
         scales = 1.0 / temperatures[start:end]
         return _reduce(logits, scales, mask, targets[start:end], entropy)[1:]
 

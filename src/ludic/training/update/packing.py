@@ -6,6 +6,7 @@ so the losses' normalisers are those of the macro-batch on any number of ranks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -17,9 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ludic.errors import BatchError
+from ludic.saw.batch import make_batch
+from ludic.saw.building import UNKNOWN_VERSION
 from ludic.saw.items import BatchCounts, SAWBatch, SAWItem
 from ludic.training.types import LossBatch, Scope
 
+_log = logging.getLogger("ludic.training")
 T = TypeVar("T")
 
 
@@ -39,7 +43,6 @@ class MicroBatch:
     """Sequences end to end, and the facts about their action tokens.
 
     `action_positions` are the places whose hidden state predicts an action token: one before it.
-    `items` are positions in the macro-batch; action tokens follow their order.
     """
 
     input_ids: Int[Tensor, " length"]
@@ -50,16 +53,7 @@ class MicroBatch:
     target_ids: Int[Tensor, " tokens"]
     temperatures: Float[Tensor, " tokens"]
     loss: LossBatch
-    items: tuple[int, ...]
     kept: KeptIds | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.input_ids.numel())
-
-    @property
-    def num_actions(self) -> int:
-        return int(self.target_ids.numel())
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
@@ -109,56 +103,50 @@ def describe(item: SAWItem, index: int) -> str:
 def lay_out(batch: SAWBatch, *, max_seq_len: int | None = None) -> Layout:
     """Checks every item of the macro-batch and numbers what the losses count.
 
-    Raises `BatchError` for a sample that cannot be trained on, and for a batch without a single
-    action token. A sample longer than `max_seq_len` is an error, never cut.
+    Raises `BatchError` for a sample that cannot be trained on, and for a batch without
+    samples. A sample longer than `max_seq_len` is an error, never cut.
     """
+    items = make_batch(batch.items).items
+    if not items:
+        raise BatchError(
+            "a batch without samples: nothing to train on (dropped by filters: "
+            f"{batch.meta.get('dropped', {})}); loosen the filters or sample more"
+        )
+    _check_logprobs(items)
     turns: dict[Hashable, int] = {}
     rollouts: dict[Hashable, int] = {}
     groups: dict[Hashable, int] = {}
     packed = []
-    for index, item in enumerate(batch.items):
+    for index, item in enumerate(items):
         keep = np.asarray(item.attention_mask, dtype=bool)
         actions = np.asarray(item.action_mask, dtype=bool)
         _check_item(item, index, keep, actions, max_seq_len)
-        own: Hashable = item.rollout_id or ("sample", index)
-        rollout = rollouts.setdefault(own, len(rollouts))
-        group = groups.setdefault(item.group_id or ("rollout", own), len(groups))
-        total = int(actions.sum())
-        turn_ids = np.full(total, -1, dtype=np.int64)
-        for span in item.turns:
-            turn_ids[span.start : span.end] = turns.setdefault((own, span.turn_index), len(turns))
-        if not item.turns:
-            turn_ids[:] = turns.setdefault((own, "sample", index), len(turns))
-        if (turn_ids < 0).any():
-            raise BatchError(f"{describe(item, index)}: action tokens that belong to no turn span")
+        group = item.group_id or ("rollout", item.rollout_id)
+        own = [(item.rollout_id, span.turn_index) for span in item.turns]
         weights = item.attachments.token_weights
         if weights is None:
-            weights = np.full(total, item.weight, dtype=np.float32)
-        if not np.isfinite(weights).all():
-            raise BatchError(f"{describe(item, index)}: a weight is not finite; check the credit")
+            weights = np.full(int(actions.sum()), item.weight, dtype=np.float32)
         packed.append(
             PackedItem(
                 np.asarray(item.input_ids, dtype=np.int64)[keep],
                 np.flatnonzero(actions[keep]),
                 np.asarray(weights, dtype=np.float32),
-                turn_ids,
-                rollout,
-                group,
+                np.repeat(
+                    [turns.setdefault(turn, len(turns)) for turn in own],
+                    [span.end - span.start for span in item.turns],
+                ),
+                rollouts.setdefault(item.rollout_id, len(rollouts)),
+                groups.setdefault(group, len(groups)),
             )
         )
-    if not any(p.actions.size for p in packed):
-        dropped = batch.meta.get("dropped", {})
-        raise BatchError(
-            f"a batch of {len(batch.items)} samples without an action token: nothing to train on "
-            f"(dropped by filters: {dropped}); loosen the filters or sample more"
-        )
-    lengths = [np.zeros(max(len(names), 1), dtype=np.int64) for names in (turns, rollouts, groups)]
-    for p in packed:
-        np.add.at(lengths[0], p.turn_ids, 1)
-        lengths[1][p.rollout_id] += p.actions.size
-        lengths[2][p.group_id] += p.actions.size
+    counts = [p.actions.size for p in packed]
     return Layout(
-        tuple(batch.items), tuple(packed), lengths[0], lengths[1], lengths[2], batch.counts
+        items,
+        tuple(packed),
+        np.bincount(np.concatenate([p.turn_ids for p in packed])),
+        np.bincount([p.rollout_id for p in packed], counts).astype(np.int64),
+        np.bincount([p.group_id for p in packed], counts).astype(np.int64),
+        batch.counts,
     )
 
 
@@ -169,9 +157,7 @@ def _check_item(
     actions: NDArray[np.bool_],
     max_seq_len: int | None,
 ) -> None:
-    name, length = describe(item, index), len(item.input_ids)
-    if len(keep) != length or len(actions) != length:
-        raise BatchError(f"{name}: {length} input ids, but masks of {len(keep)} and {len(actions)}")
+    name = describe(item, index)
     if max_seq_len is not None and int(keep.sum()) > max_seq_len:
         raise BatchError(
             f"{name} has {int(keep.sum())} tokens, over max_seq_len={max_seq_len}: raise the "
@@ -179,15 +165,30 @@ def _check_item(
         )
     if (actions & ~keep).any():
         raise BatchError(f"{name}: an action token is hidden by the attention mask")
-    if keep.any() and actions[np.flatnonzero(keep)[0]]:
+    if actions[np.flatnonzero(keep)[0]]:
         raise BatchError(f"{name}: its first token is an action, which nothing predicts")
     if not item.temperature > 0:
         raise BatchError(f"{name}: temperature {item.temperature} is no distribution to train on")
-    total = int(actions.sum())
-    for field in fields(item.attachments):
-        values = getattr(item.attachments, field.name)
-        if values is not None and len(values) != total:
-            raise BatchError(f"{name}: {len(values)} {field.name} for {total} action tokens")
+
+
+def _check_logprobs(items: Sequence[SAWItem]) -> None:
+    """Log-probs are there for all samples of the batch or for none, and finite, however the batch
+    is packed."""
+    for name in ("behavior_logprobs", "reference_logprobs", "teacher_logprobs"):
+        found = [getattr(item.attachments, name) for item in items]
+        for index, (item, values) in enumerate(zip(items, found, strict=True)):
+            if values is None:
+                if any(other is not None for other in found):
+                    raise BatchError(
+                        f"{describe(item, index)} has no {name}, while others of its batch do: "
+                        "record them for all samples, or for none"
+                    )
+            elif not np.isfinite(values).all():
+                at = int(np.argmin(np.isfinite(values)))
+                raise BatchError(
+                    f"{describe(item, index)}: {name} of action token {at} is {values[at]}, and "
+                    "nothing can be learnt from it; look at what reported it, or drop the sample"
+                )
 
 
 def plan_micro_batches(
@@ -197,23 +198,39 @@ def plan_micro_batches(
     scope: Scope = "token",
     cost: Cost | None = None,
     world_size: int = 1,
+    packs: bool = True,
 ) -> list[list[tuple[int, ...]]]:
     """Which items share a micro-batch: for each rank, an equally long list of micro-batches.
 
-    Items of one turn or rollout stay together where `scope` asks. The most expensive go first,
-    each to the cheapest micro-batch that has room; the k-th micro-batches of the ranks, which
-    run at the same time, are neighbours in cost. A rank without work gets an empty tuple.
+    Items of one turn or rollout stay together where `scope` asks, with a micro-batch of their own
+    above the budget where they do not fit it: how calls fork is known only mid-run. The most
+    expensive go first, each to the cheapest micro-batch that has room; the k-th micro-batches of
+    the ranks, which run at the same time, are neighbours in cost. A rank without work gets an
+    empty tuple. With `packs=False` every row, or turn or rollout, has its own micro-batch.
     """
     cost = cost or Cost()
     clusters = _clusters(layout, scope)
     sizes = [sum(layout.packed[i].input_ids.size for i in c) for c in clusters]
-    for members, size in zip(clusters, sizes, strict=True):
-        if size > micro_token_budget:
-            name = describe(layout.items[members[0]], members[0])
+    for c, (members, size) in enumerate(zip(clusters, sizes, strict=True)):
+        name = describe(layout.items[members[0]], members[0])
+        if size > micro_token_budget and len(members) == 1:
             raise BatchError(
-                f"{name} has {size} tokens in {len(members)} rows that the loss must see together "
-                f"(scope {scope!r}), over micro_token_budget={micro_token_budget}: raise it"
+                f"{name} has {size} tokens, over micro_token_budget={micro_token_budget}: raise it"
             )
+        if len(members) > 1 and world_size > 1 and not packs:
+            raise BatchError(
+                f"{name}: the loss must see {len(members)} rows together (scope {scope!r}), but "
+                "this model cannot pack rows, and ranks cannot run different numbers of them: "
+                "train on one rank, or with a loss of scope 'token' such as GRPO's"
+            )
+        if size > micro_token_budget:
+            _log.warning(
+                "%s: %d rows with %d tokens, which the loss must see together (scope %r), share a "
+                "micro-batch over micro_token_budget=%d",
+                *(name, len(members), size, scope, micro_token_budget),
+            )
+        if size > micro_token_budget or not packs:
+            sizes[c] = micro_token_budget  # a micro-batch of its own
     costs = [sum(cost(layout.packed[i].input_ids.size) for i in c) for c in clusters]
     order = sorted(range(len(clusters)), key=lambda c: (-costs[c], clusters[c]))
     total = -(-sum(sizes) // micro_token_budget)
@@ -268,9 +285,8 @@ def _clusters(layout: Layout, scope: Scope) -> list[tuple[int, ...]]:
         for key in keys:
             parent[root(i)] = root(first.setdefault(key, i))
     members: dict[int, list[int]] = {}
-    for i, item in enumerate(layout.packed):
-        if item.actions.size:  # a sample without an action has no gradient
-            members.setdefault(root(i), []).append(i)
+    for i in range(len(layout.packed)):
+        members.setdefault(root(i), []).append(i)
     return [tuple(m) for m in members.values()]
 
 
@@ -297,17 +313,15 @@ def pack(
     ]
     items = [layout.items[i] for i in indices]
 
-    def attachment(name: str, dtype: Any) -> Tensor | None:
+    def logprobs(name: str) -> Tensor | None:
         values = [getattr(item.attachments, name) for item in items]
-        if all(v is None for v in values):
-            return None
-        if any(v is None for v in values):
-            lacking = indices[[v is None for v in values].index(True)]
-            raise BatchError(
-                f"{describe(layout.items[lacking], lacking)} has no {name}, while others of its "
-                "batch do: record them for all samples, or for none"
-            )
-        return torch.from_numpy(_joined(values, dtype))
+        return None if values[0] is None else torch.from_numpy(_joined(values, np.float32))
+
+    unknown = [np.full(c, UNKNOWN_VERSION) for c in counts]
+    versions = [
+        u if i.attachments.versions is None else i.attachments.versions
+        for u, i in zip(unknown, items, strict=True)
+    ]
 
     loss = LossBatch(
         weights=torch.from_numpy(_joined([p.weights for p in packed], np.float32)),
@@ -318,13 +332,13 @@ def pack(
         rollout_lengths=torch.from_numpy(layout.rollout_lengths[local[1][0]]),
         group_lengths=torch.from_numpy(layout.group_lengths[local[2][0]]),
         counts=layout.counts,
-        behavior_logprobs=attachment("behavior_logprobs", np.float32),
+        behavior_logprobs=logprobs("behavior_logprobs"),
         proximal_logprobs=None
         if proximal_logprobs is None
         else torch.from_numpy(_joined([proximal_logprobs[i] for i in indices], np.float32)),
-        reference_logprobs=attachment("reference_logprobs", np.float32),
-        teacher_logprobs=attachment("teacher_logprobs", np.float32),
-        versions=attachment("versions", np.int64),
+        reference_logprobs=logprobs("reference_logprobs"),
+        teacher_logprobs=logprobs("teacher_logprobs"),
+        versions=torch.from_numpy(_joined(versions, np.int64)),
     )
     temperatures = [np.full(c, i.temperature) for c, i in zip(counts, items, strict=True)]
     return MicroBatch(
@@ -336,7 +350,6 @@ def pack(
         target_ids=torch.from_numpy(input_ids[actions]),
         temperatures=torch.from_numpy(_joined(temperatures, np.float32)),
         loss=loss,
-        items=tuple(indices),
         kept=_kept(layout, indices),
     )
 

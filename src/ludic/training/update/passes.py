@@ -18,7 +18,7 @@ from ludic.seeding import derive_seed
 from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
 from ludic.training.losses.policy_ratio import MAX_LOG_RATIO
-from ludic.training.metrics.stats import StatBuffer, policy_stats, total
+from ludic.training.metrics.stats import StatBuffer, policy_stats
 from ludic.training.types import Loss, Stat
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.packing import (
@@ -30,6 +30,9 @@ from ludic.training.update.packing import (
     plan_micro_batches,
 )
 from ludic.training.update.policy import Policy
+
+Plan = list[tuple[tuple[int, ...], bool]]
+"""One rank's micro-batches, and whether each counts."""
 
 Scores = list[NDArray[np.float32]]
 """Log-probs of a batch's action tokens, one array per item."""
@@ -45,7 +48,7 @@ class Passes:
     world: World
     cost: Cost
 
-    def plan(self, layout: Layout) -> list[tuple[tuple[int, ...], bool]]:
+    def plan(self, layout: Layout) -> Plan:
         """This rank's micro-batches, and whether each counts: a rank without work of its own
         repeats a small one for nothing, since all must take part in the collectives."""
         plan = plan_micro_batches(
@@ -54,6 +57,7 @@ class Passes:
             scope=self.loss.scope,
             cost=self.cost,
             world_size=self.world.size,
+            packs=self.policy.packs,
         )
         everyone = [m for rank in plan for m in rank if m]
         spare = min(everyone, key=lambda m: sum(layout.packed[i].input_ids.size for i in m))
@@ -93,33 +97,37 @@ class Passes:
         # FSDP averages gradients over ranks, while these losses are shares of a sum.
         (loss * (self.world.size if counted else 0)).backward()  # type: ignore[no-untyped-call]
         optimizer.accumulate()
-        own: dict[str, Stat] = {"loss": total(loss.detach())}
+        own: dict[str, Stat] = {"loss": Stat.sum(loss)}
         own |= policy_stats(scored, micro.loss, version)
         stats.add(own | dict(loss_stats), counted=counted)
 
     def _out_of_memory(self, micro: MicroBatch) -> OutOfMemoryError:
         return OutOfMemoryError(
-            f"out of memory on {self.world.device} with a micro-batch of {micro.num_tokens} tokens "
-            f"({micro.num_actions} actions): lower micro_token_budget="
+            f"out of memory on {self.world.device} with a micro-batch of {len(micro.input_ids)} "
+            f"tokens ({len(micro.target_ids)} actions): lower micro_token_budget="
             f"{self.cfg.micro_token_budget} (`ludic calibrate` finds the largest that fits), or "
             "set gradient_checkpointing=True"
         )
 
-    @torch.no_grad()
     def score(self, layout: Layout) -> Scores:
         """The present policy's log-probs of every item, on every rank."""
-        places = np.concatenate([[0], np.cumsum([p.actions.size for p in layout.packed])])
-        values = torch.zeros(int(places[-1]), device=self.world.device)
-        for indices, counted in self.plan(layout):
-            micro = pack(layout, indices).to(self.world.device)
-            scored = self.policy.score(micro).logprobs.float()
-            if counted:
-                where = np.concatenate([np.arange(places[i], places[i + 1]) for i in indices])
-                values[torch.from_numpy(where).to(values.device)] = scored
-        if self.world.group is not None:
-            dist.all_reduce(values, group=self.world.group)
-        flat = values.cpu().numpy()
-        return [flat[a:b] for a, b in pairwise(places)]
+        return score_layout(self.policy, layout, self.plan(layout), self.world)
+
+
+@torch.no_grad()
+def score_layout(policy: Policy, layout: Layout, plan: Plan, world: World) -> Scores:
+    """The policy's log-probs of every item, each rank having computed its own micro-batches."""
+    places = np.concatenate([[0], np.cumsum([p.actions.size for p in layout.packed])])
+    values = torch.zeros(int(places[-1]), device=world.device)
+    for indices, counted in plan:
+        scored = policy.score(pack(layout, indices).to(world.device)).logprobs.float()
+        if counted:
+            where = np.concatenate([np.arange(places[i], places[i + 1]) for i in indices])
+            values[torch.from_numpy(where).to(values.device)] = scored
+    if world.group is not None:
+        dist.all_reduce(values, group=world.group)
+    flat = values.cpu().numpy()
+    return [flat[a:b] for a, b in pairwise(places)]
 
 
 @dataclass(frozen=True, slots=True)

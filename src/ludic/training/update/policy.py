@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ludic.errors import ConfigError
+from ludic.saw.batch import make_batch
+from ludic.saw.items import SAWItem
 from ludic.sharding.model_parts import (
     backbone_of,
     base_causal_lm,
@@ -21,10 +27,17 @@ from ludic.sharding.model_parts import (
     vocabulary_size,
 )
 from ludic.training.types import TokenLogProbs
-from ludic.training.update.attention import AttentionKind, enable_packed_attention, packed_arguments
+from ludic.training.update.attention import (
+    AttentionKind,
+    CannotPack,
+    enable_packed_attention,
+    packed_arguments,
+    restore_attention,
+)
 from ludic.training.update.logprobs import LogitRule, action_logits, token_logprobs
-from ludic.training.update.packing import Cost, MicroBatch
+from ludic.training.update.packing import Cost, MicroBatch, lay_out, pack
 
+_log = logging.getLogger("ludic.training")
 _scoring: ContextVar[bool] = ContextVar("ludic_scoring", default=False)
 
 
@@ -32,7 +45,8 @@ class Policy(nn.Module):
     """Splits a model into backbone and head, so that whole logits are never made.
 
     `model` is a transformers causal LM, or a PEFT wrapper of one; it stays usable as it was, and
-    a sampler may share it. Under FSDP2 this module is the root.
+    a sampler may share it. Under FSDP2 this module is the root. Where `packs` is False, the rows
+    of a micro-batch go through the model's own forward pass, one after another.
     """
 
     def __init__(
@@ -45,9 +59,13 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
+        self.packs = True
         causal = base_causal_lm(model)
         self.rule = logit_rule(causal)
-        enable_packed_attention(causal, attention)
+        try:
+            enable_packed_attention(causal, attention)
+        except CannotPack as exc:
+            self.one_at_a_time(exc)
         if gradient_checkpointing or compile_layers:
             for layer in decoder_layers(model):
                 _wrap_layer(layer, gradient_checkpointing, compile_layers)
@@ -58,12 +76,7 @@ class Policy(nn.Module):
         """Log-probs, entropies and logits of the action tokens; a plain tuple, for FSDP's hooks."""
         causal = base_causal_lm(self.model)
         with _scoring_pass():
-            hidden = backbone_of(causal)(
-                input_ids=micro.input_ids[None],
-                position_ids=micro.position_ids[None],
-                use_cache=False,
-                **packed_arguments(micro.cu_seqlens, micro.max_seqlen),
-            )[0][0]
+            hidden = self._hidden(micro)
         actions = hidden.index_select(0, micro.action_positions)
         head = head_of(causal)
         logprobs, entropies = token_logprobs(
@@ -82,6 +95,29 @@ class Policy(nn.Module):
             )
         return logprobs, entropies, whole
 
+    def _hidden(self, micro: MicroBatch) -> Float[Tensor, "length width"]:
+        backbone = backbone_of(base_causal_lm(self.model))
+        if self.packs:
+            return backbone(  # type: ignore[no-any-return]
+                input_ids=micro.input_ids[None],
+                position_ids=micro.position_ids[None],
+                use_cache=False,
+                **packed_arguments(micro.cu_seqlens, micro.max_seqlen),
+            )[0][0]
+        hidden = []
+        for row in micro.input_ids.split(micro.cu_seqlens.diff().tolist()):
+            forget_longer_rows(backbone)
+            hidden.append(backbone(input_ids=row[None], use_cache=False)[0][0])
+        return torch.cat(hidden)
+
+    def one_at_a_time(self, why: object) -> None:
+        """From now on computes rows alone, by the model's own attention, and says why."""
+        self.packs = False
+        causal = base_causal_lm(self.model)
+        restore_attention(causal)
+        name = type(causal).__name__
+        _log.warning("%s: rows are not packed but computed one at a time: %s", name, why)
+
     def score(
         self, micro: MicroBatch, *, entropy: bool = False, logits: bool = False
     ) -> TokenLogProbs:
@@ -91,40 +127,139 @@ class Policy(nn.Module):
 
 def logit_rule(causal: nn.Module) -> LogitRule:
     """What the family does to its logits, as far as its configuration says."""
-    config: Any = getattr(causal, "config", None)
-    scale = float(getattr(config, "logit_scale", None) or 1.0)
-    scale /= float(getattr(config, "logits_scaling", None) or 1.0)
-    return LogitRule(scale, getattr(config, "final_logit_softcapping", None))
+    facts = config_facts(causal)
+    scale = float(facts.get("logit_scale") or 1.0) / float(facts.get("logits_scaling") or 1.0)
+    return LogitRule(scale, facts.get("final_logit_softcapping"))
 
 
 @torch.no_grad()
 def check_split(model: nn.Module, device: torch.device) -> None:
-    """Compares the split with the model's own logits on a few tokens.
+    """Compares the split with the model's own logits on a few tokens, and looks for causality.
 
-    Families that treat hidden states or logits in ways unknown here are refused this way.
+    Raises `ConfigError` for a family that treats hidden states or logits in ways unknown here, and
+    for one whose tokens see those behind them.
     """
     causal = base_causal_lm(model)
-    vocab = vocabulary_size(causal)
-    ids = torch.arange(8, device=device)[None] % vocab
-    bounds = torch.tensor([0, 8], dtype=torch.int32, device=device)
-    places = torch.arange(8, device=device)[None]
-    extra = packed_arguments(bounds, 8)
-    own = causal(input_ids=ids, position_ids=places, use_cache=False, **extra).logits
-    hidden = backbone_of(causal)(input_ids=ids, position_ids=places, use_cache=False, **extra)[0]
-    ours = logit_rule(causal)(head_of(causal)(hidden))
-    if not torch.allclose(own.float(), ours.float(), rtol=1e-2, atol=1e-2):
-        gap = (own.float() - ours.float()).abs().max().item()
+    name = type(causal).__name__
+    backbone, head = backbone_of(causal), head_of(causal)
+    ids = _random_ids(causal, 8, device)[None]
+    own = causal(input_ids=ids, use_cache=False).logits.float()
+    try:
+        ours = logit_rule(causal)(head(backbone(input_ids=ids, use_cache=False)[0])).float()
+    except RuntimeError as exc:
+        raise ConfigError(f"{name}: head(backbone(x)) does not work: {exc}") from exc
+    if own.shape != ours.shape or not torch.allclose(own, ours, rtol=1e-2, atol=1e-2):
         raise ConfigError(
-            f"{type(causal).__name__}: head(backbone(x)) differs from the model's own logits by "
-            f"{gap:.3g}; this family does something in between that the trainer cannot reproduce"
+            f"{name}: head(backbone(x)) differs from the model's own logits; this family does "
+            "something in between that the trainer cannot reproduce"
         )
+    ids[0, -1] = (ids[0, -1] + 1) % vocabulary_size(causal)
+    other = causal(input_ids=ids, use_cache=False).logits.float()
+    if not torch.allclose(own[:, :-1], other[:, :-1], rtol=1e-2, atol=1e-2):
+        raise ConfigError(
+            f"{name}: logits change with the tokens behind them, so it is no causal language "
+            "model as it is configured (is_decoder=True is missing, perhaps)"
+        )
+
+
+@torch.no_grad()
+def check_packing(policy: Policy, device: torch.device, longest: int = 8192) -> None:
+    """Packs two random rows, and has rows computed one at a time where that changes log-probs.
+
+    It does where a state runs along the sequence past its boundaries (convolutions, recurrences)
+    and where the model's attention is of another kind than the packed one. A rotary embedding that
+    depends on the longest row is told by the configuration; `longest` is the longest there will be.
+    """
+    why = _leak(policy, device, longest) if policy.packs else None
+    if why:
+        policy.one_at_a_time(why)
+    reshard = getattr(policy, "reshard", None)  # under FSDP2, which waits for a backward pass
+    if reshard is not None:
+        reshard()
+
+
+def _leak(policy: Policy, device: torch.device, longest: int) -> str | None:
+    """How packing changes log-probs; None where it does not."""
+    causal = base_causal_lm(policy.model)
+    facts = config_facts(causal)
+    if _rope_threshold(facts) < longest:
+        return "their rotary embedding depends on the longest of them"
+    windows = [window + 4 for window in _windows(facts) if window + 4 <= longest]
+    lengths = (min(15, longest - 1), min(max([20, *windows]), longest))
+    layout = lay_out(make_batch(_random_item(causal, length) for length in lengths))
+    packed, *alone = (pack(layout, indices).to(device) for indices in ((0, 1), (0,), (1,)))
+    try:
+        found = policy.score(packed).logprobs
+    except torch.OutOfMemoryError:
+        raise
+    except (CannotPack, TypeError, ValueError, RuntimeError, IndexError, AttributeError) as exc:
+        return f"{type(exc).__name__}: {exc}"
+    policy.packs = False
+    wanted = torch.cat([policy.score(row).logprobs for row in alone])
+    policy.packs = True
+    first, second = (
+        float(gaps.mean()) for gaps in (found - wanted).abs().split([n - 1 for n in lengths])
+    )
+    # Nothing stands before the first row, so its gap is rounding, unless the kernels differ.
+    eps = max(torch.finfo(next(causal.parameters()).dtype).eps, 1e-3)
+    if first <= 8 * eps and second <= max(eps, 5 * first):
+        return None
+    return f"packing changes their log-probs by {max(first, second):.2g} on average"
+
+
+def forget_longer_rows(model: nn.Module) -> None:
+    """Takes a "dynamic" rotary embedding, which stays as stretched as its longest row was, back to
+    where it began."""
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "dynamic":
+            module.max_seq_len_cached = module.original_max_seq_len
+            module.inv_freq = module.original_inv_freq.to(module.inv_freq.device)  # type: ignore
+
+
+def config_facts(causal: nn.Module) -> dict[str, Any]:
+    """The configuration of a model, or of the language model in it, by name; empty without one.
+
+    As a dict: some attributes of a configuration whose layers differ raise when they are read.
+    """
+    config: Any = getattr(causal, "config", None)
+    return config.get_text_config().to_dict() if config is not None else {}
+
+
+def _windows(facts: Mapping[str, Any]) -> list[int]:
+    """How far the model's layers look back, where its configuration says."""
+    names = ("sliding_window", "attention_chunk_size", "attention_window_size")
+    return [facts[name] for name in names if isinstance(facts.get(name), int)]
+
+
+def _rope_threshold(facts: Mapping[str, Any]) -> int:
+    """The length above which the rotary embedding changes."""
+    rope = facts.get("rope_parameters") or {}
+    kinds = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
+    lengths = [sys.maxsize]
+    for kind in kinds:
+        if kind.get("rope_type") == "longrope":
+            lengths.append(kind["original_max_position_embeddings"])
+        elif kind.get("rope_type") == "dynamic":
+            lengths.append(facts["max_position_embeddings"])
+    return min(lengths)
+
+
+def _random_ids(causal: nn.Module, length: int, device: torch.device) -> Tensor:
+    gen = torch.Generator().manual_seed(length)
+    return torch.randint(vocabulary_size(causal), (length,), generator=gen).to(device)
+
+
+def _random_item(causal: nn.Module, length: int) -> SAWItem:
+    ids = _random_ids(causal, length, torch.device("cpu")).numpy()
+    mask = np.ones(length, np.int8)
+    return SAWItem(ids, mask, np.concatenate([np.zeros(1, np.int8), mask[1:]]), 1.0)
 
 
 def attention_cost(model: nn.Module) -> Cost:
     """How attention compares with the rest of the arithmetic, for balancing micro-batches."""
     causal = base_causal_lm(model)
-    config: Any = getattr(causal, "config", None)
-    layers, width = (getattr(config, k, 0) or 0 for k in ("num_hidden_layers", "hidden_size"))
+    facts = config_facts(causal)
+    layers, width = (facts.get(k) or 0 for k in ("num_hidden_layers", "hidden_size"))
     parameters = sum(p.numel() for p in causal.parameters())
     return Cost(layers * width / max(parameters, 1))
 

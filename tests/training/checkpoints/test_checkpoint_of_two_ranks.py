@@ -1,4 +1,4 @@
-"""Ranks that train together pass over a damaged checkpoint together."""
+"""Ranks that train together write a checkpoint together, and pass over a damaged one."""
 
 from __future__ import annotations
 
@@ -23,3 +23,8 @@ def test_two_ranks_resume_from_the_same_whole_checkpoint(tmp_path: Path) -> None
         "step-00000002",
         "step-00000004",
     ]
+
+
+def test_two_ranks_write_in_the_background(tmp_path: Path) -> None:
+    run_ranks("../training/checkpoints/two_writers.py", tmp_path / "ck")
+    assert (tmp_path / "ck/latest").read_text() == "step-00000001"

@@ -1,0 +1,86 @@
+"""The page on model families says what a trainer finds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ludic.errors import ConfigError
+from ludic.training.update.policy import Policy, check_packing, check_split
+from tools.families import VARIANTS, families, tiny, tried, written
+
+QUICK = (
+    "llama",
+    "qwen3",
+    "gemma3_text",
+    "mixtral",
+    "gpt2",
+    "lfm2",
+    "granitemoehybrid",
+    "minimax",
+    "recurrent_gemma",
+    "mamba",
+    "gpt_oss",
+    "phi3 with longrope",
+    "llama with dynamic rope",
+    "bert-generation",
+)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_family_is_trained_as_the_page_says(name: str) -> None:
+    assert tried(name).how == written()[name]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_family_is_trained_as_the_page_says() -> None:
+    found = {name: tried(name).how for name in families()}
+    assert "wrong" not in found.values()
+    assert written() == found
+
+
+def test_the_page_lists_every_family_of_the_installed_transformers() -> None:
+    assert written().keys() == set(families())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["lfm2", "granitemoehybrid", "minimax", "recurrent_gemma"])
+def test_a_state_that_runs_past_a_row_is_seen_in_every_type(name: str, dtype: torch.dtype) -> None:
+    policy = Policy(tiny(name).to(dtype))
+    check_packing(policy, torch.device("cpu"))
+    assert not policy.packs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_not_taken_for_a_leak(dtype: torch.dtype) -> None:
+    for name in ("qwen2", "mixtral", "gemma3_text"):
+        policy = Policy(tiny(name).to(dtype))
+        check_packing(policy, torch.device("cpu"))
+        assert policy.packs, name
+
+
+@pytest.mark.parametrize("name", ["phi3 with longrope", "llama with dynamic rope"])
+def test_rows_below_the_threshold_of_a_rotary_embedding_are_packed(name: str) -> None:
+    assert name in VARIANTS
+    for longest, packs in ((12, True), (13, False)):
+        policy = Policy(tiny(name))
+        check_packing(policy, torch.device("cpu"), longest)
+        assert policy.packs is packs
+
+
+def test_a_model_that_sees_what_comes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no causal language model"):
+        check_split(tiny("bert-generation"), torch.device("cpu"))
+
+
+def test_a_model_whose_rows_do_not_pack_keeps_its_own_attention() -> None:
+    model = tiny("gpt_oss")
+    before = model.config._attn_implementation  # type: ignore[union-attr]
+    ids = torch.arange(3, 13)[None]
+    own = model(input_ids=ids).logits
+    policy = Policy(model)
+    check_packing(policy, torch.device("cpu"))
+    assert not policy.packs
+    assert model.config._attn_implementation == before  # type: ignore[union-attr]
+    assert torch.equal(model(input_ids=ids).logits, own)

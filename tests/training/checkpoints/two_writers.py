@@ -1,0 +1,45 @@
+"""Run by torchrun: two ranks write one checkpoint in the background."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ludic.inference.tiny import tiny_model
+from ludic.sharding.fsdp import init_mesh
+from ludic.sharding.world import World
+from ludic.training.checkpoints import checkpoint
+from ludic.training.checkpoints.checkpoint import Checkpointer, TrainerState, verify_checkpoint
+from ludic.training.config import CheckpointConfig, TrainerConfig
+from ludic.training.update.optimizer import MasterAdamW
+
+
+def main(folder: Path) -> None:
+    world = World.of(init_mesh("cpu", timeout_s=60), torch.device("cpu"))
+    model, gate, write_shard = tiny_model(), threading.Event(), checkpoint.write_shard
+
+    def slow(*args: Any) -> None:
+        assert gate.wait(40), "the disk was waited for"
+        write_shard(*args)
+
+    checkpoint.write_shard = slow
+    optimizer = MasterAdamW(model.named_parameters(), TrainerConfig())
+    saver = Checkpointer(CheckpointConfig(folder, background=True), world)
+    saver.save(model, optimizer, TrainerState(1, 1))
+    for _ in range(3):
+        world.barrier()  # collectives of the training, while the writers have theirs
+    assert saver.latest() is None
+    gate.set()
+    saver.finish()
+    path = saver.latest()
+    assert path is not None
+    assert verify_checkpoint(path)["world_size"] == 2
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,346 @@
+"""Which model families the trainer takes, and how: tried on a small random model of each.
+
+python -m tools.families             prints what it finds for every causal family
+python -m tools.families llama lfm2  only these
+python -m tools.families --write     writes the table into docs/families.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ludic.errors import ConfigError
+from ludic.saw.batch import make_batch
+from ludic.saw.items import SAWBatch, SAWItem
+from ludic.training.algorithms.sft import make_sft
+from ludic.training.config import TrainerConfig
+from ludic.training.trainer import Trainer
+from ludic.training.update.passes import score_batch
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
+BEGIN, END = "<!-- table: python -m tools.families --write -->", "<!-- end of the table -->"
+LENGTHS = (9, 21)
+"""Rows that are tried: the second is longer than every window and threshold in `SMALL`."""
+MOST_PARAMETERS = 10_000_000
+How = Literal["packed", "one row at a time", "refused", "wrong", "not built"]
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "d_model": 32,
+    "n_embd": 32,
+    "embedding_size": 32,
+    "intermediate_size": 48,
+    "n_inner": 48,
+    "ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "encoder_ffn_dim": 48,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_hidden_layers": 4,
+    "n_layer": 2,
+    "n_layers": 2,
+    "decoder_layers": 2,
+    "encoder_layers": 1,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rotary_dim": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_k": 2,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 128,
+    "n_positions": 128,
+    "n_ctx": 128,
+    "max_seq_len": 128,
+    "sliding_window": 8,
+    "attention_chunk_size": 8,
+    "attention_window_size": 8,
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_head_dim": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "n_groups": 1,
+    "ssm_state_size": 8,
+    "state_size": 8,
+    "num_heads": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "lru_width": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 96,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+    "init_std": 0.2,
+}
+"""Sizes by the names that configurations give them; a family takes those that it knows."""
+
+NO_DROPOUT = ("attention_dropout", "dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop")
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0, 6.0, 8.0, 16.0],
+    "original_max_position_embeddings": 12,
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "falcon_h1": ("falcon_h1", {"mamba_d_ssm": 64}),
+    "gemma3n_text": (
+        "gemma3n_text",
+        {
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "intermediate_size": [48] * 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
+    "lfm2_moe": ("lfm2_moe", {"layer_types": ["conv", "full_attention"] * 2}),
+    "longcat_flash": (
+        "longcat_flash",
+        {"expert_ffn_hidden_size": 16, "ffn_hidden_size": 48, "num_layers": 2},
+    ),
+    "zamba2": ("zamba2", {"layers_block_type": ["mamba", "hybrid"] * 2}),
+    "zaya": ("zaya", {"num_experts_per_tok": 1}),
+    "phi3 with longrope": (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 12},
+    ),
+    "llama with dynamic rope": (
+        "llama",
+        {
+            "max_position_embeddings": 12,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+        },
+    ),
+}
+"""Settings without which a small model lacks what sets the family apart, and settings that
+change how a family computes, under a name of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How the trainer takes a family; `why` says it for those that it does not take."""
+
+    how: How
+    why: str = ""
+
+
+@cache
+def families() -> tuple[str, ...]:
+    """Every causal family of the installed transformers, and the variants."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS}))
+
+
+def tiny(name: str) -> nn.Module:
+    """A small random model of the family, in float32, with no dropout."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind, changes = VARIANTS.get(name, (name, {}))
+    build: Any = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
+    made: Any = CONFIG_MAPPING[kind]
+    own = getattr(build, "config_class", None)  # a text model's, where `kind` is a larger model
+    made = own if own is not None and "vocab_size" not in made().to_dict() else made
+    config = made(**_small(made()) | changes)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in build(config).parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"{size / 1e6:.0f} million parameters in the smallest form known here")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model: nn.Module = build(config)
+    return model.float().eval()
+
+
+def _small(default: Any) -> dict[str, Any]:
+    """Small values for the sizes that the configuration, or one inside it, has."""
+    changes: dict[str, Any] = {}
+    for key, value in default.to_dict().items():
+        if isinstance(value, dict) and hasattr(part := getattr(default, key), "to_dict"):
+            changes[key] = _small(part)
+        elif key in SMALL and (value is None or not isinstance(value, (list, dict))):
+            changes[key] = SMALL[key]
+        elif key in NO_DROPOUT:
+            changes[key] = 0.0
+    heads = ("num_key_value_heads", "num_attention_heads")
+    values = default.to_dict()
+    if values.get(heads[0]) == values.get(heads[1]) and heads[0] in changes:
+        changes[heads[0]] = changes[heads[1]]
+    return changes
+
+
+def tried(name: str) -> Verdict:
+    """What becomes of the family: its log-probs through a `Trainer`, held against its own."""
+    try:
+        model = tiny(name)
+        batch = _batch(model)
+        own = [_own_logprobs(model, item) for item in batch.items]
+    except Exception as exc:
+        return Verdict("not built", f"{type(exc).__name__}: {exc}")
+    cfg = TrainerConfig(max_seq_len=32, micro_token_budget=64, learning_rate=1e-3)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            trainer = Trainer(
+                model=model,
+                algo=make_sft(),
+                batch_source=_Once(batch),
+                cfg=_in(cfg, folder),
+            )
+        except ConfigError as exc:
+            return Verdict("refused", str(exc))
+        found = score_batch(trainer.passes, batch)
+        gap = max(float(np.abs(a - b).max()) for a, b in zip(found, own, strict=True))
+        if not gap < 5e-3:
+            return Verdict("wrong", f"log-probs differ from the model's own by {gap:.3g}")
+        trainer.train_sync(1)
+        trainer.close()
+        if trainer.nonfinite_steps:
+            return Verdict("wrong", "the gradient is not finite")
+        return Verdict("packed" if trainer.policy.packs else "one row at a time")
+
+
+class _Once:
+    def __init__(self, batch: SAWBatch) -> None:
+        self.batch = batch
+
+    async def next_batch(self) -> SAWBatch:
+        return self.batch
+
+
+def _in(cfg: TrainerConfig, folder: str) -> TrainerConfig:
+    from dataclasses import replace
+
+    return replace(cfg, run_dir=folder)
+
+
+def _batch(model: nn.Module) -> SAWBatch:
+    rng = np.random.default_rng(0)
+    items = []
+    for length in LENGTHS:
+        mask = np.ones(length, np.int8)
+        actions = mask.copy()
+        actions[0] = 0
+        items.append(SAWItem(rng.integers(3, 96, length), mask, actions, 1.0))
+    return make_batch(items)
+
+
+@torch.no_grad()
+def _own_logprobs(model: Any, item: SAWItem) -> np.ndarray[Any, Any]:
+    ids = torch.from_numpy(item.input_ids)
+    logits: Tensor = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+    logp = logits.float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    if not torch.isfinite(logp).all():
+        raise ValueError("the model's own log-probs are not finite")
+    return logp.numpy()
+
+
+def table(verdicts: Mapping[str, Verdict]) -> str:
+    """The page's table: families by what becomes of them, and reasons for those refused."""
+    lines = []
+    headings: dict[How, str] = {
+        "packed": "Packed",
+        "one row at a time": "One row at a time",
+        "refused": "Refused",
+        "not built": "Not tried",
+    }
+    for how, heading in headings.items():
+        names = [name for name, verdict in verdicts.items() if verdict.how == how]
+        lines += [f"## {heading} ({len(names)})", ""]
+        if how in ("packed", "one row at a time"):
+            lines += [", ".join(f"`{name}`" for name in names), ""]
+            continue
+        lines += ["| family | why |", "|---|---|"]
+        lines += [f"| `{name}` | {_short(verdicts[name].why)} |" for name in names]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _short(why: str) -> str:
+    line = " ".join(why.split()).replace("|", "\\|").replace("<", "&lt;")
+    return line if len(line) <= 160 else f"{line[:157]}…"
+
+
+def written() -> dict[str, How]:
+    """What the page says of each family."""
+    found: dict[str, How] = {}
+    how: How = "wrong"
+    page = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    headings: dict[str, How] = {
+        "Packed": "packed",
+        "One": "one row at a time",
+        "Refused": "refused",
+        "Not": "not built",
+    }
+    for line in page.splitlines():
+        if line.startswith("## "):
+            how = headings[line.split()[1]]
+        elif line.startswith("`"):
+            found |= dict.fromkeys((name.strip("` ") for name in line.split(",")), how)
+        elif line.startswith("| `"):
+            found[line.split("`")[1]] = how
+    return found
+
+
+def write(verdicts: Mapping[str, Verdict]) -> None:
+    """Puts the table between the page's two marks."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(verdicts)}{END}{after}", encoding="utf-8")
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("names", nargs="*", help="families; none: all of them")
+    parser.add_argument("--write", action="store_true", help=f"into {PAGE.name}")
+    chosen = parser.parse_args(None if arguments is None else list(arguments))
+    verdicts = {}
+    for name in chosen.names or families():
+        verdicts[name] = tried(name)
+        print(f"{name:32} {verdicts[name].how:20} {_short(verdicts[name].why)}", flush=True)
+    if chosen.write:
+        write(verdicts)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    main()
