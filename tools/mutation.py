@@ -206,7 +206,8 @@ class Mutator(ast.NodeTransformer):
 def mutated(path: str, number: int) -> ast.Module:
     """The module's tree with its fault of that number in it."""
     tree = ast.parse((SOURCE / path).read_text(encoding="utf-8"))
-    return ast.fix_missing_locations(Mutator(number).visit(tree))
+    changed: ast.Module = ast.fix_missing_locations(Mutator(number).visit(tree))
+    return changed
 
 
 def faults(path: str) -> list[Fault]:

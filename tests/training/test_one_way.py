@@ -28,6 +28,7 @@ from ludic.training.credit_assignment import ConstantCredit
 from ludic.training.preprocess import KLInReward, subtract_mean, turn_weights
 from ludic.training.trainer import Trainer
 from ludic.training.types import WorksAhead
+from ludic.training.update.passes import mini_batches
 from tests.training.synthetic import SyntheticSource, synthetic_batch
 
 
@@ -65,7 +66,7 @@ def trained_on(
     from ludic.training import trainer as module
 
     seen: list[SAWBatch] = []
-    split = module.mini_batches
+    split = mini_batches
 
     def record(batch: SAWBatch, *args: Any, **kwargs: Any) -> Any:
         seen.append(batch)
