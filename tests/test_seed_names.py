@@ -43,7 +43,7 @@ PROMISED: dict[str, tuple[str, ...]] = {
         "src/ludic/training/algorithm.py",
         "src/ludic/training/config.py",
         "src/ludic/training/checkpoint.py",
-        "src/ludic/training/credit_assignment.py",
+        "ludic.training.credit_assignment",
         "src/ludic/training/types.py",
         "src/ludic/training/batching/",
         "src/ludic/training/batching/rollout_engine.py",
