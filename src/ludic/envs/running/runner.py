@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from ludic.envs.env import LudicEnv
@@ -81,8 +80,11 @@ class EnvRunner:
         """The agents that act in the next step; none when the episode is over."""
         if self.done:
             return ()
-        with self._failing("active_agents"):
+        try:
             active = tuple(self.env.active_agents)
+        except BaseException as error:
+            self._fail("active_agents", error)
+            raise
         if len(set(active)) != len(active):
             raise EnvError(
                 f"environment {self.name}: active_agents names an agent twice: {list(active)}; "
@@ -114,12 +116,15 @@ class EnvRunner:
             raise EnvError(f"environment {self.name} was {self._state}: make a new one")
         self._ended.clear()
         self._steps = 0
-        result = await self._call(
-            lambda: self.env.reset(seed=seed), "reset", in_thread=self._reset_in_thread
-        )
-        with self._failing("agent_ids"):
+        try:
+            result = await self._call(
+                lambda: self.env.reset(seed=seed), "reset", in_thread=self._reset_in_thread
+            )
             self._agent_ids = tuple(self.env.agent_ids)
             opening = checked_opening(self.name, self._agent_ids, result)
+        except BaseException as error:
+            self._fail("reset", error)
+            raise
         self._state = "running"
         return opening
 
@@ -128,13 +133,16 @@ class EnvRunner:
         self._check_actions(actions)
         self._steps += 1
         where = f"step {self._steps}"
-        result = await self._call(
-            lambda: self.env.step(actions), where, in_thread=self._step_in_thread
-        )
-        with self._failing(where):
+        try:
+            result = await self._call(
+                lambda: self.env.step(actions), where, in_thread=self._step_in_thread
+            )
             outcomes = checked_outcomes(
                 self.name, where, self._agent_ids, self._ended, actions, result
             )
+        except BaseException as error:
+            self._fail(where, error)
+            raise
         for agent, outcome in outcomes.items():
             if outcome.terminated or outcome.truncated:
                 self._ended.add(agent)
@@ -190,20 +198,19 @@ class EnvRunner:
 
     async def _call(self, call: Callable[[], Any], where: str, *, in_thread: bool) -> Any:
         """What the environment answers, however it wants to be called."""
-        with self._failing(where):
-            if in_thread:
-                result = await self._threads.run(
-                    call,
-                    what=where,
-                    whom=f"environment {self.name}",
-                    timeout_s=self.step_timeout_s,
-                    on_abandon=self._abandon,
-                    on_return=self.env.close,
-                )
-            else:
-                result = call()
-            if not isinstance(result, dict) and inspect.isawaitable(result):
-                result = await self._awaited(result, where)
+        if in_thread:
+            result = await self._threads.run(
+                call,
+                what=where,
+                whom=f"environment {self.name}",
+                timeout_s=self.step_timeout_s,
+                on_abandon=self._abandon,
+                on_return=self.env.close,
+            )
+        else:
+            result = call()
+        if not isinstance(result, dict) and inspect.isawaitable(result):
+            result = await self._awaited(result, where)
         return result
 
     def _abandon(self) -> None:
@@ -226,16 +233,12 @@ class EnvRunner:
         await asyncio.wait((task,), timeout=_GRACE_S)
         raise DeadlineError(where, f"environment {self.name}", self.step_timeout_s or 0.0)
 
-    @contextmanager
-    def _failing(self, where: str) -> Iterator[None]:
-        """After whatever is raised within, the runner only closes; the error says where it was."""
-        try:
-            yield
-        except BaseException as error:
-            if self._state != "abandoned":
-                self._state = "failed"
-            if isinstance(error, LudicError) or not isinstance(error, Exception | SystemExit):
-                raise
+    def _fail(self, where: str, error: BaseException) -> None:
+        """After any error the runner only closes. One that does not say so itself is raised again
+        with the environment and the place."""
+        if self._state != "abandoned":
+            self._state = "failed"
+        if isinstance(error, Exception | SystemExit) and not isinstance(error, LudicError):
             raise EnvError(
                 f"environment {self.name} raised {type(error).__name__} in {where}: {error}"
             ) from error
