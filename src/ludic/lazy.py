@@ -7,11 +7,18 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+_MOVED = {
+    "ludic.envs.gsm8k": "ludic.envs.datasets.gsm8k",
+    "ludic.envs.math": "ludic.envs.datasets.math",
+    "ludic.envs.tic_tac_toe_teacher": "ludic.envs.tic_tac_toe.teacher",
+}
+"""Modules that run files and folders may still name by an earlier place."""
+
 
 def resolve(place: str) -> Any:
     """What `module:attribute` stands for; the attribute may be dotted."""
     module, _, path = place.partition(":")
-    thing: Any = import_module(module)
+    thing: Any = import_module(_MOVED.get(module, module))
     for part in path.split("."):
         thing = getattr(thing, part)
     return thing

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +15,7 @@ from torch import nn
 from ludic.distributed import PolicyPublisher
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.errors import ConfigError
+from ludic.lazy import resolve
 from ludic.inference import HFChatTemplate, InferenceSpec, ReturnSpec, SamplingConfig
 from ludic.inference.client import ChatClient
 from ludic.inference.templates.tool_parsers import ToolParser, get_tool_parser
@@ -173,9 +173,8 @@ def trainer_config(config: RunConfig, stage: Literal["sft", "rl"], folder: Path)
 
 def load_function(name: str) -> Callable[..., Any]:
     """Imports the function named by `module:function`."""
-    module, _, attribute = name.partition(":")
     try:
-        function = getattr(importlib.import_module(module), attribute)
+        function = resolve(name)
     except (ImportError, AttributeError, TypeError, ValueError) as exc:
         raise ConfigError(f"{name!r} names no function in the form module:function: {exc}") from exc
     if not callable(function):
