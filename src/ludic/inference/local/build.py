@@ -76,7 +76,7 @@ def build_scheduler(
         **({} if kernels is None else {"stand_in": fused_layers(kernels)}),
     )
     forward = Forward(view, device)
-    check_same_logits(model, forward, shape, context)
+    check_same_logits(model, forward, shape, context, tokenizer)
     memory = SlotMemory(shape, max_slots=max_slots, max_tokens=context, single_length=pipelined)
     common = (memory, PrefixStore(prefix_cache_tokens), tokenizer)
     if not pipelined:
