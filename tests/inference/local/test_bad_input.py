@@ -104,16 +104,17 @@ async def test_a_step_that_raises_fails_its_requests_and_the_next_ones_are_serve
     model: Any, tokenizer: Any
 ) -> None:
     async with LocalChatClient(model, tokenizer) as client:
-        inner = client._scheduler.runner
+        scheduler: Any = client._scheduler
+        inner = scheduler.runner
 
         class Broken:
             def __call__(self, work: Any) -> Any:
-                client._scheduler.runner = inner
+                scheduler.runner = inner
                 raise RuntimeError("the roof is on fire")
 
             decode = __call__
 
-        client._scheduler.runner = Broken()
+        scheduler.runner = Broken()
         with pytest.raises(InferenceError, match="roof"):
             await client.complete_tokens(request([1], max_tokens=1, seed=0))
         assert (await client.complete_tokens(request([1], max_tokens=1, seed=0))).trace is not None

@@ -79,6 +79,22 @@ async def test_a_prompt_wider_than_its_slot_once_padded_is_computed_within_a_win
 
 @pytest.mark.integration
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # a CPU without bfloat16 takes five seconds for a token
+async def test_smollm2_is_served_in_bfloat16(smollm2_path: Path, smollm2_tokenizer: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.bfloat16).eval()
+    ask = request(smollm2_tokenizer.encode("Two and two"), seed=0, max_tokens=2, timeout_s=900)
+    options: Any = {"deterministic": False, "max_context_tokens": 64}
+    async with LocalChatClient(model, smollm2_tokenizer, **options) as client:
+        answer = await client.complete_tokens(ask)
+    assert answer.trace is not None
+    exact = plain_logprobs(model.float(), answer)
+    assert answer.trace.completion_logprobs == pytest.approx(exact, abs=0.5)
+
+
+@pytest.mark.integration
+@pytest.mark.slow
 async def test_smollm2_gives_the_logprobs_of_a_plain_pass_and_the_same_bits_in_a_crowd(
     smollm2_path: Path, smollm2_tokenizer: Any
 ) -> None:

@@ -11,8 +11,14 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError
 from ludic.inference.local import LocalChatClient
+from ludic.inference.local.attention import Masks, register
+from ludic.inference.local.build import kv_shape
+from ludic.inference.local.family_check import check_same_logits, text_ids
+from ludic.inference.local.forward import Forward
+from ludic.inference.local.module_view import module_view
 from ludic.inference.tiny import tiny_model
 from tests.inference.local.asking import MODES, ask_all, plain_logprobs, request
+from tests.inference.local.test_families import family
 
 SIZES: dict[str, Any] = {
     "vocab_size": 258,
@@ -32,6 +38,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
 }
+DTYPES = [torch.float32, torch.bfloat16]
 CHUNKED: dict[str, Any] = {
     "attention_chunk_size": 8,
     "num_local_experts": 2,
@@ -116,13 +123,97 @@ class WithTheTokenBefore(nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_family_that_remembers_beside_its_keys_and_values_is_refused(
-    tokenizer: Any, mode: Any
+    tokenizer: Any, mode: Any, dtype: torch.dtype
 ) -> None:
     model = tiny_model()
     model.model.layers[0].mlp = WithTheTokenBefore(model.model.layers[0].mlp)
     with pytest.raises(ConfigError, match=r"the engine's logits differ.*vLLM"):
-        LocalChatClient(model, tokenizer, **mode)
+        LocalChatClient(model.to(dtype), tokenizer, **mode)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Mistral", "GPT2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_a_family_is_served_in_a_half_type(
+    tokenizer: Any, name: str, dtype: torch.dtype, pipelined: bool
+) -> None:
+    model = family(name).to(dtype)
+    options: Any = {"deterministic": False, "pipelined": pipelined}
+    async with LocalChatClient(model, tokenizer, **options) as client:
+        answer = await client.complete_tokens(request(range(65, 90), max_tokens=4, seed=0))
+    assert answer.trace is not None
+    exact = plain_logprobs(model.float(), answer)
+    assert answer.trace.completion_logprobs == pytest.approx(exact, abs=0.02)
+
+
+def sees_what_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    get = Masks.get
+    monkeypatch.setattr(Masks, "get", lambda *args: torch.zeros_like(get(*args)))
+
+
+def forgets_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    get = Masks.get
+    monkeypatch.setattr(Masks, "get", lambda self, window, *rest: get(self, None, *rest))
+
+
+def decodes_one_place_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Forward.__call__
+
+    def shifted(self: Forward, ids: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+        return call(self, ids, positions + (1 if ids.shape[1] == 1 else 0), *rest)
+
+    monkeypatch.setattr(Forward, "__call__", shifted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "wrong", [sees_what_comes_later, forgets_the_window, decodes_one_place_too_far]
+)
+def test_an_engine_that_is_wrong_is_found_out_in_any_type(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, wrong: Any, dtype: torch.dtype
+) -> None:
+    model = tiny("Mistral", sliding_window=6).to(dtype)
+    check_engine(model, tokenizer)
+    wrong(monkeypatch)
+    with pytest.raises(ConfigError, match=r"the engine's logits differ.*rounding explains"):
+        check_engine(model, tokenizer)
+
+
+def test_an_engine_that_rounds_otherwise_is_taken_where_rounding_matters_much(
+    tokenizer: Any,
+) -> None:
+    model = tiny("Llama", num_hidden_layers=12)
+    numbers = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() == 1:
+                p.uniform_(0.3, 1.7, generator=numbers)
+            elif "layers" in name:
+                p.mul_(3)
+    check_engine(model.bfloat16(), tokenizer, fuse_norms=True)
+
+
+def check_engine(model: Any, tokenizer: Any, *, fuse_norms: bool = False) -> None:
+    register()
+    shape = kv_shape(model, model.config)
+    forward = Forward(module_view(model, fuse_norms=fuse_norms), shape.device)
+    check_same_logits(model, forward, shape, 64, tokenizer)
+
+
+class OnlyDecodes:
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return ""
+
+
+def test_a_check_reads_ordinary_text_or_ids_from_all_over_the_vocabulary(tokenizer: Any) -> None:
+    text = text_ids(tokenizer, 258, 16)
+    assert tokenizer.decode(text) == "The weather was "
+    for spread in (text_ids(OnlyDecodes(), 258, 16), text_ids(tokenizer, 100, 16)):
+        assert len(set(spread)) == 16
+        assert min(spread) > 0
+    assert max(text_ids(tokenizer, 100, 16)) < 99  # the text's ids are beyond this vocabulary
 
 
 @pytest.mark.parametrize("max_context_tokens", [2, 3, 16])

@@ -121,10 +121,10 @@ def test_admission_that_is_broken_off_loses_nobody() -> None:
     scheduler.waiting.extend([like_it, other])
     inner = scheduler.memory.place
 
-    def place(sequence: Any, tokens: int) -> None:
-        if sequence is other:
+    def place(tenant: Any, tokens: int) -> None:
+        if tenant is other:
             raise SystemExit
-        inner(sequence, tokens)
+        inner(tenant, tokens)
 
     scheduler.memory.place = place  # type: ignore[method-assign]
     with pytest.raises(SystemExit):
@@ -144,7 +144,7 @@ def test_a_slot_that_cannot_be_freed_still_lets_its_request_know() -> None:
         if broken_text:
             _raise_in(scheduler, "decode", ValueError("?"), lambda ids: True)
 
-        def release(sequence: Any, *, wipe: bool = False) -> None:
+        def release(tenant: Any, *, wipe: bool = False) -> None:
             raise RuntimeError("the device is lost")
 
         scheduler.memory.release = release  # type: ignore[method-assign]

@@ -23,7 +23,8 @@ def imports() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, path in files.items():
         nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
-        named = {n.module for n in nodes} | {f"{n.module}.{a.name}" for n in nodes for a in n.names}
+        named = {str(n.module) for n in nodes}
+        named |= {f"{n.module}.{a.name}" for n in nodes for a in n.names}
         found[name] = named & files.keys()
     return found
 

@@ -28,20 +28,21 @@ async def test_a_broken_prompt_that_is_cancelled_before_its_end_leaves_a_clean_s
     with torch.no_grad():
         model.model.embed_tokens.weight[200] = float("nan")
     async with LocalChatClient(model, tokenizer, max_slots=2, step_rows=64) as client:
-        inner = client._scheduler.runner
+        scheduler: Any = client._scheduler
+        inner = scheduler.runner
 
         class GivesUpBeforeTheEnd:
             def __call__(self, work: Any) -> Any:
                 outcomes = inner(work)
                 if work[0].sequence.computed >= 768:
-                    client._scheduler.runner = inner
+                    scheduler.runner = inner
                     work[0].sequence.cancelled = True
                 return outcomes
 
             def decode(self, work: Any) -> None:
                 return None
 
-        client._scheduler.runner = GivesUpBeforeTheEnd()
+        scheduler.runner = GivesUpBeforeTheEnd()
         broken = asyncio.create_task(
             client.complete_tokens(request([7] * 20 + [200] + [9] * 900, max_tokens=2, seed=0))
         )

@@ -79,7 +79,7 @@ def build_scheduler(
     if kernels is not None:
         look["stand_in"] = fused_layers(kernels)
     forward = Forward(module_view(model, **look), device)
-    check_same_logits(model, forward, shape, context)
+    check_same_logits(model, forward, shape, context, tokenizer)
     memory = SlotMemory(shape, max_slots=max_slots, max_tokens=context, single_length=pipelined)
     common = (memory, PrefixStore(prefix_cache_tokens), tokenizer)
     if not pipelined:

@@ -1,4 +1,9 @@
-"""Whether the engine computes what a module computes: tried when an engine is made."""
+"""Whether the engine computes what a module computes: tried when an engine is made.
+
+A few tokens of ordinary text go through the engine's slots, and through the module in its own type
+and in a wider one. The last two differ by rounding alone, so their distance says what rounding does
+to this model and this text. The engine's distance from the wide one must not be much larger.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +17,17 @@ from ludic.errors import ConfigError
 from ludic.inference.local.arena import KVShape, SlotMemory
 from ludic.inference.local.attention import AttentionCall
 from ludic.inference.local.forward import Forward
+from ludic.inference.local.reference import WIDER, reference_logits
 from ludic.inference.local.slot_layout import SlotLayout
 
-_TOKENS, _DECODED = 16, 2
-"""How many tokens are compared, and how many of them are decoded: the second reads the first."""
+_TOKENS, _DECODED = 16, 4
+"""How many tokens are compared, and how many of them are decoded: the later read the earlier."""
+_TEXT = "The weather was fine, so they walked down to the river and counted fourteen small boats."
+_TIMES_ROUNDING = 3.0
+"""How much farther than the module the engine may be from the wide logits. Two ways of computing
+one thing round differently, but by as much; what is wrong moves logits farther."""
+_NEGLIGIBLE = 1e-5
+"""Of the logits' size: no missing term is as small, and some float32 kernels are no better."""
 _INSTEAD = "sample through a vLLM server (VLLMChatClient) instead"
 
 
@@ -53,17 +65,20 @@ class _WatchedLayout:
         return self.inner.attend(call)
 
 
-def check_same_logits(model: nn.Module, forward: Forward, shape: KVShape, max_tokens: int) -> None:
-    """Runs a few tokens through the module and through the engine's slots: a prompt, then some
-    tokens one by one. Sets `forward.direct` where that gives the same bits.
+def check_same_logits(
+    model: nn.Module, forward: Forward, shape: KVShape, max_tokens: int, tokenizer: Any
+) -> None:
+    """Raises `ConfigError` when the engine's logits are not those of the module, by more than
+    rounding explains. Sets `forward.direct` where that gives the same bits.
 
     A family whose layers do not attend through transformers' interface, or which attends or
-    remembers in a way of its own, shows here, before it could sample from another distribution.
+    remembers in a way of its own, shows here, before it could sample from another distribution. A
+    window longer than the text does not show.
     """
     name = type(model).__name__
-    vocab = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    count = min(_TOKENS, max_tokens)
-    ids = torch.arange(1, count + 1, device=shape.device)[None] % vocab
+    vocab = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+    ids = torch.tensor([text_ids(tokenizer, vocab, min(_TOKENS, max_tokens))], device=shape.device)
+    wide = WIDER.get(shape.dtype, torch.float32)
     with torch.inference_mode():
         try:
             seen = through_slots(forward, ids, shape)
@@ -75,18 +90,46 @@ def check_same_logits(model: nn.Module, forward: Forward, shape: KVShape, max_to
                 "needs a causal LM that attends through transformers' AttentionInterface; "
                 f"{_INSTEAD}"
             ) from exc
-        wanted = model(input_ids=ids, use_cache=False).logits[0]
-    finite = torch.isfinite(wanted)
-    if not bool(finite.any()):
-        return
-    spread = wanted[finite].abs().max().item()
-    gap = (seen - wanted)[finite].abs().max().item()
-    allowed = (1e-3 if shape.dtype == torch.float32 else 0.1) * max(1.0, spread)
-    if not gap <= allowed:  # a gap that is not a number is one, too
-        raise ConfigError(
-            f"{name}: the engine's logits differ from the module's by {gap:.3g}; it has a term "
-            f"that the in-process engine does not know: {_INSTEAD}"
-        )
+        plain = model(input_ids=ids, use_cache=False).logits[0]
+        try:
+            wanted = reference_logits(model, ids, wide)
+        except Exception as exc:
+            raise ConfigError(
+                f"{name} cannot be run in {wide} ({type(exc).__name__}: {exc}), so what rounding "
+                f"does to its logits is not known and the engine cannot be checked: {_INSTEAD}"
+            ) from exc
+    finite = torch.isfinite(wanted) & torch.isfinite(plain)
+
+    def size(of: Tensor, rows: slice = slice(None)) -> float:
+        """The root mean square of what is finite in the module."""
+        chosen = of[rows][finite[rows]]
+        return chosen.square().mean().sqrt().item() if len(chosen) else 0.0
+
+    overall = size(plain - wanted)
+    # Apart, since prompts and decoding go different ways and one of them may be wrong.
+    prompt = max(1, ids.shape[1] - _DECODED)
+    for rows in (slice(None, prompt), slice(prompt, None)):
+        rounding = max(overall, size(plain - wanted, rows))
+        gap = size(seen - wanted, rows)
+        # A gap that is not a number is one, too.
+        if not gap <= _TIMES_ROUNDING * rounding + _NEGLIGIBLE * size(wanted):
+            raise ConfigError(
+                f"{name}: the engine's logits differ from the module's by {gap:.3g}, and rounding "
+                f"explains {rounding:.3g}; it has a term that the in-process engine does not know: "
+                f"{_INSTEAD}"
+            )
+
+
+def text_ids(tokenizer: Any, vocab: int, count: int) -> list[int]:
+    """Ordinary text in the model's tokens, or ids spread over the vocabulary. The lowest and the
+    highest ids are often special tokens, on which a model's logits are mostly rounding."""
+    try:
+        ids = [int(i) for i in tokenizer.encode(_TEXT)][:count]
+    except Exception:  # a tokenizer that only decodes is enough for the engine
+        ids = []
+    if len(ids) == count and all(0 <= i < vocab for i in ids):
+        return ids
+    return [(i + 1) * vocab // (count + 1) for i in range(count)]
 
 
 def through_slots(forward: Forward, ids: Tensor, shape: KVShape) -> Tensor:

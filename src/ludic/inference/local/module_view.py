@@ -7,7 +7,6 @@ the very same parameter dictionaries.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 
 from ludic.errors import ConfigError
 from ludic.inference.local.attention import ATTENTION_NAME
+from ludic.inference.local.shared_copy import same_kind, shared_copy
 
 
 def check_adapters(model: nn.Module) -> None:
@@ -117,34 +117,19 @@ def module_view(
     GPU; it rounds once where the module rounds twice. `stand_in` may return an empty module of
     another class to take a module's place, with all that the module has.
     """
-    configs: dict[int, Any] = {}
-    seen: dict[int, nn.Module] = {}
 
-    def own_config(config: Any) -> Any:
-        if id(config) not in configs:
-            clone = copy.deepcopy(config)
-            clone._attn_implementation = ATTENTION_NAME
-            configs[id(config)] = clone
-        return configs[id(config)]
+    def make(module: nn.Module) -> nn.Module:
+        if fuse_norms and _is_plain_rms_norm(module):
+            return _FusedRMSNorm.__new__(_FusedRMSNorm)
+        return stand_in(module) or same_kind(module)
 
-    def clone(module: nn.Module) -> nn.Module:
-        if id(module) in seen:
-            return seen[id(module)]
-        kind = _FusedRMSNorm if fuse_norms and _is_plain_rms_norm(module) else type(module)
-        new = stand_in(module) or kind.__new__(kind)
-        seen[id(module)] = new
-        # A module that was compiled in place calls what was compiled for the original.
-        state = {**module.__dict__, "training": False, "_compiled_call_impl": None}
-        if hasattr(state.get("config"), "_attn_implementation"):
-            state["config"] = own_config(state["config"])
-        state["_modules"] = {
-            name: clone(child) if child is not None else None
-            for name, child in module._modules.items()
-        }
-        new.__dict__.update(state)
-        return new
+    def attend_over_slots(config: Any) -> None:
+        config._attn_implementation = ATTENTION_NAME
 
-    return clone(model)
+    view = shared_copy(model, attend_over_slots, make)
+    for module in view.modules():
+        module.training = False
+    return view
 
 
 def device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
