@@ -247,6 +247,30 @@ async def test_a_lost_connection_after_its_own_apply_costs_a_server_nothing(
         assert client.in_rotation() == list(client.replicas)
 
 
+async def test_what_a_server_said_before_a_publish_reached_it_does_not_count_after_it(
+    client: VLLMChatClient, fakes: Fakes
+) -> None:
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    async def late(_: Any) -> Any:
+        said = {"weight_version": fakes[1].version}
+        del fakes[1].faults["/weight_info"]
+        asked.set()
+        await go_on.wait()
+        return said
+
+    fakes[1].faults["/weight_info"] = late
+    client.replicas[1].mark_down("it was restarted", 0.0)
+    async with asyncio.timeout(60):
+        while not asked.is_set():  # the other serves, and this one is asked meanwhile
+            await client.complete_tokens(request())
+    report = await BroadcastPolicyPublisher(client).publish(WEIGHTS, 1)
+    assert len(report.details["servers"]) == 2
+    go_on.set()
+    await asyncio.gather(*client._learning.values())
+    assert client.in_rotation() == list(client.replicas)
+
+
 async def test_of_two_publishes_at_once_the_older_version_is_refused(
     client: VLLMChatClient, fakes: Fakes
 ) -> None:
