@@ -124,7 +124,7 @@ class VLLMServers:
         timeout_s: float | None = None,
         plain: bool = False,
     ) -> Any:
-        """One exchange with a server's control routes, over a connection of its own."""
+        """One exchange with a server's control routes, over a new connection."""
         session = (await self._connections.get()).unpooled
         url, headers = replica.url + path, self._headers
         return await ask(
