@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from aiohttp import web
 
 from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.distributed.vllm.canary import MismatchBudget
 from ludic.errors import ConfigError, DeadlineError, InferenceError, PublishError
 from ludic.inference.http import UnreachableError
 from ludic.inference.retries import Backoff
+from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient
+from ludic.sharding.weights import ModelWeights
 from tests.inference.vllm.asking import request, trace_of
 from tests.inference.vllm.fake_server import (
     ROUTES,
@@ -23,6 +28,7 @@ from tests.inference.vllm.fake_server import (
     blinking,
     dark_address,
     failing,
+    vanishing,
 )
 
 pytestmark = pytest.mark.usefixtures("clock")
@@ -107,6 +113,64 @@ def test_a_connection_needs_some_time() -> None:
         VLLMChatClient("http://127.0.0.1:8000", connect_timeout_s=0)
 
 
+@dataclass
+class ClosingIdle(FakeVLLM):
+    """Closes the connections that it had when `closing` was set, each at the moment when the next
+    request is sent over it: what a server does to those that have been silent for a while."""
+
+    closing: bool = False
+    known: set[Any] = field(default_factory=set)
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        if not self.closing:
+            self.known.add(request.transport)
+        elif request.transport in self.known:
+            vanishing(request)
+        return await super().answer(request)
+
+
+async def test_a_publish_takes_no_connection_that_the_server_may_be_closing() -> None:
+    weights = ModelWeights(tiny_model())  # first: pooled connections do not live long
+    async with (
+        ClosingIdle().serving() as first,
+        ClosingIdle().serving() as second,
+        VLLMChatClient([first.url, second.url], backoff=QUICK) as client,
+    ):
+        await asyncio.gather(*(client.complete_tokens(request(seed=n)) for n in range(4)))
+        prompt = (1, 2, 3)
+        for fake in (first, second):
+            fake.closing = True
+            fake.faults[GENERATE] = scoring(prompt)
+        budget = MismatchBudget(100.0, 100.0)
+        publisher = BroadcastPolicyPublisher(client, canary_prompt=prompt, budget=budget)
+        report = await publisher.publish(weights, 1)
+        assert report.details["lost"] == {}
+        assert "canary_max" in report.details
+
+
+def scoring(prompt: tuple[int, ...]) -> Handler:
+    """Gives every token of the prompt the same score."""
+    rows = [None, *({str(t): {"logprob": -1.0}} for t in prompt[1:])]
+    choice = {"token_ids": [1], "finish_reason": "length"}
+    return lambda _: {"choices": [choice], "prompt_logprobs": rows}
+
+
+@pytest.mark.parametrize(("patience_s", "back"), [(None, False), (300.0, True)])
+async def test_a_slow_server_out_of_rotation_comes_back_where_the_publisher_has_the_patience(
+    client: VLLMChatClient, fakes: Fakes, patience_s: float | None, back: bool
+) -> None:
+    async def slow(_: Any) -> None:
+        await asyncio.sleep(60)
+
+    client.replicas[1].out = "it was restarted"
+    fakes[1].faults |= dict.fromkeys(("/v1/models", "/start_weight_update"), slow)
+    publisher = BroadcastPolicyPublisher(client, timeout_s=900, patience_s=patience_s)
+    report = await publisher.publish(WEIGHTS, 1)
+    assert list(report.details["lost"]) == ([] if back else [fakes[1].url])
+    assert fakes[0].version == "1"
+    assert fakes[1].version == ("1" if back else "default")
+
+
 # A server that keeps no versions
 
 
@@ -181,6 +245,30 @@ async def test_a_lost_connection_after_its_own_apply_costs_a_server_nothing(
         report = await publishing
         assert report.details["lost"] == {}
         assert client.in_rotation() == list(client.replicas)
+
+
+async def test_what_a_server_said_before_a_publish_reached_it_does_not_count_after_it(
+    client: VLLMChatClient, fakes: Fakes
+) -> None:
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    async def late(_: Any) -> Any:
+        said = {"weight_version": fakes[1].version}
+        del fakes[1].faults["/weight_info"]
+        asked.set()
+        await go_on.wait()
+        return said
+
+    fakes[1].faults["/weight_info"] = late
+    client.replicas[1].mark_down("it was restarted", 0.0)
+    async with asyncio.timeout(60):
+        while not asked.is_set():  # the other serves, and this one is asked meanwhile
+            await client.complete_tokens(request())
+    report = await BroadcastPolicyPublisher(client).publish(WEIGHTS, 1)
+    assert len(report.details["servers"]) == 2
+    go_on.set()
+    await asyncio.gather(*client._learning.values())
+    assert client.in_rotation() == list(client.replicas)
 
 
 async def test_of_two_publishes_at_once_the_older_version_is_refused(

@@ -48,9 +48,9 @@ class PublishSettings(TypedDict, total=False):
 class ServerPublisher(PolicyPublisher):
     """Publishes a payload to the servers of `client`: to all of them, or it says what happened.
 
-    The servers have a copy of their own, so nothing stops while the trainer steps. Publishes, and
-    servers that come back between them, take turns; requests go on all the while. It all happens
-    in the event loop of the caller, but for what reads tensors, which is done in threads.
+    The servers have their own copy of the weights, so nothing stops while the trainer steps.
+    Publishes, and servers that come back between them, take turns; requests go on all the while. It
+    all happens in the caller's event loop, except reading tensors, which is done in threads.
     """
 
     def __init__(

@@ -20,8 +20,8 @@ _LARGEST_ANSWER = 64 * 1024 * 1024
 
 
 class UnreachableError(InferenceError):
-    """A server that does not answer, or answers that another try may help. `status` is None where
-    there was no answer at all."""
+    """A server that did not answer (`status` is None), or answered with an error that another try
+    may mend."""
 
     def __init__(
         self, message: str, *, status: int | None = None, retry_after_s: float | None = None

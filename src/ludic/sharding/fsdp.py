@@ -23,7 +23,7 @@ from ludic.sharding.weights import local_rows
 
 
 def init_mesh(device: str | None = None, *, timeout_s: float = 1800.0) -> DeviceMesh:
-    """Joins the ranks that `torchrun` started and answers the mesh over all of them.
+    """Joins the ranks that `torchrun` started and returns the mesh over all of them.
 
     `timeout_s` bounds every collective; ranks wait in one while rank 0 samples a batch, so it
     must be longer than that takes.

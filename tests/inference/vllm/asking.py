@@ -10,12 +10,15 @@ from typing import Any
 import aiohttp
 import torch
 
+from ludic.distributed.publisher import PublishSettings
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.inference.vllm.replica import Replica
 from ludic.types import ChatResponse, TokenTrace
 
 PROMPT = tuple(range(60, 80))
+PATIENT = PublishSettings(timeout_s=900.0, patience_s=300.0)
+"""For publishers to real servers: no slow machine is to be taken for one that hangs."""
 
 
 def request(
@@ -24,7 +27,7 @@ def request(
     max_tokens: int | None = 8,
     seed: int | None = 1,
     conversation: str | None = None,
-    timeout_s: float | None = 300.0,
+    timeout_s: float | None = 1800.0,
     returns: ReturnSpec | None = None,
     endless: bool = False,
     **sampling: Any,
@@ -58,7 +61,7 @@ async def running(url: str) -> int:
     return int(sum(float(line.rsplit(" ", 1)[1]) for line in counts))
 
 
-async def until_idle(url: str, seconds: float = 60.0) -> None:
+async def until_idle(url: str, seconds: float = 600.0) -> None:
     """Waits until the server works on nothing."""
     deadline = time.monotonic() + seconds
     found = -1
@@ -70,13 +73,11 @@ async def until_idle(url: str, seconds: float = 60.0) -> None:
     raise AssertionError(f"{url} still works on {found} requests")
 
 
-async def until_in_flight(replica: Replica, wanted: int, seconds: float = 60.0) -> None:
-    """Waits until the client has given a server so many requests, and it has had time to begin."""
-    deadline = time.monotonic() + seconds
-    while replica.in_flight < wanted and time.monotonic() < deadline:  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
-    assert replica.in_flight >= wanted
-    await asyncio.sleep(0.1)
+async def until_in_flight(replica: Replica, wanted: int, seconds: float = 600.0) -> None:
+    """Waits until the client has given a server so many requests, and it works on them."""
+    async with asyncio.timeout(seconds):
+        while replica.in_flight < wanted or not await running(replica.url):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 def trace_of(response: ChatResponse) -> TokenTrace:

@@ -16,6 +16,7 @@ from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
 from ludic.sharding.weights import ModelWeights
+from tests.inference.vllm.asking import PATIENT
 
 ROOT = Path(__file__).resolve().parents[3]
 VLLM_PYTHON = os.environ.get("LUDIC_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
@@ -47,7 +48,7 @@ def tiny_server(folder: Path, log: Path, **settings: Any) -> VLLMServer:
     env = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     wanted |= {"env": env, **settings}
     found = ServerSettings(str(folder), served_name=NAME, **wanted)
-    return VLLMServer(found, python=VLLM_PYTHON, log=log, start_timeout_s=300)
+    return VLLMServer(found, python=VLLM_PYTHON, log=log, start_timeout_s=1800)
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +88,7 @@ def model() -> Qwen2ForCausalLM:
 @pytest.fixture
 async def publisher(client: VLLMChatClient, model: Qwen2ForCausalLM) -> BroadcastPolicyPublisher:
     """A publisher whose servers have `model` as version 0, whatever a test before left there."""
-    found = BroadcastPolicyPublisher(client, timeout_s=120)
+    found = BroadcastPolicyPublisher(client, **PATIENT)
     await found.publish(ModelWeights(model), 0)
     return found
 

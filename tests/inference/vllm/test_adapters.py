@@ -22,10 +22,17 @@ from ludic.runs.assemble import open_policy
 from ludic.runs.doctor import run_doctor
 from ludic.runs.settings import check_run
 from ludic.types import TokenTrace
-from tests.inference.vllm.asking import largest_gap, request, scored, trace_of, until_in_flight
+from tests.inference.vllm.asking import (
+    PATIENT,
+    largest_gap,
+    request,
+    scored,
+    trace_of,
+    until_in_flight,
+)
 from tests.inference.vllm.conftest import NAME, server_model, tiny_server
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 
 MAX_RANK, MAX_LORAS = 8, 2
 
@@ -82,7 +89,7 @@ async def lora_client(lora_server: VLLMServer) -> AsyncIterator[VLLMChatClient]:
 
 @pytest.fixture
 async def publisher(lora_client: VLLMChatClient) -> AsyncIterator[AdapterPolicyPublisher]:
-    found = AdapterPolicyPublisher(lora_client, timeout_s=60)
+    found = AdapterPolicyPublisher(lora_client, **PATIENT)
     yield found
     await found.close()
     assert not found.folders.path.exists()
@@ -191,7 +198,7 @@ async def test_prompt_log_probs_are_refused_where_they_could_end_the_engine(
 
 async def until_only(client: VLLMChatClient, publisher: AdapterPolicyPublisher, n: int) -> None:
     """Waits until every adapter but that of version `n` is unloaded."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(600):
         while [f"{NAME}@{n}-" in name for name in await named(client)] != [True]:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     assert await held(client) <= MAX_LORAS
@@ -282,7 +289,7 @@ async def test_a_resumed_run_s_adapter_comes_first_and_versions_never_go_back(
 ) -> None:
     await publisher.publish(ModelWeights(policy(1)), 30)
     publisher.folders.close()  # the trainer died: nobody holds its folder, and nobody unloads
-    resumed = AdapterPolicyPublisher(lora_client, timeout_s=60)
+    resumed = AdapterPolicyPublisher(lora_client, **PATIENT)
     await resumed.publish(ModelWeights(policy(6)), 20)
     await assert_serves(lora_client, policy(6), 20)
     with pytest.raises(PublishError, match="never go back"):

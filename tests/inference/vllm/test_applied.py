@@ -11,7 +11,7 @@ from ludic.inference.vllm.client import VLLMChatClient
 from ludic.sharding.weights import ModelWeights
 from tests.inference.vllm.conftest import server_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 
 
 async def test_a_server_that_keeps_no_versions_shows_that_it_was_not_restarted(

@@ -29,7 +29,7 @@ from tests.inference.vllm.asking import (
 )
 from tests.inference.vllm.conftest import NAME, tiny_server
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 
 
 async def test_tokens_go_in_and_come_out_with_log_probs(client: VLLMChatClient) -> None:

@@ -12,7 +12,7 @@ from ludic.inference.vllm.client import VLLMChatClient
 from ludic.runs.doctor import run_doctor
 from tests.inference.vllm.conftest import NAME, server_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 
 
 async def test_sampler_and_trainer_agree_before_and_after_a_publish(

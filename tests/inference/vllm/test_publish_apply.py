@@ -18,10 +18,17 @@ from ludic.inference.vllm.replica import Replica
 from ludic.inference.vllm.server import VLLMServer
 from ludic.sharding.weights import ModelWeights
 from ludic.types import TokenTrace
-from tests.inference.vllm.asking import largest_gap, request, scored, trace_of, until_in_flight
+from tests.inference.vllm.asking import (
+    PATIENT,
+    largest_gap,
+    request,
+    scored,
+    trace_of,
+    until_in_flight,
+)
 from tests.inference.vllm.conftest import NAME, server_model, tiny_server
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +72,7 @@ async def test_a_server_that_fails_half_way_is_out_its_requests_move_and_a_publi
     pair: VLLMChatClient, after: int
 ) -> None:
     healthy, failing = pair.replicas
-    publisher = BroadcastPolicyPublisher(pair, timeout_s=60)
+    publisher = BroadcastPolicyPublisher(pair, **PATIENT)
     assert len((await publisher.publish(ModelWeights(server_model()), 1)).details["servers"]) == 2
     await tell(pair, failing, "fail_next_load", after)
     published = asyncio.Event()
@@ -112,7 +119,7 @@ async def test_when_the_only_server_fails_the_trainer_gets_an_error_that_names_i
 ) -> None:
     async with VLLMChatClient(failing_server.url, model=NAME, max_retries=2) as client:
         replica = client.replicas[0]
-        publisher = BroadcastPolicyPublisher(client, timeout_s=60)
+        publisher = BroadcastPolicyPublisher(client, **PATIENT)
         model = server_model()
         await publisher.publish(ModelWeights(model), 1)
         await tell(client, replica, "fail_next_load", 4)
@@ -138,7 +145,7 @@ async def test_a_real_model_would_be_written_in_place_on_a_gpu(pair: VLLMChatCli
     _, failing = pair.replicas
     answer = await tell(pair, failing, "judge")
     assert answer["results"] == [{"on a GPU": None, "here": "the device is cpu"}]
-    publisher = BroadcastPolicyPublisher(pair, timeout_s=60)
+    publisher = BroadcastPolicyPublisher(pair, **PATIENT)
     await publisher.publish(ModelWeights(server_model()), 1)
     await assert_serves(pair, failing, server_model(), 1)
 
@@ -147,7 +154,7 @@ async def test_a_server_whose_layers_cannot_be_put_together_says_that_it_must_be
     pair: VLLMChatClient,
 ) -> None:
     healthy, failing = pair.replicas
-    publisher = BroadcastPolicyPublisher(pair, timeout_s=60)
+    publisher = BroadcastPolicyPublisher(pair, **PATIENT)
     await publisher.publish(ModelWeights(server_model()), 1)
     await tell(pair, failing, "fail_next_reload")
     newer = server_model(seed=9)

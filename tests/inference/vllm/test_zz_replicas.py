@@ -16,10 +16,17 @@ from ludic.errors import InferenceError, PublishError
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server import VLLMServer
 from ludic.sharding.weights import ModelWeights
-from tests.inference.vllm.asking import largest_gap, request, scored, trace_of, until_in_flight
+from tests.inference.vllm.asking import (
+    PATIENT,
+    largest_gap,
+    request,
+    scored,
+    trace_of,
+    until_in_flight,
+)
 from tests.inference.vllm.conftest import NAME, server_model
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 
 Servers = tuple[VLLMServer, VLLMServer]
 
@@ -68,7 +75,7 @@ async def test_a_server_that_dies_costs_no_request_and_comes_back_by_a_publish(
 ) -> None:
     survivor, victim = two_servers
     model = server_model()
-    publisher = BroadcastPolicyPublisher(pair, timeout_s=60)
+    publisher = BroadcastPolicyPublisher(pair, **PATIENT)
     await publisher.publish(ModelWeights(model), 5)
 
     # In the middle of requests: those it had are asked again elsewhere.
@@ -94,7 +101,7 @@ async def test_a_server_that_dies_costs_no_request_and_comes_back_by_a_publish(
     served = pair.replicas[1].served
     assert pair.replicas[1].out is not None
     report = await publisher.publish(ModelWeights(newer), 7)
-    assert len(report.details["servers"]) == 2
+    assert len(report.details["servers"]) == 2, report.details["lost"]
     await asyncio.gather(*(pair.complete_tokens(request(seed=n)) for n in range(8)))
     assert pair.replicas[1].served > served
 
@@ -104,7 +111,7 @@ async def test_a_server_that_dies_costs_no_request_and_comes_back_by_a_publish(
         for n in range(8)
     ]
     await until_in_flight(pair.replicas[1], 4)
-    fatal = BroadcastPolicyPublisher(pair, plane=FatalPlane(victim), timeout_s=60)
+    fatal = BroadcastPolicyPublisher(pair, plane=FatalPlane(victim), **PATIENT)
     report = await fatal.publish(ModelWeights(model), 8)
     assert report.details["servers"] == [survivor.url]
     assert victim.url in report.details["lost"]

@@ -1,6 +1,6 @@
 """The receiving side of a publish, inside vLLM's workers. Imported by vLLM alone.
 
-An update is staged first, looked at, and applied only by `finish_weight_update`: whatever goes
+An update is staged first, checked, and applied only by `finish_weight_update`: anything that goes
 wrong before that leaves the old weights as they were, and the server may sample all the while. The
 tensors come over one of three planes, named in the update: a safetensors file in shared memory,
 CUDA IPC handles, or a broadcast.
@@ -67,7 +67,7 @@ class LudicUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 class LudicWeightTransferEngine(
     WeightTransferEngine[LudicInitInfo, LudicUpdateInfo]  # type: ignore[misc]
 ):
-    """Stages an update, answers for it, and applies it as a whole."""
+    """Stages an update, reports what it holds, and applies it as a whole."""
 
     init_info_cls = LudicInitInfo
     update_info_cls = LudicUpdateInfo

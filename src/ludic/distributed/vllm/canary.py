@@ -57,13 +57,13 @@ class Canary:
         return None if model is None or is_sharded(model) else model
 
     def prompt(self, model: nn.Module) -> tuple[int, ...]:
-        """The prompt; to make it takes a while, so call this in a thread."""
+        """The prompt. Making it takes a while, so call this in a thread."""
         if self._prompt is None:
             self._prompt = canary_tokens(model)
         return self._prompt
 
     def own_scores(self, model: nn.Module) -> list[float]:
-        """The trainer's scores of the prompt. For a thread as well."""
+        """The trainer's scores of the prompt. Call this in a thread, too."""
         return prompt_logprobs(model, self.prompt(model))
 
     def budget(self, model: nn.Module) -> MismatchBudget:

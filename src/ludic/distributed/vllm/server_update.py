@@ -1,4 +1,4 @@
-"""One server in the course of one publish, whatever is published to it."""
+"""One server during one publish, of weights or of an adapter."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class TrainerChecks:
         change its weights afterwards."""
         self._wanted = False
         for work in (self._expected, self._all):
-            # What it raised was raised by `done` as well, or nobody asked.
+            # `done` has raised its error already, or nobody asked.
             work.add_done_callback(lambda work: work.cancelled() or work.exception())
         await asyncio.wait({self._all}, timeout=seconds)
 

@@ -211,5 +211,5 @@ class OpenAIChatClient:
 
 
 def _is_plain(sampling: SamplingConfig) -> bool:
-    """Whether raw log-probs are those of the sampled distribution as well."""
+    """Whether raw log-probs are also those of the sampled distribution."""
     return sampling.temperature == 1 and not sampling.truncates and not sampling.penalises

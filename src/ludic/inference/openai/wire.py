@@ -93,7 +93,7 @@ def completion_response(
             )
         if all(math.isfinite(lp) for lp in logprobs):
             trace = TokenTrace(prompt_token_ids, tuple(ids), tuple(map(float, logprobs)))
-    return ChatResponse(trace, _finish_reason(choice), text, _info(answer))
+    return ChatResponse(trace, finish_reason(choice), text, _info(answer))
 
 
 def chat_response(answer: Any) -> ChatResponse:
@@ -117,7 +117,7 @@ def chat_response(answer: Any) -> ChatResponse:
         info["tool_calls"] = calls
     if errors:
         info["tool_call_errors"] = errors
-    return ChatResponse(None, _finish_reason(choice), content or "", info)
+    return ChatResponse(None, finish_reason(choice), content or "", info)
 
 
 def choice_of(answer: Any) -> Mapping[str, Any]:
@@ -128,7 +128,8 @@ def choice_of(answer: Any) -> Mapping[str, Any]:
     return choices[0]
 
 
-def _finish_reason(choice: Mapping[str, Any]) -> FinishReason:
+def finish_reason(choice: Mapping[str, Any]) -> FinishReason:
+    """Why the model stopped."""
     reason = choice.get("finish_reason")
     if reason not in _FINISH_REASONS:
         raise InferenceError(

@@ -162,7 +162,7 @@ class VLLMChatClient(VLLMServers):
                 except UnreachableError as exc:
                     failures.append(str(exc))
                     failed.add(replica)
-                    if exc.retry_after_s or not self._another(replica):
+                    if exc.retry_after_s or self.in_rotation() in ([], [replica]):
                         pause_s = self._backoff.pause_s(attempt, exc.retry_after_s)
             else:
                 failures.append(f"no server is in rotation: {self._states()}")

@@ -55,31 +55,27 @@ class Replica:
     """What new requests are sampled from."""
     in_flight: int = 0
     served: int = 0
-    down_since: float | None = None
     retry_at: float = 0.0
     failures: int = 0
     out: str | None = None
     """Why it is out of rotation; None while it serves."""
-    lost: bool = False
-    """It was unreachable since its weights were last checked."""
-    notes: list[str] = field(default_factory=list)
+    lost: str | None = None
+    """How it was unreachable since its weights were last checked; None: it was not."""
 
     def mark_down(self, cause: str, pause_s: float) -> None:
         """Notes that the server did not answer; it is asked again after a pause."""
         self.failures += 1
-        self.lost = True
-        self.down_since = self.down_since or time.monotonic()
+        self.lost = cause
         self.retry_at = time.monotonic() + pause_s
-        self.notes = [*self.notes[-4:], cause]
 
     def mark_up(self) -> None:
-        self.down_since, self.failures, self.lost = None, 0, False
+        self.failures, self.lost = 0, None
 
     def describe(self) -> str:
         if self.out is not None:
             return f"{self.url}: out of rotation ({self.out})"
-        if self.down_since is not None:
-            return f"{self.url}: down ({self.notes[-1] if self.notes else 'no answer'})"
+        if self.lost is not None:
+            return f"{self.url}: down ({self.lost})"
         return f"{self.url}: up, {self.in_flight} requests"
 
 

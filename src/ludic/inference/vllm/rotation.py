@@ -112,7 +112,7 @@ class VLLMServers:
 
     def in_rotation(self) -> list[Replica]:
         """The servers that requests may go to."""
-        return [r for r in self.replicas if r.out is None and r.down_since is None]
+        return [r for r in self.replicas if r.out is None and r.lost is None]
 
     async def control(
         self,
@@ -124,7 +124,7 @@ class VLLMServers:
         timeout_s: float | None = None,
         plain: bool = False,
     ) -> Any:
-        """One exchange with a server's control routes, over a connection of its own."""
+        """One exchange with a server's control routes, over a new connection."""
         session = (await self._connections.get()).unpooled
         url, headers = replica.url + path, self._headers
         return await ask(
@@ -197,11 +197,6 @@ class VLLMServers:
             return replica
         return None
 
-    def _another(self, failed: Replica) -> bool:
-        return any(
-            r is not failed and r.out is None and r.down_since is None for r in self.replicas
-        )
-
     def _revive(self, replica: Replica) -> asyncio.Task[None]:
         """Finds out, once for all callers, whether a server that was away may serve again."""
         task = self._learning.get(replica)
@@ -212,12 +207,16 @@ class VLLMServers:
         return task
 
     async def _welcome(self, replica: Replica) -> None:
-        was_lost = replica.lost
+        was_lost = replica.lost is not None
         try:
             await self.relearn(replica, timeout_s=10.0)
             if was_lost and not (self.keeper and await self.keeper.restore(replica)):
-                found = await self.replica_version(replica)
-                # In a publish it may be ahead of what is expected of all.
+                # A publish may run meanwhile. What the server said before an update reached it
+                # does not count afterwards; and then it may be ahead of what is expected of all.
+                had = None
+                while had != replica.version:
+                    had = replica.version
+                    found = await self.replica_version(replica)
                 expected = max(self._version, replica.version)
                 if found != expected:
                     replica.out = (

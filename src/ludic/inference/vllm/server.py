@@ -2,8 +2,8 @@
 
 Nothing of vLLM is changed. The server gets its RL routes (development mode), token-in-token-out
 where the version has it, processed log-probs, and Ludic's weight transfer through vLLM's plugin
-entry point. The update routes have no lock of their own, so it listens on loopback unless told
-otherwise. vLLM may live in an environment of its own: `--python`, or `LUDIC_VLLM_PYTHON`.
+entry point. The update routes have no lock, so it listens on loopback unless told
+otherwise. vLLM may live in an environment apart: `--python`, or `LUDIC_VLLM_PYTHON`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class VLLMServer:
     """A running vLLM server with its children: `with VLLMServer(settings) as server: …`.
 
     Entering waits until it is healthy and raises with its last words where it does not come up;
-    leaving ends it and everything it started. It ends with this process too, also where that is
+    leaving ends it and everything it started. It ends with this process too, even where that is
     killed. `folder` is for its temporary files, the log too unless `log` says where, and is
     removed with it; by default it is a new one.
     """
@@ -148,7 +148,7 @@ class VLLMServer:
         return "".join([*errors[-5:], *list(every)[-lines:]]).strip() or "(no output)"
 
     def stop(self, grace_s: float = _GRACE_S) -> None:
-        """Ends the server and its children, kindly first. A wait for its health ends as well."""
+        """Ends the server and its children, kindly first, and with them any wait for its health."""
         process, self.process = self.process, None
         if process is not None:
             for sign, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 10.0)):

@@ -13,18 +13,13 @@ from typing import Any
 from ludic.errors import InferenceError, RequestRejectedError
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.http import excerpt
-from ludic.inference.openai.wire import choice_of, sampling_body
+from ludic.inference.openai.wire import choice_of, finish_reason, sampling_body
 from ludic.inference.vllm.extensions import VLLMExtensions
-from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
+from ludic.types import ChatResponse, TokenTrace, VersionSpan
 
 UNNAMED_VERSION = "default"
 """What a server calls the weights that it was started with."""
 
-_ENDINGS = {
-    "stop": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.ABORT,
-}
 # Fields of a generate request that are not sampling parameters.
 _GENERATE_FIELDS = frozenset(
     {"cache_salt", "priority", "request_id", "model", "kv_transfer_params", "features", "stream"}
@@ -105,9 +100,7 @@ def read_answer(
             "the server's answer has no token ids, so it cannot be trained on: is this a vLLM "
             f"server of 0.26 or newer? It answered {excerpt(choice)}"
         )
-    reason = choice.get("finish_reason")
-    if reason not in _ENDINGS:
-        raise InferenceError(f"the server ended a completion for the unknown reason {reason!r}")
+    reason = finish_reason(choice)
     info: dict[str, Any] = {}
     if request.returns.prompt_logprobs:
         info["prompt_logprobs"] = _prompt_logprobs(answer, choice, request.prompt_token_ids)
@@ -123,7 +116,7 @@ def read_answer(
         _kept(choice, len(ids)) if request.returns.kept_ids else None,
     )
     text = choice.get("text")
-    return ChatResponse(trace, _ENDINGS[reason], text if isinstance(text, str) else None, info)
+    return ChatResponse(trace, reason, text if isinstance(text, str) else None, info)
 
 
 def version_number(name: Any, first_version: int) -> int:

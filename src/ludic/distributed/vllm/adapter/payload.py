@@ -1,4 +1,4 @@
-"""A LoRA adapter to live servers: each version under a name of its own, beside those before it."""
+"""A LoRA adapter to live servers: each version under its own name, beside the ones before it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CANARY_TOKENS = 4
 class AdapterPayload(Payload):
     """The adapter of a PEFT model, and what servers still hold of the versions before.
 
-    Besides the publishes, which come one at a time, `tidy` runs in a task of its own and unloads
+    Besides the publishes, which come one at a time, `tidy` runs in its own task and unloads
     what is idle: `_unloading` keeps the two from unloading the same adapter. Requests come and go
     all the while; each counts itself in the `Serving` that it began with, and what is counted there
     is never unloaded. All of it happens in one event loop.

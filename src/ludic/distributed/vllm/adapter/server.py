@@ -1,4 +1,4 @@
-"""One server in the course of one publish of an adapter."""
+"""One server during one publish of an adapter."""
 
 from __future__ import annotations
 

@@ -53,7 +53,9 @@ class AdapterWeights:
             a = whole(layer.lora_A[self.adapter].weight)
             b = whole(layer.lora_B[self.adapter].weight).float() * layer.scaling[self.adapter]
             below = getattr(layer.get_base_layer(), "weight", a).dtype
-            dtype = below if below.is_floating_point else a.dtype  # of a quantised one: the own
+            dtype = (
+                below if below.is_floating_point else a.dtype
+            )  # over quantised weights: its own type
             yield f"{name}.lora_A.weight", a.to(dtype, copy=True)
             yield f"{name}.lora_B.weight", b.to(dtype)
 

@@ -1,4 +1,4 @@
-"""One server in the course of one publish of whole weights."""
+"""One server during one publish of whole weights."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class WeightsServer(ServerUpdate):
             self.worker_seconds = {**self.worker_seconds, **_slowest(receipts, ("apply",))}
 
     async def undo(self) -> None:
-        """Drops what was staged; the server goes on with the old weights, whatever paused it. One
-        that was out of rotation stays there."""
+        """Drops what was staged; the server goes on with the old weights, and is resumed even
+        where somebody else paused it. One that was out of rotation stays there."""
         if self.lost:
             return
         try:
