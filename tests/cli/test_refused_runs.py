@@ -46,10 +46,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
         (["training.weight_decay=inf"], ["training.weight_decay", "finite"]),
         (["env.kind=key_door", "env.kwargs.step_cost=nan"], ["step_cost", "nan"]),
         (["training.lost_member=keep"], ["training.lost_member", "'keep_partial'"]),
-        (
-            ["training.lost_member=keep_partial", "algorithm.kwargs.allow_partial=false"],
-            ["lost_member", "allow_partial"],
-        ),
     ],
 )
 def test_a_run_that_could_never_train_leaves_no_folder(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ludic.errors import CheckpointError, ConfigError
@@ -35,6 +36,22 @@ class RLAlgorithm:
         """How many rollouts are compared with each other; None where rollouts stand alone."""
         size = getattr(self.credit_assigner, "group_size", None)
         return None if size is None else int(size)
+
+    def with_partial_groups(self) -> RLAlgorithm:
+        """Returns this algorithm with credit that compares what is left of a group which lost a
+        member, as `lost_member="keep_partial"` needs it. Raises `ConfigError` if it has no such
+        credit."""
+        if self.group_size is None:
+            return self
+        credit: Any = self.credit_assigner
+        if not hasattr(credit, "allow_partial"):
+            raise ConfigError(
+                f"algorithm {self.name!r} compares only whole groups: its credit assigner has no "
+                "allow_partial; choose another lost_member than 'keep_partial'"
+            )
+        changed = copy.copy(self)  # `replace` would add the loss's preprocess a second time
+        object.__setattr__(changed, "credit_assigner", replace(credit, allow_partial=True))
+        return changed
 
     def check_rollouts_per_update(self, rollouts_per_update: int) -> None:
         """Raises `ConfigError` when that many rollouts are not a whole number of groups."""
