@@ -13,8 +13,8 @@ from ludic.errors import ConfigError
 from ludic.interaction import MultiAgentProtocol
 from ludic.rollouts import read_rollouts
 from ludic.runs.check import check_parts
-from ludic.runs.lock import locked
 from ludic.runs.settings import parse_run
+from ludic.runs.storage.lock import locked
 from tests.cli.conftest import Ludic
 from tests.cli.test_bad_input import check
 
