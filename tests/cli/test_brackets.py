@@ -9,7 +9,7 @@ import pytest
 
 from ludic.eval import EvalReport
 from ludic.eval.report import EpisodeResult
-from ludic.runs.terminal import console, say, stages_table
+from ludic.runs.results.terminal import console, say, stages_table
 from tests.cli.conftest import Ludic
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]

@@ -13,8 +13,8 @@ from ludic.errors import ConfigError
 from ludic.interaction import MultiAgentProtocol
 from ludic.rollouts import read_rollouts
 from ludic.runs.check import check_parts
-from ludic.runs.lock import locked
 from ludic.runs.settings import parse_run
+from ludic.runs.storage.lock import locked
 from tests.cli.conftest import Ludic
 from tests.cli.test_bad_input import check
 
@@ -46,10 +46,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
         (["training.weight_decay=inf"], ["training.weight_decay", "finite"]),
         (["env.kind=key_door", "env.kwargs.step_cost=nan"], ["step_cost", "nan"]),
         (["training.lost_member=keep"], ["training.lost_member", "'keep_partial'"]),
-        (
-            ["training.lost_member=keep_partial", "algorithm.kwargs.allow_partial=false"],
-            ["lost_member", "allow_partial"],
-        ),
     ],
 )
 def test_a_run_that_could_never_train_leaves_no_folder(

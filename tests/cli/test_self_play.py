@@ -95,8 +95,8 @@ def test_self_play_that_cannot_be_is_refused(
 def test_when_past_opponents_are_taken_cannot_change_on_the_way(
     ludic: Ludic, tmp_path: Path
 ) -> None:
-    from ludic.runs.folder import RunFolder
     from ludic.runs.locate import find_run
+    from ludic.runs.storage.folder import RunFolder
 
     RunFolder.create(find_run("tic-tac-toe-self-play", TINY)[0], tmp_path / "run", modules=tmp_path)
     done = ludic("train", "--resume", "run", "training.checkpoint_every=3")

@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from ludic.errors import CheckpointError, ConfigError, DuplicateNameError, UnknownNameError
+from ludic.errors import (
+    CheckpointError,
+    ConfigError,
+    CreditError,
+    DuplicateNameError,
+    UnknownNameError,
+)
 from ludic.training import (
     Aggregation,
     BetaTracker,
@@ -64,6 +70,31 @@ PRESETS = [
     "opd",
     "sft",
 ]
+
+
+@pytest.mark.parametrize("name", [n for n in PRESETS if make_algorithm(n).group_size is not None])
+def test_every_group_algorithm_can_compare_what_is_left_of_a_group(name: str) -> None:
+    whole = make_algorithm(name, group_size=3)
+    partial = whole.with_partial_groups()
+    left = [make_rollout(i, [r], group="g") for i, r in (("a", 0.0), ("b", 1.0))]
+    with pytest.raises(CreditError, match="not group_size=3"):
+        whole.credit_assigner.compute(left)
+    credit = partial.credit_assigner.compute(left)
+    assert credit["a", 0] == -credit["b", 0] < 0
+    assert (partial.loss, partial.preprocess) == (whole.loss, whole.preprocess)
+
+
+def test_an_algorithm_that_needs_whole_groups_says_so() -> None:
+    assert make_reinforce().with_partial_groups() == make_reinforce()
+
+    class Whole:
+        group_size = 2
+
+        def compute(self, rollouts: Any) -> Any:
+            return {}
+
+    with pytest.raises(ConfigError, match="'own' compares only whole groups"):
+        replace(make_grpo(), name="own", credit_assigner=Whole()).with_partial_groups()
 
 
 def test_presets_are_made_of_what_the_design_says() -> None:

@@ -8,7 +8,7 @@ from ludic.cli.arguments import Overrides, RunFile
 def calibrate(run: RunFile, overrides: Overrides = None) -> None:
     """Find the largest training.micro_token_budget that fits this machine."""
     from ludic.runs.calibration import calibrate_run
-    from ludic.runs.terminal import say
+    from ludic.runs.results.terminal import say
 
     found, gib = calibrate_run(run, overrides or []), 2**30
     say(

@@ -19,7 +19,7 @@ def doctor(
 
     from ludic.runs.doctor import examine_run
     from ludic.runs.machine import check_machine
-    from ludic.runs.terminal import console, say
+    from ludic.runs.results.terminal import console, say
 
     table = Table(box=None, pad_edge=False, show_header=False)
     for fact in check_machine():

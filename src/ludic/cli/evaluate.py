@@ -29,7 +29,7 @@ def evaluate(
     """Play held-out episodes and report rates with intervals, or compare two reports."""
     from ludic.eval import report_table
     from ludic.runs.evaluation import evaluate_run
-    from ludic.runs.terminal import console, say
+    from ludic.runs.results.terminal import console, say
 
     if compare is not None:
         _compare(*compare)
@@ -60,7 +60,7 @@ def _check_output(path: Path) -> None:
 def _compare(a: Path, b: Path) -> None:
     from ludic.eval import compare, report_table
     from ludic.runs.evaluation import read_report
-    from ludic.runs.terminal import console, say
+    from ludic.runs.results.terminal import console, say
 
     reports = [read_report(a), read_report(b)]
     console.print(report_table(reports))

@@ -23,7 +23,7 @@ def generate(
 ) -> None:
     """Write rollouts, filtered by rejection, as data that `ludic sft` takes."""
     from ludic.runs.generating import generate_file
-    from ludic.runs.terminal import say
+    from ludic.runs.results.terminal import say
 
     counts = asyncio.run(
         generate_file(run, overrides or [], output=output, episodes=episodes, keep=keep or [])

@@ -25,7 +25,7 @@ def play(
     from ludic.envs import build_env
     from ludic.envs.running.play import play_by_hand
     from ludic.runs.playing import env_to_play, watch
-    from ludic.runs.terminal import episode_text, say
+    from ludic.runs.results.terminal import episode_text, say
 
     spec = env_to_play(env, settings or [])
     if model is None:

@@ -19,7 +19,7 @@ def replay(
 ) -> None:
     """Run recorded episodes again and report the first divergence."""
     from ludic.runs.replaying import replay_file
-    from ludic.runs.terminal import say
+    from ludic.runs.results.terminal import say
 
     found = asyncio.run(replay_file(rollouts, limit=limit, model=model, on_divergence=say))
     what = f"{found.steps} steps" + (f", {found.tokens} tokens" if model else "")

@@ -130,19 +130,11 @@ def requests_of(
 def algorithm_of(config: RunConfig) -> RLAlgorithm:
     """Returns the run's algorithm; arguments that it does not take are a `ConfigError`. If the run
     keeps groups that lost a member, the algorithm compares the members that are left."""
-    name, kwargs = config.algorithm.name, config.algorithm.kwargs
-    with configuring(f"algorithm {name!r} with {kwargs}"):
-        algorithm = make_algorithm(name, **kwargs)
-        if config.training.lost_member != "keep_partial" or algorithm.group_size is None:
-            return algorithm
-        if "allow_partial" not in kwargs:
-            algorithm = make_algorithm(name, **kwargs, allow_partial=True)
-    if not getattr(algorithm.credit_assigner, "allow_partial", False):
-        raise ConfigError(
-            f'training.lost_member="keep_partial", but algorithm {name!r} compares only whole '
-            "groups: leave algorithm.kwargs.allow_partial out, or choose another lost_member"
-        )
-    return algorithm
+    section = config.algorithm
+    with configuring(f"algorithm {section.name!r} with {section.kwargs}"):
+        algorithm = make_algorithm(section.name, **section.kwargs)
+    keep = config.training.lost_member == "keep_partial"
+    return algorithm.with_partial_groups() if keep else algorithm
 
 
 def trainer_config(config: RunConfig, stage: Literal["sft", "rl"], folder: Path) -> TrainerConfig:

@@ -10,7 +10,7 @@ from ludic.errors import ConfigError, UnknownNameError
 from ludic.rollouts import FixedMix, RolloutWriter
 from ludic.runs.assemble import open_policy, requests_of, rollout_engine
 from ludic.runs.locate import locate
-from ludic.runs.terminal import episodes_bar
+from ludic.runs.results.terminal import episodes_bar
 from ludic.seeding import derive_seed
 from ludic.types import FinishReason, Rollout
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ludic.errors import ConfigError
 from ludic.runs.assemble import make_importable
-from ludic.runs.folder import RunFolder
+from ludic.runs.storage.folder import RunFolder
 from ludic.runs.settings import RunConfig, load_run
 
 RUNS = Path(__file__).parent / "files"

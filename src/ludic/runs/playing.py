@@ -14,7 +14,7 @@ from ludic.runs.assemble import (
     requests_of,
     rollout_engine,
 )
-from ludic.runs.folder import RunFolder
+from ludic.runs.storage.folder import RunFolder
 from ludic.runs.locate import locate
 from ludic.runs.settings import apply_override
 from ludic.seeding import derive_seed

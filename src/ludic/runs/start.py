@@ -10,9 +10,9 @@ from pathlib import Path
 from ludic.errors import ConfigError
 from ludic.runs.assemble import make_importable
 from ludic.runs.check import check_parts
-from ludic.runs.folder import RunFolder
+from ludic.runs.storage.folder import RunFolder
 from ludic.runs.locate import builtin_runs, find_run
-from ludic.runs.lock import locked
+from ludic.runs.storage.lock import locked
 from ludic.runs.settings import RunConfig, override_key
 from ludic.runs.training_run import TrainingRun
 

@@ -19,7 +19,7 @@ from ludic.runs.assemble import (
     rollout_engine,
 )
 from ludic.runs.settings import RunConfig
-from ludic.runs.terminal import episodes_bar
+from ludic.runs.results.terminal import episodes_bar
 from ludic.seeding import derive_seed
 from ludic.types import Fork, Message, TokenTrace
 

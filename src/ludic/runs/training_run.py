@@ -17,15 +17,15 @@ from ludic.runs.assemble import (
     trainer_config,
     rollout_engine,
 )
-from ludic.runs.conclusion import conclude
+from ludic.runs.results.conclusion import conclude
 from ludic.runs.evaluation import evaluate_policy
-from ludic.runs.folder import RunFolder
+from ludic.runs.storage.folder import RunFolder
 from ludic.runs.interruption import interruptible
 from ludic.runs.opponents import seating
-from ludic.runs.rollout_log import open_rollout_log
+from ludic.runs.storage.rollout_log import open_rollout_log
 from ludic.runs.settings import RunConfig
 from ludic.runs.teach import write_lessons
-from ludic.runs.terminal import command_name, console, episodes_bar, say
+from ludic.runs.results.terminal import command_name, console, episodes_bar, say
 from ludic.seeding import derive_seed
 from ludic.training import (
     BatchSource,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ludic.errors import CheckpointError, ConfigError
@@ -42,6 +42,20 @@ class RLAlgorithm:
         """How many rollouts are compared with each other; None where rollouts stand alone."""
         credit = self.credit_assigner
         return credit.group_size if isinstance(credit, ComparesGroups) else None
+
+    def with_partial_groups(self) -> RLAlgorithm:
+        """Returns this algorithm with credit that compares what is left of a group which lost a
+        member, as `lost_member="keep_partial"` needs it. Raises `ConfigError` if it has no such
+        credit."""
+        if self.group_size is None:
+            return self
+        credit: Any = self.credit_assigner
+        if not hasattr(credit, "allow_partial"):
+            raise ConfigError(
+                f"algorithm {self.name!r} compares only whole groups: its credit assigner has no "
+                "allow_partial; choose another lost_member than 'keep_partial'"
+            )
+        return replace(self, credit_assigner=replace(credit, allow_partial=True))
 
     def check_rollouts_per_update(self, rollouts_per_update: int) -> None:
         """Raises `ConfigError` when that many rollouts are not a whole number of groups."""

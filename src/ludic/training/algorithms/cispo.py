@@ -44,15 +44,7 @@ def make_cispo(
     floor: float | None = None,
     aggregation: Aggregation = token_mean,
     normalize_adv: bool = True,
-    allow_partial: bool = False,
 ) -> RLAlgorithm:
     """Group-relative credit with capped importance weights."""
     loss = CISPOLoss(cap=cap, floor=floor, aggregation=aggregation)
-    return group_relative(
-        "cispo",
-        group_size,
-        loss,
-        normalize_adv=normalize_adv,
-        kl_coeff=kl_coeff,
-        allow_partial=allow_partial,
-    )
+    return group_relative("cispo", group_size, loss, normalize_adv=normalize_adv, kl_coeff=kl_coeff)

@@ -22,15 +22,7 @@ def make_dr_grpo(
     clip: tuple[float, float] = (0.8, 1.2),
     max_completion_tokens: float = 1024,
     kl_coeff: float = 0.0,
-    allow_partial: bool = False,
 ) -> RLAlgorithm:
     """GRPO without the division by the group's std or by lengths."""
     loss = TokenClippedSurrogateLoss(clip=clip, aggregation=Constant(max_completion_tokens))
-    return group_relative(
-        "dr_grpo",
-        group_size,
-        loss,
-        normalize_adv=False,
-        kl_coeff=kl_coeff,
-        allow_partial=allow_partial,
-    )
+    return group_relative("dr_grpo", group_size, loss, normalize_adv=False, kl_coeff=kl_coeff)

@@ -42,13 +42,8 @@ class GMPOLoss(PolicyLoss):
 
 
 def make_gmpo(
-    group_size: int = 8,
-    *,
-    clip: float = 0.4,
-    unit: Unit = "turn",
-    kl_coeff: float = 0.0,
-    allow_partial: bool = False,
+    group_size: int = 8, *, clip: float = 0.4, unit: Unit = "turn", kl_coeff: float = 0.0
 ) -> RLAlgorithm:
     """Group-relative credit with the geometric mean of clipped ratios."""
     loss = GMPOLoss(clip=clip, unit=unit, aggregation=SequenceMean(unit))
-    return group_relative("gmpo", group_size, loss, kl_coeff=kl_coeff, allow_partial=allow_partial)
+    return group_relative("gmpo", group_size, loss, kl_coeff=kl_coeff)

@@ -15,11 +15,7 @@ def group_relative(
     *,
     normalize_adv: bool = True,
     kl_coeff: float = 0.0,
-    allow_partial: bool = False,
 ) -> RLAlgorithm:
-    """`loss` on group-relative credit, plus `kl_coeff` times k3, aggregated as the loss is. With
-    `allow_partial`, what is left of a group that lost a member is compared with each other."""
-    credit = GroupNormalizedReturn(
-        group_size, normalize_adv=normalize_adv, allow_partial=allow_partial
-    )
+    """`loss` on group-relative credit, plus `kl_coeff` times k3, aggregated as the loss is."""
+    credit = GroupNormalizedReturn(group_size, normalize_adv=normalize_adv)
     return RLAlgorithm(name, credit, with_kl(loss, kl_coeff, loss.aggregation))

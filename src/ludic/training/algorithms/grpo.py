@@ -44,15 +44,7 @@ def make_grpo(
     aggregation: Aggregation = sequence_mean,
     normalize_adv: bool = True,
     kl_coeff: float = 0.0,
-    allow_partial: bool = False,
 ) -> RLAlgorithm:
     """Group-relative credit with the clipped surrogate on tokens."""
     loss = TokenClippedSurrogateLoss(clip=clip, aggregation=aggregation)
-    return group_relative(
-        "grpo",
-        group_size,
-        loss,
-        normalize_adv=normalize_adv,
-        kl_coeff=kl_coeff,
-        allow_partial=allow_partial,
-    )
+    return group_relative("grpo", group_size, loss, normalize_adv=normalize_adv, kl_coeff=kl_coeff)

@@ -43,13 +43,8 @@ class SequenceClippedSurrogateLoss(PolicyLoss):
 
 
 def make_gspo(
-    group_size: int = 8,
-    *,
-    clip: Clip = CLIP,
-    unit: Unit = "turn",
-    kl_coeff: float = 0.0,
-    allow_partial: bool = False,
+    group_size: int = 8, *, clip: Clip = CLIP, unit: Unit = "turn", kl_coeff: float = 0.0
 ) -> RLAlgorithm:
     """Group-relative credit with one clipped ratio per sequence."""
     loss = SequenceClippedSurrogateLoss(clip=clip, unit=unit, aggregation=SequenceMean(unit))
-    return group_relative("gspo", group_size, loss, kl_coeff=kl_coeff, allow_partial=allow_partial)
+    return group_relative("gspo", group_size, loss, kl_coeff=kl_coeff)

@@ -42,13 +42,8 @@ class SAPOLoss(PolicyLoss):
 
 
 def make_sapo(
-    group_size: int = 8,
-    *,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
-    kl_coeff: float = 0.0,
-    allow_partial: bool = False,
+    group_size: int = 8, *, tau_pos: float = 1.0, tau_neg: float = 1.05, kl_coeff: float = 0.0
 ) -> RLAlgorithm:
     """Group-relative credit with a soft gate on the ratio."""
     loss = SAPOLoss(tau_pos=tau_pos, tau_neg=tau_neg)
-    return group_relative("sapo", group_size, loss, kl_coeff=kl_coeff, allow_partial=allow_partial)
+    return group_relative("sapo", group_size, loss, kl_coeff=kl_coeff)

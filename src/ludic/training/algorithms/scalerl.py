@@ -27,12 +27,11 @@ def make_scalerl(
     cap: float = 5.0,
     floor: float | None = None,
     aggregation: Aggregation = group_mean,
-    allow_partial: bool = False,
 ) -> RLAlgorithm:
     """Hybrid-normalised credit with capped importance weights, every group weighing the same."""
     return RLAlgorithm(
         "scalerl",
-        HybridNormalizedReturn(group_size, filter_zvp=filter_zvp, allow_partial=allow_partial),
+        HybridNormalizedReturn(group_size, filter_zvp=filter_zvp),
         CISPOLoss(cap=cap, floor=floor, aggregation=aggregation),
         preprocess=drop_zero_variance_groups if filter_zvp else None,
     )

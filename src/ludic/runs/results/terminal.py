@@ -16,7 +16,7 @@ from rich.text import Text
 from ludic.eval import Estimate, EvalReport
 from ludic.rollouts.progress import Progress as RolloutProgress
 from ludic.rollouts.progress import ProgressCallback
-from ludic.runs.summary import Curve, outcomes_of, smoothed
+from ludic.runs.results.summary import Curve, outcomes_of, smoothed
 from ludic.types import AgentStep, Rollout
 
 # What is shown is mostly the words of environments and models, whose brackets are only brackets.

@@ -8,10 +8,10 @@ from pathlib import Path
 from ludic.eval import EvalReport
 from ludic.runs.assemble import OpenPolicy
 from ludic.runs.evaluation import eval_engine, eval_plan
-from ludic.runs.folder import RunFolder
+from ludic.runs.storage.folder import RunFolder
 from ludic.runs.settings import RunConfig
-from ludic.runs.summary import plot_png, read_curve, summary_of
-from ludic.runs.terminal import (
+from ludic.runs.results.summary import plot_png, read_curve, summary_of
+from ludic.runs.results.terminal import (
     command_name,
     console,
     episode_text,

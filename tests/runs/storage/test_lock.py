@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from ludic.errors import ConfigError
-from ludic.runs.lock import FILE, locked
+from ludic.runs.storage.lock import FILE, locked
 
 HOLD = """
 import pathlib, sys, time
-from ludic.runs.lock import locked
+from ludic.runs.storage.lock import locked
 with locked(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
