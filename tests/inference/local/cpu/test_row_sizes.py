@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ludic.inference.local import LocalChatClient
 from ludic.inference.local.cpu import row_sizes
+from ludic.inference.local.cpu.eager import EagerRunner
 from ludic.inference.local.cpu.eager_scheduler import EagerScheduler
 from ludic.inference.local.cpu.row_sizes import with_random_values
 from ludic.inference.local.module_view import module_view
@@ -39,7 +40,9 @@ async def test_sizes_that_round_a_bias_differently_are_told_apart_while_it_is_st
     layer.__class__ = TwoKernels
     async with LocalChatClient(model, tokenizer) as client:
         assert isinstance(client._scheduler, EagerScheduler)
-        sizes = client._scheduler.runner.row_sizes
+        runner = client._scheduler.runner
+        assert isinstance(runner, EagerRunner)
+        sizes = runner.row_sizes
     assert sizes is not None
     assert 16 not in sizes
     assert max(sizes) == 1024
