@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ludic.distributed import LocalPolicyPublisher, ModelWeights, Rank0OnlyPublisher, World
-from ludic.distributed.interfaces import PublishReport, Weights
+from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights
 from ludic.errors import PublishError
 from ludic.inference.local import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
@@ -55,6 +55,16 @@ async def test_the_real_engine_takes_versions_and_pauses() -> None:
         assert await client.get_policy_version() == 4
 
 
+async def test_naming_shared_weights_holds_up_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Any:
+        raise AssertionError("the engine was paused to be told a number")
+
+    async with LocalChatClient(tiny_model(), tiny_tokenizer(), max_slots=2) as client:
+        monkeypatch.setattr(client, "updating", refuse)
+        await LocalPolicyPublisher(client).publish({}, 4)
+        assert await client.get_policy_version() == 4
+
+
 async def test_rank_0_sends_copies_of_what_was_gathered() -> None:
     inner, model = RecordingPublisher(), tiny_model()
     report = await Rank0OnlyPublisher(inner, World()).publish(ModelWeights(model), 2)
@@ -73,3 +83,22 @@ async def test_what_goes_wrong_at_rank_0_is_raised() -> None:
         await Rank0OnlyPublisher(Failing(), World()).publish({}, 1)
     with pytest.raises(PublishError, match="no publisher"):
         Rank0OnlyPublisher(None, World())
+
+
+class OnlyPublishes(PolicyPublisher):
+    async def publish(self, weights: Weights, version: int) -> PublishReport:
+        return PublishReport(version, 0.0)
+
+
+async def test_a_publisher_that_writes_publish_alone_is_one_of_a_copy() -> None:
+    publisher = OnlyPublishes()
+    assert publisher.shares_weights is False
+    async with publisher.updating():
+        report = await publisher.publish({}, 1)
+    assert report == PublishReport(1, 0.0)
+
+
+def test_rank_0_s_publisher_says_whether_the_weights_are_shared() -> None:
+    assert Rank0OnlyPublisher(LocalPolicyPublisher(Client()), World()).shares_weights
+    assert not Rank0OnlyPublisher(OnlyPublishes(), World()).shares_weights
+    assert not Rank0OnlyPublisher(None, World(rank=1, size=2)).shares_weights

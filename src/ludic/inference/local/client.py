@@ -167,10 +167,11 @@ class LocalChatClient:
     ) -> str:
         """Makes `params` policy `version`. Tensors that are the module's own cost nothing; others
         are copied into it, all or none. Whoever holds `updating()` may call it inside, also in
-        tasks started there; anybody else waits for their turn."""
+        tasks started there; anybody else waits for their turn. Without any, the weights are named
+        as they are, and nothing is held up for that."""
         self._foreign(params)  # what does not fit is refused before anybody waits
         self._thread.check_version(version)
-        if self._holder in _held.get():
+        if self._holder in _held.get() or (not params and self._holder is None):
             return self._take_weights(params, version)
         async with self.updating(timeout_s=timeout_s):
             return self._take_weights(params, version)
