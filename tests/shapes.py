@@ -10,6 +10,7 @@ import inspect
 import types
 from collections.abc import Callable
 from functools import wraps
+from itertools import chain
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from jaxtyping import AbstractArray
@@ -19,18 +20,21 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def check_shapes(function: F) -> F:
     """`function`, which raises `TypeError` for a tensor of another shape than it says."""
-    signature = inspect.signature(function)
+    names = tuple(inspect.signature(function).parameters)
     hints: dict[str, Any] | None = None
 
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         nonlocal hints
         if hints is None:  # not earlier: a name may be defined further down in its module
-            hints = get_type_hints(function)
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
-            _check(value, hints.get(name), f"{function.__qualname__}: {name}")
+            found = get_type_hints(function).items()
+            hints = {name: hint for name, hint in found if _has_shape(hint)}
+        for name, value in chain(zip(names, args, strict=False), kwargs.items()):
+            if name in hints and not _fits(value, hints[name]):
+                raise _misfit(function, name, value)
         result = function(*args, **kwargs)
-        _check(result, hints.get("return"), f"{function.__qualname__}: its result")
+        if "return" in hints and not _fits(result, hints["return"]):
+            raise _misfit(function, "its result", result)
         return result
 
     return checked if _is_shaped(function) else function  # type: ignore[return-value]
@@ -42,10 +46,15 @@ def _is_shaped(function: Callable[..., Any]) -> bool:
     return any(word in hint for hint in named for word in ("Float[", "Int[", "Bool[", "Objective"))
 
 
-def _check(value: Any, hint: Any, where: str) -> None:
-    if not _fits(value, hint):
-        shape = getattr(value, "shape", None)
-        raise TypeError(f"{where} is of shape {shape}, dtype {getattr(value, 'dtype', None)}")
+def _has_shape(hint: Any) -> bool:
+    if inspect.isclass(hint):
+        return issubclass(hint, AbstractArray)
+    return any(map(_has_shape, get_args(hint)))
+
+
+def _misfit(function: Callable[..., Any], what: str, value: Any) -> TypeError:
+    facts = f"shape {getattr(value, 'shape', None)}, dtype {getattr(value, 'dtype', None)}"
+    return TypeError(f"{function.__qualname__}: {what} is not as annotated: {facts}")
 
 
 def _fits(value: Any, hint: Any) -> bool:

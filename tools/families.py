@@ -328,7 +328,7 @@ def write(verdicts: Mapping[str, Verdict]) -> None:
 
 def main(arguments: Iterable[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="families; none: all of them")
     parser.add_argument("--write", action="store_true", help=f"into {PAGE.name}")
     chosen = parser.parse_args(None if arguments is None else list(arguments))

@@ -20,7 +20,7 @@ from ludic.training.config import CheckpointConfig
 from ludic.training.update.attention import AttentionKind
 from ludic.training.update.logprobs import token_logprobs
 from ludic.training.update.packing import lay_out, pack
-from ludic.training.update.policy import Policy
+from ludic.training.update.policy import Policy, check_packing
 
 pytestmark = pytest.mark.gpu
 
@@ -128,6 +128,14 @@ def test_the_packed_kernel_agrees_with_one_sequence_at_a_time() -> None:
         found[chosen] = (logprobs.detach(), gradient)
     torch.testing.assert_close(found["varlen"][0], found["sdpa"][0], atol=0.03, rtol=0)
     assert torch.cosine_similarity(found["varlen"][1], found["sdpa"][1], dim=0) > 0.99
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rounding_on_a_gpu_is_not_taken_for_rows_that_leak(dtype: torch.dtype) -> None:
+    model = tiny_model(hidden_size=512, layers=12, heads=8, initializer_range=0.05)
+    policy = Policy(model.to("cuda", dtype))
+    check_packing(policy, torch.device("cuda"))
+    assert policy.packs
 
 
 def test_fused_log_probs_agree_with_whole_logits_in_float64() -> None:

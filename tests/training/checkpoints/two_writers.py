@@ -14,19 +14,20 @@ from ludic.sharding.fsdp import init_mesh
 from ludic.sharding.world import World
 from ludic.training.checkpoints import checkpoint
 from ludic.training.checkpoints.checkpoint import Checkpointer, TrainerState, verify_checkpoint
+from ludic.training.checkpoints.state_shards import write_shard
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.update.optimizer import MasterAdamW
 
 
 def main(folder: Path) -> None:
     world = World.of(init_mesh("cpu", timeout_s=60), torch.device("cpu"))
-    model, gate, write_shard = tiny_model(), threading.Event(), checkpoint.write_shard
+    model, gate = tiny_model(), threading.Event()
 
     def slow(*args: Any) -> None:
         assert gate.wait(40), "the disk was waited for"
         write_shard(*args)
 
-    checkpoint.write_shard = slow
+    checkpoint.write_shard = slow  # type: ignore[attr-defined, assignment]
     optimizer = MasterAdamW(model.named_parameters(), TrainerConfig())
     saver = Checkpointer(CheckpointConfig(folder, background=True), world)
     saver.save(model, optimizer, TrainerState(1, 1))

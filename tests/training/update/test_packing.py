@@ -204,7 +204,7 @@ def test_log_probs_that_only_some_samples_have_are_an_error_before_any_packing(n
     values = [np.full(int(item.action_mask.sum()), -1.0, np.float32) for item in batch.items]
     first, second = batch.items
     has = replace(first, attachments=replace(first.attachments, **{name: values[0]}))  # type: ignore[arg-type]
-    lacks = replace(second, attachments=replace(second.attachments, **{name: None}))  # type: ignore[arg-type]
+    lacks = replace(second, attachments=replace(second.attachments, **{name: None}))
     with pytest.raises(BatchError, match=rf"sample 1 \(rollout '2-r1'.* has no {name}"):
         lay_out(make_batch([has, lacks]))
 

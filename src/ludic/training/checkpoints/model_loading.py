@@ -19,7 +19,7 @@ _SAMPLED = 16
 
 
 def save_model(model: nn.Module, world: World) -> Callable[[Path], None]:
-    """Gathers the weights now (on every rank) and answers what writes them (on rank 0).
+    """Gathers the weights now (on every rank) and returns what writes them (on rank 0).
 
     A PEFT model is saved as its adapter, any other as a whole.
     """

@@ -105,7 +105,7 @@ _KINDS: Mapping[str, Callable[..., Aggregation]] = {
 
 def make_aggregation(spec: str | Mapping[str, Any] | Aggregation) -> Aggregation:
     """An aggregation from JSON, for run files: `"token_mean"`, `{"kind": "constant", "length":
-    64}`. An aggregation is given back as it is."""
+    64}`. An aggregation is returned as it is."""
     if isinstance(spec, str):
         spec = {"kind": spec}
     if not isinstance(spec, Mapping):

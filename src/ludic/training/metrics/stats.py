@@ -63,7 +63,7 @@ class StatBuffer:
                     result[name] = total / weight
             elif stat.how == "sum":
                 result[name] = total
-            elif peak > -torch.inf:  # else there was nothing to compare
+            elif peak != -torch.inf:  # else there was nothing to compare
                 result[name] = -peak if stat.how == "min" else peak
         self._stats = {}
         return result

@@ -22,7 +22,7 @@ from ludic.training.types import Loss
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.packing import Cost, lay_out
 from ludic.training.update.passes import Passes
-from ludic.training.update.policy import Policy
+from ludic.training.update.policy import Policy, check_packing
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,6 +72,8 @@ def calibrate(
         from ludic.sharding.fsdp import shard_policy
 
         shard_policy(policy, mesh)
+    else:
+        check_packing(policy, device, cfg.max_seq_len)
     world = World.of(mesh, device)
     optimizer = MasterAdamW(model.named_parameters(), cfg)
     vocab = vocabulary_size(base_causal_lm(model))

@@ -49,7 +49,7 @@ class Passes:
     cost: Cost
 
     def plan(self, layout: Layout) -> Plan:
-        """This rank's micro-batches, and whether each counts: a rank without work of its own
+        """This rank's micro-batches, and whether each counts: a rank without work
         repeats a small one for nothing, since all must take part in the collectives."""
         plan = plan_micro_batches(
             layout,
@@ -132,7 +132,7 @@ def score_layout(policy: Policy, layout: Layout, plan: Plan, world: World) -> Sc
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """The part of a batch that one optimizer step is taken on, with counts of its own."""
+    """The part of a batch that one optimizer step is taken on, with its own counts."""
 
     layout: Layout
     members: tuple[int, ...]

@@ -105,7 +105,7 @@ class Policy(nn.Module):
                 **packed_arguments(micro.cu_seqlens, micro.max_seqlen),
             )[0][0]
         hidden = []
-        for row in micro.input_ids.split(micro.cu_seqlens.diff().tolist()):
+        for row in torch.split(micro.input_ids, micro.cu_seqlens.diff().tolist()):
             forget_longer_rows(backbone)
             hidden.append(backbone(input_ids=row[None], use_cache=False)[0][0])
         return torch.cat(hidden)
@@ -198,7 +198,7 @@ def _leak(policy: Policy, device: torch.device, longest: int) -> str | None:
     wanted = torch.cat([policy.score(row).logprobs for row in alone])
     policy.packs = True
     first, second = (
-        float(gaps.mean()) for gaps in (found - wanted).abs().split([n - 1 for n in lengths])
+        float(gaps.mean()) for gaps in torch.split((found - wanted).abs(), [n - 1 for n in lengths])
     )
     # Nothing stands before the first row, so its gap is rounding, unless the kernels differ.
     eps = max(torch.finfo(next(causal.parameters()).dtype).eps, 1e-3)
@@ -210,10 +210,11 @@ def _leak(policy: Policy, device: torch.device, longest: int) -> str | None:
 def forget_longer_rows(model: nn.Module) -> None:
     """Takes a "dynamic" rotary embedding, which stays as stretched as its longest row was, back to
     where it began."""
-    for module in model.modules():
-        if getattr(module, "rope_type", None) == "dynamic":
-            module.max_seq_len_cached = module.original_max_seq_len
-            module.inv_freq = module.original_inv_freq.to(module.inv_freq.device)  # type: ignore
+    rotary: Any
+    for rotary in model.modules():
+        if getattr(rotary, "rope_type", None) == "dynamic":
+            rotary.max_seq_len_cached = rotary.original_max_seq_len
+            rotary.inv_freq = rotary.original_inv_freq.to(rotary.inv_freq.device)
 
 
 def config_facts(causal: nn.Module) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step and the settings: no state of its own."""
+"""The learning rate as a function of the step and the settings alone."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ MAX_FAILURES = 3
 class Logger(Protocol):
     """Takes metrics under the prefixes `train/`, `eval/` and `perf/`.
 
-    `train/step` and `eval/step` are the axes of their panels. A logger may raise: it is told off,
-    and after a few failures left out, and the run goes on.
+    `train/step` and `eval/step` are the axes of their panels. A logger may raise: that is
+    a warning, and after a few of them it is left out; the run goes on.
     """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...

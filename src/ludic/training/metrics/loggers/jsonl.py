@@ -38,7 +38,7 @@ class JSONLLogger:
         os.replace(temporary, self.path)
 
     def set_aside(self) -> Path | None:
-        """Renames the file; None where there is none. Answers its new name."""
+        """Renames the file and returns its new name; None where there is no file."""
         if not self.path.exists():
             return None
         kept, number = self.path.with_name(f"superseded-{self.path.name}"), 2
