@@ -216,7 +216,7 @@ class Scheduler:
                 if not s.prompt_logprobs:
                     s.prompt_logprobs.append(None)
                 s.prompt_logprobs.extend(scored)
-            if logprob != logprob or any(x != x for x in scored):
+            if logprob != logprob or (scored and any(x != x for x in scored)):
                 self._fail(s, _not_finite(s.description))
             elif token is not None:
                 s.accept(token, logprob, self.version, kept)
@@ -224,7 +224,7 @@ class Scheduler:
                 # Most tokens end nothing and fit the slot: look closer only where one may not.
                 if (
                     token in s.stop_ids
-                    or s.generated >= s.limit
+                    or len(s.tokens) - s.prompt_len >= s.limit
                     or len(s.tokens) > arena.length
                     or s.sampling.stop
                 ) and self._ends(s):

@@ -1,4 +1,4 @@
-"""A decoder layer in eight launches instead of forty, for the families built alike.
+"""A decoder layer in eight launches instead of forty, for families that are built alike.
 
 It takes a cloned layer's place in the engine's view and calls the same submodules' weights. A
 submodule that is not what it seems (a LoRA layer, a quantised one) is called as it is.

@@ -1,7 +1,7 @@
 """Functions over fixed buffers, captured as CUDA graphs and replayed; plain calls elsewhere.
 
-A graph reads the module's weights where they lay at its capture, so an update in place needs no
-new one. Weights that moved, by assignment of new tensors, make every graph a stale one.
+A graph reads the module's weights where they lay when it was captured, so an update in place needs
+no new graph. Weights that moved, because new tensors were assigned, make every graph stale.
 """
 
 from __future__ import annotations
