@@ -1,4 +1,4 @@
-"""State, action, weight: from rollouts and credit to the sequences that are trained on."""
+"""State, action, weight: rollouts and credit become the sequences that are trained on."""
 
 from ludic.saw.assembly import Algorithm, batch_from_rollouts
 from ludic.saw.batch import count_items, make_batch

@@ -1,4 +1,4 @@
-"""From rollouts to a batch: the one way that every batch source takes."""
+"""From rollouts to a batch, in the same way for every batch source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from ludic.types import Rollout
 
 
 class Algorithm(Protocol):
-    """What making a batch needs of an algorithm: `RLAlgorithm`, or anything with credit."""
+    """The part of an algorithm that making a batch needs: `RLAlgorithm`, or any object with
+    credit."""
 
     @property
     def credit_assigner(self) -> CreditAssigner: ...
@@ -36,9 +37,9 @@ def batch_from_rollouts(
     """Settles groups, assigns credit, filters, merges and counts.
 
     Groups are per role: the credit assigner sees each `group_id` with the agent's role added.
-    `drops` are earlier drops, by reason, to be counted in; the batch's `meta["dropped"]` has all
-    of them, in turns. The algorithm's preprocess is not applied: the trainer does that, once, to
-    every batch it takes.
+    `drops` are earlier drops, by reason, to add; the batch's `meta["dropped"]` has all of them, in
+    turns. The algorithm's preprocess is not applied here: the trainer applies it, once, to every
+    batch.
     """
     dropped: Counter[str] = Counter(drops or {})
     kept = group_by_role(settle_groups(rollouts, lost_member, dropped))

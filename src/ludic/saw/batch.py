@@ -14,19 +14,19 @@ from ludic.saw.items import BatchCounts, SAWBatch, SAWItem, TurnSpan
 
 
 def make_batch(items: Iterable[SAWItem], meta: Mapping[str, Any] | None = None) -> SAWBatch:
-    """Checks every item and counts the tokens, turns, rollouts and groups of the whole.
+    """Checks every item and counts the tokens, turns, rollouts and groups of the batch.
 
-    An item made by hand may leave `turns` and `rollout_id` empty: it is then one turn of a
-    rollout of its own. Raises `BatchError` for masks or attachments of the wrong length and
-    `CreditError` for weights that are not finite.
+    A hand-made item may leave `turns` and `rollout_id` empty: it is then one turn of a separate
+    rollout. Raises `BatchError` for masks or attachments of the wrong length and `CreditError` for
+    weights that are not finite.
     """
     checked = tuple(_completed(item, index) for index, item in enumerate(items))
     return SAWBatch(checked, count_items(checked), dict(meta or {}))
 
 
 def count_items(items: Iterable[SAWItem]) -> BatchCounts:
-    """The counts of a macro-batch. A turn that forked into several items counts once, and a
-    rollout without a group is a group of its own."""
+    """The counts of a macro-batch. A turn that forked into several items counts once, and a rollout
+    without a group counts as a group."""
     tokens = 0
     turns: set[tuple[str, int]] = set()
     rollouts: set[str] = set()
@@ -58,7 +58,7 @@ def _completed(item: SAWItem, index: int) -> SAWItem:
 
 
 def _check_masks(item: SAWItem, where: str) -> int:
-    """Checks ids and masks against each other; answers the number of action tokens."""
+    """Checks ids and masks against each other; returns the number of action tokens."""
     length = len(item.input_ids)
     for name in ("attention_mask", "action_mask"):
         mask = getattr(item, name)

@@ -1,9 +1,9 @@
 """From rollouts and credit to training sequences: concatenating calls, merging turns.
 
-A *row* is one sequence of tokens. A model call joins a row when its prompt begins with all the
-tokens of that row, sampled ones included; the tokens in between (tool results, observations) are
-state. Then the row's tokens are simply those of its last call, and its action mask has one span
-per call. A call that extends no row opens another one: that is a fork.
+A *row* is one sequence of tokens. A model call joins a row if its prompt begins with all the tokens
+of that row, including the sampled ones; the tokens in between (tool results, observations) are
+state. The row's tokens are then those of its last call, and its action mask has one span per call.
+A call that extends no row starts a new one: that is a fork.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ludic.saw.trainable import check_sampling
 from ludic.types import AgentStep, Rollout, RolloutStepKey, TokenTrace
 
 UNKNOWN_VERSION = -1
-"""Stands in `SampleAttachments.versions` for a token whose policy version was not recorded."""
+"""The value in `SampleAttachments.versions` of a token whose policy version was not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class _Call:
     temperature: float
 
     def continues(self, last: _Call) -> bool:
-        """Whether this call can be put behind `last` in one row."""
+        """Whether this call can follow `last` in one row."""
         return (
             self.temperature == last.temperature
             and (self.trace.completion_logprobs is None) == (last.trace.completion_logprobs is None)
@@ -56,8 +56,8 @@ def build_items(
 ) -> list[SAWItem]:
     """Every turn that has credit, as training sequences in the order of the rollouts.
 
-    All model calls of a turn become one sample, and with `merge` all turns whose prompts extend
-    each other one row; without it, each turn is a row of its own. What does not extend forks.
+    All model calls of a turn become one sample. With `merge`, turns whose prompts extend each other
+    share a row; without it, each turn has its own row. A call that does not extend a row forks.
     Turns of failed rollouts ("rollout_error"), without credit ("no_credit"), without a sampled
     token ("no_tokens") or that the filter drops are left out and counted, in turns, in `drops`.
 
@@ -126,7 +126,7 @@ def _make_call(rollout: Rollout, step: AgentStep, weight: float) -> _Call:
 
 
 def _extend_rows(rows: Sequence[list[_Call]], calls: Sequence[_Call]) -> list[list[_Call]]:
-    """Puts each call behind the newest row that it continues; answers the rows it had to open."""
+    """Appends each call to the newest row that it continues; returns the rows it had to start."""
     opened: list[list[_Call]] = []
     for call in calls:
         for row in (*reversed(opened), *reversed(rows)):
@@ -208,7 +208,7 @@ def _versions(row: Sequence[_Call]) -> NDArray[np.int64] | None:
     for call in row:
         count = len(call.trace.completion_token_ids)
         for span in call.trace.version_spans:
-            # A span may reach past a completion that the agent cut; the tokens decide.
+            # A span may extend past a completion that the agent cut; use only its tokens.
             versions[offset + span.start : offset + min(span.end, count)] = span.version
         offset += count
     return versions

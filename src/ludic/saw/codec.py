@@ -1,4 +1,4 @@
-"""Items and batches as plain dicts that JSON and msgpack take, and back, without loss."""
+"""Items and batches to plain dicts for JSON and msgpack, and back, without loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ludic.json_codec import from_plain
 from ludic.saw.items import BatchCounts, SampleAttachments, SAWBatch, SAWItem, TurnSpan
 
 SCHEMA = 2
-"""In the first, `meta` was a dict: msgpack cannot carry one that has an integer past 64 bits."""
+"""In schema 1, `meta` was a dict, but msgpack cannot encode integers of more than 64 bits."""
 
 
 class _Attached(TypedDict, total=False):
@@ -51,8 +51,8 @@ class _Batch(TypedDict):
 
 def item_to_dict(item: SAWItem) -> dict[str, Any]:
     """One item as numbers, strings and lists. A merged item's NaN weight is written as None,
-    float32 values as floats, which hold them exactly, and `meta` as JSON text: what JSON does not
-    have is carried as its repr."""
+    float32 values as floats, which represent them exactly, and `meta` as JSON text, with values
+    that JSON does not support replaced by their repr."""
     attached = {
         name: value.tolist() if isinstance(value, np.ndarray) else [ids.tolist() for ids in value]
         for name in _Attached.__annotations__
@@ -102,7 +102,7 @@ def item_from_dict(data: Mapping[str, Any]) -> SAWItem:
 
 
 def batch_to_dict(batch: SAWBatch) -> dict[str, Any]:
-    """A whole batch, as `item_to_dict` writes its items."""
+    """A whole batch, with its items as `item_to_dict` writes them."""
     return {
         "schema": SCHEMA,
         "items": [item_to_dict(item) for item in batch.items],

@@ -1,7 +1,7 @@
 """Filters: which turns are left out of training, and why.
 
-A filter looks at one sample (a turn of a rollout, with its weight) and answers the reason to drop
-it, or None to keep it. Filters run after credit is assigned, so that they change no baseline, and
+A filter looks at one sample (a turn of a rollout, with its weight) and returns a reason to drop it,
+or None to keep it. Filters run after credit is assigned, so that they change no baseline, and
 before turns are merged, so that merging changes nothing: the tokens of a dropped turn stay in the
 later turns' state. Every drop is counted by its reason in the batch's `meta["dropped"]`.
 """
@@ -18,7 +18,7 @@ from ludic.types import FinishReason, Rollout, TruncationReason, Turn
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One turn of a rollout and the weight that credit gave it: what a filter judges."""
+    """What a filter judges: one turn of a rollout, with the weight that credit gave it."""
 
     rollout: Rollout
     turn: Turn
@@ -26,7 +26,8 @@ class Sample:
 
     @property
     def length(self) -> int:
-        """Tokens of the turn's longest model call, its prompt included: as a row of its own."""
+        """Tokens of the turn's longest model call, including its prompt: its length as a separate
+        row."""
         traces = (step.trace for step in self.turn.agent_steps)
         return max(
             (len(t.prompt_token_ids) + len(t.completion_token_ids) for t in traces if t), default=0
@@ -38,7 +39,7 @@ SampleFilter: TypeAlias = Callable[[Sample], str | None]
 
 
 def drop_if(reason: str, predicate: Callable[[Sample], bool]) -> SampleFilter:
-    """A filter of one's own: drops the samples that `predicate` is true for.
+    """A custom filter: drops the samples for which `predicate` is true.
 
     >>> no_zero_weights = drop_if("zero_weight", lambda sample: sample.weight == 0.0)
     """
@@ -50,7 +51,7 @@ def drop_if(reason: str, predicate: Callable[[Sample], bool]) -> SampleFilter:
 
 
 def drop_truncated(reasons: Collection[TruncationReason] | None = None) -> SampleFilter:
-    """Drops every turn of an episode that a limit cut (one of `reasons`, when they are given)."""
+    """Drops every turn of an episode that a limit cut short (for one of `reasons`, if given)."""
 
     def cut(sample: Sample) -> bool:
         rollout = sample.rollout
@@ -83,7 +84,7 @@ def drop_overlong(max_seq_len: int) -> SampleFilter:
 
 
 def combine(*filters: SampleFilter) -> SampleFilter:
-    """All filters in turn; a sample is counted under the first reason that applies."""
+    """Applies all filters in order; a sample is counted under the first reason that applies."""
 
     def judge(sample: Sample) -> str | None:
         return next((reason for f in filters if (reason := f(sample)) is not None), None)

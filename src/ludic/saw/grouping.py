@@ -1,4 +1,4 @@
-"""Groups of rollouts: what happens to one that lost a member, and groups per role."""
+"""Groups of rollouts: what happens to a group that lost a member, and groups per role."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Literal, TypeAlias
 from ludic.types import Rollout
 
 LostMember: TypeAlias = Literal["drop_group", "keep_partial"]
-"""What happens to a group in which an episode failed: none of it is trained on, since its
-baseline would be another one than intended, or the members that are left are used."""
+"""What happens to a group in which an episode failed: either it is dropped, because its baseline
+would not be the intended one, or the remaining members are used."""
 
 
 def settle_groups(
     rollouts: Sequence[Rollout], lost_member: LostMember, drops: Counter[str]
 ) -> list[Rollout]:
     """The rollouts that may get credit. Failed ones are left out ("rollout_error") and, under
-    "drop_group", the others of their group too ("group_lost_member"); both counted in turns."""
+    "drop_group", the others of their group too ("group_lost_member"); both are counted in turns."""
     broken = {r.group_id for r in rollouts if r.error is not None and r.group_id is not None}
     kept = []
     for rollout in rollouts:
@@ -35,7 +35,7 @@ def settle_groups(
 
 def group_by_role(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """The same rollouts with `group_id` narrowed to the agent's role, so that in an environment
-    of several agents each is compared only with those that had the same part to play."""
+    with several agents each is compared only with those in the same role."""
     return [
         r if r.group_id is None else replace(r, group_id=f"{r.group_id}/{r.agent_id}")
         for r in rollouts

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleAttachments:
-    """Facts per action token, each of length `sum(action_mask)` or None.
+    """Data per action token; each field has length `sum(action_mask)` or is None.
 
-    `token_weights` is the weight of every action token; in a merged item the turns differ.
-    `kept_token_ids` has, per action token, the ids that truncated sampling had kept (empty: all).
+    `token_weights` has the weight of every action token; in a merged item the turns differ.
+    `kept_token_ids` has, for each action token, the ids that truncated sampling kept (empty: all).
     """
 
     behavior_logprobs: NDArray[np.float32] | None = None
@@ -41,8 +41,8 @@ class TurnSpan:
 class SAWItem:
     """One training sequence: token ids, which of them are actions, and their weight.
 
-    A merged item holds several turns: its `weight` is NaN, and `attachments.token_weights` has
-    the weights. `temperature` is the one that the actions were sampled at.
+    A merged item has several turns: its `weight` is NaN, and `attachments.token_weights` has the
+    weights. `temperature` is the temperature at which the actions were sampled.
     """
 
     input_ids: NDArray[np.int64]
@@ -59,7 +59,7 @@ class SAWItem:
 
 @dataclass(frozen=True, slots=True)
 class BatchCounts:
-    """How many of each the whole macro-batch holds, over all ranks: the losses' normalisers."""
+    """How many of each the whole macro-batch has, over all ranks: the losses' normalisers."""
 
     tokens: int
     turns: int
@@ -69,8 +69,8 @@ class BatchCounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SAWBatch:
-    """A macro-batch: one optimizer step's data. `meta` holds statistics of the rollouts and the
-    number of samples dropped, by reason."""
+    """A macro-batch: the data of one update. `meta` has statistics of the rollouts and the number
+    of turns dropped, by reason."""
 
     items: tuple[SAWItem, ...]
     counts: BatchCounts

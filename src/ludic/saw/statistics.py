@@ -1,4 +1,4 @@
-"""What a batch's `meta` says about the rollouts it was made of."""
+"""The statistics in a batch's `meta` about the rollouts it was made from."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def item_statistics(items: Sequence[SAWItem]) -> dict[str, Any]:
 
 
 def _component_means(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
-    """The mean per rollout of every named part of the reward."""
+    """The mean per rollout of every reward component."""
     totals: Counter[str] = Counter()
     for rollout in rollouts:
         for step in rollout.env_steps:

@@ -1,5 +1,5 @@
-"""Which sampling settings may be trained on: one rule for settings as a rollout stores them, and
-for `SamplingConfig.check_trainable`."""
+"""Which sampling settings can be trained on: one rule for the settings stored in a rollout and for
+`SamplingConfig.check_trainable`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PENALTIES_OFF = (
 
 
 def check_sampling(sampling: Mapping[str, Any], *, kept_ids_recorded: bool, where: str) -> None:
-    """Raises `NotTrainableError` when a trainer could not reproduce the sampled distribution.
+    """Raises `NotTrainableError` if a trainer could not reproduce the sampled distribution.
 
     Settings that are not recorded count as their trainable defaults.
     """

@@ -1,4 +1,4 @@
-"""An algorithm is a credit assigner plus a loss. No torch here: an actor may hold one."""
+"""An algorithm is a credit assigner plus a loss. Imports no torch, so that an actor can use one."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class RLAlgorithm:
     """What the trainer optimises, and what turns rollouts into weights.
 
-    `preprocess` is applied to each macro-batch before it is split; one that the loss brings (a
-    baseline over the batch, say) comes after it.
+    The trainer applies `preprocess` to each macro-batch before it is split, followed by that of the
+    loss (a baseline over the batch, say), if it has one.
     """
 
     name: str
@@ -34,7 +34,7 @@ class RLAlgorithm:
         object.__setattr__(self, "preprocess", steps)
 
     def prepare(self, batch: SAWBatch) -> SAWBatch:
-        """The batch as the loss wants it. The trainer calls this once for every batch."""
+        """The batch after the preprocess. The trainer calls this once for every batch."""
         return batch if self.preprocess is None or not batch.items else self.preprocess(batch)
 
     @property
@@ -58,7 +58,7 @@ class RLAlgorithm:
         return replace(self, credit_assigner=replace(credit, allow_partial=True))
 
     def check_rollouts_per_update(self, rollouts_per_update: int) -> None:
-        """Raises `ConfigError` when that many rollouts are not a whole number of groups."""
+        """Raises `ConfigError` if that many rollouts are not a whole number of groups."""
         size = self.group_size or 1
         if rollouts_per_update < 1 or rollouts_per_update % size:
             raise ConfigError(
@@ -69,18 +69,18 @@ class RLAlgorithm:
 
     @property
     def watches_drift(self) -> bool:
-        """Whether its credit wants to hear how far each update moved the policy."""
+        """Whether its credit assigner must be told how far each update moved the policy."""
         credit = self.credit_assigner
         return isinstance(credit, WatchesDrift) and credit.watches_drift
 
     def observe_drift(self, kl: float) -> None:
-        """Tells the credit, where it watches, the KL per token of an update."""
+        """Tells the credit assigner the KL per token of an update, if it watches."""
         credit = self.credit_assigner
         if isinstance(credit, WatchesDrift) and credit.watches_drift:
             credit.observe_drift(kl)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What must be saved with a checkpoint: the credit assigner's memory, if it has one."""
+        """What must be saved with a checkpoint: the credit assigner's state, if it has one."""
         credit = self.credit_assigner
         own = credit.state_dict() if isinstance(credit, Stateful) else None
         return {"name": self.name, "credit_assigner": own}
@@ -99,17 +99,17 @@ class RLAlgorithm:
 
 @runtime_checkable
 class HasAlgorithm(Protocol):
-    """A batch source that assigns credit by an algorithm, or None where it needs none."""
+    """A batch source that assigns credit by an algorithm; None if it needs none."""
 
     @property
     def algorithm(self) -> RLAlgorithm | None: ...
 
 
 def one_algorithm(algo: RLAlgorithm | None, source: object) -> RLAlgorithm:
-    """The algorithm of a run whose trainer was given `algo` and takes batches from `source`.
+    """The algorithm of a trainer that was given `algo` and takes batches from `source`.
 
-    Raises `ConfigError` where there is none, and where credit would come from one and the loss
-    from another.
+    Raises `ConfigError` if there is none, or if credit would come from one and the loss from
+    another.
     """
     own = source.algorithm if isinstance(source, HasAlgorithm) else None
     found = algo or own

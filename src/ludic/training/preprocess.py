@@ -1,4 +1,4 @@
-"""What is done to a macro-batch as a whole before it is trained on. NumPy only.
+"""Changes to a whole macro-batch before it is trained on. NumPy only.
 
 A preprocess takes a `SAWBatch` and returns another one. The trainer runs it once on every batch,
 after credit, filters and scorers and before the batch is split, so that it may use quantities of
@@ -25,14 +25,14 @@ PreprocessFn = Callable[[SAWBatch], SAWBatch]
 
 @runtime_checkable
 class HasPreprocess(Protocol):
-    """A loss that wants every macro-batch changed before it is split."""
+    """A loss that needs every macro-batch changed before it is split."""
 
     @property
     def preprocess(self) -> PreprocessFn | None: ...
 
 
 def preprocess_of(loss: object) -> PreprocessFn | None:
-    """The preprocess that a loss brings, if it brings one."""
+    """The preprocess of a loss, if it has one."""
     return loss.preprocess if isinstance(loss, HasPreprocess) else None
 
 
@@ -49,7 +49,7 @@ class Chain:
 
 
 def chain(*steps: PreprocessFn | None) -> PreprocessFn | None:
-    """All the steps as one, each of them once; None for none."""
+    """All the steps as one, without duplicates; None if there are none."""
     todo: list[PreprocessFn] = []
     for step in steps:
         for part in step.steps if isinstance(step, Chain) else (step,):
@@ -61,7 +61,7 @@ def chain(*steps: PreprocessFn | None) -> PreprocessFn | None:
 
 
 def turn_weights(batch: SAWBatch) -> dict[RolloutStepKey, float]:
-    """The weight of each turn; one that forked into several items is there once."""
+    """The weight of each turn; one that forked into several items appears once."""
     return {
         (item.rollout_id, span.turn_index): span.weight
         for item in batch.items
@@ -70,7 +70,7 @@ def turn_weights(batch: SAWBatch) -> dict[RolloutStepKey, float]:
 
 
 def rescale(batch: SAWBatch, scale: float, shift: float) -> SAWBatch:
-    """Every weight w as scale·w + shift."""
+    """Replaces every weight w by scale·w + shift."""
 
     def changed(item: SAWItem) -> SAWItem:
         tokens = item.attachments.token_weights
@@ -88,14 +88,14 @@ def rescale(batch: SAWBatch, scale: float, shift: float) -> SAWBatch:
 
 
 def subtract_mean(batch: SAWBatch) -> SAWBatch:
-    """Takes the mean weight of the batch's turns off every weight: REINFORCE's baseline."""
+    """Subtracts the mean weight of the batch's turns from every weight: REINFORCE's baseline."""
     weights = list(turn_weights(batch).values())
     return rescale(batch, 1.0, -float(np.mean(weights))) if weights else batch
 
 
 def drop_zero_variance_groups(batch: SAWBatch) -> SAWBatch:
-    """Leaves out groups whose weights are all 0: they have no gradient, but would count in the
-    normalisers. Counted in turns, in `meta["dropped"]["zero_variance_group"]`."""
+    """Drops groups whose weights are all 0: they have no gradient, but would count in the
+    normalisers. The drops are counted in turns, in `meta["dropped"]["zero_variance_group"]`."""
     alive = {item.group_id for item in batch.items if any(span.weight for span in item.turns)}
     kept = [item for item in batch.items if item.group_id in alive or item.group_id is None]
     if len(kept) == len(batch.items):
@@ -110,11 +110,11 @@ def drop_zero_variance_groups(batch: SAWBatch) -> SAWBatch:
 @dataclass(frozen=True, slots=True)
 class KLInReward:
     """k1 = logp − logp_ref as a penalty in the reward: each action token is charged coeff·k1, and
-    its weight carries the charges of all tokens up to the `horizon`, its own included.
+    its weight is reduced by the charges of all tokens from itself up to the `horizon`.
 
-    "rollout" (everything the agent still wrote) gives the policy gradient of the KL of whole
-    rollouts; "turn" stops at the end of the turn; "token" counts only the token itself, which has
-    the expected gradient of a k2 loss. Takes the log-probs of the policy that sampled.
+    "rollout" (everything the agent wrote from there on) gives the policy gradient of the KL of
+    whole rollouts; "turn" stops at the end of the turn; "token" counts only the token itself, which
+    has the expected gradient of a k2 loss. Uses the log-probs of the policy that sampled.
     """
 
     coeff: float
@@ -134,7 +134,7 @@ class KLInReward:
     def _charged_ahead(
         self, batch: SAWBatch, charges: list[NDArray[np.float64]]
     ) -> list[NDArray[np.float64]]:
-        """Each token's charge and those of the later tokens of its turn or rollout."""
+        """Each token's charge plus those of the later tokens of its turn or rollout."""
         ahead = [np.empty_like(charge) for charge in charges]
         sums: dict[RolloutStepKey | str, float] = {}
         for position, span in _backwards(batch):
@@ -148,7 +148,7 @@ class KLInReward:
 
 
 def _backwards(batch: SAWBatch) -> Iterator[tuple[int, TurnSpan]]:
-    """Spans from the last turn to the first; those of one turn in the reverse of their order."""
+    """Spans from the last turn to the first; those of one turn in reverse order."""
     spans = [(p, span) for p, item in enumerate(batch.items) for span in item.turns]
     # A stable sort read backwards: within one turn, later spans come first.
     ordered = sorted(spans, key=lambda found: found[1].turn_index)

@@ -1,4 +1,4 @@
-"""The training loop: take a batch, pack it, add up gradients, step, publish, save, log."""
+"""The training loop: take a batch, pack it, accumulate gradients, step, publish, save, log."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
 
 
 class Trainer:
-    """Optimises `model` on whatever `batch_source` yields, by the loss of `algo`.
+    """Optimises `model` on the batches of `batch_source`, with the loss of `algo`.
 
-    It knows no episode and no reward: only batches of state, action and weight. `algo` may be left
-    out where the source has one. With a `mesh` the model is sharded over its ranks (FSDP2); batches
-    then come from rank 0's source, and only rank 0 publishes and logs. `stateful` are further
+    It knows nothing about episodes or rewards, only batches of state, action and weight. `algo` may
+    be left out if the source has one. With a `mesh` the model is sharded over its ranks (FSDP2);
+    batches then come from rank 0's source, and only rank 0 publishes and logs. `stateful` are other
     objects to save with every checkpoint.
     """
 
@@ -111,9 +111,9 @@ class Trainer:
         self._checkpoints = Checkpointer(cfg.checkpoint, self.world) if cfg.checkpoint else None
         self._publish_log = PublishLog()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="ludic-train")
-        self._saving_s = 0.0  # what the step before took to save: its own line came earlier
+        self._saving_s = 0.0  # time of the previous save, logged with the next step
         self._states_before_ahead: dict[str, Any] | None = None
-        self._asked = self._taken = 0  # steps, in this process; a resumed one may be ahead
+        self._asked = self._taken = 0  # steps in this process; a resumed `step` may be ahead
         self._goal: int | None = 0
         self._started = self._stopping = False
 
@@ -127,16 +127,16 @@ class Trainer:
         raise ConfigError("an event loop is running already: use `await trainer.train(...)`")
 
     async def train(self, num_steps: int | None = None) -> None:
-        """Trains for `num_steps` more steps; without a number, as long as there are batches.
+        """Trains for `num_steps` more steps; without a number, until there are no more batches.
 
-        Steps that a resumed checkpoint holds count as done: a script that is run again goes on
-        where it was, and trains as many steps in all as one that was never interrupted.
+        Steps in a resumed checkpoint count as done: a script that is run again continues where it
+        stopped, and trains as many steps in total as one that was never interrupted.
         """
         await self.start()
         self._asked = max(self._asked, self._taken) + (num_steps or 0)
         self._goal = self._asked if num_steps is not None else None
         try:
-            with suppress(StopAsyncIteration):  # the source has no more to give
+            with suppress(StopAsyncIteration):  # the source has no more batches
                 while not self._stopping and (self._goal is None or self.step < self._goal):
                     await self.train_step()
             if self._checkpoints and self._checkpoints.last_step != self.step:
@@ -148,11 +148,11 @@ class Trainer:
                 await self._run(self._checkpoints.finish)
 
     def stop(self) -> None:
-        """Lets `train` end after the step that is under way, with a checkpoint if it keeps any."""
+        """Lets `train` end after the current step, with a checkpoint if checkpoints are on."""
         self._stopping = True
 
     async def start(self) -> None:
-        """Resumes where a checkpoint is, and brings the samplers to the trainer's weights."""
+        """Resumes from a checkpoint if there is one, and publishes the trainer's weights."""
         if self._started:
             return
         if self._checkpoints is not None:
@@ -196,7 +196,7 @@ class Trainer:
                 continue
             lines.append(line)
             if not stepped and self._weights_are_shared:
-                await self._settle()  # the next batch belongs to the present policy
+                await self._settle()  # the next batch must be sampled under the present policy
             async with self._updating():
                 await self._run(self.optimizer.step, rate, self._clip(line["train/grad_norm"]))
             stepped = True
@@ -205,7 +205,7 @@ class Trainer:
         clock.lap("perf/wait_for_next_batch_s")
         metrics = over_steps(lines or skipped)
         if stepped and watched and before is not None:
-            # Not earlier: a batch sampled ahead is of the policy from before this update.
+            # Not earlier: a batch sampled ahead belongs to the policy from before this update.
             after = await self._run(score_batch, self.passes, batch)
             metrics["train/update_kl"] = mean_kl(before, after)
             self.algo.observe_drift(metrics["train/update_kl"])
@@ -225,7 +225,7 @@ class Trainer:
         }
         self.log.write(metrics, step=self.step)
         await self._evaluate()
-        # Last of all: a run that is killed before takes the step again, with its lines.
+        # Last of all: a run killed before this repeats the step and its log lines.
         self._saving_s = 0.0
         if self._checkpoints and self.step % self._checkpoints.cfg.every == 0:
             await self._save()
@@ -236,7 +236,7 @@ class Trainer:
         return 1.0 if limit is None or norm <= limit else limit / norm
 
     def _skip(self, batch: SAWBatch, metrics: Metrics) -> None:
-        """Throws the gradient away; past the limit, stops the run."""
+        """Discards the gradient; past the limit, raises."""
         self.optimizer.zero_grad()
         self.nonfinite_steps += 1
         where = self.log.write_samples(f"nonfinite-step-{self.step}", batch)
@@ -248,7 +248,7 @@ class Trainer:
             )
 
     async def _next_batch(self) -> SAWBatch:
-        """Rank 0's next batch, on every rank; with overlap, the one that was sampled ahead."""
+        """Rank 0's next batch, on every rank."""
         if self.world.size == 1:
             return await self._from_source()
         batch, error = None, None
@@ -268,8 +268,8 @@ class Trainer:
         return batch or batch_from_dict(shared)
 
     async def _from_source(self) -> SAWBatch:
-        """The source's next batch, prepared for the loss: the one place where that happens. One of
-        which nothing is left is followed by another, and its drops are counted there."""
+        """The source's next batch after the algorithm's preprocess, which is applied only here. If
+        nothing is left of a batch, the next one is taken, and the drops of all are counted."""
         assert self.source is not None
         dropped: Counter[str] = Counter()
         for _ in range(_MAX_EMPTY_BATCHES):
@@ -357,12 +357,12 @@ class Trainer:
                 part.load_state_dict(state.parts[name])
 
     def close(self) -> None:
-        """Ends the loggers and the compute thread. A closed trainer cannot train on."""
+        """Closes the loggers and the compute thread. A closed trainer cannot train any more."""
         self.log.close()
         self._compute.shutdown(wait=True)
 
     async def _run(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Computes in the trainer's own thread, so that the event loop can go on sampling."""
+        """Runs `work` in the trainer's own thread, so that the event loop can keep sampling."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._compute, functools.partial(work, *args, **kwargs))
 
@@ -376,7 +376,7 @@ class Trainer:
 
 
 def _batch_metrics(batch: SAWBatch) -> Metrics:
-    """What the batch source says of its rollouts, where it is a number, and what is trained on."""
+    """The numbers among the batch's `meta`, and how much is trained on."""
     numbers = {k: v for k, v in batch.meta.items() if isinstance(v, (int, float))}
     counts = batch.counts
     return {

@@ -1,7 +1,7 @@
-"""The contracts of the training half: losses and batch sources.
+"""The contracts of training: losses and batch sources.
 
-Credit's is in `ludic.saw.credit`, an algorithm's in `ludic.training.algorithm`, a publisher's in
-`ludic.distributed.interfaces`.
+The contract of credit is in `ludic.saw.credit`, that of algorithms in `ludic.training.algorithm`,
+that of publishers in `ludic.distributed.interfaces`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ludic.types import Stateful as Stateful
 
 @dataclass(frozen=True, slots=True)
 class TokenLogProbs:
-    """What the current policy says of the micro-batch's action tokens, in float32.
+    """The current policy's log-probs of the micro-batch's action tokens, in float32.
 
-    `logprobs` carries the gradient, at the temperature and over the kept ids that were sampled
-    with. `logits` is there only for a loss with `needs_logits`.
+    `logprobs` has the gradient, and uses the temperature and kept ids of the sampling. `logits` is
+    set only for a loss with `needs_logits`.
     """
 
     logprobs: Float[Tensor, " tokens"]
@@ -35,13 +35,13 @@ class TokenLogProbs:
 
 @dataclass(frozen=True, slots=True)
 class LossBatch:
-    """The facts about a micro-batch's action tokens that a loss may use, all flat.
+    """What a loss may use of a micro-batch's action tokens, in flat tensors.
 
     `turn_ids`, `rollout_ids` and `group_ids` number the turns, rollouts and groups of this
-    micro-batch from 0; `*_lengths` are their action tokens in the whole macro-batch. `counts` are
-    those of the macro-batch over all ranks, so that the micro-batches' losses add up to the
-    macro-batch's whatever the split. `importance` is a correction's factor for each token, which
-    `ludic.training.losses.corrections` fills in; a loss that goes through `reduce` carries it.
+    micro-batch from 0; `*_lengths` are their numbers of action tokens in the whole macro-batch.
+    `counts` are those of the macro-batch over all ranks, so that the losses of micro-batches add up
+    to that of the macro-batch, whatever the split. `importance` is a correction's factor for each
+    token, which `ludic.training.losses.corrections` sets; a loss that uses `reduce` applies it.
     """
 
     weights: Float[Tensor, " tokens"]
@@ -85,14 +85,14 @@ class Stat:
 
     @staticmethod
     def max(values: Float[Tensor, " n"]) -> Stat:
-        """The largest of `values`; of none, minus infinity, which any other value replaces."""
+        """The largest of `values`; for none, minus infinity, which any other value replaces."""
         values = values.detach()
         top = values.max() if values.numel() else values.new_tensor(float("-inf"))
         return Stat(top, torch.ones_like(top), "max")
 
     @staticmethod
     def min(values: Float[Tensor, " n"]) -> Stat:
-        """The smallest of `values`; of none, infinity, which any other value replaces."""
+        """The smallest of `values`; for none, infinity, which any other value replaces."""
         values = values.detach()
         low = values.min() if values.numel() else values.new_tensor(float("inf"))
         return Stat(low, torch.ones_like(low), "min")
@@ -103,11 +103,11 @@ Scope = Literal["token", "turn", "rollout"]
 
 
 class Loss(Protocol):
-    """To be minimised. The two properties may be plain class attributes.
+    """A function to minimise. The two properties may be plain class attributes.
 
-    `needs_logits` asks for whole logits. `scope` says which tokens must be seen together: a loss
-    with ratios over a whole turn says "turn", and the turn's tokens then share a micro-batch. A
-    loss that wants every batch changed first (a baseline, say) is also a `HasPreprocess`.
+    `needs_logits` asks for full logits. `scope` says which tokens must be seen together: a loss
+    with ratios over a whole turn has "turn", and the turn's tokens then share a micro-batch. A loss
+    that needs every batch changed first (a baseline, say) is also a `HasPreprocess`.
     """
 
     @property
@@ -123,11 +123,11 @@ class Loss(Protocol):
 
 @runtime_checkable
 class BatchSource(Protocol):
-    """Where macro-batches come from: items with their credit, ready for `make_batch`.
+    """Where macro-batches come from: items with their credit.
 
-    The trainer applies the algorithm's preprocess to every batch, whatever its source, so a source
-    leaves that alone. A source that can be resumed is also `Stateful`; one that assigns credit by
-    an algorithm is a `HasAlgorithm`; one that works while the trainer does, a `WorksAhead`.
+    A source does not apply the algorithm's preprocess: the trainer does, to every batch. A source
+    that can be resumed is also `Stateful`, one that assigns credit by an algorithm is a
+    `HasAlgorithm`, and one that works while the trainer does is a `WorksAhead`.
     """
 
     async def next_batch(self) -> SAWBatch:
@@ -139,20 +139,20 @@ class BatchSource(Protocol):
 class WorksAhead(BatchSource, Protocol):
     """A batch source that makes the next batch while the trainer trains on this one.
 
-    The trainer promises three things. It calls `start_ahead` only when another batch will be
-    trained on. It awaits `settle` before it changes weights that a sampler shares, and before an
-    update ends. And a checkpoint holds every part's state from before `start_ahead`, so that a
-    resumed run makes that batch again.
+    The trainer promises three things. It calls `start_ahead` only if it will train on another
+    batch. It awaits `settle` before it changes weights that a sampler shares, and before an update
+    ends. And a checkpoint has every part's state from before `start_ahead`, so that a resumed run
+    makes that batch again.
     """
 
     def start_ahead(self) -> None:
-        """Begins the batch that the next call of `next_batch` returns."""
+        """Starts the batch that the next call of `next_batch` returns."""
         ...
 
     async def settle(self) -> None:
-        """Returns once no batch is under way; its error, if any, comes with `next_batch`."""
+        """Returns once no batch is in progress; `next_batch` raises its error, if any."""
         ...
 
     async def drop_ahead(self) -> None:
-        """Cancels and forgets the batch that was begun."""
+        """Cancels and forgets the batch that was started."""
         ...

@@ -1,4 +1,4 @@
-"""Batch sources: where the trainer's macro-batches come from. No torch here."""
+"""Batch sources: where the trainer's macro-batches come from. Imports no torch."""
 
 from ludic.training.batching.ahead import SamplingAhead
 from ludic.training.batching.offline_batch_source import OfflineBatchSource

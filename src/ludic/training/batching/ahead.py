@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class SamplingAhead:
-    """Any batch source, one batch ahead. `TrainerConfig(overlap=True)` wraps the source in it.
+    """Makes any batch source work one batch ahead. `TrainerConfig(overlap=True)` uses it.
 
-    What runs at the same time: the source's coroutine on the event loop, and the trainer's
+    Two things run at the same time: the source's coroutine on the event loop, and the trainer's
     arithmetic in its own thread. They share only the model, which the sampler reads and the
     optimizer writes. That is safe because the trainer awaits `settle` before it writes to weights
-    that a sampler shares, so the batch is sampled wholly under the policy from before the update
+    that a sampler shares. So the batch is sampled entirely under the policy from before the update,
     and is one version behind when it is trained on.
     """
 
@@ -30,36 +30,36 @@ class SamplingAhead:
 
     @property
     def algorithm(self) -> RLAlgorithm | None:
-        """The algorithm of the source inside."""
+        """The algorithm of the wrapped source."""
         return self.source.algorithm if isinstance(self.source, HasAlgorithm) else None
 
     async def next_batch(self) -> SAWBatch:
-        """The batch that was begun, or a new one."""
+        """The batch that was started, or a new one."""
         task, self._ahead = self._ahead, None
         return await (self.source.next_batch() if task is None else task)
 
     def start_ahead(self) -> None:
-        """Begins the next batch as a task of the running event loop."""
+        """Starts the next batch as a task of the running event loop."""
         if self._ahead is None:
             self._ahead = asyncio.ensure_future(self.source.next_batch())
 
     async def settle(self) -> None:
-        """Waits until the batch that was begun is whole."""
+        """Waits until the batch that was started is done."""
         if self._ahead is not None:
             await asyncio.wait([self._ahead])
 
     async def drop_ahead(self) -> None:
-        """Cancels the batch that was begun."""
+        """Cancels the batch that was started."""
         task, self._ahead = self._ahead, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The state of the source inside."""
+        """The state of the wrapped source."""
         return self.source.state_dict() if isinstance(self.source, Stateful) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the source inside."""
+        """Restores the wrapped source."""
         if isinstance(self.source, Stateful):
             self.source.load_state_dict(state)

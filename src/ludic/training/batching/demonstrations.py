@@ -1,9 +1,9 @@
-"""Written dialogues as rollouts: which tokens an assistant would have had to sample.
+"""Written dialogues as rollouts: the tokens that an assistant would have had to sample.
 
-The prompt of an assistant message is what the template renders for the messages before it, and its
-actions are the tokens that follow in the rendering of the conversation up to it, through the token
-that closes it. So masks are those of the template itself, message by message, and what follows
-(merging, credit, filters) is the same as for sampled rollouts.
+The prompt of an assistant message is what the template renders for the messages before it. Its
+actions are the tokens that follow when the message is rendered too, up to the token that closes it.
+So the template itself determines the masks, message by message, and everything after that (merging,
+credit, filters) is the same as for sampled rollouts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FOLLOW_UP: Message = {"role": "user", "content": "."}
 
 
 def row_messages(row: Mapping[str, Any], where: str) -> tuple[list[Message], int]:
-    """The dialogue of a row, and how many of its messages are only prompt.
+    """The dialogue of a row, and how many of its messages belong to the prompt.
 
     A row has `messages`, or a `prompt` and a `completion`, each of which is text or messages.
     Raises `SerializationError` for anything else.
@@ -71,9 +71,9 @@ def rollout_from_messages(
     task_key: str | None = None,
     meta: Mapping[str, Any] | None = None,
 ) -> Rollout:
-    """A dialogue as a rollout: every trained assistant message is a turn, and `reward` comes with
-    the last. The first `prompt_messages` are state, whoever wrote them. There are no log-probs,
-    since nobody sampled it."""
+    """A dialogue as a rollout: every trained assistant message is a turn, and the last one gets
+    `reward`. The first `prompt_messages` are state, whoever wrote them. There are no log-probs,
+    because nothing was sampled."""
     spoken = [
         i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= prompt_messages
     ]
@@ -143,7 +143,7 @@ def _trace(
 def _spelled_by_itself(
     message: Message, prompt: tuple[int, ...], template: ChatTemplate, end_id: int
 ) -> TokenTrace | None:
-    """The message's text as tokens of its own, as they would be sampled behind the prompt; for
+    """The message's text tokenised by itself, as it would be sampled after the prompt; for
     templates whose prompt and answer share a token where they meet."""
     codec = getattr(template, "codec", None)
     if codec is None or message.get("tool_calls"):
@@ -159,7 +159,7 @@ def _messages(value: Any, where: str) -> list[Message]:
     for number, entry in enumerate(value):
         if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
             raise SerializationError(f"{where}: message {number} has no role: {entry!r}")
-        # Tables fill the fields that a message does not have with nulls.
+        # Tables fill missing fields of a message with nulls.
         present = {"content": "", **{k: v for k, v in entry.items() if v is not None}}
         if not isinstance(present["content"], str):
             raise SerializationError(

@@ -1,4 +1,4 @@
-"""SFT and offline RL: batches from files, datasets, or rollouts that were stored."""
+"""SFT and offline RL: batches from files, datasets, or stored rollouts."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ Data: TypeAlias = "str | Path | Sequence[Row] | Sequence[Rollout] | Sequence[Pat
 
 
 class OfflineBatchSource:
-    """Batches of what was written down before, in an order shuffled anew each epoch.
+    """Batches of stored data, in an order that is shuffled anew each epoch.
 
-    `data` is a JSONL file (or several; `.gz` too), a Hugging Face dataset or any sequence of
-    rows, or a sequence of rollouts. A row has `messages`, or `prompt` and `completion`, with
-    `chat_template` to make tokens of them, or is a stored rollout; `row_fn` maps other rows to
-    these. Rows may have `tools`, a `weight` that scales their credit, and a `reward`, `group_id`
-    and `task_key` for credit that uses them. Rollouts of one group stay in one batch.
+    `data` is a JSONL file (or several; `.gz` too), a Hugging Face dataset or any sequence of rows,
+    or a sequence of rollouts. A row has `messages`, or `prompt` and `completion`, which
+    `chat_template` turns into tokens, or is a stored rollout; `row_fn` maps other rows to these.
+    Rows may have `tools`, a `weight` that scales their credit, and a `reward`, `group_id` and
+    `task_key` for credit that uses them. Rollouts of one group stay in one batch.
 
-    A batch holds `batch_size` rows (whole groups may exceed it), or as many as fit into
+    A batch has `batch_size` rows (whole groups may exceed it), or as many as fit into
     `batch_tokens` tokens. Without an `algorithm` every turn has weight 1, as for SFT. After
     `epochs`, `next_batch` raises `StopAsyncIteration`. The position is saved and resumed exactly.
     """
@@ -96,8 +96,8 @@ class OfflineBatchSource:
 
     @classmethod
     def from_hub(cls, name: str, *, split: str = "train", **options: Any) -> OfflineBatchSource:
-        """From a dataset on the Hugging Face hub; options that `load_dataset` takes go in
-        `dataset_options`, the others are this class's own."""
+        """From a dataset on the Hugging Face Hub. `dataset_options` go to `load_dataset`, all other
+        options to this class."""
         try:
             from datasets import load_dataset
         except ImportError as exc:
@@ -110,8 +110,8 @@ class OfflineBatchSource:
         return len(self._rows)
 
     async def next_batch(self) -> SAWBatch:
-        """The next rows as a batch. Batches do not reach over the end of an epoch: its last one
-        may be smaller."""
+        """The next rows as a batch. A batch never crosses the end of an epoch, so the last one may
+        be smaller."""
         began, drops = self.epoch, Counter[str]()
         while True:
             if self.epochs is not None and self.epoch >= self.epochs:
@@ -133,7 +133,7 @@ class OfflineBatchSource:
             drops = Counter(batch.meta["dropped"])
 
     def _take(self) -> list[Rollout]:
-        """The rollouts of the next batch; moves the position behind them."""
+        """The rollouts of the next batch; advances the position."""
         taken: list[Rollout] = []
         tokens = 0
         order = self._order()
@@ -172,7 +172,7 @@ class OfflineBatchSource:
         return list(units.values())
 
     def _row(self, index: int) -> Row | Rollout:
-        """The row as `row_fn` maps it."""
+        """The row, mapped by `row_fn`."""
         row = self._rows[index]
         if isinstance(row, Rollout):
             return row
@@ -225,7 +225,7 @@ class OfflineBatchSource:
         return _RowWeighted(given)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The position, and what it is a position in."""
+        """The position, and what identifies the data and its order."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -235,7 +235,7 @@ class OfflineBatchSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on at the saved position; refuses one of other data or another order."""
+        """Continues at the saved position; refuses that of other data or another order."""
         own = self.state_dict()
         for name in ("rows", "seed", "shuffle"):
             if state.get(name) != own[name]:
@@ -247,7 +247,7 @@ class OfflineBatchSource:
 
 
 class _RowWeighted:
-    """Credit times the weight that a row carries."""
+    """Credit times the row's weight."""
 
     def __init__(self, credit: CreditAssigner) -> None:
         self._credit = credit
@@ -274,7 +274,7 @@ def _number(row: Row, name: str, where: str) -> float | None:
 
 
 def _load(data: Any) -> Sequence[Any]:
-    """Rows with a length, by position. Files are read whole; datasets stay where they are."""
+    """The rows as a sequence. Files are read completely; datasets are used as they are."""
     if isinstance(data, str | Path):
         return list(_read(Path(data)))
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):

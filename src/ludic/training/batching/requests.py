@@ -1,4 +1,4 @@
-"""What a source asks for: requests from a function of the step, or from a curriculum."""
+"""The requests of a batch source: from a function of the step, or from a curriculum."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ RequestFn: TypeAlias = Callable[..., Requests | Awaitable[Requests]]
 
 
 class RequestFeed:
-    """One way to ask for requests, whatever gives them.
+    """Requests from a function or a curriculum, through one interface.
 
-    A curriculum is asked for as many as are needed and told the outcomes; a function that takes
-    an argument is given the step, and any other is called as it is.
+    A curriculum is asked for the number needed and told the outcomes. A function that takes an
+    argument is given the step; any other is called without one.
     """
 
     def __init__(self, source: RequestFn | Curriculum, count: int | None) -> None:
@@ -40,7 +40,7 @@ class RequestFeed:
             self._takes_step = _takes_argument(source)
 
     async def next(self, step: int, count: int | None = None) -> list[RolloutRequest]:
-        """The requests of `step`; at most `count` of them where it is given."""
+        """The requests of `step`; at most `count` of them, if given."""
         if self._curriculum is not None:
             wanted = self.count if count is None else count
             assert wanted is not None
@@ -70,8 +70,8 @@ class RequestFeed:
 
 
 def choose_strategy(strategy: RequestStrategy | None, algorithm: RLAlgorithm) -> RequestStrategy:
-    """The given strategy, checked against the group size that the algorithm compares; without
-    one, groups where the algorithm compares them."""
+    """The given strategy, checked against the algorithm's group size; without one, the strategy
+    that the algorithm needs."""
     size = algorithm.group_size
     if strategy is None:
         return IdentityStrategy() if size is None else GRPORequestStrategy(size)
@@ -87,6 +87,6 @@ def _takes_argument(function: Callable[..., Any]) -> bool:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some callables written in C have none
+    except (TypeError, ValueError):  # some callables written in C have no signature
         return False
     return any(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)

@@ -1,4 +1,4 @@
-"""Online RL, synchronously: every batch is rolled out with the present policy."""
+"""Synchronous online RL: every batch is sampled from the current policy."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ludic.types import Rollout
 
 @dataclass(frozen=True, slots=True)
 class DynamicSampling:
-    """DAPO's dynamic sampling: groups whose rewards are all equal, which teach nothing, are set
-    aside ("no_variance") and others rolled out in their place, for at most `max_rounds` rounds."""
+    """DAPO's dynamic sampling: groups whose rewards are all equal, which teach nothing, are dropped
+    ("no_variance") and others sampled in their place, for at most `max_rounds` rounds."""
 
     max_rounds: int = 4
 
@@ -37,14 +37,13 @@ class DynamicSampling:
 
 
 class RolloutBatchSource:
-    """Asks for requests, rolls them out, and makes one batch per call of `next_batch`.
+    """Rolls out requests and makes one batch per call of `next_batch`.
 
-    `request_fn` is a function of the step, or without arguments, or a `Curriculum`. Without a
-    `request_strategy`, requests become groups of the size that the algorithm's credit compares;
-    those that come with a `group_id` stay as they are. `rollouts_per_update` is the number of
-    episodes per batch (each gives one rollout per agent). The `budget` is that of the whole run:
-    when it is spent, `next_batch` raises `StopAsyncIteration`. Seeds come from the engine's seed
-    and the step.
+    `request_fn` is a function of the step or without arguments, or a `Curriculum`. Without a
+    `request_strategy`, requests become groups of the algorithm's group size; requests that already
+    have a `group_id` stay as they are. `rollouts_per_update` is the number of episodes per batch
+    (each gives one rollout per agent). The `budget` is for the whole run: when it is spent,
+    `next_batch` raises `StopAsyncIteration`. Seeds are derived from the engine's seed and the step.
     """
 
     def __init__(
@@ -105,8 +104,8 @@ class RolloutBatchSource:
             )
 
     async def next_batch(self) -> SAWBatch:
-        """The next batch; one that turns out empty is counted and followed by another, at most
-        `max_empty_batches` times."""
+        """The next batch. If one turns out empty, the next is tried, up to `max_empty_batches` in
+        all."""
         drops: Counter[str] = Counter()
         for _ in range(self.max_empty_batches):
             batch = await self._sample(drops)
@@ -130,7 +129,7 @@ class RolloutBatchSource:
             merge=self.merge,
             lost_member=self.engine.group_policy,
             drops=drops,
-            # The log shows how the policy does, so it counts what was set aside too.
+            # The log shows how well the policy does, so it counts dropped rollouts too.
             meta={
                 **rollout_statistics(sampled),
                 "source_step": self.step,
@@ -139,7 +138,7 @@ class RolloutBatchSource:
         )
 
     async def _rollouts(self, drops: Counter[str]) -> tuple[list[Rollout], list[Rollout], int]:
-        """The batch's rollouts, all that were sampled for it, and in how many rounds."""
+        """The batch's rollouts, all rollouts that were sampled for it, and the number of rounds."""
         sampled = await self._round(await self._feed.next(self.step), 0)
         if self.resample is None:
             return sampled, sampled, 1
@@ -157,8 +156,8 @@ class RolloutBatchSource:
         return kept, sampled, rounds
 
     def _with_variance(self, rollouts: Sequence[Rollout], drops: Counter[str]) -> list[Rollout]:
-        """The rollouts of whole groups in which some role's rewards differ; the others are
-        counted, and groups are sampled in their place."""
+        """The rollouts of complete groups in which some role's rewards differ; the others are
+        counted as dropped."""
         whole = settle_groups(rollouts, self.engine.group_policy, drops)
         rewards: dict[tuple[str | None, str], set[float]] = {}
         for r in whole:
@@ -172,7 +171,7 @@ class RolloutBatchSource:
     async def _round(self, requests: Sequence[RolloutRequest], number: int) -> list[Rollout]:
         prefix = f"step-{self.step}" + (f"-round-{number}" if number else "")
         if number:
-            # The same request may come again: then at least its sampling must differ.
+            # The same request may come again; its sampling must differ.
             requests = [
                 r
                 if r.sampling_seed is None
@@ -220,8 +219,8 @@ class RolloutBatchSource:
         )
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Everything that decides what comes next: the step, what was spent, and the curriculum's
-        state where it has one. The trainer saves the algorithm's."""
+        """Everything that determines what comes next: the step, what was spent, and the
+        curriculum's state, if it has one. The trainer saves the algorithm's state."""
         return {
             "step": self.step,
             "episodes": self._episodes,

@@ -1,9 +1,9 @@
 """Log-probs of a second model, attached to a batch: a reference to stay near, or a teacher.
 
-A `TokenScores` says how likely a model finds the action tokens of items, at the temperature and
-over the kept ids that they were sampled with, as the trainer does: a local model, a client, or
-several by name. `ReferenceScorer` and `TeacherScorer` attach its answers to a batch; they are
-what a batch source takes as `scorers`.
+A `TokenScores` computes a model's log-probs of the action tokens of items, with the temperature and
+kept ids of the sampling, as the trainer does. The model is local, behind a client, or one of
+several by name. `ReferenceScorer` and `TeacherScorer` attach the scores to a batch;
+`ScoredBatchSource(source, scorers)` does so for every batch of a source.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LocalScores:
     """Scores with a model in this process, through the trainer's own arithmetic.
 
     `model` is a frozen causal LM. With `without_adapter` it is a PEFT model whose base is the
-    reference: its adapter is off while it scores, so nobody may sample from it meanwhile.
+    reference: its adapter is off while it scores, so nobody may sample from it at the same time.
     """
 
     def __init__(
@@ -83,12 +83,13 @@ class LocalScores:
 class ClientScores:
     """Scores with any `ChatClient` that returns `prompt_logprobs`: a teacher behind a server.
 
-    Most servers report prompt log-probs at temperature 1 whatever is asked; `tempered` says that
-    this one applies the request's temperature. Otherwise items sampled at another are refused, as
-    are those of truncated sampling, whose kept ids no server takes.
+    Most servers report prompt log-probs at temperature 1, whatever the request says; `tempered`
+    says that this one applies the request's temperature. Without it, items sampled at another
+    temperature are refused. Items from truncated sampling are always refused, because no server
+    accepts kept ids.
 
-    A server scores a prompt only where one more token fits. In a row that fills its context, the
-    last token counts as one that it finds as likely as the sampler did.
+    A server can score a prompt only if one more token fits into its context. In a row that fills
+    the context, the last token gets the sampler's own log-prob.
     """
 
     client: ChatClient
@@ -107,7 +108,7 @@ class ClientScores:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one(item)) for item in items]
-        except ExceptionGroup as failed:  # the first cause says it better than the bundle
+        except ExceptionGroup as failed:  # the first cause is clearer than the group
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
 
@@ -158,13 +159,13 @@ class ClientScores:
         return np.array(values, dtype=np.float32)
 
     def _unscored(self, item: SAWItem, length: int) -> float | None:
-        """What stands for the log-prob of a last token that does not fit; None where all fit."""
+        """The value used for the log-prob of a last token that does not fit; None if all fit."""
         limit = self.client.max_context_tokens
         if limit is None or length < limit:
             return None
         sampled = item.attachments.behavior_logprobs
         if length == limit and not item.action_mask[-1]:
-            return math.nan  # no action, so nobody asks
+            return math.nan  # not an action, so never used
         if length > limit or sampled is None:
             raise BatchError(
                 f"rollout {item.rollout_id!r} has {length} tokens, and {self.model!r} scores up to "
@@ -233,35 +234,35 @@ async def _attach(batch: SAWBatch, model: TokenScores, name: str) -> SAWBatch:
 
 
 class BatchScorer(Protocol):
-    """What a batch source takes as one of its `scorers`."""
+    """Attaches scores to a batch: one of the `scorers` of a `ScoredBatchSource`."""
 
     async def score(self, batch: SAWBatch) -> SAWBatch: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredBatchSource:
-    """Any batch source with scorers behind it; as resumable as the source inside."""
+    """Applies scorers to every batch of a source; it can be resumed if that source can."""
 
     source: BatchSource
     scorers: Sequence[BatchScorer]
 
     @property
     def algorithm(self) -> RLAlgorithm | None:
-        """The algorithm of the source inside."""
+        """The algorithm of the wrapped source."""
         return self.source.algorithm if isinstance(self.source, HasAlgorithm) else None
 
     async def next_batch(self) -> SAWBatch:
-        """The next batch of the source inside, scored."""
+        """The next batch of the wrapped source, with its scores."""
         batch = await self.source.next_batch()
         for scorer in self.scorers:
             batch = await scorer.score(batch)
         return batch
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The state of the source inside."""
+        """The state of the wrapped source."""
         return {"source": self.source.state_dict() if isinstance(self.source, Stateful) else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hands the state to the source inside."""
+        """Restores the wrapped source."""
         if isinstance(self.source, Stateful) and state["source"] is not None:
             self.source.load_state_dict(state["source"])

@@ -1,7 +1,8 @@
-"""Self-play: a policy that meets itself, and a pool of what it was before.
+"""Self-play: a policy that plays against itself and a pool of its past versions.
 
-`SelfPlay` decides who sits where; `PastPolicies` holds the earlier weights and samples from them.
-The two meet in a name: a seat with the client "past-0" is played by whatever the pool keeps there.
+`SelfPlay` decides who sits where; `PastPolicies` holds the earlier weights and samples from them. A
+name connects the two: a seat with the client "past-0" is played by the policy in slot 0 of the
+pool.
 """
 
 from __future__ import annotations
@@ -26,20 +27,21 @@ from ludic.seeding import derive_seed
 from ludic.types import AgentID, ProtocolSpec, Rollout
 
 OPPONENT = "opponent"
-"""Where a request's `meta`, and so its rollouts', say which past policy sat on the other seat."""
+"""The key in the `meta` of a request and its rollouts that says which past policy had the other
+seat."""
 
 
 def past_name(slot: int) -> str:
-    """The name under which a protocol finds the past policy in `slot`."""
+    """The name by which a protocol finds the past policy in `slot`."""
     return f"past-{slot}"
 
 
 class SelfPlay:
-    """A curriculum for an environment of several agents, all of them played by the policy.
+    """A curriculum for an environment with several agents, all of them played by the policy.
 
-    In `past_share` of the episodes, once there is a past policy, one seat is taken by it: which
-    policy and which seat come from the seed. That seat leaves no rollout and is not trained on.
-    `slots` is how many past policies there are; whoever refreshes the pool sets it.
+    Once there is a past policy, it takes one seat in `past_share` of the episodes; the seed
+    determines which policy and which seat. That seat produces no rollout and is not trained on.
+    `slots` names the past policies; whoever refreshes the pool sets it.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class SelfPlay:
         self._past_share, self._seed = past_share, seed
         self._given = 0
         self.slots: Sequence[str] = ()
-        """What each slot holds, such as "step-20"; an empty pool is only self-play."""
+        """What each slot holds, such as "step-20"; with an empty pool there is only self-play."""
 
     def next_requests(self, count: int) -> list[RolloutRequest]:
         return [self._next() for _ in range(count)]
@@ -71,7 +73,7 @@ class SelfPlay:
         self._given += 1
         request = seeded(self._request, "self-play", number, self._seed)
         rng = Random(derive_seed(self._seed, "seating", number))
-        # All three are drawn every time, so that one answer does not move the others.
+        # All three are drawn every time, so that no draw depends on the others.
         draw, seat, slot = rng.random(), rng.randrange(len(self._seats)), rng.random()
         if not self.slots or draw >= self._past_share:
             return request
@@ -86,7 +88,7 @@ class SelfPlay:
         )
 
     def report(self, rollouts: Sequence[Rollout]) -> None:
-        """Who sits where does not depend on who wins."""
+        """Does nothing: who sits where does not depend on who wins."""
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"given": self._given}
@@ -96,12 +98,12 @@ class SelfPlay:
 
 
 class PastPolicies:
-    """The newest `size` snapshots of a model, taken every `every` steps, each in a copy of its own
+    """The newest `size` snapshots of a model, taken every `every` steps. Each is a separate copy
     that is sampled from in this process.
 
-    What it holds at a step depends on the step alone. The trained weights of every snapshot lie in
-    `folder`/step-N, so that a resumed run meets the same opponents as one never interrupted.
-    Memory: `size` further copies of the model.
+    What it holds at a step depends only on the step. The trained weights of every snapshot are in
+    `folder`/step-N, so that a resumed run meets the same opponents as one that was never
+    interrupted. It needs memory for `size` more copies of the model.
     """
 
     def __init__(
@@ -151,8 +153,8 @@ class PastPolicies:
         await self._stack.aclose()
 
     async def bring_to(self, step: int) -> list[str]:
-        """Makes the pool what it is at `step`, before that step is sampled; says what each slot
-        holds. At a step that is due, the model as it stands becomes a snapshot."""
+        """Sets the pool to its state at `step`, before that step is sampled, and returns what each
+        slot holds. If a snapshot is due at this step, the current model becomes one."""
         newest = step // self._every
         if step == newest * self._every:
             self._write(step)
@@ -204,7 +206,7 @@ class PastPolicies:
 
 
 def _trained(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What training changes: all weights, or the adapter's."""
+    """The weights that training changes: all of them, or the adapter's."""
     return {
         name: parameter.detach().to("cpu", copy=True).contiguous()
         for name, parameter in model.named_parameters()

@@ -1,4 +1,4 @@
-"""SPO's curriculum: tasks whose outcome is least certain come most often."""
+"""SPO's curriculum: tasks with the least certain outcome are drawn most often."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ludic.types import Rollout
 class UncertainTasks:
     """Draws tasks ∝ √(v̂(1 − v̂)) + `eps`, where v̂ is the tracker's value of the task.
 
-    Give it the tracker of `make_spo`: the algorithm's credit updates it, so `report` need not.
-    Every request carries its task's name as `task_key`. A `Curriculum`.
+    A `Curriculum`. Pass it the tracker of `make_spo`, which the algorithm's credit updates. Every
+    request has its task's name as `task_key`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class UncertainTasks:
         return draw_tasks(self._tasks, self.probabilities(), numbers, self._seed)
 
     def report(self, rollouts: Sequence[Rollout]) -> None:
-        """Nothing to do: the algorithm's credit assigner keeps the tracker."""
+        """Does nothing: the algorithm's credit assigner updates the tracker."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """How many tasks were drawn; the tracker is saved with the algorithm."""
