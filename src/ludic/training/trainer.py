@@ -71,6 +71,7 @@ class Trainer:
     ) -> None:
         self.cfg = cfg = cfg or TrainerConfig()
         self.algo = algo = one_algorithm(algo, batch_source)
+        self._source_name = type(batch_source).__name__  # for errors: not that of a wrapper
         if cfg.overlap and not (batch_source is None or isinstance(batch_source, WorksAhead)):
             batch_source = SamplingAhead(batch_source)
         self.model, self.source, self.publisher = model, batch_source, publisher
@@ -277,7 +278,7 @@ class Trainer:
             batch = await self._bounded(
                 self.source.next_batch(),
                 "a batch",
-                type(self.source).__name__,
+                self._source_name,
                 self.cfg.batch_timeout_s,
             )
             batch = self.algo.prepare(batch)
@@ -296,7 +297,7 @@ class Trainer:
             await self._bounded(
                 self.source.settle(),
                 "the batch that is made ahead",
-                type(self.source).__name__,
+                self._source_name,
                 self.cfg.batch_timeout_s,
             )
         if self.cfg.overlap:
