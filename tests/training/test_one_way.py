@@ -269,3 +269,36 @@ def test_no_figure_of_a_step_overwrites_another(tmp_path: Path) -> None:
     line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert {k for k, v in line.items() if v == 12345.0} == {f"train/{n}" for n in names}
     assert line["train/rollouts"] == batch.counts.rollouts
+
+
+class TwoRanks:
+    """Stands for the ranks of a trainer: what rank 0 tells is kept, and told to both."""
+
+    size = 2
+
+    def __init__(self, leads: bool, told: dict[str, Any] | None = None) -> None:
+        self.leads, self.told = leads, told
+
+    def share(self, told: dict[str, Any]) -> dict[str, Any]:
+        if self.leads:
+            self.told = told
+        assert self.told is not None
+        return self.told
+
+
+async def test_whatever_goes_wrong_on_rank_0_the_others_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cannot(batch: SAWBatch) -> Any:
+        raise TypeError("no wire for this")
+
+    monkeypatch.setattr("ludic.training.trainer.batch_to_dict", cannot)
+    trainer = trainer_of(make_reinforce(), Given(synthetic_batch(1)))
+    first = TwoRanks(leads=True)
+    trainer.world = first  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="no wire"):
+        await trainer._next_batch()
+    trainer.world = TwoRanks(leads=False, told=first.told)  # type: ignore[assignment]
+    with pytest.raises(BatchError, match=r"rank 0 has no batch.*no wire"):
+        await trainer._next_batch()
+    trainer.close()

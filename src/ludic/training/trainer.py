@@ -252,20 +252,21 @@ class Trainer:
         """Rank 0's next batch, on every rank."""
         if self.world.size == 1:
             return await self._from_source()
-        batch, error = None, None
+        batch, error, told = None, None, dict[str, Any]()
         if self.world.leads:
             try:
                 batch = await self._from_source()
-            except Exception as exc:
-                error = exc
-        told: dict[str, Any] = batch_to_dict(batch) if batch else {"error": repr(error)}
-        if isinstance(error, StopAsyncIteration):
-            told = {"ended": str(error)}
+                told = dict(batch_to_dict(batch))
+            except Exception as exc:  # the others wait to be told, whatever went wrong
+                ended = isinstance(exc, StopAsyncIteration)
+                error, told = exc, {"ended": str(exc)} if ended else {"error": repr(exc)}
         shared = await self._run(self.world.share, told)
         if error is not None:
             raise error
         if "ended" in shared:
             raise StopAsyncIteration(shared["ended"])
+        if "error" in shared:
+            raise BatchError(f"rank 0 has no batch: {shared['error']}")
         return batch or batch_from_dict(shared)
 
     async def _from_source(self) -> SAWBatch:
