@@ -86,3 +86,8 @@ def test_turns_must_cover_the_action_tokens(turns: tuple[TurnSpan, ...]) -> None
 def test_an_empty_batch_has_no_counts() -> None:
     counts = make_batch([]).counts
     assert (counts.tokens, counts.turns, counts.rollouts, counts.groups) == (0, 0, 0, 0)
+
+
+def test_a_turn_without_an_action_token_is_refused() -> None:
+    with pytest.raises(BatchError, match="turn 0 covers 0 to 0"):
+        make_batch([item(turns=(TurnSpan(0, 0, 0, 1.0), TurnSpan(0, 2, 1, 1.0)))])
