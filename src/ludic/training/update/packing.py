@@ -176,14 +176,15 @@ def _check_logprobs(items: Sequence[SAWItem]) -> None:
     is packed."""
     for name in ("behavior_logprobs", "reference_logprobs", "teacher_logprobs"):
         found = [getattr(item.attachments, name) for item in items]
+        if all(values is None for values in found):
+            continue
         for index, (item, values) in enumerate(zip(items, found, strict=True)):
             if values is None:
-                if any(other is not None for other in found):
-                    raise BatchError(
-                        f"{describe(item, index)} has no {name}, while others of its batch do: "
-                        "record them for all samples, or for none"
-                    )
-            elif not np.isfinite(values).all():
+                raise BatchError(
+                    f"{describe(item, index)} has no {name}, while others of its batch do: "
+                    "record them for all samples, or for none"
+                )
+            if not np.isfinite(values).all():
                 at = int(np.argmin(np.isfinite(values)))
                 raise BatchError(
                     f"{describe(item, index)}: {name} of action token {at} is {values[at]}, and "
