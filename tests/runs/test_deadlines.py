@@ -74,9 +74,7 @@ async def test_generating_does_not_wait_longer(tmp_path: Path, config: RunConfig
     (tmp_path / "slow.toml").write_text(RUN)
     run = str(tmp_path / "slow.toml")
     overrides = ["training.episode_timeout_s=0.05"]
-    counts = await generate_file(
-        run, overrides, output=tmp_path / "out.jsonl", episodes=2, keep=[]
-    )
+    counts = await generate_file(run, overrides, output=tmp_path / "out.jsonl", episodes=2, keep=[])
     assert counts == {"kept": 0, "failed": 2}
     with pytest.raises(RolloutError, match=r"0\.05 s"):
         await generate_file(run, overrides, output=tmp_path / "more.jsonl", episodes=9, keep=[])

@@ -11,6 +11,7 @@ import pytest
 
 from ludic.errors import ConfigError
 from ludic.rollouts import RolloutEngine
+from ludic.runs.assemble import trainer_config
 from ludic.runs.settings import RunConfig, Section, load_run, parse_run
 
 MINIMAL = '[env]\nkind = "tic_tac_toe"\n'
@@ -141,3 +142,8 @@ def test_all_problems_are_named_at_once() -> None:
         parse_run(MINIMAL + "[training]\nstep = 1\nlr = 1\n")
     assert "training.step" in str(caught.value)
     assert "training.lr" in str(caught.value)
+
+
+def test_an_infinite_norm_turns_clipping_off_in_the_trainer_too(tmp_path: Path) -> None:
+    config = parse_run(MINIMAL, ["training.max_grad_norm=inf"])
+    assert trainer_config(config, "rl", tmp_path).max_grad_norm == math.inf

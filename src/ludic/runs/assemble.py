@@ -15,11 +15,11 @@ from torch import nn
 from ludic.distributed import PolicyPublisher
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.errors import ConfigError
-from ludic.lazy import resolve
 from ludic.inference import HFChatTemplate, InferenceSpec, ReturnSpec, SamplingConfig
 from ludic.inference.client import ChatClient
 from ludic.inference.templates.tool_parsers import ToolParser, get_tool_parser
 from ludic.interaction import Runtime
+from ludic.lazy import resolve
 from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.runs.model import build_model, configuring
 from ludic.runs.settings import RunConfig

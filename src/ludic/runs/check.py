@@ -182,7 +182,8 @@ def _check_tracking(
         if lowest + slips < low - 1e-9 or highest > high + 1e-9:
             parser = f" (the parser gives {penalty:g} for what it cannot read, up to {steps} times)"
             raise ConfigError(
-                f"algorithm {name!r} tracks returns in [{low:g}, {high:g}], but in {section.kind!r} "
+                f"algorithm {name!r} tracks returns in [{low:g}, {high:g}], but in "
+                f"{section.kind!r} "
                 f"they can be from {lowest + slips:g} to {highest:g}{parser if slips else ''}: set "
                 "algorithm.kwargs.returns = [lowest, highest], or the parser's error_reward to 0"
             )

@@ -13,8 +13,8 @@ from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.rollouts.progress import ProgressCallback
 from ludic.runs.assemble import OpenPolicy, inference_spec, open_policy, requests_of, rollout_engine
 from ludic.runs.locate import locate
-from ludic.runs.settings import RunConfig
 from ludic.runs.results.terminal import episodes_bar
+from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed
 
 

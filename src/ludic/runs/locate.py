@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ludic.errors import ConfigError
 from ludic.runs.assemble import make_importable
-from ludic.runs.storage.folder import RunFolder
 from ludic.runs.settings import RunConfig, load_run
+from ludic.runs.storage.folder import RunFolder
 
 RUNS = Path(__file__).parent / "files"
 

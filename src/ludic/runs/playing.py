@@ -14,15 +14,16 @@ from ludic.runs.assemble import (
     requests_of,
     rollout_engine,
 )
-from ludic.runs.storage.folder import RunFolder
 from ludic.runs.locate import locate
 from ludic.runs.settings import apply_override
+from ludic.runs.storage.folder import RunFolder
 from ludic.seeding import derive_seed
 from ludic.types import EnvSpec, Rollout
 
 
 def env_to_play(env: str, settings: Sequence[str]) -> EnvSpec:
-    """Finds an environment by name, or that of a run folder. `settings` (key=value) are arguments."""
+    """Finds an environment by name, or that of a run folder. `settings` (key=value) are
+    its arguments."""
     make_importable(Path.cwd())
     options: dict[str, Any] = {}
     for setting in settings:

@@ -10,10 +10,10 @@ from pathlib import Path
 from ludic.errors import ConfigError
 from ludic.runs.assemble import make_importable
 from ludic.runs.check import check_parts
-from ludic.runs.storage.folder import RunFolder
 from ludic.runs.locate import builtin_runs, find_run
-from ludic.runs.storage.lock import locked
 from ludic.runs.settings import RunConfig, override_key
+from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage.lock import locked
 from ludic.runs.training_run import TrainingRun
 
 
@@ -27,7 +27,8 @@ class PlannedRun:
     folder: RunFolder | None = None
 
     def carry_out(self, out: Path | None = None) -> None:
-        """Trains to the end, or until Ctrl-C. A new run goes to `out`, or to a folder by its name."""
+        """Trains to the end, or until Ctrl-C. A new run goes to `out`, or to a folder by its
+        name."""
         folder = self.folder or RunFolder.create(self.config, out, modules=self.modules)
         with locked(folder.path):
             if self.folder is not None:

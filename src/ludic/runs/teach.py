@@ -15,11 +15,11 @@ from ludic.runs.assemble import (
     inference_spec,
     load_function,
     requests_of,
-    tool_parser_of,
     rollout_engine,
+    tool_parser_of,
 )
-from ludic.runs.settings import RunConfig
 from ludic.runs.results.terminal import episodes_bar
+from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed
 from ludic.types import Fork, Message, TokenTrace
 

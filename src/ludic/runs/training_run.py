@@ -14,18 +14,18 @@ from ludic.runs.assemble import (
     OpenPolicy,
     algorithm_of,
     open_policy,
-    trainer_config,
     rollout_engine,
+    trainer_config,
 )
-from ludic.runs.results.conclusion import conclude
 from ludic.runs.evaluation import evaluate_policy
-from ludic.runs.storage.folder import RunFolder
 from ludic.runs.interruption import interruptible
 from ludic.runs.opponents import seating
-from ludic.runs.storage.rollout_log import open_rollout_log
-from ludic.runs.settings import RunConfig
-from ludic.runs.teach import write_lessons
+from ludic.runs.results.conclusion import conclude
 from ludic.runs.results.terminal import command_name, console, episodes_bar, say
+from ludic.runs.settings import RunConfig
+from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage.rollout_log import open_rollout_log
+from ludic.runs.teach import write_lessons
 from ludic.seeding import derive_seed
 from ludic.training import (
     BatchSource,

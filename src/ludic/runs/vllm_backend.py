@@ -20,8 +20,8 @@ from ludic.errors import ConfigError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
-from ludic.runs.settings import RunConfig
 from ludic.runs.results.terminal import say
+from ludic.runs.settings import RunConfig
 from ludic.sharding.weights import plain_name
 from ludic.training.checkpoints.model_loading import no_progress_bar
 

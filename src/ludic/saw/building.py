@@ -206,11 +206,9 @@ def _versions(row: Sequence[_Call]) -> NDArray[np.int64] | None:
     versions = np.full(total, UNKNOWN_VERSION, dtype=np.int64)
     offset = 0
     for call in row:
-        count = len(call.trace.completion_token_ids)
         for span in call.trace.version_spans:
-            # A span may extend past a completion that the agent cut; use only its tokens.
-            versions[offset + span.start : offset + min(span.end, count)] = span.version
-        offset += count
+            versions[offset + span.start : offset + span.end] = span.version
+        offset += len(call.trace.completion_token_ids)
     return versions
 
 

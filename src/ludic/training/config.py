@@ -77,6 +77,7 @@ class TrainerConfig:
             (math.isfinite(value), name, "finite")
             for name in (f.name for f in fields(self))
             if isinstance(value := getattr(self, name), float)
+            and (name, value) != ("max_grad_norm", math.inf)  # no clipping
         )
         rules = (
             *finite,

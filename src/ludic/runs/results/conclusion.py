@@ -8,8 +8,6 @@ from pathlib import Path
 from ludic.eval import EvalReport
 from ludic.runs.assemble import OpenPolicy
 from ludic.runs.evaluation import eval_engine, eval_plan
-from ludic.runs.storage.folder import RunFolder
-from ludic.runs.settings import RunConfig
 from ludic.runs.results.summary import plot_png, read_curve, summary_of
 from ludic.runs.results.terminal import (
     command_name,
@@ -19,6 +17,8 @@ from ludic.runs.results.terminal import (
     say,
     stages_table,
 )
+from ludic.runs.settings import RunConfig
+from ludic.runs.storage.folder import RunFolder
 
 
 async def conclude(

@@ -95,7 +95,8 @@ class RunFolder:
         self.write_json("run.json", config.plain())
 
     def weights(self) -> Path:
-        """Returns the model folder of the newest complete checkpoint, of the last stage with one."""
+        """Returns the model folder of the newest complete checkpoint, of the last stage
+        with one."""
         for stage in ("rl", "sft"):
             latest = self.checkpoints / stage / "latest"
             if latest.is_file():
