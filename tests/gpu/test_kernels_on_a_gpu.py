@@ -48,6 +48,15 @@ def test_products_in_bfloat16(rows: int) -> None:
     gate, up = numbers(4864, 896, seed=7) / 30, numbers(4864, 896, seed=8) / 30
     wanted = F.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
     assert off(kernels.gated(x, gate, up), wanted) < 5e-3
+    norm = kernels.RMSNorm(numbers(896, seed=9), 1e-6)
+    normed = F.rms_norm(x.double(), (896,), norm.weight.double(), norm.eps)
+    wanted = F.silu(normed @ gate.double().T) * (normed @ up.double().T)
+    assert off(kernels.gated(x, gate, up, norm), wanted) < 5e-3
+    wanted = torch.cat(
+        [F.linear(normed, w.double(), b.double()) for w, b in zip(weights, biases, strict=True)],
+        dim=1,
+    )
+    assert off(kernels.project(x, weights, biases, norm), wanted) < 5e-3
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -68,7 +77,10 @@ def test_attention_in_bfloat16(dim: int, rows: int, window: int | None) -> None:
     assert off(turned, rotate(q.double(), exact)) < 5e-3
     assert off(keys[slots, :, positions], rotate(k.double(), exact)) < 5e-3
     assert torch.equal(values[slots, :, positions], v)
-    found = kernels.attend_rows(turned, keys, values, positions, dim**-0.5, window)
+    keys[slots, :, positions], values[slots, :, positions] = 0, 0
+    found = kernels.attend_rows(q, k, v, rotary, (keys, values), positions, dim**-0.5, window)
+    assert off(keys[slots, :, positions], rotate(k.double(), exact)) < 5e-3
+    assert torch.equal(values[slots, :, positions], v)
     at = torch.arange(length, device="cuda")
     seen = at <= positions[:, None]
     if window is not None:

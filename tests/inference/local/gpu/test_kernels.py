@@ -55,8 +55,10 @@ def test_three_projections_side_by_side(
     x = torch.randn(rows, 64, generator=g)
     weights = tuple(torch.randn(n, 64, generator=g) for n in (64, 32, 32))
     biases = tuple(torch.randn(n, generator=g) if biased else None for n in (64, 32, 32))
-    wanted = torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)], 1)
-    assert close(kernels.project(x, weights, biases), wanted, 1e-4)
+    norm = kernels.RMSNorm(torch.randn(64, generator=g), 0.1)
+    for before, given in ((x, None), (F.rms_norm(x, (64,), *norm), norm)):
+        linear = [F.linear(before, w, b) for w, b in zip(weights, biases, strict=True)]
+        assert close(kernels.project(x, weights, biases, given), torch.cat(linear, 1), 1e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 20, 70])
@@ -64,9 +66,12 @@ def test_the_gated_product(kernels: Any, random_numbers: torch.Generator, rows: 
     g = random_numbers
     x = torch.randn(rows, 64, generator=g)
     gate, up = (torch.randn(96, 64, generator=g) / 8 for _ in range(2))
-    wanted = F.silu(x @ gate.T) * (x @ up.T)
-    assert close(kernels.gated(x, gate, up), wanted)
+    norm = kernels.RMSNorm(torch.randn(64, generator=g), 0.1)
+    for before, given in ((F.rms_norm(x, (64,), *norm), norm), (x, None)):
+        wanted = F.silu(before @ gate.T) * (before @ up.T)
+        assert close(kernels.gated(x, gate, up, given), wanted)
     assert close(kernels.silu_times(x @ gate.T, x @ up.T), wanted)
+    assert close(kernels.rms_norm(x, norm), F.rms_norm(x, (64,), *norm))
 
 
 def test_keys_and_values_land_in_their_slots_and_nowhere_else(
@@ -89,23 +94,33 @@ def test_keys_and_values_land_in_their_slots_and_nowhere_else(
 
 @pytest.mark.parametrize("window", [None, 1, 24])
 @pytest.mark.parametrize("heads", [2, 6])
-def test_a_row_attends_to_its_slot_up_to_its_position(
-    kernels: Any, random_numbers: torch.Generator, window: int | None, heads: int
+@pytest.mark.parametrize("turns", [True, False])
+def test_a_row_attends_to_its_slot_up_to_its_position_and_leaves_its_key_there(
+    kernels: Any, random_numbers: torch.Generator, window: int | None, heads: int, turns: bool
 ) -> None:
     g, kv_heads, dim = random_numbers, 2, 16
     positions = torch.tensor([0, 63, 64, 7, 130])
-    q = torch.randn(5, heads, dim, generator=g)
+    flat = torch.randn(5, heads + 2 * kv_heads, dim, generator=g)
+    q, k, v = flat.tensor_split([heads, heads + kv_heads], 1)
+    rotary = (torch.randn(5, dim, generator=g), torch.randn(5, dim, generator=g))
     keys, values = (torch.randn(6, kv_heads, 144, dim, generator=g) for _ in range(2))
     keys[:, :, 131:] = torch.nan  # nobody may look there
-    found = kernels.attend_rows(q, keys, values, positions, 0.3, window)
+    want_keys, want_values = keys.clone(), values.clone()
+    want_keys[range(5), :, positions] = rotate(k, rotary) if turns else k
+    want_values[range(5), :, positions] = v
+    turned = rotate(q, rotary) if turns else q
+    given = rotary if turns else None
+    found = kernels.attend_rows(q, k, v, given, (keys, values), positions, 0.3, window)
+    assert close(keys.nan_to_num(), want_keys.nan_to_num())
+    assert torch.equal(values, want_values)
     for row, position in enumerate(positions.tolist()):
         first = max(0, position + 1 - window) if window else 0
-        k, v = (
+        ks, vs = (
             part[row, :, first : position + 1].repeat_interleave(heads // kv_heads, 0)
-            for part in (keys, values)
+            for part in (want_keys, want_values)
         )
-        weights = torch.softmax(torch.einsum("hd,htd->ht", q[row], k) * 0.3, -1)
-        assert close(found[row], torch.einsum("ht,htd->hd", weights, v))
+        weights = torch.softmax(torch.einsum("hd,htd->ht", turned[row], ks) * 0.3, -1)
+        assert close(found[row], torch.einsum("ht,htd->hd", weights, vs))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")

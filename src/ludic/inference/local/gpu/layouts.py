@@ -39,12 +39,12 @@ class RowsLayout:
 
     def attend(self, call: AttentionCall) -> Tensor:
         cache = self.kv[call.layer]
-        q = _store(call, cache, self.slots, self.positions, self.kernels)
         if self.kernels is not None:
             out: Tensor = self.kernels.attend_rows(
-                q.contiguous(), *cache, self.positions, call.scale, call.window
+                call.q, call.k, call.v, call.rotary, cache, self.positions, call.scale, call.window
             )
             return out
+        q = _store(call, cache, self.slots, self.positions, self.kernels)
         keys, values = cache[:, : len(self.slots), :, : self.masks.length]
         return grouped_attention(q, keys, values, self.masks, call.scale, call.window)
 

@@ -1,0 +1,29 @@
+"""Triton kernels for the decode step: each does in one launch what torch does in three to thirty.
+
+A decode step has a few hundred tokens and is bound by launches, not by arithmetic. The kernels
+compute in float32 and round once, where a module rounds after each operation. They read the
+trainer's weights where they lie: nothing is packed or copied.
+"""
+
+from ludic.inference.local.gpu.kernels.attention import attend_rows, rotate_and_store
+from ludic.inference.local.gpu.kernels.products import (
+    MAX_PROJECT_ROWS,
+    RMSNorm,
+    gated,
+    project,
+    rms_norm,
+    silu_times,
+)
+from ludic.inference.local.gpu.kernels.sampling import draw_and_carry_on
+
+__all__ = [
+    "MAX_PROJECT_ROWS",
+    "RMSNorm",
+    "attend_rows",
+    "draw_and_carry_on",
+    "gated",
+    "project",
+    "rms_norm",
+    "rotate_and_store",
+    "silu_times",
+]

@@ -1,0 +1,176 @@
+"""Rotary embedding, the cache, and attention of one token per row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _rotate_store_kernel(
+    q, k, v, cos, sin, out, keys, values, slots, positions,
+    q_row, k_row, v_row, slot_step, head_step, heads, kv_heads,
+    DIM: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    HALF: tl.constexpr = DIM // 2
+    half = tl.arange(0, HALF)
+    cos_1 = tl.load(cos + row * DIM + half).to(tl.float32)
+    cos_2 = tl.load(cos + row * DIM + HALF + half).to(tl.float32)
+    sin_1 = tl.load(sin + row * DIM + half).to(tl.float32)
+    sin_2 = tl.load(sin + row * DIM + HALF + half).to(tl.float32)
+
+    head = tl.arange(0, HEADS)
+    inside = (head < heads)[:, None]
+    at = head[:, None] * DIM + half[None, :]
+    a = tl.load(q + row * q_row + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(q + row * q_row + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    where = out + row * heads * DIM + at
+    tl.store(where, (a * cos_1 - b * sin_1).to(out.dtype.element_ty), mask=inside)
+    tl.store(where + HALF, (b * cos_2 + a * sin_2).to(out.dtype.element_ty), mask=inside)
+
+    head = tl.arange(0, KV)
+    inside = (head < kv_heads)[:, None]
+    at = head[:, None] * DIM + half[None, :]
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int64)
+    place = slot * slot_step + position * DIM + head[:, None] * head_step + half[None, :]
+    a = tl.load(k + row * k_row + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(k + row * k_row + at + HALF, mask=inside, other=0.0).to(tl.float32)
+    tl.store(keys + place, (a * cos_1 - b * sin_1).to(keys.dtype.element_ty), mask=inside)
+    tl.store(keys + place + HALF, (b * cos_2 + a * sin_2).to(keys.dtype.element_ty), mask=inside)
+    tl.store(values + place, tl.load(v + row * v_row + at, mask=inside), mask=inside)
+    tl.store(values + place + HALF, tl.load(v + row * v_row + at + HALF, mask=inside), mask=inside)
+
+
+def rotate_and_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    slots: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Rotated queries; rotated keys, and values, written to `cache[slot, :, position]`.
+
+    q is [rows, heads, dim], k and v [rows, kv_heads, dim], each dense in its last two; cos and sin
+    are [rows, dim]; a cache is [slots, kv_heads, length, dim].
+    """
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    cos, sin = rotary
+    keys, values = cache
+    out = q.new_empty(rows, heads, dim)
+    _rotate_store_kernel[(rows,)](
+        q, k, v, cos, sin, out, keys, values, slots, positions,
+        q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1), heads, kv_heads,
+        DIM=dim, HEADS=triton.next_power_of_2(heads), KV=triton.next_power_of_2(kv_heads),
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _turned(x, at, dim, cos, sin, inside, ROTARY: tl.constexpr, DIM: tl.constexpr):
+    """x at the places `at + dim`; with ROTARY, turned in half-split pairs. `sin` has its sign."""
+    here = tl.load(x + at + dim, mask=inside, other=0.0)
+    if ROTARY:
+        other = (dim + DIM // 2) % DIM
+        there = tl.load(x + at + other, mask=inside, other=0.0).to(tl.float32)
+        here = (here.to(tl.float32) * cos + there * sin).to(here.dtype)
+    return here
+
+
+@triton.jit
+def _attend_kernel(
+    q, k, v, cos, sin, keys, values, positions, out,
+    q_row, k_row, v_row, slot_step, head_step, kv_heads, scale, window,
+    ROTARY: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(positions + row).to(tl.int32)
+    begin = 0
+    if window > 0:
+        begin = tl.maximum(position + 1 - window, 0)
+    member, dim = tl.arange(0, PADDED), tl.arange(0, DIM)
+    inside = (member < GROUP)[:, None]
+    cosines = tl.zeros((DIM,), dtype=tl.float32)
+    sines = cosines
+    if ROTARY:
+        cosines = tl.load(cos + row * DIM + dim).to(tl.float32)
+        sines = tl.load(sin + row * DIM + dim).to(tl.float32)
+        sines = tl.where(dim < DIM // 2, -sines, sines)
+    first = row * q_row + (head * GROUP + member[:, None]) * DIM
+    queries = _turned(q, first, dim[None, :], cosines[None, :], sines[None, :], inside, ROTARY, DIM)
+    new_key = _turned(k, row * k_row + head * DIM, dim, cosines, sines, dim < DIM, ROTARY, DIM)
+    new_value = tl.load(v + row * v_row + head * DIM + dim)
+    base = row * slot_step + head * head_step
+    tl.store(keys + base + position * DIM + dim, new_key)
+    tl.store(values + base + position * DIM + dim, new_value)
+
+    # The new token comes first, from registers: what was just stored need not be visible yet.
+    scale = scale * _LOG2_E
+    most = tl.sum(queries.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
+    total = tl.full((PADDED,), 1.0, dtype=tl.float32)
+    result = tl.zeros((PADDED, DIM), dtype=tl.float32) + new_value.to(tl.float32)[None, :]
+    for start in range(begin // BLOCK * BLOCK, position, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        seen = (at >= begin) & (at < position)
+        places = base + at[:, None] * DIM + dim[None, :]
+        block = tl.load(keys + places, mask=seen[:, None], other=0.0)
+        scores = tl.dot(queries, tl.trans(block), input_precision=PRECISION) * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(most, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(most - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        block = tl.load(values + places, mask=seen[:, None], other=0.0)
+        result = tl.dot(
+            weights.to(block.dtype), block, result * shrink[:, None], input_precision=PRECISION
+        )
+        most = higher
+    mine = (row * kv_heads + head) * GROUP * DIM + member[:, None] * DIM + dim[None, :]
+    tl.store(out + mine, (result / total[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+def attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotary: tuple[Tensor, Tensor] | None,
+    cache: tuple[Tensor, Tensor],
+    positions: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Writes row r's key and value to slot r at `positions[r]`; returns what its queries find in
+    the slot up to there. With `rotary`, queries and key are rotated first. Shapes are those of
+    `rotate_and_store`."""
+    rows, heads, dim = q.shape
+    q, k, v = _dense(q), _dense(k), _dense(v)
+    cos, sin = (q, q) if rotary is None else rotary
+    keys, values = cache
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    out = q.new_empty(rows, heads, dim)
+    # Few programs want long strides through their slots; many hide each other's waiting.
+    block = 64 if rows * kv_heads > 128 or dim > 128 else 128
+    _attend_kernel[(rows, kv_heads)](
+        q, k, v, cos, sin, keys, values, positions, out,
+        q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1), kv_heads, scale,
+        window or 0, ROTARY=rotary is not None,
+        GROUP=group, PADDED=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK=block,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x [rows, heads, dim], copied unless each row lies in one piece."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
