@@ -1,16 +1,18 @@
-"""What was computed for sequences that ended, kept for those that begin the same way."""
+"""Who begins the same way: sequences that run, and what was computed for those that ended."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 _WORTH_KEEPING = 8
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,22 +31,50 @@ def common_prefix(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
     return first if n and differs[first] else n
 
 
+class TokenOrder(Generic[T]):
+    """Things in the order of their tokens, as words in a dictionary: what shares the most with a
+    sequence stands right before or right after the place where it would go. Finding that place
+    takes a few comparisons, not one for each entry. Of things with the same tokens the one that
+    came first is found.
+    """
+
+    def __init__(self) -> None:
+        self._keys: list[bytes] = []
+        self._things: list[T] = []
+
+    def add(self, key: bytes, thing: T) -> None:
+        place = bisect_right(self._keys, key)
+        self._keys.insert(place, key)
+        self._things.insert(place, thing)
+
+    def remove(self, key: bytes, thing: T) -> None:
+        place = bisect_left(self._keys, key)
+        while self._things[place] is not thing:
+            place += 1
+        del self._keys[place], self._things[place]
+
+    def neighbours(self, key: bytes) -> list[T]:
+        """The things right before and right after the place of `key`, or at it."""
+        place = bisect_left(self._keys, key)
+        return self._things[max(0, place - 1) : place + 1]
+
+    def clear(self) -> None:
+        self._keys.clear()
+        self._things.clear()
+
+
 class PrefixStore:
     """At most `max_tokens` tokens, the least recently used leave first.
 
     An entry that a longer one begins with is dropped when that one comes: a conversation keeps its
     last turn only. So no entry begins with another one.
-
-    Entries are also kept in the order of their tokens, as in a dictionary: what shares the most
-    with a sequence stands right before or right after the place where it would go. Finding that
-    place takes a few comparisons, not one for each entry.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.tokens = 0
         self._entries: OrderedDict[bytes, Prefix] = OrderedDict()
-        self._in_order: list[bytes] = []
+        self._in_order = TokenOrder[bytes]()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -53,7 +83,7 @@ class PrefixStore:
         """The entry that shares the most tokens with these, and how many; less than
         `_WORTH_KEEPING` shared tokens are not worth finding."""
         best, length = None, 0
-        for key in self._neighbours(_key(tokens)):
+        for key in self._in_order.neighbours(token_key(tokens)):
             shared = common_prefix(self._entries[key].tokens, tokens)
             if shared > length:
                 best, length = key, shared
@@ -66,8 +96,8 @@ class PrefixStore:
         """Keeps a copy of `kv`, unless it is covered already or larger than the whole store."""
         if len(tokens) < _WORTH_KEEPING or len(tokens) > self.max_tokens:
             return
-        key = _key(tokens)
-        for other in self._neighbours(key):
+        key = token_key(tokens)
+        for other in self._in_order.neighbours(key):
             if other.startswith(key):
                 self._entries.move_to_end(other)
                 return
@@ -76,7 +106,7 @@ class PrefixStore:
         while self.tokens + len(tokens) > self.max_tokens:
             self._drop(next(iter(self._entries)))
         self._entries[key] = Prefix(tokens, kv.clone())
-        self._in_order.insert(bisect_left(self._in_order, key), key)
+        self._in_order.add(key, key)
         self.tokens += len(tokens)
 
     def clear(self) -> None:
@@ -84,16 +114,13 @@ class PrefixStore:
         self._in_order.clear()
         self.tokens = 0
 
-    def _neighbours(self, key: bytes) -> list[bytes]:
-        """The entries right before and right after the place of `key`, or at it."""
-        place = bisect_left(self._in_order, key)
-        return self._in_order[max(0, place - 1) : place + 1]
-
     def _drop(self, key: bytes) -> None:
-        del self._in_order[bisect_left(self._in_order, key)]
-        self.tokens -= len(self._entries.pop(key).tokens)
+        entry = self._entries.pop(key)
+        self._in_order.remove(key, key)
+        self.tokens -= len(entry.tokens)
 
 
-def _key(tokens: NDArray[np.int64]) -> bytes:
+def token_key(tokens: NDArray[np.int64]) -> bytes:
+    """The tokens as bytes in the same order."""
     # The highest byte first: bytes then stand in the order of the tokens.
     return tokens.astype(">u4").tobytes()

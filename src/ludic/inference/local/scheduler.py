@@ -19,7 +19,7 @@ import torch
 
 from ludic.errors import InferenceError, OutOfMemoryError
 from ludic.inference.local.arena import SlotMemory
-from ludic.inference.local.prefix_store import PrefixStore, common_prefix
+from ludic.inference.local.prefix_store import PrefixStore, TokenOrder, common_prefix
 from ludic.inference.local.sequence import Sequence
 from ludic.inference.local.stats import Counters
 
@@ -64,6 +64,7 @@ class Scheduler:
         self.admitting = True
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._by_prompt = TokenOrder[Sequence]()
         self.counters = Counters()
         # Set by the engine's thread: a request left the queue; requests at hand may come in.
         self.on_admit: Callable[[], None] = lambda: None
@@ -99,6 +100,7 @@ class Scheduler:
         for sequence in self.running:
             sequence.deliver(error())
         self.running.clear()
+        self._by_prompt.clear()
         while self.waiting:
             self.waiting.popleft().deliver(error())
             self.on_admit()
@@ -152,16 +154,14 @@ class Scheduler:
     def _join(self, sequence: Sequence) -> bool:
         """Gives the sequence a slot, with what others computed of its beginning. False: somebody
         is computing that beginning right now, and it is cheaper to wait for it."""
-        tokens = np.asarray(sequence.tokens, dtype=np.int64)
+        tokens = sequence.prompt
         entry, shared, donor = None, 0, None
         if not sequence.scores_prompt:
             usable = len(tokens) - 1
             entry, shared = self.store.find(tokens)
             shared = min(shared, usable)
-            for other in self.running:
-                if other.tokens[:_WORTH_SHARING] != sequence.tokens[:_WORTH_SHARING]:
-                    continue
-                common = min(common_prefix(other.joined_with, tokens), usable)
+            for other in self._by_prompt.neighbours(sequence.prompt_key):
+                common = min(common_prefix(other.prompt, tokens), usable)
                 if common <= shared:
                     continue
                 if (
@@ -182,8 +182,8 @@ class Scheduler:
             sequence.arena.write(sequence.slot, entry.kv[:, :, :, :shared])
         sequence.computed = sequence.reused = shared
         sequence.admitted_at = time.monotonic()
-        sequence.joined_with = tokens
         self.running.append(sequence)
+        self._by_prompt.add(sequence.prompt_key, sequence)
         c = self.counters
         c.admitted += 1
         c.queue_seconds += sequence.admitted_at - sequence.submitted_at
@@ -293,6 +293,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence, *, wipe: bool = False) -> None:
         self.running.remove(sequence)
+        self._by_prompt.remove(sequence.prompt_key, sequence)
         self.memory.release(sequence, wipe=wipe)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.inference.local.arena import Tenant
+from ludic.inference.local.prefix_store import token_key
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
 
@@ -40,13 +41,18 @@ class Sequence(Tenant):
     versions: list[tuple[int, int]] = field(default_factory=list)
     kept: list[tuple[int, ...]] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
-    joined_with: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """The tokens that it had when it got its slot, for finding a common beginning quickly."""
+    prompt: NDArray[np.int64] = field(init=False)
+    """The tokens that it came with, as an array, for finding a common beginning quickly."""
+    prompt_key: bytes = field(init=False)
     started: bool = False
     cancelled: bool = False
     finished: FinishReason | None = None
     submitted_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.prompt = np.asarray(self.tokens, dtype=np.int64)
+        self.prompt_key = token_key(self.prompt)
 
     @property
     def completion(self) -> list[int]:
