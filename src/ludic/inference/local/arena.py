@@ -9,6 +9,7 @@ plain slice.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +80,25 @@ class Arena:
         if wipe:
             self.kv[:, :, last] = 0
 
+    def free_all(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """Frees these slots, into which the last tenants move, with one copy for all of them.
+        Returns the moves: from which slot, to which."""
+        came_from: dict[int, int] = {}
+        for slot in sorted(slots, reverse=True):
+            last = len(self.tenants) - 1
+            mover = self.tenants.pop()
+            origin = came_from.pop(last, last)
+            if slot != last:
+                self.tenants[slot], mover.slot = mover, slot
+                came_from[slot] = origin
+        if came_from:
+            device = self.kv.device
+            longest = max(self.tenants[slot].computed for slot in came_from)
+            sources = torch.tensor(list(came_from.values()), device=device)
+            targets = torch.tensor(list(came_from), device=device)
+            self.kv[:, :, targets, :, :longest] = self.kv[:, :, sources, :, :longest]
+        return [(source, target) for target, source in came_from.items()]
+
     def read(self, slot: int, tokens: int) -> Tensor:
         """The first `tokens` tokens of a slot: [layers, 2, kv_heads, tokens, head_dim]."""
         return self.kv[:, :, slot, :, :tokens]
@@ -142,6 +162,14 @@ class SlotMemory:
             self.generation += 1
             tenant.arena.free(tenant.slot, wipe=wipe)
             tenant.arena = None
+
+    def release_all(self, tenants: Sequence[Tenant]) -> list[tuple[int, int]]:
+        """Frees the slots of these tenants of a memory with a single length; see `free_all`."""
+        self.generation += 1
+        moves = self.only.free_all([tenant.slot for tenant in tenants])
+        for tenant in tenants:
+            tenant.arena = None
+        return moves
 
     # The engine's thread may add an arena while another thread asks these two: hence the lists.
 

@@ -22,6 +22,7 @@ from ludic.inference.local.arena import SlotMemory
 from ludic.inference.local.prefix_store import PrefixStore, TokenOrder, common_prefix
 from ludic.inference.local.sequence import Sequence
 from ludic.inference.local.stats import Counters
+from ludic.types import ChatResponse
 
 _WORTH_SHARING = 8
 """Fewer common tokens than this are computed again rather than looked for."""
@@ -229,9 +230,8 @@ class Scheduler:
                     or s.sampling.stop
                 ) and self._ends(s):
                     ended.append(s)
-        # From the last slot down: those that end together then leave no hole to be filled.
-        for s in sorted(ended, key=lambda s: s.slot, reverse=True):
-            self._finish(s)
+        if ended:
+            self._finish(ended)
 
     def _ends(self, sequence: Sequence) -> bool:
         """Whether the last token was the end. If not, there is a place for the next one, or the
@@ -246,23 +246,27 @@ class Scheduler:
 
     # Leaving
 
-    def _finish(self, sequence: Sequence) -> None:
-        info = {
-            "seed": sequence.seed,
-            "reused_tokens": sequence.reused,
-            "queue_seconds": sequence.admitted_at - sequence.submitted_at,
-        }
+    def _finish(self, ended: Iterable[Sequence]) -> None:
+        answers: list[tuple[Sequence, ChatResponse]] = []
+        # From the last slot down: those that end together then leave no hole to be filled.
+        for s in sorted(ended, key=lambda s: s.slot, reverse=True):
+            info = {
+                "seed": s.seed,
+                "reused_tokens": s.reused,
+                "queue_seconds": s.admitted_at - s.submitted_at,
+            }
+            try:
+                answers.append((s, s.response(self.decode(s.completion), info)))
+            except Exception as exc:
+                self._fail(s, step_error(exc, s, by="the engine"))
+                continue
+            self._keep(s)
+        self.counters.finished += len(answers)
         try:
-            answer = sequence.response(self.decode(sequence.completion), info)
-        except Exception as exc:
-            self._fail(sequence, step_error(exc, sequence, by="the engine"))
-            return
-        self._keep(sequence)
-        self.counters.finished += 1
-        try:
-            self._leave(sequence)
-        finally:  # whatever becomes of the engine, this one is answered
-            sequence.deliver(answer)
+            self._leave_together([s for s, _ in answers])
+        finally:  # whatever becomes of the engine, these are answered
+            for s, answer in answers:
+                s.deliver(answer)
 
     def _keep(self, sequence: Sequence) -> None:
         """Puts what was computed into the store, if there is memory for it."""
@@ -291,10 +295,17 @@ class Scheduler:
         finally:
             sequence.deliver(error)
 
+    def _leave_together(self, sequences: Seq[Sequence]) -> None:
+        for sequence in sequences:
+            self._leave(sequence)
+
     def _leave(self, sequence: Sequence, *, wipe: bool = False) -> None:
+        self._stop_running(sequence)
+        self.memory.release(sequence, wipe=wipe)
+
+    def _stop_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._by_prompt.remove(sequence.prompt_key, sequence)
-        self.memory.release(sequence, wipe=wipe)
 
 
 def chunks(prompts: Iterable[Sequence], room: int) -> list[Work]:

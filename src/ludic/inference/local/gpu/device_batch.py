@@ -79,14 +79,16 @@ class DeviceBatch:
         temperatures = [1.0 / (s.sampling.temperature or 1.0) for s in sequences]
         self.inverse_temperature[slots] = to_device(temperatures, self.device, torch.float32)
 
-    def move_row(self, source: int, target: int) -> None:
-        """What stood in slot `source` stands in `target` from now on."""
-        self.state[:, target] = self.state[:, source]
-        self.inverse_temperature[target] = self.inverse_temperature[source]
+    def move_rows(self, moves: list[tuple[int, int]]) -> None:
+        """What stood in the first slot of each pair stands in the second from now on."""
+        if moves:
+            sources, targets = to_device(list(zip(*moves, strict=True)), self.device)
+            self.state[:, targets] = self.state[:, sources]
+            self.inverse_temperature[targets] = self.inverse_temperature[sources]
 
-    def clear_row(self, slot: int) -> None:
-        """Nobody decodes in this slot."""
-        self.state[:, slot] = 0
+    def clear_rows(self, first: int, end: int) -> None:
+        """Nobody decodes in these slots."""
+        self.state[:, first:end] = 0
 
     def sizes(self, rows: int, length: int) -> tuple[int, int]:
         """The smallest graph that holds so many slots and tokens."""

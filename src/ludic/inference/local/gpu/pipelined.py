@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ludic.inference.local.gpu.device_batch import DeviceBatch
 from ludic.inference.local.gpu.prefill import MAX_TOKENS, Prefill
-from ludic.inference.local.outcomes import draw_outcomes
+from ludic.inference.local.outcomes import draw_outcomes, to_device
 from ludic.inference.local.scheduler import Outcome, Scheduler, Work, chunks
 from ludic.inference.local.sequence import Sequence
 
@@ -212,12 +212,27 @@ class PipelinedScheduler(Scheduler):
         tokens, logprobs = flight.tokens.tolist(), flight.logprobs.tolist()
         self._accept(flight.sequences, map(Outcome, tokens, logprobs))
 
+    # Leaving. A step in flight computed one token too many for those that end. Whatever it wrote,
+    # finite or not, must not meet the slot's next tenant.
+
+    def _leave_together(self, sequences: Seq[Sequence]) -> None:
+        """What `_leave` does, in a few launches for all of them."""
+        batch, before = self.batch, len(self.batch.arena.tenants)
+        ahead = [s for s in sequences if s.computed == len(s.tokens)]
+        if ahead:
+            slots = to_device([s.slot for s in ahead], batch.device)
+            places = to_device([s.computed - 1 for s in ahead], batch.device)
+            batch.arena.kv[:, :, slots, :, places] = 0
+        for sequence in sequences:
+            self._stop_running(sequence)
+        moves = self.memory.release_all(sequences)
+        batch.move_rows(moves)
+        batch.clear_rows(len(batch.arena.tenants), before)
+
     def _leave(self, sequence: Sequence, *, wipe: bool = False) -> None:
         slot, last = sequence.slot, len(self.batch.arena.tenants) - 1
-        # A step in flight computed one token too many. Whatever it wrote, finite or not, must not
-        # meet the slot's next tenant.
         self.batch.arena.kv[:, :, slot, :, len(sequence.tokens) - 1 : sequence.computed] = 0
         super()._leave(sequence, wipe=wipe)
         if slot != last:
-            self.batch.move_row(last, slot)
-        self.batch.clear_row(last)
+            self.batch.move_rows([(last, slot)])
+        self.batch.clear_rows(last, last + 1)
