@@ -14,6 +14,8 @@ import importlib.util
 import json
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,6 +24,8 @@ from random import Random
 from typing import Any
 
 import torch
+
+from ludic.inference.tiny import tiny_model, tiny_tokenizer
 
 PRECISIONS = ("mixed", "bfloat16", "float32")
 GENERATORS = ("generate", "vllm")
@@ -63,6 +67,37 @@ def question(random: Random) -> tuple[str, str]:
     top = 9 if random.random() < 0.5 else 99
     a, b = random.randint(1, top), random.randint(1, top)
     return f"What is {a} + {b}? Answer with the number only.", str(a + b)
+
+
+def trl_step_s(args: argparse.Namespace) -> float | None:
+    """Returns the seconds of one update by the fastest of TRL's ways that run here, each in a
+    process by itself; None where TRL is not installed. `args` are those of `benchmarks.loop`."""
+    if not is_installed():
+        return None
+    folder = args.model
+    if folder == "tiny":
+        folder = tempfile.mkdtemp()
+        tiny_model().save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+    on_gpu = args.device == "cuda"
+    ways = [("mixed" if on_gpu else "float32", "generate")]
+    if on_gpu and importlib.util.find_spec("vllm"):
+        ways.append(("mixed", "vllm"))
+    taken = []
+    for precision, generator in ways:
+        command = [sys.executable, "-m", "benchmarks.trl_loop", "--model", folder]
+        command += ["--device", args.device, "--precision", precision, "--generator", generator]
+        for name in ("episodes", "group", "turns", "max_tokens"):
+            command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+        done = subprocess.run(
+            [*command, "--updates", str(args.trl_updates)], capture_output=True, text=True
+        )
+        if done.returncode:
+            print(f"TRL with {generator} failed: {done.stderr.strip().splitlines()[-1]}")
+            continue
+        taken.append(float(json.loads(done.stdout.splitlines()[-1])["trl_step_s"]))
+        print(f"TRL, {precision}, {generator}: {taken[-1]:.3f} s an update")
+    return min(taken, default=None)
 
 
 def train(settings: Settings) -> list[Update]:

@@ -1,0 +1,42 @@
+"""The parts of the loop's benchmark that figures depend on."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.loop import Stamps, busy_seconds
+from benchmarks.sums import Sums
+
+
+def test_time_in_which_two_kernels_ran_counts_once() -> None:
+    events = [
+        {"cat": "kernel", "ts": 0, "dur": 10},
+        {"cat": "kernel", "ts": 5, "dur": 10},
+        {"cat": "gpu_memcpy", "ts": 6, "dur": 1},
+        {"cat": "kernel", "ts": 20, "dur": 5},
+        {"cat": "cuda_runtime", "ts": 0, "dur": 100},
+        {"cat": "kernel", "ts": 50},
+    ]
+    assert busy_seconds({"traceEvents": events}) == pytest.approx(20e-6)
+
+
+def test_updates_before_the_first_line_that_counts_are_left_out() -> None:
+    stamps = Stamps()
+    stamps.lines = [(mark, 0.0, {}) for mark in (10.0, 11.0, 13.0, 16.0)]
+    assert stamps.between(0, 1) == [2.0, 3.0]
+
+
+def test_the_sums_of_an_episode_depend_on_its_seed_alone_and_share_the_reward() -> None:
+    env, again = Sums(turns=4), Sums(turns=4)
+    (obs, _), (same, _) = env.env_reset(seed=3), again.env_reset(seed=3)
+    rewards = []
+    for turn in range(4):
+        assert obs == same
+        a, b = (int(word) for word in obs.split("?")[0].split() if word.isdigit())
+        answer = f"{a + b}." if turn % 2 else "no"
+        outcome, obs = env.env_step(answer), env.env_current_obs()
+        again.env_step(answer)
+        same = again.env_current_obs()
+        rewards.append(outcome.reward)
+        assert outcome.terminated == (turn == 3)
+    assert rewards == [0, 0.25, 0, 0.25]
