@@ -8,7 +8,6 @@ trainer's weights where they lie: nothing is packed or copied.
 from ludic.inference.local.gpu.kernels.attention import attend_rows, rotate_and_store
 from ludic.inference.local.gpu.kernels.products import (
     MAX_PROJECT_ROWS,
-    RMSNorm,
     gated,
     project,
     rms_norm,
@@ -18,7 +17,6 @@ from ludic.inference.local.gpu.kernels.sampling import draw_and_carry_on
 
 __all__ = [
     "MAX_PROJECT_ROWS",
-    "RMSNorm",
     "attend_rows",
     "draw_and_carry_on",
     "gated",

@@ -1,8 +1,6 @@
-"""Projections, with the norm before them and the gate after them."""
+"""Norms, projections, and the gate between them."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -13,53 +11,27 @@ MAX_PROJECT_ROWS = 256
 """Above this a matrix product is bound by arithmetic, and the vendor's kernels are better."""
 
 
-class RMSNorm(NamedTuple):
-    """A norm that a product can take along: x / rms(x) * weight."""
-
-    weight: Tensor
-    eps: float
-
-
-@triton.jit
-def _rows_tile(x_at, inside, norm_at, squares, NORM: tl.constexpr):
-    """A tile of x, times the norm's weights, and the rows' squares summed up to here."""
-    tile = tl.load(x_at, mask=inside, other=0.0)
-    if NORM:
-        wide = tile.to(tl.float32)
-        squares += tl.sum(wide * wide, 1)
-        tile = (wide * tl.load(norm_at).to(tl.float32)[None, :]).to(tile.dtype)
-    return tile, squares
-
-
 @triton.jit
 def _multiply(
-    x, norm, w, rows, inner, eps, first_row, first_col,
-    NORM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """A tile of x @ w.T; `inner` is a multiple of K, w's rows a multiple of N. With NORM, x goes
-    through an RMS norm on the way: the rows' scale can wait until after the product."""
+    x, w, rows, inner, first_row, first_col, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
+):
+    """A tile of x @ w.T; `inner` is a multiple of K, w's rows a multiple of N."""
     row = first_row + tl.arange(0, M)
     at_k = tl.arange(0, K)
     x_at = x + row[:, None] * inner + at_k[None, :]
     w_at = w + (first_col + tl.arange(0, N))[None, :] * inner + at_k[:, None]
-    norm_at = norm + at_k
     total = tl.zeros((M, N), dtype=tl.float32)
-    squares = tl.zeros((M,), dtype=tl.float32)
     for _ in range(0, inner, K):
-        tile, squares = _rows_tile(x_at, row[:, None] < rows, norm_at, squares, NORM)
-        total = tl.dot(tile, tl.load(w_at), total)
+        total = tl.dot(tl.load(x_at, mask=row[:, None] < rows, other=0.0), tl.load(w_at), total)
         x_at += K
         w_at += K
-        norm_at += K
-    if NORM:
-        total *= tl.rsqrt(squares / inner + eps)[:, None]
     return total
 
 
 @triton.jit
 def _project_kernel(
-    x, norm, w0, w1, w2, b0, b1, b2, out, rows, inner, eps, tiles0, tiles1, width,
-    NORM: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    x, w0, w1, w2, b0, b1, b2, out, rows, inner, tiles0, tiles1, width,
+    BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     tile, first_row = tl.program_id(0), tl.program_id(1) * M
     w, b, place = w0, b0, tile
@@ -67,7 +39,7 @@ def _project_kernel(
         w, b, place = w2, b2, tile - tiles0 - tiles1
     elif tile >= tiles0:
         w, b, place = w1, b1, tile - tiles0
-    total = _multiply(x, norm, w, rows, inner, eps, first_row, place * N, NORM, M, N, K)
+    total = _multiply(x, w, rows, inner, first_row, place * N, M, N, K)
     col = tl.arange(0, N)
     if BIAS:
         total += tl.load(b + place * N + col).to(tl.float32)[None, :]
@@ -77,13 +49,9 @@ def _project_kernel(
 
 
 def project(
-    x: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    biases: tuple[Tensor | None, ...],
-    norm: RMSNorm | None = None,
+    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], biases: tuple[Tensor | None, ...]
 ) -> Tensor:
-    """[x @ w0.T + b0 | x @ w1.T + b1 | x @ w2.T + b2], side by side: [rows, n0 + n1 + n2]; x goes
-    through `norm` first."""
+    """[x @ w0.T + b0 | x @ w1.T + b1 | x @ w2.T + b2], side by side: [rows, n0 + n1 + n2]."""
     rows, inner = x.shape
     counts = [w.shape[0] for w in weights]
     out = x.new_empty(rows, sum(counts))
@@ -91,9 +59,8 @@ def project(
     tiles = [n // tile for n in counts]
     given = [w if b is None else b for w, b in zip(weights, biases, strict=True)]
     _project_kernel[(sum(tiles), triton.cdiv(rows, row_tile))](
-        x, x if norm is None else norm.weight, *weights, *given, out, rows, inner,
-        0.0 if norm is None else norm.eps, tiles[0], tiles[1], out.shape[1],
-        NORM=norm is not None, BIAS=biases[0] is not None, M=row_tile, N=tile, K=64,
+        x, *weights, *given, out, rows, inner, tiles[0], tiles[1], out.shape[1],
+        BIAS=biases[0] is not None, M=row_tile, N=tile, K=64,
         num_warps=4, num_stages=4,
     )  # fmt: skip
     return out
@@ -101,44 +68,35 @@ def project(
 
 @triton.jit
 def _gated_kernel(
-    x, norm, gate, up, out, rows, inner, eps, width,
-    NORM: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
+    x, gate, up, out, rows, inner, width, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
+):
     first_col, first_row = tl.program_id(0) * N, tl.program_id(1) * M
     row = first_row + tl.arange(0, M)
     at_k = tl.arange(0, K)
     x_at = x + row[:, None] * inner + at_k[None, :]
-    norm_at = norm + at_k
     offsets = (first_col + tl.arange(0, N))[None, :] * inner + at_k[:, None]
     gates = tl.zeros((M, N), dtype=tl.float32)
     ups = tl.zeros((M, N), dtype=tl.float32)
-    squares = tl.zeros((M,), dtype=tl.float32)
     for _ in range(0, inner, K):
-        tile, squares = _rows_tile(x_at, row[:, None] < rows, norm_at, squares, NORM)
-        gates = tl.dot(tile, tl.load(gate + offsets), gates)
-        ups = tl.dot(tile, tl.load(up + offsets), ups)
+        a = tl.load(x_at, mask=row[:, None] < rows, other=0.0)
+        gates = tl.dot(a, tl.load(gate + offsets), gates)
+        ups = tl.dot(a, tl.load(up + offsets), ups)
         x_at += K
-        norm_at += K
         offsets += K
-    if NORM:
-        scale = tl.rsqrt(squares / inner + eps)[:, None]
-        gates *= scale
-        ups *= scale
     result = gates * tl.sigmoid(gates) * ups
     at = out + row[:, None] * width + (first_col + tl.arange(0, N))[None, :]
     tl.store(at, result.to(out.dtype.element_ty), mask=row[:, None] < rows)
 
 
-def gated(x: Tensor, gate: Tensor, up: Tensor, norm: RMSNorm | None = None) -> Tensor:
-    """silu(x @ gate.T) * (x @ up.T); x goes through `norm` first."""
+def gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """silu(x @ gate.T) * (x @ up.T)."""
     rows, inner = x.shape
     width = gate.shape[0]
     out = x.new_empty(rows, width)
     row_tile, tile = _row_tile(rows), 32
     _gated_kernel[(width // tile, triton.cdiv(rows, row_tile))](
-        x, x if norm is None else norm.weight, gate, up, out, rows, inner,
-        0.0 if norm is None else norm.eps, width,
-        NORM=norm is not None, M=row_tile, N=tile, K=64, num_warps=4, num_stages=4,
+        x, gate, up, out, rows, inner, width,
+        M=row_tile, N=tile, K=64, num_warps=4, num_stages=4,
     )  # fmt: skip
     return out
 
@@ -174,12 +132,13 @@ def _rms_norm_kernel(x, weight, out, width, eps, BLOCK: tl.constexpr):
     tl.store(out + row * width + at, result.to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: Tensor, norm: RMSNorm) -> Tensor:
-    """The normed rows, for products that do not take the norm along."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight. A norm inside the product that follows keeps the product from loading
+    ahead, and takes longer than both."""
     rows, width = x.shape
     out = torch.empty_like(x)
     block = triton.next_power_of_2(width)
     _rms_norm_kernel[(rows,)](
-        x, norm.weight, out, width, norm.eps, BLOCK=block, num_warps=4 if block <= 2048 else 8
+        x, weight, out, width, eps, BLOCK=block, num_warps=4 if block <= 2048 else 8
     )
     return out
