@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from ludic.errors import ConfigError
-from ludic.training.update.attention import AttentionKind
 
+AttentionKind: TypeAlias = Literal["auto", "varlen", "sdpa"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 
 

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from ludic.saw.items import SAWBatch
-from ludic.sharding.model_parts import base_causal_lm, head_of
+from ludic.sharding.model_parts import base_causal_lm, config_facts, head_of
 from ludic.sharding.world import World
-from ludic.training.update.policy import config_facts
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "L40S": 362e12}
 """Dense bfloat16 operations per second, from the makers' data sheets."""
