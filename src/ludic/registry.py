@@ -1,5 +1,5 @@
 """Everything that a run file can name: environments, agents, protocols, tools, bots, parsers,
-rewards, contexts, tool parsers and algorithms.
+rewards, contexts, tool parsers, algorithms and aggregations.
 
 The tables at the end list what is built in; nothing is imported before it is asked for. Scripts
 add their own with `register_env` and its siblings, and installed packages announce theirs as entry
@@ -184,7 +184,7 @@ class Registry:
 
     def make_from(self, spec: str | Mapping[str, Any]) -> Any:
         """What a run file describes: a name, or a mapping of "kind" and the arguments."""
-        options = {"kind": spec} if isinstance(spec, str) else dict(spec)
+        options = dict(spec) if isinstance(spec, Mapping) else {"kind": spec}
         name = options.pop("kind", None)
         if not isinstance(name, str):
             known = ", ".join(self.names())
@@ -394,6 +394,19 @@ ALGORITHMS = Registry(
     },
     "ludic.algorithms",
 )
+AGGREGATIONS = Registry(
+    "aggregation",
+    {
+        name: Entry(f"ludic.training.losses.aggregation:{kind}", description)
+        for name, kind, description in (
+            ("token_mean", "TokenMean", "Every action token weighs the same."),
+            ("sequence_mean", "SequenceMean", "Every turn, or rollout, weighs the same."),
+            ("group_mean", "GroupMean", "Every group weighs the same."),
+            ("constant", "Constant", "The sum over tokens, divided by a fixed length."),
+        )
+    },
+    "ludic.aggregations",
+)
 
 register_env, unregister_env = ENVS.register, ENVS.unregister
 register_agent, unregister_agent = AGENTS.register, AGENTS.unregister
@@ -402,7 +415,7 @@ register_tool, unregister_tool = TOOLS.register, TOOLS.unregister
 register_parser, register_reward = PARSERS.register, REWARDS.register
 register_bot = BOTS.register
 register_context, register_tool_parser = CONTEXTS.register, TOOL_PARSERS.register
-register_algorithm = ALGORITHMS.register
+register_algorithm, register_aggregation = ALGORITHMS.register, AGGREGATIONS.register
 list_envs, list_agents = ENVS.describe, AGENTS.describe
 list_protocols, list_tools = PROTOCOLS.describe, TOOLS.describe
 list_algorithms, list_tool_parsers = ALGORITHMS.describe, TOOL_PARSERS.names

@@ -34,6 +34,7 @@ from ludic.training import RLAlgorithm, make_algorithm
 from ludic.training.algorithms.opd import OnPolicyDistillationLoss
 from ludic.training.credit_assignment.value_tracker import TrackedAdvantage
 from ludic.training.losses.kl import TokenKLLoss
+from ludic.training.types import HasParts, Loss
 from ludic.types import EnvSpec
 
 Env: TypeAlias = LudicEnv[Any, Any, Any]
@@ -177,7 +178,7 @@ def _check_tracking(
                 "names none: define its task_key(), choose another algorithm, or write a script "
                 "that sets RolloutRequest.task_key"
             )
-        lowest, highest = getattr(env, "return_range", (max(low, 0.0), high))
+        lowest, highest = env.return_range or (max(low, 0.0), high)
         slips = steps * min(penalty, 0.0)
         if lowest + slips < low - 1e-9 or highest > high + 1e-9:
             parser = f" (the parser gives {penalty:g} for what it cannot read, up to {steps} times)"
@@ -189,10 +190,8 @@ def _check_tracking(
             )
 
 
-def _terms(loss: Any) -> Iterator[Any]:
+def _terms(loss: Loss) -> Iterator[Loss]:
     """Yields a loss and the losses it is made of."""
     yield loss
-    for _, term in getattr(loss, "terms", ()):
-        yield from _terms(term)
-    if hasattr(loss, "loss"):
-        yield from _terms(loss.loss)
+    for part in loss.parts if isinstance(loss, HasParts) else ():
+        yield from _terms(part)

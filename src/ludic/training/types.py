@@ -122,6 +122,14 @@ class Loss(Protocol):
 
 
 @runtime_checkable
+class HasParts(Protocol):
+    """A loss made of other losses."""
+
+    @property
+    def parts(self) -> tuple[Loss, ...]: ...
+
+
+@runtime_checkable
 class BatchSource(Protocol):
     """Where macro-batches come from: items with their credit.
 

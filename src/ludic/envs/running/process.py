@@ -32,7 +32,8 @@ def build_env(
         isolation: Overrides what the environment itself asks for.
     """
     made = factory or ENVS.get(spec.kind)
-    if (isolation or getattr(made, "isolation", None)) == "process":
+    asked = made.isolation if isinstance(made, type) and issubclass(made, LudicEnv) else None
+    if (isolation or asked) == "process":
         return ProcessEnv(spec, factory)
     env = factory(**spec.kwargs) if factory else make_env(spec.kind, **spec.kwargs)
     if isolation is None and env.isolation == "process" and not isinstance(env, ProcessEnv):

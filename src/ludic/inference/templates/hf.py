@@ -137,6 +137,10 @@ class HFChatTemplate:
             raise TemplateError("neither the chat template nor the tokenizer has an end token")
         return int(self.tokenizer.eos_token_id)
 
+    def encode_answer(self, content: str) -> tuple[int, ...]:
+        """The ids of a message's text, and its end token."""
+        return (*self.codec.encode(self.codec.guard(content)), self.end_token_id)
+
     def render(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """The prompt for the next assistant message. Raises `TemplateError` for messages that the
         template cannot spell, and for tools that it would not show."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,6 +132,9 @@ class GroupNormalizedReturn:
     def __post_init__(self) -> None:
         check_group_size(self.group_size)
 
+    def with_partial_groups(self) -> GroupNormalizedReturn:
+        return replace(self, allow_partial=True)
+
     def compute(self, rollouts: Sequence[Rollout]) -> Credit:
         returns = np.array([rollout_return(r) for r in rollouts], dtype=np.float64)
         weights = np.zeros(len(rollouts))
@@ -158,6 +161,9 @@ class HybridNormalizedReturn:
 
     def __post_init__(self) -> None:
         check_group_size(self.group_size)
+
+    def with_partial_groups(self) -> HybridNormalizedReturn:
+        return replace(self, allow_partial=True)
 
     def compute(self, rollouts: Sequence[Rollout]) -> Credit:
         returns = np.array([rollout_return(r) for r in rollouts], dtype=np.float64)

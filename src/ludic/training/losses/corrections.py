@@ -131,6 +131,10 @@ class CorrectedLoss:
         self.preprocess = preprocess_of(loss)
 
     @property
+    def parts(self) -> tuple[Loss, ...]:
+        return (self.loss,)
+
+    @property
     def needs_logits(self) -> bool:
         return self.loss.needs_logits
 
