@@ -18,7 +18,8 @@ class CheckpointConfig:
     """Where and how often the whole state is saved; the newest `keep` are kept.
 
     With `background` the disk is written while training goes on, and a checkpoint counts only
-    once it is complete. With `resume` a trainer starts from `latest` where there is one.
+    once it is complete; waiting longer than `write_timeout_s` for it is an error. With `resume` a
+    trainer starts from `latest` where there is one.
     """
 
     folder: str | Path
@@ -26,8 +27,13 @@ class CheckpointConfig:
     keep: int = 3
     background: bool = False
     resume: bool = True
+    write_timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
+        if not self.write_timeout_s > 0:
+            raise ConfigError(
+                f"CheckpointConfig.write_timeout_s={self.write_timeout_s!r}: must be > 0"
+            )
         if self.every < 1 or self.keep < 1:
             raise ConfigError(
                 f"CheckpointConfig: every={self.every} and keep={self.keep} must be at least 1"
