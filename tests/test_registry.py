@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import ludic.naming as naming
 import ludic.registry as registry
 from ludic.errors import ConfigError, DuplicateNameError, UnknownNameError
 from ludic.registry import Entry, Registry, stored_names
@@ -100,7 +101,7 @@ def test_a_wrong_name_is_answered_with_the_nearest() -> None:
 @example(name="a b:c")
 def test_any_unknown_name_is_an_unknown_name_error(name: str) -> None:
     registry_of_one = Registry("thing", {"only": Entry("collections:deque", "")}, "ludic_tests.x")
-    if name != "only" and not registry._PLACE.fullmatch(name):
+    if name != "only" and not naming._PLACE.fullmatch(name):
         with pytest.raises(UnknownNameError, match="thing"):
             registry_of_one.get(name)
 

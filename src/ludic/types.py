@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, Literal, NotRequired, Protocol, TypeAlias, runtime_checkable
+from typing import Annotated, Literal, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
@@ -33,7 +33,6 @@ __all__ = [
     "ProtocolSpec",
     "Rollout",
     "RolloutStepKey",
-    "Stateful",
     "Step",
     "StepOutcome",
     "TokenTrace",
@@ -391,12 +390,3 @@ class Rollout:
 
 RolloutStepKey: TypeAlias = tuple[str, int]
 """(rollout id, turn index): what credit is assigned to."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Something whose state is saved with a checkpoint; the state is JSON."""
-
-    def state_dict(self) -> Mapping[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

@@ -10,7 +10,7 @@ from ludic.errors import CheckpointError, ConfigError
 from ludic.saw.credit import AllowsPartialGroups, ComparesGroups, CreditAssigner, WatchesDrift
 from ludic.saw.items import SAWBatch
 from ludic.training.preprocess import PreprocessFn, chain, preprocess_of
-from ludic.types import Stateful
+from ludic.training.stateful import Stateful
 
 if TYPE_CHECKING:
     from ludic.training.types import Loss

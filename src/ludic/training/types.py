@@ -17,7 +17,7 @@ from torch import Tensor
 from ludic.saw.credit import CreditAssigner as CreditAssigner
 from ludic.saw.items import BatchCounts, SAWBatch
 from ludic.training.preprocess import PreprocessFn as PreprocessFn
-from ludic.types import Stateful as Stateful
+from ludic.training.stateful import Stateful as Stateful
 
 
 @dataclass(frozen=True, slots=True)

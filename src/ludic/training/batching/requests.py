@@ -11,7 +11,8 @@ from ludic.rollouts.curricula import Curriculum
 from ludic.rollouts.requests import RolloutRequest
 from ludic.rollouts.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
 from ludic.training.algorithm import RLAlgorithm
-from ludic.types import Rollout, Stateful
+from ludic.training.stateful import Stateful
+from ludic.types import Rollout
 
 Requests: TypeAlias = Sequence[RolloutRequest]
 RequestFn: TypeAlias = Callable[..., Requests | Awaitable[Requests]]
