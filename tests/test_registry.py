@@ -108,9 +108,9 @@ def test_any_unknown_name_is_an_unknown_name_error(name: str) -> None:
 
 def test_a_name_that_is_taken_cannot_be_registered_again(envs: Registry) -> None:
     envs.register("mine", dict)
-    with pytest.raises(DuplicateNameError, match=r"'mine' is there already \(registered by"):
+    with pytest.raises(DuplicateNameError, match=r"'mine' already exists \(registered by"):
         envs.register("mine", dict)
-    with pytest.raises(DuplicateNameError, match=r"'ordered' is there already \(built in\)"):
+    with pytest.raises(DuplicateNameError, match=r"'ordered' already exists \(built in\)"):
         envs.register("ordered", dict)
 
 

@@ -99,7 +99,7 @@ class Registry:
                 raise ConfigError(f"{self.kind} {name!r}: {thing!r} cannot be called")
             if owner := self._owner(name):
                 raise DuplicateNameError(
-                    f"{self.kind} {name!r} is there already ({owner}): choose another name"
+                    f"{self.kind} {name!r} already exists ({owner}): choose another name"
                 )
             self._entries[name] = Entry(thing, description or _first_line(thing))
             return thing
@@ -151,7 +151,7 @@ class Registry:
             return thing
         raise ConfigError(
             f"{self.kind} {place!r} is not a class derived from {base.__name__}: register a"
-            f" function under a name of its own, with `{self._register}`"
+            f" function under a separate name, with `{self._register}`"
         )
 
     @property

@@ -149,7 +149,7 @@ ALGORITHMS = Registry(
             "dr_grpo": "GRPO without division by std or length",
             "gspo": "one clipped ratio per sequence",
             "cispo": "capped importance weights, no token loses its gradient",
-            "sapo": "a soft gate in the place of the clip",
+            "sapo": "a soft gate instead of the clip",
             "gmpo": "the geometric mean of clipped ratios",
             "scalerl": "CISPO, hybrid-normalised credit, groups weighing the same",
             "spo": "no groups: a tracked value per task as the baseline",

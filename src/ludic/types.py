@@ -259,7 +259,8 @@ class EnvironmentStep:
         if self.truncated != (self.truncation_reason is not None):
             raise DataError(
                 f"EnvironmentStep: truncated={self.truncated} with truncation_reason="
-                f"{self.truncation_reason}: what cut an episode is always said, and only then"
+                f"{self.truncation_reason}: a truncated step needs a reason, and no other may have "
+                "one"
             )
 
 
@@ -334,7 +335,8 @@ class Rollout:
                 if not (0 <= call < index and isinstance(self.steps[call], AgentStep)):
                     raise DataError(
                         f"rollout {self.id!r}: step {index} says that step {call} is the model"
-                        " call behind its action, but there is none at that place before it"
+                        " call behind its action, but there is no model call at that place before "
+                        "it"
                     )
 
     @property

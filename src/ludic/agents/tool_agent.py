@@ -151,7 +151,7 @@ class ToolAgent(Agent):
             if not deadline.expired():
                 raise
             seconds = self.external_tool_timeout_s or 0.0
-            return ToolResult.failed(f"tool {name!r} gave no answer within {seconds:g} s")
+            return ToolResult.failed(f"tool {name!r} did not answer within {seconds:g} s")
 
     def _refuse(self, call: ModelCall) -> ActResult:
         """The bound is reached and the model still calls tools: they are not run, and what the

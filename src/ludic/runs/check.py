@@ -119,14 +119,14 @@ def _check_sampling(config: RunConfig) -> None:
     taught = config.sft is not None and config.sft.teacher is not None
     if sampling.temperature == 0 and (taught or config.training.steps):
         raise ConfigError(
-            "inference.sampling.temperature=0 always gives the same answer, from which nothing is "
-            "learnt: set it above 0; eval.temperature=0 is for an evaluation without chance"
+            "inference.sampling.temperature=0 always gives the same answer, so nothing can be "
+            "learned: set it above 0; for greedy evaluation set eval.temperature=0"
         )
     kept = backend == "local" or (config.inference.servers and sampling.top_k)
     if config.training.steps and inference_spec(config).returns.kept_ids and not kept:
         raise ConfigError(
-            "inference.sampling with top_p, top_k or min_p is trained on with vLLM only where the "
-            "server says which tokens it kept: set top_k above 0 and name servers that were "
+            "inference.sampling with top_p, top_k or min_p can be trained on with vLLM only if the "
+            "server reports which tokens it kept: set top_k above 0 and name servers that were "
             "started with --return-sampling-mask in inference.servers, or leave all three out"
         )
 
@@ -153,14 +153,14 @@ def _check_algorithm(config: RunConfig, algorithm: RLAlgorithm) -> None:
         if isinstance(loss, TokenKLLoss):
             raise ConfigError(
                 f"algorithm {name!r} with a KL term needs a reference model, which a run file "
-                "cannot name: set algorithm.kwargs.kl_coeff=0, or write a script that gives "
-                "RolloutBatchSource scorers=[ReferenceScorer(...)]"
+                "cannot name: set algorithm.kwargs.kl_coeff=0, or write a script that wraps its "
+                "batch source in ScoredBatchSource(source, [ReferenceScorer(...)])"
             )
         if isinstance(loss, OnPolicyDistillationLoss):
             raise ConfigError(
                 f"algorithm {name!r} needs a teacher model, which a run file cannot name: choose "
-                "another algorithm, or write a script that gives RolloutBatchSource "
-                "scorers=[TeacherScorer(...)]"
+                "another algorithm, or write a script that wraps its batch source in "
+                "ScoredBatchSource(source, [TeacherScorer(...)])"
             )
 
 

@@ -23,7 +23,9 @@ def head_of(causal: nn.Module) -> nn.Module:
     """The module that turns hidden states into logits."""
     head = causal.get_output_embeddings()  # type: ignore[operator]
     if head is None:
-        raise ConfigError(f"{type(causal).__name__} has no output embeddings: no language model")
+        raise ConfigError(
+            f"{type(causal).__name__} has no output embeddings: it is not a language model"
+        )
     return head  # type: ignore[no-any-return]
 
 

@@ -114,8 +114,8 @@ class TrainerConfig:
         if self.micro_token_budget < self.max_seq_len:
             raise ConfigError(
                 f"micro_token_budget={self.micro_token_budget} is below max_seq_len="
-                f"{self.max_seq_len}: a sample of that length would fit no micro-batch; raise the "
-                "first or lower the second"
+                f"{self.max_seq_len}: a sample of that length would not fit any micro-batch; raise "
+                "the first or lower the second"
             )
         if self.schedule != "constant" and self.total_steps is None:
             raise ConfigError(f"schedule={self.schedule!r} needs total_steps, where it ends")

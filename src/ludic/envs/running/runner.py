@@ -101,7 +101,7 @@ class EnvRunner:
             left = [agent for agent in self._agent_ids if agent not in self._ended]
             raise EnvError(
                 f"environment {self.name}: active_agents is empty after step {self._steps}, but "
-                f"the episode has not ended for {left}; end it for them, or let somebody act"
+                f"the episode has not ended for {left}; end it for them, or let an agent act"
             )
         return active
 

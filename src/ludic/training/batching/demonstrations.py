@@ -119,8 +119,8 @@ def _trace(
     """The prompt and the completion of the assistant message at `at`."""
     if not isinstance(template, ClosesMessages):
         raise TemplateError(
-            f"{where}: {type(template).__name__} has no end_token_id, so it cannot be told which "
-            "tokens an assistant message ends with: use HFChatTemplate"
+            f"{where}: {type(template).__name__} has no end_token_id, so it is unknown which "
+            "token ends an assistant message: use HFChatTemplate"
         )
     end_id = template.end_token_id
     prompt = tuple(template.render(messages[:at], tools))

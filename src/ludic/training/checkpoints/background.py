@@ -33,9 +33,11 @@ class BackgroundWriter:
 
         def work() -> None:
             try:
-                writing.set_result(write())
+                write()
             except BaseException as exc:
                 writing.set_exception(exc)
+            else:
+                writing.set_result(None)
 
         Thread(target=work, name="ludic-checkpoint", daemon=True).start()
         atexit.register(self.finish)

@@ -130,7 +130,7 @@ class Checkpointer:
             yield
         except CheckpointError as exc:
             error = exc
-        except Exception as exc:  # safetensors and transformers have errors of their own
+        except Exception as exc:  # safetensors and transformers have their own errors
             error = CheckpointError(describe(exc))
             error.__cause__ = exc
         (world or self.world).agree(error)
@@ -155,7 +155,7 @@ class Checkpointer:
         try:
             text = json.dumps(manifest)
         except (TypeError, ValueError) as exc:
-            raise CheckpointError(f"a state_dict of the run holds more than JSON: {exc}") from exc
+            raise CheckpointError(f"a state_dict of the run is not JSON: {exc}") from exc
         _write_synced(temporary / "manifest.json", text)
         target = self.folder / name
         if target.exists():
@@ -226,7 +226,7 @@ class Checkpointer:
         return state
 
     def _start_over(self) -> None:
-        """Keeps what an earlier run left under other names: it is no part of this one."""
+        """Keeps what an earlier run left under other names: it is not part of this one."""
         with self._agreed(lambda exc: f"cannot start over in {self.folder}: {exc}"):
             if self.world.leads:
                 (self.folder / "latest").unlink(missing_ok=True)
@@ -322,7 +322,9 @@ def verify_checkpoint(path: str | Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         files, version = manifest["files"].items(), manifest["format"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise DamagedCheckpointError(f"{path} is no whole checkpoint: its manifest: {exc}") from exc
+        raise DamagedCheckpointError(
+            f"{path} is not a whole checkpoint: its manifest: {exc}"
+        ) from exc
     if version > FORMAT:
         raise CheckpointError(f"{path} has format {version}; this Ludic reads up to {FORMAT}")
     for name, facts in files:

@@ -2,7 +2,7 @@
 
 A turn's own reward is that of its environment step and of the outcomes heard before the next
 turn; a rollout's return R is the undiscounted sum of everything that the agent heard. A rollout
-without a single turn has nothing to be trained on, but its return counts in its group all the same.
+without a single turn has nothing to be trained on, but its return still counts in its group.
 """
 
 from __future__ import annotations

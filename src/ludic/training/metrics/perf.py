@@ -38,7 +38,7 @@ class ModelFlops:
 
     A token costs 6 operations per backbone parameter, an action token 6 per parameter of the
     head, and attention 6 · layers · width · length² per sequence (causal: half of the square).
-    Frozen weights (LoRA) need no gradient of their own and cost 4 instead of 6.
+    Frozen weights (LoRA) get no gradient and cost 4 instead of 6.
     """
 
     def __init__(self, model: nn.Module) -> None:
