@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import ludic.naming as naming
 import ludic.registry as registry
 from ludic.errors import ConfigError, DuplicateNameError, UnknownNameError
 from ludic.registry import Entry, Registry, stored_names
@@ -100,16 +101,16 @@ def test_a_wrong_name_is_answered_with_the_nearest() -> None:
 @example(name="a b:c")
 def test_any_unknown_name_is_an_unknown_name_error(name: str) -> None:
     registry_of_one = Registry("thing", {"only": Entry("collections:deque", "")}, "ludic_tests.x")
-    if name != "only" and not registry._PLACE.fullmatch(name):
+    if name != "only" and not naming._PLACE.fullmatch(name):
         with pytest.raises(UnknownNameError, match="thing"):
             registry_of_one.get(name)
 
 
 def test_a_name_that_is_taken_cannot_be_registered_again(envs: Registry) -> None:
     envs.register("mine", dict)
-    with pytest.raises(DuplicateNameError, match=r"'mine' is there already \(registered by"):
+    with pytest.raises(DuplicateNameError, match=r"'mine' already exists \(registered by"):
         envs.register("mine", dict)
-    with pytest.raises(DuplicateNameError, match=r"'ordered' is there already \(built in\)"):
+    with pytest.raises(DuplicateNameError, match=r"'ordered' already exists \(built in\)"):
         envs.register("ordered", dict)
 
 

@@ -372,16 +372,16 @@ def agent_step(turn: int) -> AgentStep:
 
 
 def test_a_truncation_always_has_its_reason_and_nothing_else_has_one() -> None:
-    with pytest.raises(DataError, match="what cut an episode"):
+    with pytest.raises(DataError, match="a truncated step needs a reason"):
         env_step(0, (), truncated=True)
-    with pytest.raises(DataError, match="what cut an episode"):
+    with pytest.raises(DataError, match="a truncated step needs a reason"):
         env_step(0, (), truncation_reason=TruncationReason.MAX_STEPS)
 
 
 def test_a_rollout_whose_actions_come_from_nowhere_is_refused() -> None:
-    with pytest.raises(DataError, match="none at that place"):
+    with pytest.raises(DataError, match="no model call at that place"):
         Rollout("r", (agent_step(0), env_step(0, (1,))))
-    with pytest.raises(DataError, match="none at that place"):
+    with pytest.raises(DataError, match="no model call at that place"):
         Rollout("r", (env_step(0, (1,)), agent_step(0)))
     with pytest.raises(DataError, match="two actions"):
         Rollout("r", (agent_step(0), env_step(0, (0,)), env_step(0, (0,))))

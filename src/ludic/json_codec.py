@@ -2,8 +2,8 @@
 
 pydantic reads and writes by the annotations, strictly in both directions: what is written reads
 back as an equal value, and whatever would come back changed (a tuple where JSON has only lists, a
-NumPy integer, a key that is no string, half of a surrogate pair) is refused, with its place. Floats
-keep every bit, NaN and the infinities included.
+NumPy integer, a key that is not a string, half of a surrogate pair) is refused, with its place.
+Floats keep every bit, NaN and the infinities included.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def from_json(cls: Any, data: bytes | str) -> Any:
 
 
 def from_plain(cls: Any, data: Any) -> Any:
-    """A typed dict from dicts, lists, strings and numbers, checked likewise."""
+    """A typed dict from dicts, lists, strings and numbers, checked in the same way."""
     return _read(cls, _adapter(cls).validate_python, data)
 
 

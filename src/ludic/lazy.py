@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 _MOVED = {
@@ -24,9 +26,19 @@ def resolve(place: str) -> Any:
     return thing
 
 
-def late_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package some of whose names are imported on first use. `modules`
-    says where each of them lives."""
+def late_names(package: str, file: str) -> tuple[Callable[[str], Any], list[str]]:
+    """Returns `__getattr__` and `__all__` of a package whose names are imported on first use.
+
+    The stub beside the package's `file` (`__init__.pyi`) lists the names, as lines of the form
+    `from module import name as name`. Type checkers read the same list.
+    """
+    stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
+    modules = {
+        alias.name: str(line.module)
+        for line in stub.body
+        if isinstance(line, ast.ImportFrom)
+        for alias in line.names
+    }
 
     def find(name: str) -> Any:
         if name not in modules:
@@ -35,4 +47,4 @@ def late_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
         setattr(sys.modules[package], name, value)
         return value
 
-    return find
+    return find, sorted(modules)

@@ -82,7 +82,9 @@ def xml_parser(
     model had not finished changing its mind.
     """
     if not re.fullmatch(r"[A-Za-z_][\w.-]*", tag):
-        raise ConfigError(f"xml_parser: {tag!r} is no tag name; use letters, digits, '_', '-', '.'")
+        raise ConfigError(
+            f"xml_parser: {tag!r} is not a tag name; use letters, digits, '_', '-', '.'"
+        )
     opening, closing = f"<{tag}>", f"</{tag}>"
 
     def read(text: str) -> str:
@@ -226,7 +228,9 @@ def regex_parser(
     try:
         compiled = regex.compile(pattern)
     except regex.error as error:
-        raise ConfigError(f"regex_parser: {pattern!r} is no regular expression: {error}") from error
+        raise ConfigError(
+            f"regex_parser: {pattern!r} is not a regular expression: {error}"
+        ) from error
     chosen = group if group is not None else min(1, compiled.groups)
     known = chosen in compiled.groupindex if isinstance(chosen, str) else chosen <= compiled.groups
     if not known:
@@ -301,26 +305,26 @@ def strict_json(text: str) -> Any:
         value = json.loads(
             text, object_pairs_hook=_distinct, parse_constant=_finite, parse_float=_finite
         )
-        if "\\u" in text:  # an escaped lone surrogate is no text that could ever be encoded
+        if "\\u" in text:  # an escaped lone surrogate can never be encoded
             json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {error.pos}") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeEncodeError:
-        raise ValueError("it holds a lone surrogate, which is no text") from None
+        raise ValueError("it holds a lone surrogate, which is not text") from None
     return value
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        raise ValueError("it repeats a key, so that its meaning is open")
+        raise ValueError("it repeats a key, so its meaning is ambiguous")
     return value
 
 
 def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise ValueError(f"it holds {digits}, which is no JSON number")
+        raise ValueError(f"it holds {digits}, which is not a JSON number")
     return value

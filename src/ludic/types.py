@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, Literal, NotRequired, Protocol, TypeAlias, runtime_checkable
+from typing import Annotated, Literal, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
@@ -33,7 +33,6 @@ __all__ = [
     "ProtocolSpec",
     "Rollout",
     "RolloutStepKey",
-    "Stateful",
     "Step",
     "StepOutcome",
     "TokenTrace",
@@ -260,7 +259,8 @@ class EnvironmentStep:
         if self.truncated != (self.truncation_reason is not None):
             raise DataError(
                 f"EnvironmentStep: truncated={self.truncated} with truncation_reason="
-                f"{self.truncation_reason}: what cut an episode is always said, and only then"
+                f"{self.truncation_reason}: a truncated step needs a reason, and no other may have "
+                "one"
             )
 
 
@@ -335,7 +335,8 @@ class Rollout:
                 if not (0 <= call < index and isinstance(self.steps[call], AgentStep)):
                     raise DataError(
                         f"rollout {self.id!r}: step {index} says that step {call} is the model"
-                        " call behind its action, but there is none at that place before it"
+                        " call behind its action, but there is no model call at that place before "
+                        "it"
                     )
 
     @property
@@ -391,12 +392,3 @@ class Rollout:
 
 RolloutStepKey: TypeAlias = tuple[str, int]
 """(rollout id, turn index): what credit is assigned to."""
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Something whose state is saved with a checkpoint; the state is JSON."""
-
-    def state_dict(self) -> Mapping[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

@@ -228,7 +228,7 @@ async def test_a_client_that_does_not_keep_the_deadline_is_left() -> None:
 
 
 async def test_an_answer_to_another_prompt_is_refused() -> None:
-    with pytest.raises(InferenceError, match="another prompt"):
+    with pytest.raises(InferenceError, match="different prompt"):
         await turns(odd_agent("other_prompt"), 1)
 
 

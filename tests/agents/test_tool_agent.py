@@ -102,7 +102,7 @@ async def test_a_tool_that_hangs_is_answered_and_the_loop_goes_on() -> None:
     )
     act = await turn(agent)
     assert act.parse.action == "5"
-    assert act.steps[0].tool_call_errors == ("tool 'hang' gave no answer within 0.01 s",)
+    assert act.steps[0].tool_call_errors == ("tool 'hang' did not answer within 0.01 s",)
 
 
 async def test_several_calls_of_one_message_are_answered_in_their_order() -> None:
@@ -174,7 +174,7 @@ async def test_what_an_external_tool_refuses_is_told_to_the_model() -> None:
     refused, wrong, slow = (s.tool_call_errors[0] for s in act.steps[:3])
     assert refused == "not today"
     assert "bad arguments for tool 'ask'" in wrong
-    assert slow == "tool 'ask' gave no answer within 0.01 s"
+    assert slow == "tool 'ask' did not answer within 0.01 s"
 
 
 async def test_an_external_tool_without_a_handler_is_an_error_that_says_so() -> None:

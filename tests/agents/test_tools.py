@@ -94,7 +94,7 @@ def test_types_beyond_the_plain_ones_are_understood() -> None:
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: lambda x: x, "no name that a model can call"),
+        (lambda: lambda x: x, "not a name that a model can call"),
         (lambda: _untyped, "has no type annotation"),
         (lambda: _variadic, "cannot be passed by name"),
         (lambda: _unreadable, "signature cannot be read"),
@@ -236,7 +236,7 @@ async def test_a_tool_past_its_deadline_is_an_answer() -> None:
 
     for function in (hang, hang_async):
         result = await run(function, timeout_s=0.01)
-        assert result.error == f"tool {function.__name__!r} gave no answer within 0.01 s"
+        assert result.error == f"tool {function.__name__!r} did not answer within 0.01 s"
     assert (await run(own_timeout)).error == "tool 'own_timeout' raised TimeoutError: mine"
     release.set()
 
@@ -285,7 +285,7 @@ async def test_when_too_many_tools_hang_the_next_call_fails_and_is_not_the_tools
         released.wait(60)
 
     try:
-        assert "no answer within" in (await run(wait, timeout_s=0.01)).content
+        assert "did not answer within" in (await run(wait, timeout_s=0.01)).content
         with pytest.raises(NoThreadError, match="1 worker threads hang"):
             await run(wait, timeout_s=0.01)
     finally:

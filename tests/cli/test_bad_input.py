@@ -135,8 +135,8 @@ def test_a_run_folder_that_exists_is_not_written_over(
 
 
 def test_a_folder_that_holds_no_run_cannot_be_resumed(ludic: Ludic, tmp_path: Path) -> None:
-    check(ludic("train", "--resume", tmp_path), "no run folder")
-    check(ludic("train", "--resume", tmp_path / "none"), "no run folder")
+    check(ludic("train", "--resume", tmp_path), "not a run folder")
+    check(ludic("train", "--resume", tmp_path / "none"), "not a run folder")
     check(ludic("train", "tic-tac-toe", "--resume", tmp_path), "give no run file")
 
 
@@ -223,7 +223,7 @@ def test_files_that_are_not_what_they_should_be_are_named(
     check(ludic("replay", "none.jsonl"), "none.jsonl")
     check(ludic("replay", "junk.jsonl"), "junk.jsonl")
     check(ludic("eval", "--compare", "junk.jsonl", trained), "junk.jsonl")
-    check(ludic("generate", trained, "--output", "junk.jsonl"), "exists already")
+    check(ludic("generate", trained, "--output", "junk.jsonl"), "already exists")
     check(ludic("generate", trained, "--keep", "winning"), "winning")
     check(ludic("train", tmp_path / "junk.jsonl"), "junk.jsonl")
 

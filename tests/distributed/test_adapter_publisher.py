@@ -303,7 +303,7 @@ async def test_versions_never_go_back_but_the_first_may_be_any(
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"routes": STOCK[:-2]}, r"takes no adapters while it serves.*--max-lora-rank 2"),
+        ({"routes": STOCK[:-2]}, r"cannot load adapters while it runs.*--max-lora-rank 2"),
         ({"max_rank": 0}, "without --enable-lora"),
         ({"max_rank": 1}, r"rank 2, and .* takes up to 1.*publish merged"),
         ({"max_loras": 1}, "--max-loras 2 or more"),
@@ -321,7 +321,7 @@ async def test_a_server_that_cannot_take_it_is_said_before_anything_is_sent(
 
 
 async def test_whole_weights_are_refused(publisher: AdapterPolicyPublisher) -> None:
-    with pytest.raises(ConfigError, match="no tensor of an adapter"):
+    with pytest.raises(ConfigError, match="not a tensor of an adapter"):
         await publisher.publish({"model.embed_tokens.weight": torch.ones(2, 2)}, 1)
     lame = {f"{MODULE}.lora_A.weight": torch.ones(2, 3)}
     with pytest.raises(ConfigError, match=r"A is .* and B is None"):

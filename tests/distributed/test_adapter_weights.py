@@ -115,7 +115,7 @@ def test_what_vllm_cannot_serve_is_refused_by_name_with_the_remedy(
 def test_weights_that_are_trained_beside_the_adapter_are_refused() -> None:
     model = policy()
     model.get_parameter("base_model.model.model.norm.weight").requires_grad_(True)
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight is trained, but is no part"):
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight is trained, but is not part"):
         AdapterWeights(model)
 
 

@@ -142,5 +142,5 @@ def test_parts_of_one_storage_are_found_at_their_places(memory: Memory) -> None:
 
 def test_weights_of_another_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ipc_handles, "gpu_name", lambda _: "this one")
-    with pytest.raises(ValueError, match="lie on GPU that one and this server runs on this one"):
+    with pytest.raises(ValueError, match="are on GPU that one and this server runs on this one"):
         open_tensors({"memory": [{"gpu": "that one"}], "tensors": []}, torch.device("cuda", 0))

@@ -179,7 +179,7 @@ async def test_bad_weights_disturb_nobody(client: VLLMChatClient, fakes: Fakes) 
     for weights, says in wrong:
         with pytest.raises(PublishError, match=says):
             await publisher.publish(weights, 1)
-    with pytest.raises(PublishError, match="lies on cpu"):
+    with pytest.raises(PublishError, match="is on cpu"):
         await BroadcastPolicyPublisher(client, plane=IPCPlane()).publish(WEIGHTS, 1)
     assert all(f.calls["/pause"] == 0 for f in fakes)
 

@@ -93,7 +93,11 @@ class TestRows:
 
     @pytest.mark.parametrize(
         ("content", "says"),
-        [("", "no rows"), ("{", "line 1, is no JSON"), ("{}\n[1]", "line 2, is no JSON object")],
+        [
+            ("", "no rows"),
+            ("{", "line 1, is not JSON"),
+            ("{}\n[1]", "line 2, is not a JSON object"),
+        ],
     )
     def test_a_broken_file_is_said_with_its_line(
         self, tmp_path: Path, content: str, says: str

@@ -196,7 +196,7 @@ async def test_bad_input_is_named() -> None:
     with pytest.raises(ConfigError, match="empty script"):
         ScriptedChatClient([], TEMPLATE)
     client = ScriptedChatClient(lambda call: 5, TEMPLATE)  # type: ignore[arg-type,return-value]
-    with pytest.raises(RequestRejectedError, match="answered int"):
+    with pytest.raises(RequestRejectedError, match="returned int"):
         await client.complete_tokens(request())
     with pytest.raises(RequestRejectedError, match="empty prompt"):
         await client.complete_tokens(TokenCompletionRequest("script", ()))

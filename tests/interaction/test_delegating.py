@@ -140,7 +140,7 @@ async def test_a_sub_agent_that_gives_no_answer_is_told_to_its_caller() -> None:
         {"helper": helper(["no idea"] * 3, max_steps=3)},
     )
     parent, child = await play(protocol)
-    assert parent.agent_steps[0].tool_call_errors == ("the sub-agent 'helper' gave no answer",)
+    assert parent.agent_steps[0].tool_call_errors == ("the sub-agent 'helper' did not answer",)
     assert child.truncation_reason is TruncationReason.MAX_STEPS
     assert child.error is None
     assert parent.terminated
@@ -211,7 +211,7 @@ async def test_a_sub_agent_past_its_callers_patience_is_broken_off_and_says_so()
     parent, child = await play(protocol)
     assert parent.terminated
     assert parent.error is None
-    assert parent.agent_steps[0].tool_call_errors == ("tool 'helper' gave no answer within 0.05 s",)
+    assert parent.agent_steps[0].tool_call_errors == ("tool 'helper' did not answer within 0.05 s",)
     assert child.error == "ProtocolError: the sub-agent 'helper' was broken off by its caller"
 
 

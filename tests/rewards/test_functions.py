@@ -71,7 +71,7 @@ class TestFunctions:
         assert symbolic_reward()(Attempt("x+1", "x")) == 0.0
 
     def test_a_target_that_is_no_number_is_an_error_and_not_a_zero(self) -> None:
-        with pytest.raises(EnvError, match="is no number"):
+        with pytest.raises(EnvError, match="is not a number"):
             numeric_reward()(Attempt("3", "three"))
 
     @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ class TestSum:
         def broken(attempt: Attempt) -> float:
             return value  # type: ignore[no-any-return]
 
-        with pytest.raises(EnvError, match="'broken' gave"):
+        with pytest.raises(EnvError, match="'broken' returned"):
             RewardSum(exact_reward(), broken)(Attempt("a"))
 
     @pytest.mark.parametrize(

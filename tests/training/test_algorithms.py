@@ -207,11 +207,11 @@ def test_an_aggregation_can_be_named(name: str, spec: Any, meant: Aggregation) -
     ("spec", "words"),
     [
         ("token_meen", "unknown aggregation 'token_meen'; did you mean 'token_mean'"),
-        ("constant", r"'constant' cannot be made from \{\}: .*length"),
+        ("constant", "'constant' cannot be made: .*length"),
         ({"kind": "constant", "length": 0}, "must be > 0"),
         ({"kind": "sequence_mean", "unit": "batch"}, 'must be "turn" or "rollout"'),
-        ({"length": 3}, "needs a 'kind', one of .*'group_mean'"),
-        (3, "aggregation=3: name one of .*'token_mean'"),
+        ({"length": 3}, "needs a 'kind', one of: .*group_mean"),
+        (3, "aggregation 3 needs a 'kind', one of: .*token_mean"),
     ],
 )
 def test_a_wrong_aggregation_is_explained(spec: Any, words: str) -> None:

@@ -236,7 +236,7 @@ class Agent:
         trace = response.trace
         if trace and trace.prompt_token_ids is not prompt and trace.prompt_token_ids != prompt:
             raise InferenceError(
-                f"model {self.model!r} answered to another prompt than it was sent "
+                f"model {self.model!r} answered a different prompt from the one it was sent "
                 f"({len(trace.prompt_token_ids)} tokens, sent {len(prompt)})"
             )
         if response.finish_reason is FinishReason.ABORT:

@@ -19,7 +19,7 @@ from ludic.context.base import ContextStrategy
 from ludic.errors import AgentError, ToolError
 from ludic.inference.client import ChatClient
 from ludic.inference.sampling import InferenceSpec
-from ludic.inference.templates.chat_template import ChatTemplate
+from ludic.inference.templates.chat_template import ChatTemplate, ChoosesToolParser
 from ludic.parsers import Parser
 from ludic.types import FinishReason, Message, ToolCall
 
@@ -84,9 +84,8 @@ class ToolAgent(Agent):
         known = {**self.tools, **self.external_tools}
         self._known = known
         self._schemas = [tool.schema for tool in known.values()] or None
-        reading_calls = getattr(chat_template, "for_tools", None)
-        if self._schemas and reading_calls is not None:
-            self.chat_template = reading_calls()
+        if self._schemas and isinstance(chat_template, ChoosesToolParser):
+            self.chat_template = chat_template.for_tools()
 
     async def act(self) -> ActResult:
         """Takes one turn: rounds of tool calls, and the message that ends it."""
@@ -152,7 +151,7 @@ class ToolAgent(Agent):
             if not deadline.expired():
                 raise
             seconds = self.external_tool_timeout_s or 0.0
-            return ToolResult.failed(f"tool {name!r} gave no answer within {seconds:g} s")
+            return ToolResult.failed(f"tool {name!r} did not answer within {seconds:g} s")
 
     def _refuse(self, call: ModelCall) -> ActResult:
         """The bound is reached and the model still calls tools: they are not run, and what the

@@ -62,8 +62,8 @@ class Tool:
         tool_name = str(name or getattr(function, "__name__", ""))
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", tool_name):
             raise ToolError(
-                f"{function!r} cannot be a tool: {tool_name!r} is no name that a model can call; "
-                "give one with Tool.of(function, name=...)"
+                f"{function!r} cannot be a tool: {tool_name!r} is not a name that a model can "
+                "call; give one with Tool.of(function, name=...)"
             )
         summary, argument_docs = _read_docstring(inspect.getdoc(function) or "")
         arguments, argument_names = _arguments_model(tool_name, function, argument_docs)
@@ -146,7 +146,7 @@ async def call_tool(
     try:
         return ToolResult(_as_text(await _run(tool, arguments, timeout_s)))
     except DeadlineError:
-        return ToolResult.failed(f"tool {name!r} gave no answer within {timeout_s:g} s")
+        return ToolResult.failed(f"tool {name!r} did not answer within {timeout_s:g} s")
     except NoThreadError:
         raise
     except (Exception, SystemExit) as exc:

@@ -5,16 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 
 class LazyWeights(Protocol):
     """Weights that are gathered one by one, so that the whole need not be held at once."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+@runtime_checkable
+class WeightsOfModel(LazyWeights, Protocol):
+    """Weights that know the model they come from, which can then score a publisher's canary."""
+
+    @property
+    def model(self) -> nn.Module: ...
 
 
 Weights: TypeAlias = "Mapping[str, torch.Tensor] | LazyWeights"

@@ -84,8 +84,8 @@ class ServerPublisher(PolicyPublisher):
         async with self._turn(f"the publish of version {version}") as deadline:
             if self.version is not None and version < self.version:
                 raise PublishError(
-                    f"version {version} is older than {self.version}, which was published "
-                    "before: versions never go back within a run"
+                    f"version {version} is older than {self.version}, which is already "
+                    "published: versions never go back within a run"
                 )
             report = await self._publish(weights, version, deadline)
             self.version = version
@@ -171,7 +171,7 @@ class BroadcastPolicyPublisher(ServerPublisher):
     Args:
         client: whose servers are updated, and taken in and out of rotation.
         plane: how tensors travel. "auto": CUDA IPC for weights on a GPU, shared memory for
-            others; "nccl" for servers on other GPUs. Or a `DataPlane` of your own.
+            others; "nccl" for servers on other GPUs. Or your own `DataPlane`.
         settings: see `PublishSettings`.
     """
 

@@ -106,7 +106,9 @@ class DatasetQAEnv(SingleAgentEnv):
 
     def env_step(self, action: Action) -> StepOutcome | Awaitable[StepOutcome]:
         if self._over:
-            raise EnvError(f"{type(self).__name__} was stepped after its end: reset it first")
+            raise EnvError(
+                f"{type(self).__name__} was stepped after the episode ended: reset it first"
+            )
         self._over = True
         score = self._rewards(Attempt(action, self._target, self._question, self._row))
         if isinstance(score, Score):

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from ludic.types import Info, StepOutcome
 
@@ -74,6 +74,11 @@ class LudicEnv(ABC, Generic[AgentIDT, ObsT, ActionT]):
     def active_agents(self) -> Sequence[AgentIDT]:
         """The agents that act in the next step."""
 
+    @property
+    def return_range(self) -> tuple[float, float] | None:
+        """The lowest and the highest return of an episode, if they are known."""
+        return None
+
     @abstractmethod
     def reset(
         self, *, seed: int | None = None
@@ -100,3 +105,12 @@ class LudicEnv(ABC, Generic[AgentIDT, ObsT, ActionT]):
 
     def close(self) -> None:
         """Frees what the environment holds. Called once, also after a failure."""
+
+
+@runtime_checkable
+class Killable(Protocol):
+    """An environment that lives in another process."""
+
+    def kill(self) -> None:
+        """Ends the process at once. May be called from any thread, during any call."""
+        ...

@@ -138,7 +138,9 @@ class KeyDoorEnv(SingleAgentEnv):
             level = _draw_level(Random(derive_seed(seed, "level", draw)), *self._size, density)
             if level is not None and level.shortest_solution() is not None:
                 return level
-        raise EnvError(f"KeyDoorEnv found no solvable level for seed {seed}; use a larger grid")
+        raise EnvError(
+            f"KeyDoorEnv could not make a solvable level for seed {seed}; use a larger grid"
+        )
 
     def optimal_return(self, seed: int) -> float:
         """The highest return that the level of `seed` allows, with full knowledge of it."""
@@ -158,7 +160,7 @@ class KeyDoorEnv(SingleAgentEnv):
 
     def env_step(self, action: Action) -> StepOutcome:
         if self._over or self._level is None:
-            raise EnvError("KeyDoorEnv was stepped after its end: reset it first")
+            raise EnvError("KeyDoorEnv was stepped after the episode ended: reset it first")
         self._steps += 1
         note = self._move(action.strip().lower() if len(action) < 100 else "")
         reached = self._cell == self._level.goal

@@ -50,7 +50,7 @@ class EpisodeResult:
 
     @staticmethod
     def of(rollout: Rollout, success: Success) -> EpisodeResult:
-        """Reads a rollout. An episode that failed is no success, whatever its rewards were."""
+        """Reads a rollout. A failed episode is never a success, whatever its rewards."""
         steps = rollout.env_steps
         outcome = steps[-1].info.get("result") if steps else None
         reason = rollout.truncation_reason

@@ -80,7 +80,9 @@ def compare_paired(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Pai
     """Runs a sign-flip permutation test on the differences: exactly up to 16 pairs that differ, and
     with 10,000 random flips beyond."""
     if len(a) != len(b):
-        raise ValueError(f"a paired test needs as many values on each side: {len(a)}, {len(b)}")
+        raise ValueError(
+            f"a paired test needs the same number of values on each side: {len(a)}, {len(b)}"
+        )
     difference = np.asarray(b, dtype=np.float64) - np.asarray(a, dtype=np.float64)
     changed = difference[difference != 0]
     observed = abs(changed.sum())

@@ -46,7 +46,7 @@ class Connection:
         its sockets may be touched there only."""
         elsewhere = self.loop is not asyncio.get_running_loop() and self.loop.is_running()
         for session in (self.session, self.unpooled):
-            with suppress(RuntimeError):  # sockets of a loop that is closed cannot be told so
+            with suppress(RuntimeError):  # the loop of these sockets is closed
                 if elsewhere:
                     asyncio.run_coroutine_threadsafe(session.close(), self.loop)
                 else:
@@ -145,7 +145,7 @@ async def ask(
     try:
         return json.loads(data) if data else None
     except ValueError as exc:
-        raise InferenceError(f"{url} answered something other than JSON: {_reason(data)}") from exc
+        raise InferenceError(f"{url} did not answer with JSON: {_reason(data)}") from exc
 
 
 def excerpt(value: Any, limit: int = 200) -> str:

@@ -36,7 +36,7 @@ class Backoff:
     first_s: float = 0.5
     longest_s: float = 20.0
     jitter: float = 0.5
-    # Its own source: timing is no part of a run's plan of seeds, and no global state is touched.
+    # A separate source: timing is not part of a run's seeds, and global state stays untouched.
     _random: random.Random = field(default_factory=random.Random, repr=False, compare=False)
 
     def __post_init__(self) -> None:

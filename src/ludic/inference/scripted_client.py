@@ -114,7 +114,7 @@ class ScriptedChatClient:
             said = await _within(said, request.timeout_s, started)
         if not isinstance(said, str):
             raise RequestRejectedError(
-                f"the policy function answered {type(said).__name__}; it must answer a string"
+                f"the policy function returned {type(said).__name__}; it must return a string"
             )
         return self._response(request, said)
 
@@ -124,7 +124,7 @@ class ScriptedChatClient:
         """Takes the version; a script has no weights."""
         if version < self._version:
             raise RequestRejectedError(
-                f"version {version} is older than the present {self._version}: versions only grow"
+                f"version {version} is older than the current {self._version}: versions only grow"
             )
         self._version = version
         return "noted the version; a script has no weights"

@@ -133,7 +133,7 @@ class DelegatingProtocol(InteractionProtocol):
             name = call["function"]["name"]
             sub = self.sub_agents.get(name)
             if sub is None:
-                raise ProtocolError(f"the external tool {name!r} is none of the sub-agents")
+                raise ProtocolError(f"the external tool {name!r} is not one of the sub-agents")
             if len(family) >= self.max_sub_agents:
                 raise ToolError(f"no more than {self.max_sub_agents} sub-agents may be started")
             place, started = started, started + 1
@@ -163,7 +163,7 @@ class DelegatingProtocol(InteractionProtocol):
             if episode.error is not None:
                 raise ToolError(f"the sub-agent {name!r} failed: {episode.error}")
             if answer is None:
-                raise ToolError(f"the sub-agent {name!r} gave no answer")
+                raise ToolError(f"the sub-agent {name!r} did not answer")
             return answer
 
         return handle

@@ -101,7 +101,7 @@ class Episode:
         if self.error is not None:
             return
         self.error = f"{type(exc).__name__}: {exc}"
-        if not self.tracks:  # it failed before anybody took part, and is to be counted all the same
+        if not self.tracks:  # it failed before anybody took part, and must still be counted
             for agent_id in self._roles():
                 self.open_track(agent_id)
         late = isinstance(exc, DeadlineError)

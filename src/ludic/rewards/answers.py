@@ -156,7 +156,7 @@ class _Verifiers:
             verifier = self.idle.get(timeout=_QUEUE_S)
         except Empty:
             raise EnvError(
-                f"waited {_QUEUE_S:.0f} s for a turn at the math verifier; lower the number of "
+                f"waited {_QUEUE_S:.0f} s for the math verifier to be free; lower the number of "
                 "concurrent episodes, or the symbolic reward's timeout_s"
             ) from None
         try:
@@ -198,7 +198,7 @@ class _Verifier:
             process.ask({"answer": "1", "target": "1"}, timeout_s=_START_S, what="its start")
         except (DeadlineError, ChildError) as error:
             process.close()
-            raise EnvError(f"the math verifier does not start: {error}") from error
+            raise EnvError(f"the math verifier failed to start: {error}") from error
         return process
 
 

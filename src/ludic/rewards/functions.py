@@ -81,8 +81,8 @@ def _numeric_target(attempt: Attempt) -> Any:
     target = read_number(attempt.target)
     if target is None:
         raise EnvError(
-            f"the numeric reward was given the target {attempt.target[:80]!r}, which is no number; "
-            "use the symbolic or exact reward for this data, or repair the row"
+            f"the numeric reward was given the target {attempt.target[:80]!r}, which is not a "
+            "number; use the symbolic or exact reward for this data, or repair the row"
         )
     return target
 
@@ -172,7 +172,8 @@ class RewardSum:
         for name, weight, value in zip(self._names, self._weights, values, strict=True):
             if not isinstance(value, numbers.Real) or not math.isfinite(value):
                 raise EnvError(
-                    f"the reward function {name!r} gave {value!r}; it must give a finite number"
+                    f"the reward function {name!r} returned {value!r}; it must return a finite "
+                    "number"
                 )
             components[name] = weight * float(value)
         return Score(math.fsum(components.values()), components)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludic.rollouts.stored_prompts import shared_length
-from ludic.types import AgentStep, Rollout, Step, TruncationReason
+from ludic.types import AgentStep, EnvironmentStep, Rollout, Step, TruncationReason
 
 _OUTSIDE = {
     TruncationReason.CONTEXT_WINDOW,
@@ -52,7 +52,8 @@ def first_divergence(
             cause = replayed.error or "ended"
             return Divergence(recorded.id, index, "step", old.kind, cause), index, tokens
         last = index + 1 == len(recorded.steps)
-        ending = not (last and getattr(old, "truncation_reason", None) in _OUTSIDE)
+        cut_outside = isinstance(old, EnvironmentStep) and old.truncation_reason in _OUTSIDE
+        ending = not (last and cut_outside)
         facts = (_facts(s, with_tokens, ending) for s in (old, replayed.steps[index]))
         # The lists of facts stay in step: what decides the next entries is itself compared.
         for (name, before), (_, after) in zip(*facts, strict=False):

@@ -119,7 +119,7 @@ class EpisodeRunner:
         if inference is not None:
             if runtime is None:
                 raise ConfigError(
-                    "a request has an `inference` of its own, but the engine has no runtime to "
+                    "a request has its own `inference`, but the engine has no runtime to "
                     "apply it to: pass RolloutEngine(runtime=Runtime(client, template, model))"
                 )
             runtime = replace(runtime, inference=inference)

@@ -82,7 +82,7 @@ async def replay(
 
 def _episode_of(rollouts: Sequence[Rollout]) -> tuple[PlannedEpisode, int]:
     if not rollouts:
-        raise RolloutError("replay was given no rollout")
+        raise RolloutError("replay needs at least one rollout")
     first = rollouts[0]
     episodes = {r.episode_id for r in rollouts}
     if len(episodes) > 1:

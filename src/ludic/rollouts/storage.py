@@ -38,7 +38,8 @@ class RolloutWriter:
         self.count = 0
         if self.path.exists() and not append:
             raise ConfigError(
-                f"{self.path} exists: choose another path, or RolloutWriter(path, append=True)"
+                f"{self.path} already exists: choose another path, or RolloutWriter(path, "
+                "append=True)"
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
@@ -120,7 +121,7 @@ def rollout_row(rollout: Rollout) -> dict[str, Any]:
 def rollout_from_row(row: Any, where: str = "this row") -> Rollout:
     """The rollout in a row; `where` names it in errors."""
     if not isinstance(row, dict) or not isinstance(row.get("schema"), int):
-        raise SerializationError(f"{where}: no stored rollout: it has no schema number")
+        raise SerializationError(f"{where}: not a stored rollout: it has no schema number")
     if row["schema"] > SCHEMA:
         raise SchemaVersionError(
             f"{where}: schema {row['schema']}, and this version of Ludic reads up to {SCHEMA}: "

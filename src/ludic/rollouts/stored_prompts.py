@@ -39,7 +39,7 @@ def with_repeats(stored: StoredRollout) -> Rollout:
     for number, (trace, count) in enumerate(zip(traces, stored.shared, strict=True)):
         if not 0 <= count <= len(before):
             raise SerializationError(
-                f"call {number}: shared is {count}, and the call before has {len(before)} tokens"
+                f"call {number}: shared is {count}, but the call before it has {len(before)} tokens"
             )
         prompts.append(before[:count] + trace.prompt_token_ids)
         before = prompts[-1] + trace.completion_token_ids

@@ -61,7 +61,7 @@ class GRPORequestStrategy:
             if request.group_id is not None:
                 raise ConfigError(
                     f"request {position} is in group {request.group_id!r} already: expand requests "
-                    "once, or use IdentityStrategy for those that come grouped"
+                    "only once, or use IdentityStrategy for requests that already have groups"
                 )
             for number in range(request.num_episodes):
                 expanded.extend(self._group(request, position, number, prefix))

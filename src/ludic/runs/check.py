@@ -34,6 +34,7 @@ from ludic.training import RLAlgorithm, make_algorithm
 from ludic.training.algorithms.opd import OnPolicyDistillationLoss
 from ludic.training.credit_assignment.value_tracker import TrackedAdvantage
 from ludic.training.losses.kl import TokenKLLoss
+from ludic.training.types import HasParts, Loss
 from ludic.types import EnvSpec
 
 Env: TypeAlias = LudicEnv[Any, Any, Any]
@@ -118,14 +119,14 @@ def _check_sampling(config: RunConfig) -> None:
     taught = config.sft is not None and config.sft.teacher is not None
     if sampling.temperature == 0 and (taught or config.training.steps):
         raise ConfigError(
-            "inference.sampling.temperature=0 always gives the same answer, from which nothing is "
-            "learnt: set it above 0; eval.temperature=0 is for an evaluation without chance"
+            "inference.sampling.temperature=0 always gives the same answer, so nothing can be "
+            "learned: set it above 0; for greedy evaluation set eval.temperature=0"
         )
     kept = backend == "local" or (config.inference.servers and sampling.top_k)
     if config.training.steps and inference_spec(config).returns.kept_ids and not kept:
         raise ConfigError(
-            "inference.sampling with top_p, top_k or min_p is trained on with vLLM only where the "
-            "server says which tokens it kept: set top_k above 0 and name servers that were "
+            "inference.sampling with top_p, top_k or min_p can be trained on with vLLM only if the "
+            "server reports which tokens it kept: set top_k above 0 and name servers that were "
             "started with --return-sampling-mask in inference.servers, or leave all three out"
         )
 
@@ -152,14 +153,14 @@ def _check_algorithm(config: RunConfig, algorithm: RLAlgorithm) -> None:
         if isinstance(loss, TokenKLLoss):
             raise ConfigError(
                 f"algorithm {name!r} with a KL term needs a reference model, which a run file "
-                "cannot name: set algorithm.kwargs.kl_coeff=0, or write a script that gives "
-                "RolloutBatchSource scorers=[ReferenceScorer(...)]"
+                "cannot name: set algorithm.kwargs.kl_coeff=0, or write a script that wraps its "
+                "batch source in ScoredBatchSource(source, [ReferenceScorer(...)])"
             )
         if isinstance(loss, OnPolicyDistillationLoss):
             raise ConfigError(
                 f"algorithm {name!r} needs a teacher model, which a run file cannot name: choose "
-                "another algorithm, or write a script that gives RolloutBatchSource "
-                "scorers=[TeacherScorer(...)]"
+                "another algorithm, or write a script that wraps its batch source in "
+                "ScoredBatchSource(source, [TeacherScorer(...)])"
             )
 
 
@@ -177,7 +178,7 @@ def _check_tracking(
                 "names none: define its task_key(), choose another algorithm, or write a script "
                 "that sets RolloutRequest.task_key"
             )
-        lowest, highest = getattr(env, "return_range", (max(low, 0.0), high))
+        lowest, highest = env.return_range or (max(low, 0.0), high)
         slips = steps * min(penalty, 0.0)
         if lowest + slips < low - 1e-9 or highest > high + 1e-9:
             parser = f" (the parser gives {penalty:g} for what it cannot read, up to {steps} times)"
@@ -189,10 +190,8 @@ def _check_tracking(
             )
 
 
-def _terms(loss: Any) -> Iterator[Any]:
+def _terms(loss: Loss) -> Iterator[Loss]:
     """Yields a loss and the losses it is made of."""
     yield loss
-    for _, term in getattr(loss, "terms", ()):
-        yield from _terms(term)
-    if hasattr(loss, "loss"):
-        yield from _terms(loss.loss)
+    for part in loss.parts if isinstance(loss, HasParts) else ():
+        yield from _terms(part)

@@ -27,7 +27,7 @@ def read_report(path: Path) -> EvalReport:
     try:
         report = EvalReport.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise ConfigError(f"{path} is no report of `ludic eval`: {exc}") from exc
+        raise ConfigError(f"{path} is not a report of `ludic eval`: {exc}") from exc
     return replace(report, name=str(path))
 
 

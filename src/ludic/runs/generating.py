@@ -59,4 +59,4 @@ def _check(output: Path, episodes: int, keep: Sequence[str]) -> None:
         if name not in KEEP:
             raise UnknownNameError("--keep", name, KEEP)
     if output.exists():
-        raise ConfigError(f"{output} exists already: name another file with --output")
+        raise ConfigError(f"{output} already exists: name another file with --output")

@@ -26,7 +26,8 @@ def find_run(run: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path]:
     path = RUNS / f"{run.replace('_', '-')}.toml"
     if not path.is_file():
         raise ConfigError(
-            f"there is no run file {run!r}, nor a built-in run of that name ({builtin_runs()})"
+            f"there is neither a run file {run!r} nor a built-in run of that name "
+            f"({builtin_runs()})"
         )
     return load_run(path, overrides), Path.cwd()
 

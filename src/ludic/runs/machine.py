@@ -84,8 +84,8 @@ def _vllm() -> MachineFact:
         build = VLLMBuild.of()
     except LudicError:
         remedy = (
-            "pip install 'ludic-rl[vllm]' (CUDA), or `make test-vllm` for the CPU build in an "
-            "environment of its own, named by LUDIC_VLLM_PYTHON"
+            "pip install 'ludic-rl[vllm]' (CUDA), or `make test-vllm` for the CPU build in a "
+            "separate environment, named by LUDIC_VLLM_PYTHON"
         )
         return MachineFact("vllm", "missing", remedy)
     kind = "CPU build" if build.cpu else "CUDA build"

@@ -54,7 +54,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     if unexpected or set(missing) - tied:
         names = [*unexpected, *(set(missing) - tied)]
-        raise ConfigError(f"{folder} is of another model: {names[0]!r} does not fit")
+        raise ConfigError(f"{folder} comes from another model: {names[0]!r} does not fit")
 
 
 def _from_pretrained(section: ModelSection) -> tuple[nn.Module, Any]:
@@ -102,7 +102,7 @@ def check_device(section: ModelSection) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as exc:
-        raise ConfigError(f"model.device={name!r} is no device that torch knows") from exc
+        raise ConfigError(f"model.device={name!r} is not a device that torch knows") from exc
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"model.device={name!r}: a run trains on cpu or cuda, set one of them")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0

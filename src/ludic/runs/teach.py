@@ -25,7 +25,7 @@ from ludic.types import Fork, Message, TokenTrace
 
 
 async def write_lessons(config: RunConfig, tokenizer: Any, path: Path) -> None:
-    """Plays the run's examples with its teacher in the place of the model, and writes them to
+    """Plays the run's examples with its teacher instead of the model, and writes them to
     `path`, all or none."""
     assert config.sft is not None
     assert config.sft.teacher is not None

@@ -69,8 +69,8 @@ def _check_masks(item: SAWItem, where: str) -> int:
         raise BatchError(f"{where}: no token is an action; leave the item out")
     if item.action_mask[0]:
         raise BatchError(
-            f"{where}: the first token is an action, and nothing stands before it to predict it "
-            "from; begin the state with at least one token"
+            f"{where}: the first token is an action, and nothing before it predicts "
+            "it; begin the state with at least one token"
         )
     return actions
 

@@ -98,7 +98,7 @@ def item_from_dict(data: Mapping[str, Any]) -> SAWItem:
             temperature=item["temperature"],
         )
     except OverflowError as exc:
-        raise SerializationError(f"this is no SAWItem: {exc}") from exc
+        raise SerializationError(f"not a SAWItem: {exc}") from exc
 
 
 def batch_to_dict(batch: SAWBatch) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def batch_from_dict(data: Mapping[str, Any]) -> SAWBatch:
     try:
         counts = BatchCounts(**batch["counts"])
     except TypeError as exc:
-        raise SerializationError(f"this is no SAWBatch: {exc}") from exc
+        raise SerializationError(f"not a SAWBatch: {exc}") from exc
     return SAWBatch(tuple(items), counts, _meta(batch["meta"]))
 
 
@@ -132,7 +132,7 @@ def _turn(span: list[int | float]) -> TurnSpan:
     match span:
         case [int(start), int(end), int(turn), float() | int() as weight]:
             return TurnSpan(start, end, turn, weight)
-    raise SerializationError(f"a turn is [start, end, turn, weight], and not {span!r:.80}")
+    raise SerializationError(f"a turn is [start, end, turn, weight], not {span!r:.80}")
 
 
 def _meta(meta: Mapping[str, Any] | str) -> Mapping[str, Any]:
@@ -141,7 +141,7 @@ def _meta(meta: Mapping[str, Any] | str) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as exc:
         raise SerializationError(f"its meta is not JSON: {exc}") from exc
     if not isinstance(found, dict):
-        raise SerializationError(f"its meta is no object but {found!r:.80}")
+        raise SerializationError(f"its meta is not an object but {found!r:.80}")
     return found
 
 

@@ -26,6 +26,15 @@ class ComparesGroups(Protocol):
 
 
 @runtime_checkable
+class AllowsPartialGroups(Protocol):
+    """Credit that can also compare what is left of a group which lost a member."""
+
+    def with_partial_groups(self) -> CreditAssigner:
+        """Returns this credit for groups of at most `group_size`."""
+        ...
+
+
+@runtime_checkable
 class WatchesDrift(Protocol):
     """Credit that forgets as the policy moves.
 

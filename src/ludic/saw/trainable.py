@@ -23,7 +23,7 @@ def check_sampling(sampling: Mapping[str, Any], *, kept_ids_recorded: bool, wher
     """
     if sampling.get("temperature", 1.0) == 0:
         raise NotTrainableError(
-            f"{where} was sampled at temperature 0, which is no distribution: "
+            f"{where} was sampled at temperature 0, which is not a distribution: "
             "sample at a temperature above 0 to train"
         )
     for name, off in _PENALTIES_OFF:

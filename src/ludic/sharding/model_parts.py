@@ -9,14 +9,23 @@ from torch import nn
 from ludic.errors import ConfigError
 from ludic.inference.local.base_model import base_causal_lm
 
-__all__ = ["backbone_of", "base_causal_lm", "decoder_layers", "head_of", "vocabulary_size"]
+__all__ = [
+    "backbone_of",
+    "base_causal_lm",
+    "config_facts",
+    "decoder_layers",
+    "head_of",
+    "vocabulary_size",
+]
 
 
 def head_of(causal: nn.Module) -> nn.Module:
     """The module that turns hidden states into logits."""
     head = causal.get_output_embeddings()  # type: ignore[operator]
     if head is None:
-        raise ConfigError(f"{type(causal).__name__} has no output embeddings: no language model")
+        raise ConfigError(
+            f"{type(causal).__name__} has no output embeddings: it is not a language model"
+        )
     return head  # type: ignore[no-any-return]
 
 
@@ -24,6 +33,15 @@ def vocabulary_size(causal: nn.Module) -> int:
     """How many logits the head computes."""
     weight: Any = head_of(causal).weight
     return int(weight.shape[0])
+
+
+def config_facts(causal: nn.Module) -> dict[str, Any]:
+    """The configuration of a model, or of the language model in it, by name; empty without one.
+
+    As a dict: some attributes of a configuration whose layers differ raise when they are read.
+    """
+    config: Any = getattr(causal, "config", None)
+    return config.get_text_config().to_dict() if config is not None else {}
 
 
 def backbone_of(causal: nn.Module) -> nn.Module:

@@ -44,7 +44,7 @@ class ModelWeights:
                 continue
             first[id(tensor)] = adapter
             plain = plain_name(name)
-            if plain in tied:  # a copy of its own (`modules_to_save`), which no server would use
+            if plain in tied:  # a separate copy (`modules_to_save`), which no server would use
                 raise _apart(name)
             value = whole(tensor)
             yield plain, value if adapter is None else _merged(adapter, rest, value)
@@ -120,7 +120,7 @@ def _refuse_what_cannot_be_merged(
             raise PublishError(
                 f"{name} cannot be merged into the weights that a server has: train without it "
                 "(plain LoRA on linear layers and embeddings can be merged, and `lora_bias` where "
-                "the layer has a bias of its own)"
+                "the layer itself has a bias)"
             )
 
 

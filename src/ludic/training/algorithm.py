@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.saw.credit import ComparesGroups, CreditAssigner, WatchesDrift
+from ludic.saw.credit import AllowsPartialGroups, ComparesGroups, CreditAssigner, WatchesDrift
 from ludic.saw.items import SAWBatch
 from ludic.training.preprocess import PreprocessFn, chain, preprocess_of
-from ludic.types import Stateful
+from ludic.training.stateful import Stateful
 
 if TYPE_CHECKING:
     from ludic.training.types import Loss
@@ -49,13 +49,13 @@ class RLAlgorithm:
         credit."""
         if self.group_size is None:
             return self
-        credit: Any = self.credit_assigner
-        if not hasattr(credit, "allow_partial"):
+        credit = self.credit_assigner
+        if not isinstance(credit, AllowsPartialGroups):
             raise ConfigError(
                 f"algorithm {self.name!r} compares only whole groups: its credit assigner has no "
-                "allow_partial; choose another lost_member than 'keep_partial'"
+                "with_partial_groups(); choose another lost_member than 'keep_partial'"
             )
-        return replace(self, credit_assigner=replace(credit, allow_partial=True))
+        return replace(self, credit_assigner=credit.with_partial_groups())
 
     def check_rollouts_per_update(self, rollouts_per_update: int) -> None:
         """Raises `ConfigError` if that many rollouts are not a whole number of groups."""

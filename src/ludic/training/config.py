@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from ludic.errors import ConfigError
-from ludic.training.update.attention import AttentionKind
 
+AttentionKind: TypeAlias = Literal["auto", "varlen", "sdpa"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 
 
@@ -18,7 +18,8 @@ class CheckpointConfig:
     """Where and how often the whole state is saved; the newest `keep` are kept.
 
     With `background` the disk is written while training goes on, and a checkpoint counts only
-    once it is complete. With `resume` a trainer starts from `latest` where there is one.
+    once it is complete; waiting longer than `write_timeout_s` for it is an error. With `resume` a
+    trainer starts from `latest` where there is one.
     """
 
     folder: str | Path
@@ -26,8 +27,13 @@ class CheckpointConfig:
     keep: int = 3
     background: bool = False
     resume: bool = True
+    write_timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:
+        if not self.write_timeout_s > 0:
+            raise ConfigError(
+                f"CheckpointConfig.write_timeout_s={self.write_timeout_s!r}: must be > 0"
+            )
         if self.every < 1 or self.keep < 1:
             raise ConfigError(
                 f"CheckpointConfig: every={self.every} and keep={self.keep} must be at least 1"
@@ -108,8 +114,8 @@ class TrainerConfig:
         if self.micro_token_budget < self.max_seq_len:
             raise ConfigError(
                 f"micro_token_budget={self.micro_token_budget} is below max_seq_len="
-                f"{self.max_seq_len}: a sample of that length would fit no micro-batch; raise the "
-                "first or lower the second"
+                f"{self.max_seq_len}: a sample of that length would not fit any micro-batch; raise "
+                "the first or lower the second"
             )
         if self.schedule != "constant" and self.total_steps is None:
             raise ConfigError(f"schedule={self.schedule!r} needs total_steps, where it ends")

@@ -125,7 +125,7 @@ class Trainer:
         except RuntimeError:
             asyncio.run(self.train(num_steps))
             return
-        raise ConfigError("an event loop is running already: use `await trainer.train(...)`")
+        raise ConfigError("an event loop is already running: use `await trainer.train(...)`")
 
     async def train(self, num_steps: int | None = None) -> None:
         """Trains for `num_steps` more steps; without a number, until there are no more batches.
@@ -287,7 +287,7 @@ class Trainer:
             if batch.items:
                 return replace(batch, meta={**batch.meta, "dropped": dict(dropped)})
         raise BatchError(
-            f"{_MAX_EMPTY_BATCHES} batches in a row held nothing to train on after the preprocess "
+            f"{_MAX_EMPTY_BATCHES} batches in a row had nothing to train on after the preprocess "
             f"of {self.algo.name!r}; dropped, in turns: {dict(dropped)}. Look at why rewards do "
             "not vary"
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 from ludic.saw.credit import CreditAssigner as CreditAssigner
 from ludic.saw.items import BatchCounts, SAWBatch
 from ludic.training.preprocess import PreprocessFn as PreprocessFn
-from ludic.types import Stateful as Stateful
+from ludic.training.stateful import Stateful as Stateful
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,14 @@ class Loss(Protocol):
     def compute(self, policy: TokenLogProbs, batch: LossBatch) -> tuple[Tensor, LossStats]:
         """The micro-batch's share of the macro-batch's loss (the shares are added), and stats."""
         ...
+
+
+@runtime_checkable
+class HasParts(Protocol):
+    """A loss made of other losses."""
+
+    @property
+    def parts(self) -> tuple[Loss, ...]: ...
 
 
 @runtime_checkable

@@ -270,7 +270,7 @@ class TestContract:
             ([], "step 1 returned a list"),
             ({}, "no outcome for agent 'a', which acted"),
             ({"b": OK}, "no outcome for agent 'a', which acted"),
-            ({"a": OK, "c": OK}, r"agent 'c', which is none of its agents \['a', 'b'\]"),
+            ({"a": OK, "c": OK}, r"agent 'c', which is not one of its agents \['a', 'b'\]"),
             ({"a": 1.0}, "agent 'a' a float"),
             ({"a": OK, "b": None}, "agent 'b' None"),
             ({"a": StepOutcome("", float("nan"))}, "agent 'a' the reward nan"),

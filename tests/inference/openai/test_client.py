@@ -334,7 +334,7 @@ async def test_a_cancelled_request_frees_its_slot() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("not json", "other than JSON"),
+        ("not json", "did not answer with JSON"),
         ("{}", "no choices"),
         ("[]", "no choices"),
         ('{"choices": [{"finish_reason": "stop"}]}', "no text"),

@@ -182,5 +182,5 @@ def test_a_taken_port_is_said_before_anything_starts(
 ) -> None:
     server = shell_server(tmp_path, "sleep 300", monkeypatch)
     taken = socket.create_server(("127.0.0.1", server.settings.port))
-    with taken, pytest.raises(ConfigError, match="is taken"):
+    with taken, pytest.raises(ConfigError, match="is in use"):
         server.start()

@@ -164,5 +164,5 @@ async def test_a_server_whose_layers_cannot_be_put_together_says_that_it_must_be
     newest = server_model(seed=5)
     report = await publisher.publish(ModelWeights(newest), 3)
     assert report.details["servers"] == [healthy.url]
-    assert "this server has to be started again" in report.details["lost"][failing.url]
+    assert "this server must be restarted" in report.details["lost"][failing.url]
     await assert_serves(pair, healthy, newest, 3)

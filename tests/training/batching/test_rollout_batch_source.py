@@ -163,9 +163,9 @@ def test_a_state_from_when_sources_saved_the_algorithm_too_is_still_read() -> No
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="no state"):
+    with pytest.raises(CheckpointError, match="not the state"):
         source().load_state_dict({"step": 1})
-    with pytest.raises(CheckpointError, match="do not fit"):
+    with pytest.raises(CheckpointError, match="do not match"):
         source().load_state_dict({"step": 1, "episodes": 1, "tokens": 1, "requests": {"given": {}}})
 
 

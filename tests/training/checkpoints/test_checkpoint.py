@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from ludic.errors import CheckpointError, DamagedCheckpointError
 from ludic.inference.tiny import tiny_model
 from ludic.training.checkpoints import state_shards
-from ludic.training.checkpoints.checkpoint import load_checkpoint
+from ludic.training.checkpoints.checkpoint import TrainerState, load_checkpoint
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.trainer import Trainer
 from ludic.training.types import WorksAhead
@@ -333,6 +334,39 @@ def test_a_full_disk_is_an_error_and_the_last_good_checkpoint_stays(
     monkeypatch.undo()
     straight = run(make(tmp_path / "straight"), 4)
     assert_equal(run(make(tmp_path), 4), straight)
+
+
+def test_a_disk_that_hangs_is_an_error_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(tmp_path, background=True, write_timeout_s=0.2)
+    writing, answers = threading.Event(), threading.Event()
+
+    def hangs(tensors: Any, path: Path, **kwargs: Any) -> None:
+        writing.set()
+        answers.wait()
+        real_save_file(tensors, path, **kwargs)
+
+    monkeypatch.setattr(state_shards, "save_file", hangs)
+    says = r"waited 0\.2 s .*ck, .*write_timeout_s"
+    try:
+        with pytest.raises(CheckpointError, match=says):
+            trainer.train_sync(2)
+        assert writing.wait(60)
+        saver = trainer._checkpoints
+        assert saver is not None
+        with pytest.raises(CheckpointError, match=says):  # the first one still writes
+            saver.save(trainer.model, trainer.optimizer, TrainerState(4, 4))
+        (writer,) = [t for t in threading.enumerate() if t.name == "ludic-checkpoint"]
+        assert writer.daemon
+    finally:
+        answers.set()
+    writer.join()
+    saver._background.timeout_s = 60.0  # from here on the disk is only slow
+    saver.save(trainer.model, trainer.optimizer, TrainerState(4, 4))
+    saver.finish()
+    assert [p.name for p in saver.complete()] == ["step-00000002", "step-00000004"]
+    trainer.close()
 
 
 def test_states_of_source_and_extra_parts_come_back(tmp_path: Path) -> None:

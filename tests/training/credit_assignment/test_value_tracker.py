@@ -120,7 +120,7 @@ def test_the_state_is_json_and_comes_back() -> None:
     for both in (tracker, other):
         both.update([("a", 0.0)])
     assert other.state_dict() == tracker.state_dict()
-    with pytest.raises(CheckpointError, match="no state of a BetaTracker"):
+    with pytest.raises(CheckpointError, match="not the state of a BetaTracker"):
         other.load_state_dict({"tasks": {"a": [1.0]}})
 
 

@@ -185,7 +185,7 @@ def test_bad_samples_are_named() -> None:
     endless = replace(item.attachments, token_weights=np.full(count, np.inf, np.float32))
     with pytest.raises(CreditError, match="weight of action token 0 is inf"):
         lay_out(bad(item, attachments=endless))
-    with pytest.raises(BatchError, match=r"without samples.*dropped by filters: \{'parse': 3\}"):
+    with pytest.raises(BatchError, match=r"has no samples.*dropped by filters: \{'parse': 3\}"):
         lay_out(make_batch([], {"dropped": {"parse": 3}}))
     with pytest.raises(BatchError, match=rf"rollout '2-r0'.*{length} tokens.*max_seq_len=4"):
         lay_out(bad(item), max_seq_len=4)

@@ -60,7 +60,7 @@ def _why_module(module: nn.Module, device: torch.device) -> str | None:
     method = getattr(module, "quant_method", None)
     if kind == _ATTENTION:
         if own or method is not None or _has_sinks(module):
-            return "its attention has parameters of its own"
+            return "its attention has its own parameters"
         return None
     if hasattr(module, "process_weights_after_loading"):
         return f"{type(module).__name__} computes something from its weights"

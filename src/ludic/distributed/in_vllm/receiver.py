@@ -104,7 +104,7 @@ class LudicWeightTransferEngine(
     def start_weight_update(self) -> None:
         """Forgets an update that was never finished. The model is not touched."""
         if self.broken is not None:
-            raise RuntimeError(f"this server has to be started again: {self.broken}")
+            raise RuntimeError(f"this server must be restarted: {self.broken}")
         self._staged = []
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -206,7 +206,7 @@ class LudicWeightTransferEngine(
     def _arriving(self, info: LudicUpdateInfo) -> Iterator[tuple[str, Tensor]]:
         if info.plane == "shared_memory":
             if info.path is None:
-                raise ValueError("an update over shared memory without a path")
+                raise ValueError("a shared-memory update needs a path")
             yield from open_shared(Path(info.path))
         elif info.plane == "ipc":
             update = {"memory": info.memory, "tensors": info.tensors}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ludic.distributed.interfaces import WeightsOfModel
 from ludic.sharding.model_parts import base_causal_lm
 
 
@@ -53,8 +54,9 @@ class Canary:
 
     def model_of(self, weights: Any) -> nn.Module | None:
         """The model behind `weights`, where it is to score the canary and this rank can run it."""
-        model = getattr(weights, "model", None) if self.enabled else None
-        return None if model is None or is_sharded(model) else model
+        if not self.enabled or not isinstance(weights, WeightsOfModel) or is_sharded(weights.model):
+            return None
+        return weights.model
 
     def prompt(self, model: nn.Module) -> tuple[int, ...]:
         """The prompt. Making it takes a while, so call this in a thread."""

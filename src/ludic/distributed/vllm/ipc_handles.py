@@ -161,7 +161,7 @@ def _open(handle: Mapping[str, Any], device: torch.device) -> Tensor:
     here = gpu_name(device)
     if handle["gpu"] != here:
         raise ValueError(
-            f"the weights lie on GPU {handle['gpu']} and this server runs on {here}: IPC is for "
+            f"the weights are on GPU {handle['gpu']} and this server runs on {here}: IPC is for "
             "one GPU, publish over nccl"
         )
     tensor: Tensor = rebuild_cuda_tensor(  # type: ignore[no-untyped-call]

@@ -77,7 +77,7 @@ class IPCPlane(DataPlane):
         for name, tensor in weights.items():
             if tensor.device.type != "cuda":
                 raise PublishError(
-                    f"{name} lies on {tensor.device}: IPC needs the trainer's weights on the GPU "
+                    f"{name} is on {tensor.device}: IPC needs the trainer's weights on the GPU "
                     "that it shares with the servers; publish over shared memory instead"
                 )
             held[name] = tensor.detach().contiguous()

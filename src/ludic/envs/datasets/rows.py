@@ -71,9 +71,9 @@ def _read_jsonl(path: Path, mtime_ns: int, size: int) -> DatasetRows:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise ConfigError(f"{path.name}, line {number}, is no JSON: {error}") from error
+                raise ConfigError(f"{path.name}, line {number}, is not JSON: {error}") from error
             if not isinstance(row, dict):
-                raise ConfigError(f"{path.name}, line {number}, is no JSON object")
+                raise ConfigError(f"{path.name}, line {number}, is not a JSON object")
             rows.append(row)
     return DatasetRows(path.stem, rows)
 

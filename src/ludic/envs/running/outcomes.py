@@ -85,7 +85,7 @@ def _checked(agent: AgentID, outcome: StepOutcome) -> StepOutcome:
     for flag in ("terminated", "truncated"):
         value = getattr(outcome, flag)
         if type(value) is not bool:
-            # NumPy's bool is no subclass of bool, and common here; anything else is a mistake.
+            # NumPy's bool is not a subclass of bool, and common here; anything else is a mistake.
             if type(value).__name__ not in ("bool_", "bool") or type(value).__module__ != "numpy":
                 raise _Broken(f"gave agent {agent!r} {flag}={value!r}; give True or False")
             changes[flag] = bool(value)
@@ -141,8 +141,8 @@ def _check_told(agent: AgentID, obs: Any, info: Any) -> None:
 def _check_known(agent: Any, agent_ids: Sequence[AgentID]) -> None:
     if agent not in agent_ids:
         raise _Broken(
-            f"answered for agent {agent!r}, which is none of its agents {list(agent_ids)}; answer "
-            "only for agents in agent_ids"
+            f"answered for agent {agent!r}, which is not one of its agents {list(agent_ids)}; "
+            "answer only for agents in agent_ids"
         )
 
 

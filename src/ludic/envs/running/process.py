@@ -32,7 +32,8 @@ def build_env(
         isolation: Overrides what the environment itself asks for.
     """
     made = factory or ENVS.get(spec.kind)
-    if (isolation or getattr(made, "isolation", None)) == "process":
+    asked = made.isolation if isinstance(made, type) and issubclass(made, LudicEnv) else None
+    if (isolation or asked) == "process":
         return ProcessEnv(spec, factory)
     env = factory(**spec.kwargs) if factory else make_env(spec.kind, **spec.kwargs)
     if isolation is None and env.isolation == "process" and not isinstance(env, ProcessEnv):
@@ -70,7 +71,7 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
             json.dumps(self._setup)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"environment {spec.kind!r} cannot run in a process of its own: its arguments "
+                f"environment {spec.kind!r} cannot run in a separate process: its arguments "
                 f"must be JSON ({error})"
             ) from error
         self._process: JsonProcess | None = None
@@ -171,7 +172,7 @@ async def _wait(value: Any) -> Any:
 
 def _as_json(outcome: Any) -> Mapping[str, Any]:
     if not isinstance(outcome, StepOutcome):
-        raise TypeError(f"step returned a {type(outcome).__name__} where a StepOutcome was due")
+        raise TypeError(f"step returned a {type(outcome).__name__} instead of a StepOutcome")
     return {field.name: getattr(outcome, field.name) for field in dataclasses.fields(outcome)}
 
 
@@ -196,7 +197,7 @@ def _reference(kind: str, factory: EnvFactory) -> str:
         found = False
     if not found:
         raise ConfigError(
-            f"environment {kind!r} cannot run in a process of its own: another process cannot "
+            f"environment {kind!r} cannot run in a separate process: another process cannot "
             f"import {factory!r}; define it at the top of a module that can be imported"
         )
     return reference

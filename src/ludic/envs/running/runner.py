@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from ludic.envs.env import LudicEnv
+from ludic.envs.env import Killable, LudicEnv
 from ludic.envs.running.outcomes import checked_opening, checked_outcomes
 from ludic.errors import ConfigError, DeadlineError, EnvError, LudicError
 from ludic.types import Action, AgentID, Info, Obs, StepOutcome
@@ -57,7 +57,7 @@ class EnvRunner:
         self._ended: set[AgentID] = set()
         self._steps = 0
         self._state = "new"
-        if env.isolation == "process" and not callable(getattr(env, "kill", None)):
+        if env.isolation == "process" and not isinstance(env, Killable):
             raise ConfigError(
                 f'environment {self.name} has isolation = "process" but lives in this process: '
                 "build it with ludic.envs.build_env(EnvSpec(kind, kwargs))"
@@ -101,7 +101,7 @@ class EnvRunner:
             left = [agent for agent in self._agent_ids if agent not in self._ended]
             raise EnvError(
                 f"environment {self.name}: active_agents is empty after step {self._steps}, but "
-                f"the episode has not ended for {left}; end it for them, or let somebody act"
+                f"the episode has not ended for {left}; end it for them, or let an agent act"
             )
         return active
 
@@ -218,9 +218,8 @@ class EnvRunner:
         # even to close it: the thread does that itself if it comes back. An environment in a
         # separate process is killed, which brings the thread back at once.
         self._state = "abandoned"
-        kill = getattr(self.env, "kill", None)
-        if kill is not None:
-            kill()
+        if isinstance(self.env, Killable):
+            self.env.kill()
 
     async def _awaited(self, result: Awaitable[Any], where: str) -> Any:
         task = asyncio.ensure_future(_contained(result))

@@ -110,7 +110,7 @@ class TicTacToeEnv(SingleAgentEnv):
 
     def env_step(self, action: Action) -> StepOutcome:
         if self._over:
-            raise EnvError("TicTacToeEnv was stepped after its end: reset it first")
+            raise EnvError("TicTacToeEnv was stepped after the game ended: reset it first")
         place = read_cell(action)
         if place is None or self._board[place] != ".":
             return self._illegal(action, place)
@@ -206,7 +206,7 @@ class TwoPlayerTicTacToeEnv(LudicEnv[Mark, Obs, Action]):
 
     def step(self, actions: Mapping[Mark, Action]) -> Mapping[Mark, StepOutcome]:
         if self._over:
-            raise EnvError("TwoPlayerTicTacToeEnv was stepped after its end: reset it first")
+            raise EnvError("TwoPlayerTicTacToeEnv was stepped after the game ended: reset it first")
         mover = to_move(self._board)
         action = actions[mover]
         place = read_cell(action)

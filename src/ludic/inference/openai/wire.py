@@ -43,7 +43,7 @@ def sampling_body(sampling: SamplingConfig, dialect: Literal["openai", "vllm"]) 
     if dialect == "openai":
         if unknown := [name for name in _OF_VLLM if name in asked]:
             raise RequestRejectedError(
-                f"the OpenAI interface has no {', '.join(unknown)}: leave them off, or say "
+                f"the OpenAI interface has no {', '.join(unknown)}: leave them off, or set "
                 "dialect='vllm' for a server that understands them"
             )
         return asked

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ludic.types import ChatResponse, Fork, Message, TokenTrace, ToolCall
 
@@ -24,7 +24,11 @@ class ParsedCompletion:
 
 
 class ChatTemplate(Protocol):
-    """How one model's conversations are spelled in tokens. Stateless, shared by all agents."""
+    """How one model's conversations are spelled in tokens. Stateless, shared by all agents.
+
+    A template that can choose a tool parser is also a `ChoosesToolParser`; one that recorded
+    answers can be trained with is also a `ClosesMessages`, and may be a `SpellsAnswers`.
+    """
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
@@ -53,4 +57,30 @@ class ChatTemplate(Protocol):
     def parse(self, response: ChatResponse) -> ParsedCompletion:
         """The assistant's message, decoded from the sampled ids (special tokens that end a turn
         left out), with its tool calls."""
+        ...
+
+
+@runtime_checkable
+class ChoosesToolParser(Protocol):
+    """A template that finds out how its model writes tool calls."""
+
+    def for_tools(self) -> ChatTemplate:
+        """Returns this template, able to read tool calls. Raises `ConfigError` if it cannot."""
+        ...
+
+
+@runtime_checkable
+class ClosesMessages(Protocol):
+    """A template that knows which token ends an assistant message."""
+
+    @property
+    def end_token_id(self) -> int: ...
+
+
+@runtime_checkable
+class SpellsAnswers(Protocol):
+    """A template that can tokenise an answer without its prompt."""
+
+    def encode_answer(self, content: str) -> tuple[int, ...]:
+        """Returns the ids a model would sample for this text, up to and with the end token."""
         ...

@@ -74,7 +74,7 @@ class HFChatTemplate:
             tokenizer = load_tokenizer(tokenizer)
         if tool_parser is not None and not isinstance(tool_parser, ToolParser):
             raise ConfigError(
-                f"tool_parser={tool_parser!r} is no ToolParser: give one with `markers` and "
+                f"tool_parser={tool_parser!r} is not a ToolParser: give one with `markers` and "
                 "`parse`, or get_tool_parser(name)"
             )
         self.tokenizer = tokenizer
@@ -119,8 +119,9 @@ class HFChatTemplate:
                 fitting = next((p for p in parsers if self._probes.reads_call(p)), None)
                 if fitting is None:
                     raise ConfigError(
-                        "this chat template spells tool calls as no built-in tool parser reads "
-                        "them: pass one, HFChatTemplate(tokenizer, tool_parser=...), or name it as "
+                        "no built-in tool parser can read the tool calls that this chat "
+                        "template writes: pass one, HFChatTemplate(tokenizer, tool_parser=...), or "
+                        "name it as "
                         f"model.tool_parser in the run file (known: {list_tool_parsers()})"
                     )
                 self._for_tools = HFChatTemplate(self.tokenizer, fitting, **self._options)
@@ -136,6 +137,10 @@ class HFChatTemplate:
         if self.tokenizer.eos_token_id is None:
             raise TemplateError("neither the chat template nor the tokenizer has an end token")
         return int(self.tokenizer.eos_token_id)
+
+    def encode_answer(self, content: str) -> tuple[int, ...]:
+        """The ids of a message's text, and its end token."""
+        return (*self.codec.encode(self.codec.guard(content)), self.end_token_id)
 
     def render(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """The prompt for the next assistant message. Raises `TemplateError` for messages that the
@@ -225,7 +230,7 @@ class HFChatTemplate:
         return self._with_tools.render(guarded, tools)
 
     def _end_of_message(self, text: str, start: int, sampled: str, closing: Closing) -> int:
-        """Where the assistant message that begins at `start` ends; -1 when it cannot be told."""
+        """Where the assistant message that begins at `start` ends; -1 if that is unknown."""
         mark = closing.lead + closing.text
         if closing.token_id is None or self._trust_content:
             trimmed = sampled.strip()
@@ -314,7 +319,7 @@ class HFChatTemplate:
     def _guard_content(self, content: str, role: str) -> str:
         if self._trust_content:
             return self.codec.guard(content, NOTHING)
-        # What the model itself wrote may hold special tokens that are no control tokens, such as
+        # What the model itself wrote may hold special tokens that are not control tokens, such as
         # the mark of a tool call: those are spelled as they were sampled.
         return self.codec.guard(content, self._control_pattern if role == "assistant" else None)
 

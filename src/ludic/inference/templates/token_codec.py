@@ -176,7 +176,7 @@ def _ids(backend: Any, text: str) -> list[int]:
         ids: list[int] = backend.encode(text, add_special_tokens=False).ids
     except TypeError as exc:
         raise TemplateError(
-            f"this is no text that can be encoded (a lone surrogate?): {text[:80]!r}"
+            f"this text cannot be encoded (a lone surrogate?): {text[:80]!r}"
         ) from exc
     return ids
 

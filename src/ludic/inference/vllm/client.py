@@ -135,7 +135,7 @@ class VLLMChatClient(VLLMServers):
         """Hands `params` to the publisher that was made for this client."""
         if self.keeper is None:
             raise PublishError(
-                "this client has no way to its servers' weights: make a "
+                "this client cannot reach its servers' weights: make a "
                 "BroadcastPolicyPublisher(client), which gives it one"
             )
         async with within(timeout_s, f"the publish of version {version}", repr(self)):

@@ -82,7 +82,7 @@ class Replica:
 async def learn(
     session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], timeout_s: float
 ) -> ServerFacts:
-    """Asks a server what it is and what it can. Raises `ConfigError` for one that is no vLLM."""
+    """Asks a server what it is and what it can. Raises `ConfigError` for one that is not vLLM."""
 
     async def get(path: str) -> Any:
         return await ask(session, "GET", url + path, timeout_s=timeout_s, headers=headers)

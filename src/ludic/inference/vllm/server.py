@@ -95,8 +95,8 @@ class VLLMServer:
         """Starts the process; `wait_until_healthy` says when it serves."""
         if _port_is_taken(self.settings.host, self.settings.port):
             raise ConfigError(
-                f"port {self.settings.port} of {self.settings.host} is taken: choose another, or "
-                "stop the server that has it"
+                f"port {self.settings.port} of {self.settings.host} is in use: choose another, "
+                "or stop the server that uses it"
             )
         if self.process is not None:  # one that died by itself, and its watcher
             self.kill()

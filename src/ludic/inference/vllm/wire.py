@@ -127,8 +127,8 @@ def version_number(name: Any, first_version: int) -> int:
         return int(name)
     except (TypeError, ValueError):
         raise InferenceError(
-            f"the server names its weights {name!r}, which is no version of ours: another trainer "
-            "publishes to it"
+            f"the server names its weights {name!r}, which is not one of our versions: another "
+            "trainer publishes to it"
         ) from None
 
 

@@ -72,5 +72,5 @@ def _say_what_to_try(env: str, path: Path) -> None:
         f"  {ludic} play {env}   play yourself\n"
         f"  {ludic} eval {path} eval.episodes=1000   measure again\n"
         f"  {ludic} replay {path}/rollouts/train.jsonl.gz   run recorded episodes again\n"
-        f"  {ludic} init my_env   begin an environment of your own"
+        f"  {ludic} init my_env   start your own environment"
     )

@@ -67,7 +67,7 @@ class RunFolder:
         """Opens the folder of an existing run."""
         folder = RunFolder(Path(path))
         if not (folder.path / "run.json").is_file():
-            raise ConfigError(f"{path} is no run folder: it has no run.json")
+            raise ConfigError(f"{path} is not a run folder: it has no run.json")
         return folder
 
     @property

@@ -1,6 +1,6 @@
 """SAPO (Gao et al. 2025, "Soft Adaptive Policy Optimization").
 
-A soft gate in the place of the clip. Objective per token:
+A soft gate instead of the clip. Objective per token:
 
     (4/τ)·σ(τ·(ρ − 1))·A,   τ = 1.0 for A > 0, 1.05 for A ≤ 0
 

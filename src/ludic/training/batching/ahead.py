@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.saw.items import SAWBatch
 from ludic.training.algorithm import HasAlgorithm, RLAlgorithm
-from ludic.types import Stateful
+from ludic.training.stateful import Stateful
 
 if TYPE_CHECKING:
     from ludic.training.types import BatchSource

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from ludic.errors import SerializationError, TemplateError
-from ludic.inference.templates.chat_template import ChatTemplate
+from ludic.inference.templates.chat_template import ChatTemplate, ClosesMessages, SpellsAnswers
 from ludic.types import (
     AgentStep,
     EnvironmentStep,
@@ -117,18 +117,18 @@ def _trace(
     messages: Sequence[Message], at: int, template: ChatTemplate, tools: Tools, where: str
 ) -> TokenTrace:
     """The prompt and the completion of the assistant message at `at`."""
-    end_id = getattr(template, "end_token_id", None)
-    if end_id is None:
+    if not isinstance(template, ClosesMessages):
         raise TemplateError(
-            f"{where}: {type(template).__name__} has no end_token_id, so it cannot be told which "
-            "tokens an assistant message ends with: use HFChatTemplate"
+            f"{where}: {type(template).__name__} has no end_token_id, so it is unknown which "
+            "token ends an assistant message: use HFChatTemplate"
         )
+    end_id = template.end_token_id
     prompt = tuple(template.render(messages[:at], tools))
     spelled = tuple(template.render(messages[: at + 1], tools))
     if spelled[: len(prompt)] == prompt and end_id in spelled[len(prompt) :]:
         completion = spelled[len(prompt) : spelled.index(end_id, len(prompt)) + 1]
         return TokenTrace(prompt, completion)
-    trace = _spelled_by_itself(messages[at], prompt, template, end_id)
+    trace = _spelled_by_itself(messages[at], prompt, template)
     if trace is not None:
         following = messages[at + 1 : at + 2] or [_FOLLOW_UP]
         if not isinstance(template.extend([*messages[: at + 1], *following], trace, tools), Fork):
@@ -141,15 +141,13 @@ def _trace(
 
 
 def _spelled_by_itself(
-    message: Message, prompt: tuple[int, ...], template: ChatTemplate, end_id: int
+    message: Message, prompt: tuple[int, ...], template: ChatTemplate
 ) -> TokenTrace | None:
     """The message's text tokenised by itself, as it would be sampled after the prompt; for
     templates whose prompt and answer share a token where they meet."""
-    codec = getattr(template, "codec", None)
-    if codec is None or message.get("tool_calls"):
+    if not isinstance(template, SpellsAnswers) or message.get("tool_calls"):
         return None
-    ids = codec.encode(codec.guard(message["content"]))
-    return TokenTrace(prompt, (*ids, end_id))
+    return TokenTrace(prompt, template.encode_answer(message["content"]))
 
 
 def _messages(value: Any, where: str) -> list[Message]:

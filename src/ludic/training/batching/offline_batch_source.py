@@ -117,7 +117,7 @@ class OfflineBatchSource:
             if self.epochs is not None and self.epoch >= self.epochs:
                 raise StopAsyncIteration(f"{self.epochs} epochs are over")
             if self.epoch > began + 1:
-                raise BatchError(f"a whole epoch held nothing to train on: dropped {dict(drops)}")
+                raise BatchError(f"a whole epoch had nothing to train on: dropped {dict(drops)}")
             meta = {"epoch": self.epoch, "position": self.position}
             batch = batch_from_rollouts(
                 self._take(),
@@ -199,7 +199,7 @@ class OfflineBatchSource:
         if self.chat_template is None:
             raise ConfigError(
                 f"{where} holds messages: OfflineBatchSource needs a chat_template, such as "
-                "HFChatTemplate(tokenizer), to make tokens of them"
+                "HFChatTemplate(tokenizer), to tokenise them"
             )
         weight = _number(row, "weight", where)
         return rollout_from_messages(

@@ -11,7 +11,8 @@ from ludic.rollouts.curricula import Curriculum
 from ludic.rollouts.requests import RolloutRequest
 from ludic.rollouts.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
 from ludic.training.algorithm import RLAlgorithm
-from ludic.types import Rollout, Stateful
+from ludic.training.stateful import Stateful
+from ludic.types import Rollout
 
 Requests: TypeAlias = Sequence[RolloutRequest]
 RequestFn: TypeAlias = Callable[..., Requests | Awaitable[Requests]]
@@ -32,7 +33,7 @@ class RequestFeed:
         if self._curriculum is not None:
             if count is None:
                 raise ConfigError(
-                    "a curriculum must be told how much to give: set rollouts_per_update"
+                    "a curriculum needs to know how many requests to make: set rollouts_per_update"
                 )
         elif not callable(source):
             raise ConfigError(f"request_fn={source!r} is neither a function nor a Curriculum")
@@ -62,8 +63,8 @@ class RequestFeed:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         if isinstance(self.source, Stateful) == (state is None):
             raise CheckpointError(
-                "the checkpoint and this run's request_fn do not fit: one of them has a state and "
-                "the other has none; resume with the request_fn that the run began with"
+                "the checkpoint and this run's request_fn do not match: one of them has a state "
+                "and the other has none; resume with the request_fn that the run began with"
             )
         if isinstance(self.source, Stateful) and state is not None:
             self.source.load_state_dict(state)

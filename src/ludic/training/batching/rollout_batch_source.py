@@ -114,7 +114,7 @@ class RolloutBatchSource:
                 return batch
             drops = Counter(batch.meta["dropped"])
         raise RolloutError(
-            f"{self.max_empty_batches} batches in a row held nothing to train on; dropped, in "
+            f"{self.max_empty_batches} batches in a row had nothing to train on; dropped, in "
             f"turns: {dict(drops)}. Loosen the filters, or look at why rewards do not vary"
         )
 
@@ -234,7 +234,7 @@ class RolloutBatchSource:
             step, episodes, tokens = (int(state[k]) for k in ("step", "episodes", "tokens"))
             requests = state["requests"]
         except (KeyError, TypeError, ValueError) as exc:
-            raise CheckpointError(f"this is no state of a RolloutBatchSource: {exc!r}") from exc
+            raise CheckpointError(f"not the state of a RolloutBatchSource: {exc!r}") from exc
         self._feed.load_state_dict(requests)
         self.step, self._episodes, self._tokens = step, episodes, tokens
 

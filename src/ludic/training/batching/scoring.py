@@ -117,7 +117,7 @@ class ClientScores:
         kept = item.attachments.kept_token_ids
         if kept is not None and any(len(ids) for ids in kept):
             raise NotTrainableError(
-                f"{where} was sampled with truncation, which a server cannot score alike: use a "
+                f"{where} was sampled with truncation, which a server cannot reproduce: use a "
                 "LocalScores, or sample without top-p, top-k and min-p"
             )
         if item.temperature != 1.0 and not self.tempered:

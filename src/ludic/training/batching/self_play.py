@@ -54,7 +54,7 @@ class SelfPlay:
     ) -> None:
         if len(seats) < 2:
             raise ConfigError(
-                f"self-play needs an environment of several agents; {request.env.kind!r} has "
+                f"self-play needs an environment with several agents; {request.env.kind!r} has "
                 f"{list(seats)}"
             )
         if not 0 <= past_share <= 1:

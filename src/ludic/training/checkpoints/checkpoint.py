@@ -16,7 +16,6 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, DamagedCheckpointError
 from ludic.sharding.world import World
+from ludic.training.checkpoints.background import BackgroundWriter
 from ludic.training.checkpoints.model_loading import model_fingerprint, save_model
 from ludic.training.checkpoints.state_shards import describe_shards, load_tensors, write_shard
 from ludic.training.config import CheckpointConfig
@@ -63,8 +63,7 @@ class Checkpointer:
         self._writers = self.world  # the ranks that write a checkpoint together
         if cfg.background and self.world.group is not None:
             self._writers = _own_group(self.world, self.world.group)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="ludic-checkpoint")
-        self._writing: Future[None] | None = None
+        self._background = BackgroundWriter(self.folder, cfg.write_timeout_s)
 
     def save(self, model: nn.Module, optimizer: MasterAdamW, state: TrainerState) -> None:
         """Saves everything. In the background, only copying the tensors is waited for; an error
@@ -79,16 +78,15 @@ class Checkpointer:
         rng = _rng_state(self.world.device)
         write = partial(self._write, name, pieces, model_files, fingerprint, rng, state)
         if self.cfg.background:
-            self._writing = self._writer.submit(write)
+            self._background.start(write)
         else:
             write()
         self.last_step = state.step
 
     def finish(self) -> None:
-        """Waits for a checkpoint that is being written, and raises what went wrong with it."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        """Waits for a checkpoint that is being written, and raises what went wrong with it, or
+        `CheckpointError` when it takes longer than `write_timeout_s`."""
+        self._background.finish()
 
     def _write(
         self,
@@ -132,7 +130,7 @@ class Checkpointer:
             yield
         except CheckpointError as exc:
             error = exc
-        except Exception as exc:  # safetensors and transformers have errors of their own
+        except Exception as exc:  # safetensors and transformers have their own errors
             error = CheckpointError(describe(exc))
             error.__cause__ = exc
         (world or self.world).agree(error)
@@ -157,7 +155,7 @@ class Checkpointer:
         try:
             text = json.dumps(manifest)
         except (TypeError, ValueError) as exc:
-            raise CheckpointError(f"a state_dict of the run holds more than JSON: {exc}") from exc
+            raise CheckpointError(f"a state_dict of the run is not JSON: {exc}") from exc
         _write_synced(temporary / "manifest.json", text)
         target = self.folder / name
         if target.exists():
@@ -228,7 +226,7 @@ class Checkpointer:
         return state
 
     def _start_over(self) -> None:
-        """Keeps what an earlier run left under other names: it is no part of this one."""
+        """Keeps what an earlier run left under other names: it is not part of this one."""
         with self._agreed(lambda exc: f"cannot start over in {self.folder}: {exc}"):
             if self.world.leads:
                 (self.folder / "latest").unlink(missing_ok=True)
@@ -324,7 +322,9 @@ def verify_checkpoint(path: str | Path) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         files, version = manifest["files"].items(), manifest["format"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise DamagedCheckpointError(f"{path} is no whole checkpoint: its manifest: {exc}") from exc
+        raise DamagedCheckpointError(
+            f"{path} is not a whole checkpoint: its manifest: {exc}"
+        ) from exc
     if version > FORMAT:
         raise CheckpointError(f"{path} has format {version}; this Ludic reads up to {FORMAT}")
     for name, facts in files:

@@ -2,14 +2,14 @@
 
 A turn's own reward is that of its environment step and of the outcomes heard before the next
 turn; a rollout's return R is the undiscounted sum of everything that the agent heard. A rollout
-without a single turn has nothing to be trained on, but its return counts in its group all the same.
+without a single turn has nothing to be trained on, but its return still counts in its group.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,6 +132,9 @@ class GroupNormalizedReturn:
     def __post_init__(self) -> None:
         check_group_size(self.group_size)
 
+    def with_partial_groups(self) -> GroupNormalizedReturn:
+        return replace(self, allow_partial=True)
+
     def compute(self, rollouts: Sequence[Rollout]) -> Credit:
         returns = np.array([rollout_return(r) for r in rollouts], dtype=np.float64)
         weights = np.zeros(len(rollouts))
@@ -158,6 +161,9 @@ class HybridNormalizedReturn:
 
     def __post_init__(self) -> None:
         check_group_size(self.group_size)
+
+    def with_partial_groups(self) -> HybridNormalizedReturn:
+        return replace(self, allow_partial=True)
 
     def compute(self, rollouts: Sequence[Rollout]) -> Credit:
         returns = np.array([rollout_return(r) for r in rollouts], dtype=np.float64)

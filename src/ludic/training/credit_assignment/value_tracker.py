@@ -113,7 +113,7 @@ class BetaTracker:
             beliefs = {str(k): _Belief(*map(float, v)) for k, v in state["tasks"].items()}
             drift = float(state["drift"])
         except (KeyError, TypeError, ValueError, AttributeError) as exc:
-            raise CheckpointError(f"this is no state of a BetaTracker: {exc!r}") from exc
+            raise CheckpointError(f"not the state of a BetaTracker: {exc!r}") from exc
         self._beliefs, self._drift = beliefs, drift
 
     def _belief(self, task_key: str) -> _Belief:
@@ -176,7 +176,7 @@ class TrackedAdvantage:
             raise CreditError(
                 f"rollout {rollout.id!r} has a return of {found:g}, outside [{low:g}, {high:g}], "
                 "in which its value is tracked: set make_spo(returns=(low, high)), in a run "
-                "file algorithm.kwargs.returns, to the lowest and highest return there can be"
+                "file algorithm.kwargs.returns, to the lowest and highest possible return"
             )
         return min(max(place, 0.0), 1.0)
 

@@ -8,14 +8,15 @@ itself chooses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
 
-from ludic.errors import ConfigError, UnknownNameError
+from ludic.errors import ConfigError
+from ludic.registry import AGGREGATIONS
 from ludic.training.types import LossBatch
 
 Unit = Literal["turn", "rollout"]
@@ -28,6 +29,7 @@ def sequences(batch: LossBatch, unit: Unit) -> tuple[Tensor, Tensor, int]:
     return batch.rollout_ids, batch.rollout_lengths, batch.counts.rollouts
 
 
+@runtime_checkable
 class Aggregation(Protocol):
     """How token terms become one loss."""
 
@@ -95,30 +97,10 @@ token_mean: Aggregation = TokenMean()
 sequence_mean: Aggregation = SequenceMean()
 group_mean: Aggregation = GroupMean()
 
-_KINDS: Mapping[str, Callable[..., Aggregation]] = {
-    "token_mean": TokenMean,
-    "sequence_mean": SequenceMean,
-    "group_mean": GroupMean,
-    "constant": Constant,
-}
-
 
 def make_aggregation(spec: str | Mapping[str, Any] | Aggregation) -> Aggregation:
-    """An aggregation from JSON, for run files: `"token_mean"`, `{"kind": "constant", "length":
+    """Returns an aggregation as run files name it: `"token_mean"`, `{"kind": "constant", "length":
     64}`. An aggregation is returned as it is."""
-    if isinstance(spec, str):
-        spec = {"kind": spec}
-    if not isinstance(spec, Mapping):
-        if hasattr(spec, "coefficients"):
-            return spec
-        raise ConfigError(f"aggregation={spec!r}: name one of {sorted(_KINDS)}")
-    options = dict(spec)
-    kind = options.pop("kind", None)
-    if not isinstance(kind, str):
-        raise ConfigError(f"aggregation={dict(spec)} needs a 'kind', one of {sorted(_KINDS)}")
-    if kind not in _KINDS:
-        raise UnknownNameError("aggregation", kind, _KINDS)
-    try:
-        return _KINDS[kind](**options)
-    except TypeError as exc:
-        raise ConfigError(f"aggregation {kind!r} cannot be made from {options}: {exc}") from exc
+    if isinstance(spec, Aggregation):
+        return spec
+    return AGGREGATIONS.make_from(spec)  # type: ignore[no-any-return]

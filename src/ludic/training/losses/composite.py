@@ -39,6 +39,10 @@ class CompositeLoss:
         self.preprocess = chain(*(preprocess_of(loss) for _, loss in terms))
 
     @property
+    def parts(self) -> tuple[Loss, ...]:
+        return tuple(loss for _, loss in self.terms)
+
+    @property
     def needs_logits(self) -> bool:
         return any(loss.needs_logits for _, loss in self.terms)
 

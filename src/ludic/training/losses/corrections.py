@@ -6,8 +6,8 @@ takes it against proximal, and multiplies every token's term by a factor made of
 
     r = exp(logp_proximal − logp_behaviour)
 
-per token, or per turn or rollout as a product or a geometric mean. What is masked counts in the
-normalisers all the same. Where no proximal log-probs were recorded the current ones stand for
+per token, or per turn or rollout as a product or a geometric mean. What is masked still counts
+in the normalisers. Where no proximal log-probs were recorded the current ones stand for
 them, which is exact for the first step on a batch.
 """
 
@@ -129,6 +129,10 @@ class CorrectedLoss:
             )
         self.loss, self.corrections = loss, corrections
         self.preprocess = preprocess_of(loss)
+
+    @property
+    def parts(self) -> tuple[Loss, ...]:
+        return (self.loss,)
 
     @property
     def needs_logits(self) -> bool:

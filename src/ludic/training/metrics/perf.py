@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from ludic.saw.items import SAWBatch
-from ludic.sharding.model_parts import base_causal_lm, head_of
+from ludic.sharding.model_parts import base_causal_lm, config_facts, head_of
 from ludic.sharding.world import World
-from ludic.training.update.policy import config_facts
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "L40S": 362e12}
 """Dense bfloat16 operations per second, from the makers' data sheets."""
@@ -39,7 +38,7 @@ class ModelFlops:
 
     A token costs 6 operations per backbone parameter, an action token 6 per parameter of the
     head, and attention 6 · layers · width · length² per sequence (causal: half of the square).
-    Frozen weights (LoRA) need no gradient of their own and cost 4 instead of 6.
+    Frozen weights (LoRA) get no gradient and cost 4 instead of 6.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -107,7 +107,9 @@ class MasterAdamW:
         for name, master in self.masters.items():
             if master is not self.parameters[name]:
                 if f"{name}/master" not in state:
-                    raise CheckpointError(f"the optimizer's state lacks the master of {name!r}")
+                    raise CheckpointError(
+                        f"the optimizer's state has no master weights for {name!r}"
+                    )
                 master.copy_(state[f"{name}/master"])
             if f"{name}/step" not in state:
                 continue

@@ -109,7 +109,7 @@ def lay_out(batch: SAWBatch, *, max_seq_len: int | None = None) -> Layout:
     items = make_batch(batch.items).items
     if not items:
         raise BatchError(
-            "a batch without samples: nothing to train on (dropped by filters: "
+            "the batch has no samples to train on (dropped by filters: "
             f"{batch.meta.get('dropped', {})}); loosen the filters or sample more"
         )
     _check_logprobs(items)
@@ -168,7 +168,9 @@ def _check_item(
     if actions[np.flatnonzero(keep)[0]]:
         raise BatchError(f"{name}: its first token is an action, which nothing predicts")
     if not item.temperature > 0:
-        raise BatchError(f"{name}: temperature {item.temperature} is no distribution to train on")
+        raise BatchError(
+            f"{name}: temperature {item.temperature} is not a distribution to train on"
+        )
 
 
 def _check_logprobs(items: Sequence[SAWItem]) -> None:
@@ -187,8 +189,8 @@ def _check_logprobs(items: Sequence[SAWItem]) -> None:
             if not np.isfinite(values).all():
                 at = int(np.argmin(np.isfinite(values)))
                 raise BatchError(
-                    f"{describe(item, index)}: {name} of action token {at} is {values[at]}, and "
-                    "nothing can be learnt from it; look at what reported it, or drop the sample"
+                    f"{describe(item, index)}: {name} of action token {at} is {values[at]}, which "
+                    "cannot be trained on: look at what reported it, or drop the sample"
                 )
 
 
@@ -203,7 +205,7 @@ def plan_micro_batches(
 ) -> list[list[tuple[int, ...]]]:
     """Which items share a micro-batch: for each rank, an equally long list of micro-batches.
 
-    Items of one turn or rollout stay together where `scope` asks, with a micro-batch of their own
+    Items of one turn or rollout stay together where `scope` asks, in a separate micro-batch
     above the budget where they do not fit it: how calls fork is known only mid-run. The most
     expensive go first, each to the cheapest micro-batch that has room; the k-th micro-batches of
     the ranks, which run at the same time, are neighbours in cost. A rank without work gets an
@@ -231,7 +233,7 @@ def plan_micro_batches(
                 *(name, len(members), size, scope, micro_token_budget),
             )
         if size > micro_token_budget or not packs:
-            sizes[c] = micro_token_budget  # a micro-batch of its own
+            sizes[c] = micro_token_budget  # a separate micro-batch
     costs = [sum(cost(layout.packed[i].input_ids.size) for i in c) for c in clusters]
     order = sorted(range(len(clusters)), key=lambda c: (-costs[c], clusters[c]))
     total = -(-sum(sizes) // micro_token_budget)

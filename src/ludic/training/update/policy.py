@@ -22,13 +22,14 @@ from ludic.saw.items import SAWItem
 from ludic.sharding.model_parts import (
     backbone_of,
     base_causal_lm,
+    config_facts,
     decoder_layers,
     head_of,
     vocabulary_size,
 )
+from ludic.training.config import AttentionKind
 from ludic.training.types import TokenLogProbs
 from ludic.training.update.attention import (
-    AttentionKind,
     CannotPack,
     enable_packed_attention,
     packed_arguments,
@@ -229,15 +230,6 @@ def forget_longer_rows(model: nn.Module) -> None:
         if getattr(rotary, "rope_type", None) == "dynamic":
             rotary.max_seq_len_cached = rotary.original_max_seq_len
             rotary.inv_freq = rotary.original_inv_freq.to(rotary.inv_freq.device)
-
-
-def config_facts(causal: nn.Module) -> dict[str, Any]:
-    """The configuration of a model, or of the language model in it, by name; empty without one.
-
-    As a dict: some attributes of a configuration whose layers differ raise when they are read.
-    """
-    config: Any = getattr(causal, "config", None)
-    return config.get_text_config().to_dict() if config is not None else {}
 
 
 def _windows(facts: Mapping[str, Any]) -> list[int]:

@@ -32,5 +32,5 @@ class AdapterFolders(OwnedFolder):
         return folder
 
     def remove(self, folder: Path) -> None:
-        """Removes one; one that is gone is no error."""
+        """Removes one; one that is gone is not an error."""
         shutil.rmtree(folder, ignore_errors=True)

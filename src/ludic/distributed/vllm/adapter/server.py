@@ -81,7 +81,7 @@ class AdapterServer(ServerUpdate):
         assert facts is not None
         if not facts.loads_adapters:
             raise ConfigError(
-                f"{url} (vLLM {facts.vllm_version}) takes no adapters while it serves: {start}, "
+                f"{url} (vLLM {facts.vllm_version}) cannot load adapters while it runs: {start}, "
                 "which sets --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or publish merged"
             )
         limits = await self._limits()

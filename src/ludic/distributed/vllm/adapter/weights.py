@@ -66,7 +66,8 @@ def ranks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     for name, a in tensors.items():
         if not name.endswith(SUFFIXES):
             raise ConfigError(
-                f"{name} is no tensor of an adapter: publish ModelWeights(model) of a PEFT model, "
+                f"{name} is not a tensor of an adapter: publish ModelWeights(model) of a PEFT "
+                "model, "
                 "or dict(AdapterWeights(model)); whole weights go through BroadcastPolicyPublisher"
             )
         if name.endswith(SUFFIXES[1]):
@@ -78,7 +79,9 @@ def ranks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
             raise ConfigError(f"{module}: A is {tuple(a.shape)} and B is {has}: no adapter")
         found[module] = int(a.shape[0])
     if len(found) * 2 != len(tensors) or not found:
-        raise ConfigError(f"{len(tensors)} tensors, but {len(found)} pairs of A and B: no adapter")
+        raise ConfigError(
+            f"{len(tensors)} tensors, but {len(found)} pairs of A and B: not an adapter"
+        )
     return found
 
 
@@ -175,4 +178,4 @@ def _check_layers(model: nn.Module, layers: Mapping[str, Any], adapter: str) -> 
     own = (f".lora_A.{adapter}.", f".lora_B.{adapter}.")
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not any(part in name for part in own):
-            raise _refusal(f"{plain_name(name)} is trained, but is no part of the adapter")
+            raise _refusal(f"{plain_name(name)} is trained, but is not part of the adapter")

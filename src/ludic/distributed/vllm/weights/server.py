@@ -30,7 +30,7 @@ class WeightsServer(ServerUpdate):
             raise ConfigError(
                 f"{self.replica.url} (vLLM {facts.vllm_version}) has no routes for weight "
                 "updates: start it with `python -m ludic.inference.vllm.server`, which "
-                "sets VLLM_SERVER_DEV_MODE=1; vLLM before 0.26 has none at all"
+                "sets VLLM_SERVER_DEV_MODE=1; vLLM before 0.26 does not have them"
             )
         world = await self.ask("/get_world_size", seconds=self.patience_s, method="GET")
         self.workers = int(world["world_size"])
@@ -157,7 +157,7 @@ class WeightsServer(ServerUpdate):
 def _check(url: str, receipts: list[Any], expected: Mapping[str, list[Any]]) -> None:
     """Raises unless there are receipts, and all say what is expected."""
     if not receipts:
-        raise PublishError(f"{url} answered without a receipt")
+        raise PublishError(f"{url} did not answer with a receipt")
     for rank, receipt in enumerate(receipts):
         if not isinstance(receipt, Mapping) or "tensors" not in receipt:
             why = receipt.get("error") if isinstance(receipt, Mapping) else receipt

@@ -1,0 +1,15 @@
+from ludic.distributed.interfaces import LazyWeights as LazyWeights
+from ludic.distributed.interfaces import PolicyPublisher as PolicyPublisher
+from ludic.distributed.interfaces import PublishReport as PublishReport
+from ludic.distributed.interfaces import Weights as Weights
+from ludic.distributed.local import LocalPolicyPublisher as LocalPolicyPublisher
+from ludic.distributed.local import Rank0OnlyPublisher as Rank0OnlyPublisher
+from ludic.distributed.publisher import AdapterPolicyPublisher as AdapterPolicyPublisher
+from ludic.distributed.publisher import BroadcastPolicyPublisher as BroadcastPolicyPublisher
+from ludic.distributed.vllm.adapter.weights import AdapterWeights as AdapterWeights
+from ludic.sharding.fsdp import init_mesh as init_mesh
+from ludic.sharding.fsdp import load_sharded as load_sharded
+from ludic.sharding.fsdp import meta_parameters as meta_parameters
+from ludic.sharding.fsdp import shard_policy as shard_policy
+from ludic.sharding.weights import ModelWeights as ModelWeights
+from ludic.sharding.world import World as World
