@@ -32,7 +32,7 @@ def test_a_run_leaves_a_folder_that_says_what_was_run_and_how_it_went(trained: P
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert [line["train/step"] for line in lines] == [1, 2, 3, 4]
     assert (trained / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert len(list(read_rollouts(trained / "rollouts" / "train.jsonl.gz"))) == 4 * 8
+    assert len(list(read_rollouts(trained / "rollouts" / "train.jsonl.zst"))) == 4 * 8
     assert (trained / "checkpoints" / "rl" / "latest").read_text() == "step-00000004"
 
 

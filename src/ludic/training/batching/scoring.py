@@ -25,6 +25,7 @@ from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
 from ludic.training.algorithm import HasAlgorithm, RLAlgorithm
 from ludic.training.types import BatchSource, Stateful
+from ludic.types import KeepsRecord
 
 if TYPE_CHECKING:
     from torch import nn
@@ -257,6 +258,11 @@ class ScoredBatchSource:
         for scorer in self.scorers:
             batch = await scorer.score(batch)
         return batch
+
+    async def flush_record(self) -> None:
+        """Flushes the record of the wrapped source."""
+        if isinstance(self.source, KeepsRecord):
+            await self.source.flush_record()
 
     def state_dict(self) -> Mapping[str, Any]:
         """The state of the wrapped source."""
