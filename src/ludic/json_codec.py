@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, overload
 import msgspec
 
 from ludic.errors import SerializationError
-from ludic.json_shapes import MAX_DEPTH, shape_of
+from ludic.json_shapes import MAX_DEPTH, MAX_INT_BITS, shape_of
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _encode = msgspec.json.Encoder().encode  # safe in several threads
-
-MAX_INT_BITS = 14_000
-"""Python reads back integers of up to 4300 digits."""
 
 
 class _FreeObject:

@@ -21,7 +21,9 @@ Check = Callable[[Any], bool]
 
 MAX_DEPTH = 100
 """How deeply free-form values may be nested; deeper ones are taken for a cycle."""
-_PLAIN = frozenset({str, int, bool, type(None)})
+MAX_INT_BITS = 14_000
+"""Python reads back integers of up to 4300 digits."""
+_PLAIN = frozenset({str, bool, type(None)})
 _NESTED = frozenset({dict, list})
 _TEXT = frozenset({str})
 
@@ -182,7 +184,10 @@ def _is_free(value: dict[Any, Any] | list[Any], depth: int) -> bool:
         kind = type(item)
         if kind in _PLAIN:
             continue
-        if kind is float:
+        if kind is int:
+            if item.bit_length() > MAX_INT_BITS:
+                return False
+        elif kind is float:
             if not isfinite(item):
                 return False
         elif kind not in _NESTED or not _is_free(item, depth + 1):
