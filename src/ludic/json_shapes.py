@@ -129,9 +129,9 @@ _MAX_KNOWN = 256
 def _all_fields(cls: type) -> Check:
     """The check of a dataclass."""
     hints = get_type_hints(cls, include_extras=True)
-    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    names = [field.name for field in fields(cls)]
     shapes = [_shape(hints[name]) for name in names]
-    read = attrgetter(*names) if len(names) > 1 else lambda value: (getattr(value, names[0]),)
+    read = attrgetter(*names) if len(names) > 1 else lambda v: tuple(getattr(v, n) for n in names)
     known: dict[tuple[type, ...], _Left | None] = {}
 
     def check(value: Any) -> bool:

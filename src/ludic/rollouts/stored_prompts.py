@@ -75,7 +75,7 @@ def _with_prompts(rollout: Rollout, prompts: Iterable[tuple[int, ...]]) -> Rollo
 
 
 @cache
-def _names(cls: type[T]) -> list[str]:
+def _names(cls: Any) -> list[str]:
     return [field.name for field in fields(cls)]
 
 

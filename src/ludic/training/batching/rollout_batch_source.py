@@ -9,10 +9,10 @@ from typing import Any
 
 from ludic.errors import CheckpointError, ConfigError, RolloutError
 from ludic.rollouts.curricula import Curriculum
-from ludic.rollouts.engine import RolloutEngine, RolloutWriterLike
+from ludic.rollouts.engine import RolloutEngine
 from ludic.rollouts.progress import Budget, ProgressCallback
 from ludic.rollouts.requests import RolloutRequest
-from ludic.rollouts.storage import BufferedWriter
+from ludic.rollouts.storage import BufferedWriter, RolloutWriterLike
 from ludic.rollouts.strategies import IdentityStrategy, RequestStrategy
 from ludic.saw.assembly import batch_from_rollouts
 from ludic.saw.filters import SampleFilter
