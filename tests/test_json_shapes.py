@@ -227,8 +227,11 @@ def outcome(write: Callable[..., bytes], *args: Any) -> bytes | str:
 
 def contradicts_itself(rollout: Rollout) -> bool:
     try:
-        for part in (*(s.trace for s in rollout.agent_steps if s.trace), *rollout.env_steps):
-            part.__post_init__()
+        for step in rollout.agent_steps:
+            if step.trace:
+                step.trace.__post_init__()
+        for heard in rollout.env_steps:
+            heard.__post_init__()
         rollout.__post_init__()
     except DataError:
         return True

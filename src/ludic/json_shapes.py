@@ -130,8 +130,10 @@ def _all_fields(cls: type) -> Check:
     """The check of a dataclass."""
     hints = get_type_hints(cls, include_extras=True)
     names = [field.name for field in fields(cls)]
+    if len(names) < 2:
+        raise LookupError(cls)  # of one name, attrgetter returns no tuple
     shapes = [_shape(hints[name]) for name in names]
-    read = attrgetter(*names) if len(names) > 1 else lambda v: tuple(getattr(v, n) for n in names)
+    read: Callable[[Any], tuple[Any, ...]] = attrgetter(*names)
     known: dict[tuple[type, ...], _Left | None] = {}
 
     def check(value: Any) -> bool:

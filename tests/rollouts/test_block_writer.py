@@ -293,8 +293,8 @@ def test_threads_may_write_at_the_same_time(tmp_path: Path) -> None:
             thread.join()
     numbers = [int(name[1:]) for name in ids(path)]
     assert sorted(numbers) == list(range(4 * each))
-    for thread in range(4):
-        own = [n for n in numbers if n // each == thread]
+    for number in range(4):
+        own = [n for n in numbers if n // each == number]
         assert own == sorted(own)
 
 

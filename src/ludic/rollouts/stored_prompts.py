@@ -82,7 +82,8 @@ def _names(cls: Any) -> list[str]:
 def _changed(value: T, **changes: Any) -> T:
     """What `dataclasses.replace` returns, without repeating the checks that `value` has passed: a
     tuple with other tokens in a prompt's place passes them, too."""
-    new = object.__new__(type(value))
-    for name in _names(type(value)):
+    kind: Any = type(value)
+    new: T = object.__new__(kind)
+    for name in _names(kind):
         object.__setattr__(new, name, changes[name] if name in changes else getattr(value, name))
     return new
