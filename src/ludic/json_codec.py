@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, overload
 
-import msgspec
-
 from ludic.errors import SerializationError
 from ludic.json_shapes import MAX_DEPTH, MAX_INT_BITS, shape_of
 
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
 T = TypeVar("T")
-
-_encode = msgspec.json.Encoder().encode  # safe in several threads
 
 
 class _FreeObject:
@@ -67,6 +63,15 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(stored, config=config)
 
 
+@cache
+def encoder() -> Callable[[Any], bytes]:
+    """Returns the function that writes JSON fast and checks nothing; several threads may call it
+    at once."""
+    import msgspec
+
+    return msgspec.json.Encoder().encode
+
+
 def to_json(value: Any, cls: Any = None) -> bytes:
     """One line of UTF-8 JSON, with `from_json(type(value), to_json(value)) == value`.
 
@@ -76,7 +81,7 @@ def to_json(value: Any, cls: Any = None) -> bytes:
     cls = type(value) if cls is None else cls
     try:
         if (shape := shape_of(cls)) is not None and shape.holds(value):
-            return _encode(value)
+            return encoder()(value)
     except (TypeError, ValueError, OverflowError):  # numbers or text that JSON cannot hold
         pass
     return _checked_json(value, cls)

@@ -173,7 +173,7 @@ def test_a_run_of_an_earlier_version_goes_on_in_its_own_file(
     steps = Counter(rollout.id.partition("/")[0] for rollout in rollouts)
     assert steps == {f"step-{n}": 8 for n in range(5)}
     first = list(read_rollouts(trained / "rollouts" / "train.jsonl.zst"))
-    assert {r.id: r for r in first}.items() <= {r.id: r for r in rollouts}.items()
+    assert rollouts[: 3 * 8] == first[: 3 * 8]  # these steps were kept, the fourth was repeated
     assert ludic("replay", old, "--limit", 2).code == 0
 
 

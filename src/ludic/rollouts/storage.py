@@ -17,9 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import msgspec
-
 from ludic.errors import ConfigError, SchemaVersionError, SerializationError
+from ludic.json_codec import encoder
 from ludic.rollouts.block_writer import BlockWriter
 from ludic.rollouts.lines import CutFileWarning, mend_last_line, parse_line, read_lines
 from ludic.rollouts.stored_prompts import StoredRollout, with_repeats, without_repeats
@@ -28,7 +27,6 @@ from ludic.types import AgentStep, Message, Rollout, from_json, to_json
 SCHEMA = 2
 """The version of the row's layout; a file of a newer one is refused. In the first, prompts were
 stored whole."""
-_encode = msgspec.json.Encoder().encode
 
 
 class RolloutWriterLike(Protocol):
@@ -166,7 +164,7 @@ def rollout_line(rollout: Rollout) -> bytes:
     """One line of a file, with its end."""
     row = rollout_row(rollout)
     try:
-        return _encode(row) + b"\n"
+        return encoder()(row) + b"\n"
     except (TypeError, ValueError):  # a subclass of str, for one
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 
