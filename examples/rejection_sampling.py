@@ -2,7 +2,7 @@
 
     python examples/rejection_sampling.py --model runs/tic_tac_toe/sft --games 500
     python examples/tic_tac_toe/sft_tic_tac_toe.py --model runs/tic_tac_toe/sft \\
-        --data runs/tic_tac_toe/won.jsonl.gz --output runs/tic_tac_toe/imitation
+        --data runs/tic_tac_toe/won.jsonl.zst --output runs/tic_tac_toe/imitation
 
 The file holds whole rollouts, token by token, and `datasets` reads its plain columns.
 `ludic generate RUN --keep success` does the same for any run.
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--games", type=int, default=500)
     parser.add_argument("--above", type=float, default=0.0, help="keep returns above this")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("runs/tic_tac_toe/won.jsonl.gz"))
+    parser.add_argument("--output", type=Path, default=Path("runs/tic_tac_toe/won.jsonl.zst"))
     asyncio.run(sample(parser.parse_args()))
 
 

@@ -2,8 +2,9 @@
 
 pydantic reads and writes by the annotations, strictly in both directions: what is written reads
 back as an equal value, and whatever would come back changed (a tuple where JSON has only lists, a
-NumPy integer, a key that is not a string, half of a surrogate pair) is refused, with its place.
-Floats keep every bit, NaN and the infinities included.
+NumPy integer, a key that is not a string, half of a surrogate pair) is refused, with its place. Floats
+keep every bit, NaN and the infinities included. Ordinary values, which are nearly all, are written
+by msgspec: the same text in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -13,16 +14,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, overload
 
 from ludic.errors import SerializationError
+from ludic.json_shapes import MAX_DEPTH, MAX_INT_BITS, shape_of
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError
 
 T = TypeVar("T")
-
-MAX_DEPTH = 100
-"""How deeply free-form values may be nested; deeper ones are taken for a cycle."""
-MAX_INT_BITS = 14_000
-"""Python reads back integers of up to 4300 digits."""
 
 
 class _FreeObject:
@@ -66,16 +63,35 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
     return TypeAdapter(stored, config=config)
 
 
+@cache
+def encoder() -> Callable[[Any], bytes]:
+    """Returns the function that writes JSON fast and checks nothing; several threads may call it
+    at once."""
+    import msgspec
+
+    return msgspec.json.Encoder().encode
+
+
 def to_json(value: Any, cls: Any = None) -> bytes:
     """One line of UTF-8 JSON, with `from_json(type(value), to_json(value)) == value`.
 
     `cls` says as what to write a value whose own type does not tell (a `Message` is a dict).
     Raises `SerializationError` for what JSON cannot hold without loss.
     """
+    cls = type(value) if cls is None else cls
+    try:
+        if (shape := shape_of(cls)) is not None and shape.holds(value):
+            return encoder()(value)
+    except (TypeError, ValueError, OverflowError):  # numbers or text that JSON cannot hold
+        pass
+    return _checked_json(value, cls)
+
+
+def _checked_json(value: Any, cls: Any) -> bytes:
+    """Writes out-of-the-ordinary values (NaN, a subclass of str), and says what is wrong."""
     from pydantic import ValidationError
     from pydantic_core import PydanticSerializationError
 
-    cls = type(value) if cls is None else cls
     adapter = _adapter(cls)
     try:
         return adapter.dump_json(adapter.validate_python(value))

@@ -28,6 +28,7 @@ __all__ = [
     "ForkReason",
     "FunctionCall",
     "Info",
+    "KeepsRecord",
     "Message",
     "Obs",
     "ProtocolSpec",

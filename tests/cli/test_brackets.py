@@ -49,7 +49,7 @@ def test_brackets_of_an_environment_are_shown_by_every_command(
         (tmp_path / "letters.py").read_text().replace("[red]", "[/green]")
     )
     del sys.modules["letters"]
-    done = ludic("replay", "run/rollouts/train.jsonl.gz", "--limit", 1)
+    done = ludic("replay", "run/rollouts/train.jsonl.zst", "--limit", 1)
     assert done.code == 1, done.err
     assert "[red]" in done.out
     assert "[/green]" in done.out

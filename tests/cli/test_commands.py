@@ -100,7 +100,7 @@ def test_generate_plays_at_least_one_episode(
     done = ludic("generate", letters, f"--episodes={episodes}")
     assert done.code == 2
     assert f"--episodes {episodes}: must be at least 1" in done.err
-    assert not (tmp_path / "rollouts.jsonl.gz").exists()
+    assert not (tmp_path / "rollouts.jsonl.zst").exists()
 
 
 def test_generated_data_can_be_trained_on(
@@ -117,15 +117,15 @@ def test_generated_data_can_be_trained_on(
 
 def test_replay_runs_recorded_episodes_again(ludic: Ludic, trained: Path, tmp_path: Path) -> None:
     shutil.copy(trained.parent / "letters.py", tmp_path)
-    log = trained / "rollouts" / "train.jsonl.gz"
+    log = trained / "rollouts" / "train.jsonl.zst"
     done = ludic("replay", log, "--limit", 5)
     assert done.code == 0, done.out + done.err
     assert "5 of 5 episodes are the same again" in done.out
 
 
 def test_replay_with_the_model_compares_token_by_token(ludic: Ludic, trained: Path) -> None:
-    ludic("generate", trained, "--episodes", 4, "--output", "some.jsonl.gz")
-    done = ludic("replay", "some.jsonl.gz", "--model", trained)
+    ludic("generate", trained, "--episodes", 4, "--output", "some.jsonl.zst")
+    done = ludic("replay", "some.jsonl.zst", "--model", trained)
     assert done.code == 0, done.out + done.err
     assert "4 of 4 episodes are the same again" in done.out
     assert " tokens compared" in done.out

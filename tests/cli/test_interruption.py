@@ -49,7 +49,7 @@ def result(folder: Path) -> dict[str, Any]:
     summary = json.loads((folder / "summary.json").read_text())
     del summary["seconds"]
     newest = folder / "checkpoints" / "rl" / "step-00000004" / "model" / "model.safetensors"
-    rollouts = list(read_rollouts(folder / "rollouts" / "train.jsonl.gz", on_cut="error"))
+    rollouts = list(read_rollouts(folder / "rollouts" / "train.jsonl.zst", on_cut="error"))
     steps = (folder / "metrics.jsonl").read_text().splitlines()
     return {
         "summary": summary,
@@ -110,7 +110,7 @@ def test_a_kill_within_a_step_is_made_up_for(tmp_path: Path, trained: Path) -> N
         line_with(process, "step      2  reward")
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=30)
-    log = where / "run" / "rollouts" / "train.jsonl.gz"
+    log = where / "run" / "rollouts" / "train.jsonl.zst"
     whole = log.read_bytes()
     log.write_bytes(whole + whole[:100])  # as a kill in the middle of a write leaves it
     finish(where)

@@ -116,7 +116,7 @@ def test_what_is_left_of_a_group_is_trained_on_where_the_run_says_so(
     assert done.code == 0, done.err
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
     assert len(lines) == 4
-    log = read_rollouts(tmp_path / "run/rollouts/train.jsonl.gz")
+    log = read_rollouts(tmp_path / "run/rollouts/train.jsonl.zst")
     assert any("ZeroDivisionError" in (rollout.error or "") for rollout in log)
 
 
@@ -174,9 +174,9 @@ def test_a_resumed_dry_run_prints_the_run_and_changes_nothing(
 def test_a_cold_start_from_data_is_resumed_from_another_working_directory(
     ludic: Ludic, trained: Path, letters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copy(trained / "sft.jsonl.gz", tmp_path / "lessons.jsonl.gz")
+    shutil.copy(trained / "sft.jsonl.zst", tmp_path / "lessons.jsonl.zst")
     text = letters.read_text()
-    letters.write_text(text.replace('teacher = "letters:teacher"', 'data = "lessons.jsonl.gz"'))
+    letters.write_text(text.replace('teacher = "letters:teacher"', 'data = "lessons.jsonl.zst"'))
     assert ludic("sft", letters, "sft.steps=1", "--out", "run").code == 0
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")

@@ -41,7 +41,7 @@ def test_a_policy_trains_against_itself_and_its_past_and_resumes_to_the_same_wei
     done = ludic("train", "tic-tac-toe-self-play", *TINY, "--out", "whole")
     assert done.code == 0, done.err
     folder = tmp_path / "whole"
-    rollouts = list(read_rollouts(folder / "rollouts" / "train.jsonl.gz"))
+    rollouts = list(read_rollouts(folder / "rollouts" / "train.jsonl.zst"))
     met = [r.meta.get("opponent") for r in rollouts]
     assert {None, "step-0", "step-2"} <= set(met)
     by_episode: dict[str, list[str]] = {}
@@ -70,7 +70,7 @@ def test_a_policy_trains_against_itself_and_its_past_and_resumes_to_the_same_wei
     assert weights(tmp_path / "part") == weights(tmp_path / "straight")
     assert weights(tmp_path / "part") != weights(folder)
 
-    replayed = ludic("replay", folder / "rollouts" / "train.jsonl.gz")
+    replayed = ludic("replay", folder / "rollouts" / "train.jsonl.zst")
     assert "played with other models" in replayed.out
     assert replayed.code == 0, replayed.out
 

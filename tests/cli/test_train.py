@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from ludic.rollouts import read_rollouts
+from ludic.rollouts.storage import rollout_row
+from ludic.types import to_json
 from tests.cli.conftest import Ludic
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -32,7 +36,7 @@ def test_a_run_leaves_a_folder_that_says_what_was_run_and_how_it_went(trained: P
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert [line["train/step"] for line in lines] == [1, 2, 3, 4]
     assert (trained / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert len(list(read_rollouts(trained / "rollouts" / "train.jsonl.gz"))) == 4 * 8
+    assert len(list(read_rollouts(trained / "rollouts" / "train.jsonl.zst"))) == 4 * 8
     assert (trained / "checkpoints" / "rl" / "latest").read_text() == "step-00000004"
 
 
@@ -149,6 +153,36 @@ def test_a_finished_run_can_go_on_for_more_steps_and_is_measured_again(
     assert (folder / "checkpoints" / "rl" / "latest").read_text() == "step-00000008"
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 8
     assert (folder / "eval" / "after_rl.json").read_text() != before
+
+
+def test_a_run_of_an_earlier_version_goes_on_in_its_own_file(
+    ludic: Ludic, trained: Path, tmp_path: Path
+) -> None:
+    """Its log is compressed with gzip, a member for every rollout."""
+    folder = tmp_path / "copy"
+    shutil.copytree(trained, folder)
+    log, old = (folder / "rollouts" / f"train.jsonl.{end}" for end in ("zst", "gz"))
+    old.write_bytes(b"".join(gzip.compress(line) for line in _lines_of_schema_1_and_2(log)))
+    log.unlink()
+    (folder / "checkpoints/rl/latest").write_text("step-00000003")
+    shutil.rmtree(folder / "checkpoints/rl/step-00000004")
+    done = ludic("train", "--resume", folder, "training.steps=5")
+    assert done.code == 0, done.err
+    assert not log.exists()
+    rollouts = list(read_rollouts(old, on_cut="error"))
+    steps = Counter(rollout.id.partition("/")[0] for rollout in rollouts)
+    assert steps == {f"step-{n}": 8 for n in range(5)}
+    first = list(read_rollouts(trained / "rollouts" / "train.jsonl.zst"))
+    assert rollouts[: 3 * 8] == first[: 3 * 8]  # these steps were kept, the fourth was repeated
+    assert ludic("replay", old, "--limit", 2).code == 0
+
+
+def _lines_of_schema_1_and_2(log: Path) -> list[bytes]:
+    rollouts = list(read_rollouts(log))
+    rows = [rollout_row(rollout) for rollout in rollouts]
+    for row, rollout in zip(rows[::2], rollouts[::2], strict=True):
+        row |= {"schema": 1, "rollout": to_json(rollout).decode()}
+    return [json.dumps(row).encode() + b"\n" for row in rows]
 
 
 def test_more_steps_under_a_schedule_are_said_to_move_the_learning_rate(

@@ -59,6 +59,6 @@ def test_data_cold_start_grpo_and_evaluation_follow_each_other(tmp_path: Path) -
 
     told = run(tmp_path, "rejection_sampling.py", "--games", "6", "--above", "-10")
     assert "kept 6 of 6 games" in told
-    kept = ["--model", "runs/tic_tac_toe/sft", "--data", "runs/tic_tac_toe/won.jsonl.gz"]
+    kept = ["--model", "runs/tic_tac_toe/sft", "--data", "runs/tic_tac_toe/won.jsonl.zst"]
     run(tmp_path, "tic_tac_toe/sft_tic_tac_toe.py", *kept, "--steps", "1", "--output", "again")
     assert (tmp_path / "again" / "model.safetensors").is_file()

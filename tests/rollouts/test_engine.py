@@ -338,12 +338,13 @@ async def test_progress_counts_episodes_tokens_and_causes() -> None:
 
 
 async def test_every_rollout_is_written_as_it_finishes(tmp_path: Path) -> None:
-    path = tmp_path / "rollouts.jsonl.gz"
+    path = tmp_path / "rollouts.jsonl.zst"
     found: list[Rollout] = []
     with RolloutWriter(path) as writer:
         stream = engine(writer=writer).stream_rollouts([request(num_episodes=4)], 3, 2)
         async for rollout in stream:
             found.append(rollout)
+            await writer.flush_async()
             assert rollout in list(read_rollouts(path))
     assert sorted(r.id for r in read_rollouts(path)) == sorted(r.id for r in found)
 

@@ -23,7 +23,7 @@ with RolloutWriter(sys.argv[1]) as writer:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
 @pytest.mark.filterwarnings("ignore::ludic.rollouts.CutFileWarning")
 def test_a_killed_run_leaves_a_file_that_can_be_read_and_continued(
     tmp_path: Path, suffix: str

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ludic.errors import ConfigError, LudicError, SchemaVersionError, SerializationError
 from ludic.rollouts import CutFileWarning, RolloutWriter, read_rollouts
+from ludic.rollouts.lines import as_stored
 from ludic.rollouts.storage import dialogue, rollout_from_row, rollout_row
 from ludic.types import (
     AgentStep,
@@ -29,7 +30,7 @@ from tests.rollouts.worlds import engine, request
 from tests.saw.drawing import damaged
 from tests.saw.drawing import rollouts as drawn_rollouts
 
-SUFFIXES = [".jsonl", ".jsonl.gz"]
+SUFFIXES = [".jsonl", ".jsonl.gz", ".jsonl.zst"]
 
 
 async def some_rollouts() -> list[Rollout]:
@@ -79,6 +80,7 @@ async def test_a_file_cut_anywhere_is_read_up_to_the_cut(tmp_path: Path, suffix:
     with RolloutWriter(path) as writer:
         for rollout in rollouts:
             writer.write(rollout)
+            writer.flush()
             sizes.append(path.stat().st_size)
     data = path.read_bytes()
     for cut in [
@@ -115,7 +117,8 @@ async def test_appending_cuts_off_what_a_killed_run_left_unfinished(
 ) -> None:
     rollouts = await some_rollouts()
     path = tmp_path / f"r{suffix}"
-    write(path, rollouts[:2])
+    write(path, rollouts[:1])
+    write(path, rollouts[1:2], append=True)
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.warns(CutFileWarning, match="cut off"):
         write(path, rollouts[2:], append=True)
@@ -129,7 +132,7 @@ async def test_appending_keeps_a_last_line_that_lacks_only_its_end(
     rollouts = await some_rollouts()
     path = tmp_path / f"r{suffix}"
     lines = "\n".join(json.dumps(rollout_row(rollout)) for rollout in rollouts[:2]).encode()
-    path.write_bytes(gzip.compress(lines) if suffix == ".jsonl.gz" else lines)
+    path.write_bytes(as_stored(path, lines))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         write(path, rollouts[2:], append=True)
@@ -250,7 +253,7 @@ def test_a_damaged_line_is_read_or_refused_and_nothing_else(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / f"damaged{suffix}"
     text = line + b"\n" * ended
-    path.write_bytes(gzip.compress(text) if suffix == ".jsonl.gz" else text)
+    path.write_bytes(as_stored(path, text))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CutFileWarning)
         with suppress(LudicError):
@@ -258,11 +261,18 @@ def test_a_damaged_line_is_read_or_refused_and_nothing_else(
 
 
 @settings(max_examples=100)
-@given(st.lists(drawn_rollouts(), min_size=1, max_size=3), st.data())
+@given(
+    st.lists(drawn_rollouts(), min_size=1, max_size=3),
+    st.sampled_from((".jsonl.gz", ".jsonl.zst")),
+    st.data(),
+)
 def test_a_damaged_compressed_file_is_read_or_refused_and_nothing_else(
-    tmp_path_factory: pytest.TempPathFactory, rollouts: list[Rollout], data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    rollouts: list[Rollout],
+    suffix: str,
+    data: st.DataObject,
 ) -> None:
-    path = tmp_path_factory.getbasetemp() / "damaged-bytes.jsonl.gz"
+    path = tmp_path_factory.getbasetemp() / f"damaged-bytes{suffix}"
     path.unlink(missing_ok=True)
     write(path, rollouts)
     whole = path.read_bytes()
@@ -276,9 +286,10 @@ def test_a_damaged_compressed_file_is_read_or_refused_and_nothing_else(
             write(path, rollouts[:1], append=True)
 
 
-def test_damage_in_the_middle_of_a_compressed_file_is_an_error(tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl.gz"
-    path.write_bytes(b"this is no gzip data at all")
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
+def test_damage_in_the_middle_of_a_compressed_file_is_an_error(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"r{suffix}"
+    path.write_bytes(b"this is no compressed data at all")
     with pytest.raises(SerializationError, match="damaged"):
         list(read_rollouts(path))
 

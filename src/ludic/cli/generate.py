@@ -14,7 +14,7 @@ from ludic.cli.arguments import Overrides, Run
 def generate(
     run: Run,
     overrides: Overrides = None,
-    output: Annotated[Path, typer.Option(help="The file to write.")] = Path("rollouts.jsonl.gz"),
+    output: Annotated[Path, typer.Option(help="The file to write.")] = Path("rollouts.jsonl.zst"),
     episodes: Annotated[int, typer.Option(help="How many episodes to play.")] = 256,
     keep: Annotated[
         list[str] | None,

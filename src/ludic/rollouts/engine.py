@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from ludic.errors import ConfigError
 from ludic.interaction.base import Runtime
@@ -15,6 +15,7 @@ from ludic.rollouts.episode_runner import EnvFactory, EpisodeRunner, ProtocolFac
 from ludic.rollouts.planning import PlannedEpisode, place_in_plan, plan_episodes
 from ludic.rollouts.progress import Budget, BudgetGate, FailureMonitor, Progress, ProgressCallback
 from ludic.rollouts.requests import RolloutRequest
+from ludic.rollouts.storage import RolloutWriterLike, write_rollouts
 from ludic.saw.assembly import Algorithm, batch_from_rollouts
 from ludic.saw.filters import SampleFilter
 from ludic.saw.grouping import LostMember
@@ -25,12 +26,6 @@ LostMemberPolicy: TypeAlias = Literal["drop_group", "keep_partial", "retry"]
 """What happens when an episode of a group fails. "drop_group": none of the group is trained on.
 "keep_partial": those that are left are. "retry": the episode is run again with new sampling noise,
 up to `max_retries` times, and after that the group is dropped."""
-
-
-class RolloutWriterLike(Protocol):
-    """Whatever takes rollouts as they finish: `RolloutWriter`, for one."""
-
-    def write(self, rollout: Rollout) -> None: ...
 
 
 class RolloutEngine:
@@ -135,8 +130,7 @@ class RolloutEngine:
             rollouts = await self._attempt(episode, max_steps, failed)
             gate.tokens += sum(rollout.num_tokens for rollout in rollouts)
             if writer is not None:
-                for rollout in rollouts:
-                    writer.write(rollout)
+                await write_rollouts(writer, rollouts)
             return rollouts
 
         def report() -> None:

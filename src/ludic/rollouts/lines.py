@@ -1,4 +1,5 @@
-"""Files of lines that survive a kill: plain, or with one gzip member per line (`.gz`)."""
+"""Files of lines that survive a kill: plain, or compressed in blocks of whole lines, each of which
+can be read alone: gzip members (`.gz`) or zstd frames (`.zst`)."""
 
 from __future__ import annotations
 
@@ -11,9 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import zstandard
+
 from ludic.errors import SerializationError
 
 _CHUNK = 1 << 16
+_COMPRESSED = (".gz", ".zst")
 
 
 class CutFileWarning(UserWarning):
@@ -41,7 +45,9 @@ def parse_line(line: bytes, where: str) -> Any:
 
 
 def as_stored(path: Path, text: bytes) -> bytes:
-    """The bytes that `text` becomes in a file of that name."""
+    """The bytes that `text` becomes in a file of that name: one block."""
+    if path.suffix == ".zst":
+        return zstandard.ZstdCompressor(level=1, write_checksum=True).compress(text)
     return gzip.compress(text, compresslevel=5, mtime=0) if path.suffix == ".gz" else text
 
 
@@ -54,7 +60,7 @@ def mend_last_line(path: Path) -> None:
         rest = (rest + text).rpartition(b"\n")[2]
         if not whole:
             keep, rest = start, b""
-    if path.suffix != ".gz" and not _is_json(rest):
+    if path.suffix not in _COMPRESSED and not _is_json(rest):
         keep, rest = size - len(rest), b""
     if keep < size:
         warnings.warn(
@@ -69,29 +75,41 @@ def mend_last_line(path: Path) -> None:
 
 
 def _pieces(path: Path) -> Iterator[tuple[int, bytes, bool]]:
-    """Pieces of text. In a compressed file, each comes with the offset at which its gzip member
-    begins, and the last one of a file that breaks off within a member is not whole."""
+    """Pieces of text. In a compressed file, each comes with the offset at which its block begins,
+    and the last one of a file that breaks off within a block is not whole. Nothing is taken from a
+    zstd frame that breaks off."""
     with open(path, "rb") as file:
-        if path.suffix != ".gz":
+        if path.suffix not in _COMPRESSED:
             while data := file.read(_CHUNK):
                 yield 0, data, True
             return
         start, data = 0, b""
         while data or (data := file.read(_CHUNK)):
-            inflate = zlib.decompressobj(wbits=31)
-            used = 0
+            inflate = _decompressor(path)
+            used, frame = 0, list[bytes]()
             while not inflate.eof:
                 if not data and not (data := file.read(_CHUNK)):
                     yield start, b"", False
                     return
                 try:
                     text = inflate.decompress(data)
-                except zlib.error as exc:
+                except (zlib.error, zstandard.ZstdError) as exc:
                     raise SerializationError(f"{path}: damaged after byte {start}: {exc}") from exc
                 used += len(data) - len(inflate.unused_data)
                 data = inflate.unused_data
-                yield start, text, True
+                if path.suffix == ".zst":
+                    frame.append(text)
+                else:
+                    yield start, text, True
+            if frame:
+                yield start, b"".join(frame), True
             start += used
+
+
+def _decompressor(path: Path) -> Any:
+    if path.suffix == ".zst":
+        return zstandard.ZstdDecompressor().decompressobj()
+    return zlib.decompressobj(wbits=31)
 
 
 def _is_json(line: bytes) -> bool:

@@ -2,8 +2,8 @@
 
 Every line is one row with plain columns (ids, seeds, rewards, lengths, the dialogue), which
 `datasets` and pandas read as they stand, and a column `rollout` that holds the whole rollout as
-JSON text, which nothing is lost from. Files that end in `.gz` hold one gzip member per rollout, so
-that whatever was written before a run was killed stays readable.
+JSON text, which nothing is lost from. Files that end in `.zst` or `.gz` are compressed in blocks of
+whole lines, so that every block written before a run was killed stays readable.
 """
 
 from __future__ import annotations
@@ -11,29 +11,56 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from types import TracebackType
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from ludic.errors import ConfigError, SchemaVersionError, SerializationError
-from ludic.rollouts.lines import CutFileWarning, as_stored, mend_last_line, parse_line, read_lines
+from ludic.json_codec import encoder
+from ludic.rollouts.block_writer import BlockWriter
+from ludic.rollouts.lines import CutFileWarning, mend_last_line, parse_line, read_lines
 from ludic.rollouts.stored_prompts import StoredRollout, with_repeats, without_repeats
-from ludic.types import Message, Rollout, from_json, to_json
+from ludic.types import AgentStep, Message, Rollout, from_json, to_json
 
 SCHEMA = 2
 """The version of the row's layout; a file of a newer one is refused. In the first, prompts were
 stored whole."""
 
 
-class RolloutWriter:
-    """Writes each rollout at once, whole or not at all as far as the system allows.
+class RolloutWriterLike(Protocol):
+    """Whatever takes rollouts as they finish: `RolloutWriter`, for one."""
 
-    A path that ends in `.gz` is compressed. An existing file is refused unless `append=True`;
-    then a last line that is whole but for its end is completed, and one that an earlier run left
-    unfinished is cut off, with a `CutFileWarning`.
+    def write(self, rollout: Rollout) -> None: ...
+
+
+@runtime_checkable
+class BufferedWriter(RolloutWriterLike, Protocol):
+    """A writer that holds rollouts back for a while. A checkpoint counts only after `flush_async`
+    has returned."""
+
+    async def room(self) -> None: ...
+
+    async def flush_async(self) -> None: ...
+
+
+class RolloutWriter:
+    """Appends rollouts to a file, in blocks, from a thread of its own.
+
+    The path's ending decides the format: `.jsonl.zst`, `.jsonl.gz` or plain `.jsonl`. An existing
+    file is refused unless `append=True`; then a last line that is whole but for its end is
+    completed, and what an earlier run left unfinished is cut off, with a `CutFileWarning`.
+
+    A rollout is in the file within about a second; after `flush` or `close` it is on disk. Whatever
+    goes wrong in the thread is raised by the next call, and by `close`. At most `max_waiting`
+    rollouts wait to be written: after that, `write` blocks. A coroutine awaits `room` first, and
+    `flush_async`, or uses the writer in `async with`.
     """
 
-    def __init__(self, path: str | Path, *, append: bool = False) -> None:
+    def __init__(self, path: str | Path, *, append: bool = False, max_waiting: int = 1024) -> None:
+        if max_waiting < 1:
+            raise ConfigError(f"max_waiting={max_waiting}: must be at least 1")
         self.path = Path(path)
         self.count = 0
         if self.path.exists() and not append:
@@ -44,28 +71,73 @@ class RolloutWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             mend_last_line(self.path)
-        self._file: BinaryIO | None = open(self.path, "ab", buffering=0)  # noqa: SIM115
+        self._blocks = BlockWriter(self.path, rollout_line, max_waiting=max_waiting)
+        weakref.finalize(self, self._blocks.close_at_exit)
 
     def write(self, rollout: Rollout) -> None:
-        """Appends one rollout, past any buffer in this process."""
-        if self._file is None:
-            raise SerializationError(f"{self.path} was written to after it was closed")
-        line = json.dumps(rollout_row(rollout), ensure_ascii=False).encode() + b"\n"
-        data = memoryview(as_stored(self.path, line))
-        while data:
-            data = data[self._file.write(data) :]
+        """Hands one rollout over to be written."""
+        self._blocks.put(rollout)
         self.count += 1
 
+    async def room(self) -> None:
+        """Waits until `write` will not block."""
+        await self._blocks.room()
+
+    def flush(self) -> None:
+        """Returns when every rollout written so far is on disk."""
+        self._blocks.flush()
+
+    async def flush_async(self) -> None:
+        """`flush` without holding up the event loop."""
+        await self._blocks.flush_async()
+
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Writes what waits, and closes the file."""
+        self._blocks.close()
+
+    async def aclose(self) -> None:
+        """`close` without holding up the event loop."""
+        try:
+            await self._blocks.flush_async()
+        finally:
+            self._blocks.close()
 
     def __enter__(self) -> RolloutWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            self._beside(exc, error)
+
+    async def __aenter__(self) -> RolloutWriter:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            await self.aclose()
+        except Exception as error:
+            self._beside(exc, error)
+
+    def _beside(self, exc: BaseException | None, error: Exception) -> None:
+        """Raises `error`, unless `exc` is on its way already: then says it in a note."""
+        if exc is None:
+            raise error
+        if exc is not error:
+            exc.add_note(f"{self.path}: not all rollouts were written: {error}")
+
+
+async def write_rollouts(writer: RolloutWriterLike, rollouts: Iterable[Rollout]) -> None:
+    """Gives rollouts to a writer, without holding up the event loop while it has no room."""
+    if isinstance(writer, BufferedWriter):
+        await writer.room()
+    for rollout in rollouts:
+        writer.write(rollout)
 
 
 def read_rollouts(
@@ -89,10 +161,35 @@ def read_rollouts(
         warnings.warn(message, CutFileWarning, stacklevel=2)
 
 
+def rollout_line(rollout: Rollout) -> bytes:
+    """One line of a file, with its end."""
+    row = rollout_row(rollout)
+    try:
+        return encoder()(row) + b"\n"
+    except (TypeError, ValueError):  # a subclass of str, for one
+        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+
+
 def rollout_row(rollout: Rollout) -> dict[str, Any]:
     """One row of a file: columns of one type each, and the whole rollout as text. Empty text
     stands for none: readers that take a file in pieces guess a column's type from the first."""
-    reward = rollout.total_reward
+    # One pass: asking the rollout for each of these would take one for every column.
+    reward: float = 0
+    tokens = 0
+    turns: set[int] = set()
+    terminated = truncated = False
+    truncation_reason = ""
+    for step in rollout.steps:
+        if isinstance(step, AgentStep):
+            turns.add(step.turn_index)
+            if step.trace is not None:
+                tokens += len(step.trace.completion_token_ids)
+            continue
+        reward += step.reward
+        terminated = terminated or step.terminated
+        if step.truncated:
+            truncated = True
+            truncation_reason = step.truncation_reason or ""
     return {
         "schema": SCHEMA,
         "id": rollout.id,
@@ -107,11 +204,11 @@ def rollout_row(rollout: Rollout) -> dict[str, Any]:
         "sampling_seed": rollout.sampling_seed,
         # Readers of JSON in general know no NaN; the exact value is in `rollout`.
         "total_reward": float(reward) if math.isfinite(reward) else None,
-        "num_turns": len({step.turn_index for step in rollout.agent_steps}),
-        "num_tokens": rollout.num_tokens,
-        "terminated": rollout.terminated,
-        "truncated": rollout.truncated,
-        "truncation_reason": rollout.truncation_reason or "",
+        "num_turns": len(turns),
+        "num_tokens": tokens,
+        "terminated": terminated,
+        "truncated": truncated,
+        "truncation_reason": truncation_reason,
         "error": rollout.error or "",
         "messages": [{"role": m["role"], "content": m["content"]} for m in dialogue(rollout)],
         "rollout": to_json(without_repeats(rollout)).decode(),
@@ -141,7 +238,9 @@ def dialogue(rollout: Rollout) -> list[Message]:
     """All messages of the rollout in the order in which they came, each once."""
     messages: list[Message] = []
     tools: tuple[Message, ...] = ()
-    for step in rollout.agent_steps:
+    for step in rollout.steps:
+        if not isinstance(step, AgentStep):
+            continue
         # What tools answered is listed with their call, and again as new to the call after it.
         repeated = bool(tools) and step.new_messages[: len(tools)] == tools
         messages.extend(step.new_messages[len(tools) if repeated else 0 :])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from ludic.errors import SerializationError
 from ludic.types import AgentStep, Rollout, TokenTrace
+
+T = TypeVar("T", Rollout, AgentStep, TokenTrace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +26,10 @@ class StoredRollout:
 def without_repeats(rollout: Rollout) -> StoredRollout:
     """Cuts from every prompt what it shares with the call before."""
     traces = _traces(rollout)
+    if len(traces) < 2:
+        return StoredRollout(rollout, (0,) * len(traces))
     later = (shared_length(a.token_ids, b.prompt_token_ids) for a, b in pairwise(traces))
-    shared = (0, *later)[: len(traces)]
+    shared = (0, *later)
     prompts = (t.prompt_token_ids[n:] for t, n in zip(traces, shared, strict=True))
     return StoredRollout(_with_prompts(rollout, prompts), shared)
 
@@ -58,12 +63,27 @@ def _traces(rollout: Rollout) -> list[TokenTrace]:
 
 def _with_prompts(rollout: Rollout, prompts: Iterable[tuple[int, ...]]) -> Rollout:
     following = iter(prompts)
-    return replace(
+    return _changed(
         rollout,
         steps=tuple(
-            replace(step, trace=replace(step.trace, prompt_token_ids=next(following)))
+            _changed(step, trace=_changed(step.trace, prompt_token_ids=next(following)))
             if isinstance(step, AgentStep) and step.trace is not None
             else step
             for step in rollout.steps
         ),
     )
+
+
+@cache
+def _names(cls: Any) -> list[str]:
+    return [field.name for field in fields(cls)]
+
+
+def _changed(value: T, **changes: Any) -> T:
+    """What `dataclasses.replace` returns, without repeating the checks that `value` has passed: a
+    tuple with other tokens in a prompt's place passes them, too."""
+    kind: Any = type(value)
+    new: T = object.__new__(kind)
+    for name in _names(kind):
+        object.__setattr__(new, name, changes[name] if name in changes else getattr(value, name))
+    return new

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ludic.errors import ConfigError, UnknownNameError
 from ludic.rollouts import FixedMix, RolloutWriter
+from ludic.rollouts.storage import write_rollouts
 from ludic.runs.assemble import open_policy, requests_of, rollout_engine
 from ludic.runs.locate import locate
 from ludic.runs.results.terminal import episodes_bar
@@ -48,7 +49,7 @@ async def generate_file(
                 reason = "failed" if rollout.error else f"not {failed[0]}" if failed else "kept"
                 counts[reason] += 1
                 if reason == "kept":
-                    writer.write(rollout)
+                    await write_rollouts(writer, [rollout])
     return counts
 
 

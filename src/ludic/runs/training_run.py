@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -24,7 +24,7 @@ from ludic.runs.results.conclusion import conclude
 from ludic.runs.results.terminal import command_name, console, episodes_bar, say
 from ludic.runs.settings import RunConfig
 from ludic.runs.storage.folder import RunFolder
-from ludic.runs.storage.rollout_log import open_rollout_log
+from ludic.runs.storage.rollout_log import open_rollout_log, rollout_file
 from ludic.runs.teach import write_lessons
 from ludic.seeding import derive_seed
 from ludic.training import (
@@ -103,7 +103,7 @@ class TrainingRun:
         if sft.data is not None:
             path = Path(sft.data)
         else:
-            path = self.folder.path / "sft.jsonl.gz"
+            path = rollout_file(self.folder.path, "sft")
             if not self.folder.has(path.name):
                 await self._unless_stopped(write_lessons(self.config, policy.tokenizer, path))
                 if self.stopped:
@@ -141,10 +141,10 @@ class TrainingRun:
             trainer = self._make_trainer(policy, "rl", algorithm, source, training.steps)
             trainer.version = version
             await trainer.start()
-            with ExitStack() as stack:
+            async with AsyncExitStack() as stack:
                 if self.config.logging.keep_rollouts:
-                    log = open_rollout_log(self.folder.rollouts / "train.jsonl.gz", source.step)
-                    engine.writer = stack.enter_context(log)
+                    log = open_rollout_log(rollout_file(self.folder.rollouts, "train"), source.step)
+                    engine.writer = await stack.enter_async_context(log)
                 await self._train(trainer, seats.train(trainer, training.steps))
 
     def _make_trainer(

@@ -13,3 +13,13 @@ class Stateful(Protocol):
     def state_dict(self) -> Mapping[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class KeepsRecord(Protocol):
+    """Something that writes down what it made. The trainer awaits `flush_record` before it saves a
+    checkpoint, so that no checkpoint has steps that the record lacks."""
+
+    async def flush_record(self) -> None:
+        """Returns when the record so far is on disk."""
+        ...

@@ -30,6 +30,7 @@ from ludic.training.metrics.loggers import Logger, MetricLog
 from ludic.training.metrics.perf import PerfMeter
 from ludic.training.metrics.publish_log import PublishLog
 from ludic.training.metrics.stats import StatBuffer, over_steps
+from ludic.training.stateful import KeepsRecord
 from ludic.training.types import BatchSource, Stateful, WorksAhead
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes, mean_kl, mini_batches, pick, score_batch
@@ -277,10 +278,7 @@ class Trainer:
         for _ in range(_MAX_EMPTY_BATCHES):
             self._states_before_ahead = None
             batch = await self._bounded(
-                self.source.next_batch(),
-                "a batch",
-                self._source_name,
-                self.cfg.batch_timeout_s,
+                self.source.next_batch(), "a batch", self._source_name, self.cfg.batch_timeout_s
             )
             batch = self.algo.prepare(batch)
             dropped += Counter(batch.meta.get("dropped", {}))
@@ -330,6 +328,7 @@ class Trainer:
     async def _save(self) -> None:
         assert self._checkpoints is not None
         clock = self.perf.clock()
+        await self._flush_record()
         state = TrainerState(
             self.step,
             self.version,
@@ -340,6 +339,15 @@ class Trainer:
         await self._run(self._checkpoints.save, self.model, self.optimizer, state)
         clock.lap("save")
         self._saving_s = clock.elapsed
+
+    async def _flush_record(self) -> None:
+        error: Exception | None = None
+        try:
+            if isinstance(self.source, KeepsRecord):
+                await self.source.flush_record()
+        except Exception as exc:  # the other ranks wait to be told
+            error = exc
+        await self._run(self.world.agree, error)
 
     def _resume(self) -> None:
         assert self._checkpoints is not None

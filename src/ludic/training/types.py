@@ -135,7 +135,8 @@ class BatchSource(Protocol):
 
     A source does not apply the algorithm's preprocess: the trainer does, to every batch. A source
     that can be resumed is also `Stateful`, one that assigns credit by an algorithm is a
-    `HasAlgorithm`, and one that works while the trainer does is a `WorksAhead`.
+    `HasAlgorithm`, one that works while the trainer does is a `WorksAhead`, and one that keeps a
+    record on disk is a `KeepsRecord`.
     """
 
     async def next_batch(self) -> SAWBatch:

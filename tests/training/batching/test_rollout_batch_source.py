@@ -260,6 +260,28 @@ async def test_rollouts_are_written_on_the_way(tmp_path: Path) -> None:
     assert sorted(r.id for r in read_rollouts(path)) == ["step-0/0/0/agent", "step-0/0/1/agent"]
 
 
+@pytest.mark.parametrize("whose", ["source", "engine"])
+async def test_the_record_is_flushed_wherever_the_writer_is(tmp_path: Path, whose: str) -> None:
+    path = tmp_path / "r.jsonl.zst"
+    async with RolloutWriter(path) as writer:
+        running = source(writer=writer) if whose == "source" else source()
+        running.engine.writer = writer if whose == "engine" else None
+        await running.next_batch()
+        await running.flush_record()
+        assert len(list(read_rollouts(path))) == 2
+
+
+async def test_a_writer_that_holds_nothing_back_needs_no_flush() -> None:
+    class Kept(list[Any]):
+        write = list.append
+
+    kept = Kept()
+    running = source(writer=kept)
+    await running.next_batch()
+    await running.flush_record()
+    assert len(kept) == 2
+
+
 async def test_the_policy_is_followed_when_a_member_is_lost() -> None:
     def fault(call: ScriptedCall) -> BaseException | None:
         lost = "step-0/0/" in str(call.request.conversation_id)

@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from ludic.errors import CheckpointError, DamagedCheckpointError
 from ludic.inference.tiny import tiny_model
+from ludic.training.batching.ahead import SamplingAhead
+from ludic.training.batching.scoring import ScoredBatchSource
 from ludic.training.checkpoints import state_shards
 from ludic.training.checkpoints.checkpoint import TrainerState, load_checkpoint
 from ludic.training.config import CheckpointConfig, TrainerConfig
@@ -101,6 +103,43 @@ def test_a_steps_line_is_on_disk_before_its_checkpoint(tmp_path: Path) -> None:
     checkpoints.save = look_and_save  # type: ignore[method-assign]
     run(trainer, 3)
     assert seen[:3] == [(1, 1), (2, 2), (3, 3)]
+
+
+class Recording(SyntheticSource):
+    """A source with a record that is flushed at the trainer's word."""
+
+    def __init__(self, folder: Path, full_after: int = 99) -> None:
+        super().__init__()
+        self.folder, self.full_after = folder, full_after
+        self.seen: list[tuple[int, list[str]]] = []
+
+    async def flush_record(self) -> None:
+        self.seen.append((self.count, sorted(p.name for p in self.folder.glob("ck/step-*"))))
+        if len(self.seen) > self.full_after:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("how", ["plain", "background", "scored", "ahead"])
+def test_the_sources_record_is_on_disk_before_a_checkpoint_begins(tmp_path: Path, how: str) -> None:
+    recording = Recording(tmp_path)
+    source = {"scored": ScoredBatchSource(recording, ()), "ahead": SamplingAhead(recording)}
+    run(make(tmp_path, source=source.get(how, recording), background=how == "background"), 4)
+    written = [folders for _, folders in recording.seen]
+    assert written[0] == []
+    assert all("step-00000004" not in folders for folders in written)
+    assert all(count >= step for (count, _), step in zip(recording.seen, (2, 4), strict=True))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_record_that_cannot_be_written_leaves_no_checkpoint(
+    tmp_path: Path, background: bool
+) -> None:
+    trainer = make(tmp_path, source=Recording(tmp_path, full_after=1), background=background)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.train_sync(6)
+    trainer.close()
+    assert (tmp_path / "ck/latest").read_text() == "step-00000002"
+    assert [p.name for p in (tmp_path / "ck").glob("*step*")] == ["step-00000002"]
 
 
 def test_an_evaluations_line_is_on_disk_before_its_checkpoint(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ludic.runs.results.terminal import (
 )
 from ludic.runs.settings import RunConfig
 from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage.rollout_log import rollout_file
 
 
 async def conclude(
@@ -66,11 +67,12 @@ async def _show_an_episode(
 
 def _say_what_to_try(env: str, path: Path) -> None:
     ludic = command_name()
+    rollouts = rollout_file(path / "rollouts", "train")
     say(
         "\nTry next:\n"
         f"  {ludic} play {env} --model {path}   watch it play\n"
         f"  {ludic} play {env}   play yourself\n"
         f"  {ludic} eval {path} eval.episodes=1000   measure again\n"
-        f"  {ludic} replay {path}/rollouts/train.jsonl.gz   run recorded episodes again\n"
+        f"  {ludic} replay {rollouts}   run recorded episodes again\n"
         f"  {ludic} init my_env   start your own environment"
     )

@@ -11,6 +11,13 @@ from ludic.rollouts import RolloutWriter, read_rollouts
 from ludic.rollouts.lines import CutFileWarning
 
 
+def rollout_file(folder: Path, name: str) -> Path:
+    """Where a run keeps rollouts: `name`.jsonl.zst, or the .jsonl.gz of a run that began with an
+    earlier version."""
+    before = folder / f"{name}.jsonl.gz"
+    return before if before.is_file() else folder / f"{name}.jsonl.zst"
+
+
 def open_rollout_log(path: Path, step: int) -> RolloutWriter:
     """Returns a writer that appends to the episodes of the steps before `step`."""
     with warnings.catch_warnings():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.saw.items import SAWBatch
 from ludic.training.algorithm import HasAlgorithm, RLAlgorithm
-from ludic.training.stateful import Stateful
+from ludic.training.stateful import KeepsRecord, Stateful
 
 if TYPE_CHECKING:
     from ludic.training.types import BatchSource
@@ -54,6 +54,11 @@ class SamplingAhead:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    async def flush_record(self) -> None:
+        """Flushes the record of the wrapped source."""
+        if isinstance(self.source, KeepsRecord):
+            await self.source.flush_record()
 
     def state_dict(self) -> Mapping[str, Any]:
         """The state of the wrapped source."""

@@ -40,8 +40,8 @@ Data: TypeAlias = "str | Path | Sequence[Row] | Sequence[Rollout] | Sequence[Pat
 class OfflineBatchSource:
     """Batches of stored data, in an order that is shuffled anew each epoch.
 
-    `data` is a JSONL file (or several; `.gz` too), a Hugging Face dataset or any sequence of rows,
-    or a sequence of rollouts. A row has `messages`, or `prompt` and `completion`, which
+    `data` is a JSONL file (or several; `.zst` and `.gz` too), a Hugging Face dataset, any sequence
+    of rows, or a sequence of rollouts. A row has `messages`, or `prompt` and `completion`, which
     `chat_template` turns into tokens, or is a stored rollout; `row_fn` maps other rows to these.
     Rows may have `tools`, a `weight` that scales their credit, and a `reward`, `group_id` and
     `task_key` for credit that uses them. Rollouts of one group stay in one batch.

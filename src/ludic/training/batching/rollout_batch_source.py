@@ -9,9 +9,10 @@ from typing import Any
 
 from ludic.errors import CheckpointError, ConfigError, RolloutError
 from ludic.rollouts.curricula import Curriculum
-from ludic.rollouts.engine import RolloutEngine, RolloutWriterLike
+from ludic.rollouts.engine import RolloutEngine
 from ludic.rollouts.progress import Budget, ProgressCallback
 from ludic.rollouts.requests import RolloutRequest
+from ludic.rollouts.storage import BufferedWriter, RolloutWriterLike
 from ludic.rollouts.strategies import IdentityStrategy, RequestStrategy
 from ludic.saw.assembly import batch_from_rollouts
 from ludic.saw.filters import SampleFilter
@@ -217,6 +218,12 @@ class RolloutBatchSource:
         return (tokens is not None and self._tokens >= tokens) or (
             episodes is not None and self._episodes >= episodes
         )
+
+    async def flush_record(self) -> None:
+        """Returns when the rollouts so far are on disk, if they are written there."""
+        writer = self.engine.writer if self.writer is None else self.writer
+        if isinstance(writer, BufferedWriter):
+            await writer.flush_async()
 
     def state_dict(self) -> Mapping[str, Any]:
         """Everything that determines what comes next: the step, what was spent, and the

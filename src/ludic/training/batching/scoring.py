@@ -24,6 +24,7 @@ from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
 from ludic.training.algorithm import HasAlgorithm, RLAlgorithm
+from ludic.training.stateful import KeepsRecord
 from ludic.training.types import BatchSource, Stateful
 
 if TYPE_CHECKING:
@@ -257,6 +258,11 @@ class ScoredBatchSource:
         for scorer in self.scorers:
             batch = await scorer.score(batch)
         return batch
+
+    async def flush_record(self) -> None:
+        """Flushes the record of the wrapped source."""
+        if isinstance(self.source, KeepsRecord):
+            await self.source.flush_record()
 
     def state_dict(self) -> Mapping[str, Any]:
         """The state of the wrapped source."""
