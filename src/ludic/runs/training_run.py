@@ -17,6 +17,7 @@ from ludic.runs.assemble import (
     rollout_engine,
     trainer_config,
 )
+from ludic.runs.collecting import rare_collections
 from ludic.runs.evaluation import evaluate_policy
 from ludic.runs.interruption import interruptible
 from ludic.runs.opponents import seating
@@ -142,6 +143,7 @@ class TrainingRun:
             trainer.version = version
             await trainer.start()
             with ExitStack() as stack:
+                stack.enter_context(rare_collections())
                 if self.config.logging.keep_rollouts:
                     log = open_rollout_log(self.folder.rollouts / "train.jsonl.gz", source.step)
                     engine.writer = stack.enter_context(log)
