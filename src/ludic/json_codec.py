@@ -2,9 +2,9 @@
 
 pydantic reads and writes by the annotations, strictly in both directions: what is written reads
 back as an equal value, and whatever would come back changed (a tuple where JSON has only lists, a
-NumPy integer, a key that is not a string, half of a surrogate pair) is refused, with its place. Floats
-keep every bit, NaN and the infinities included. Ordinary values, which are nearly all, are written
-by msgspec: the same text in a fraction of the time.
+NumPy integer, a key that is not a string, half of a surrogate pair) is refused, with its place.
+Floats keep every bit, NaN and the infinities included. Ordinary values, which are nearly all, are
+written by msgspec: the same text in a fraction of the time.
 """
 
 from __future__ import annotations

@@ -20,7 +20,10 @@ _MOVED = {
 def resolve(place: str) -> Any:
     """What `module:attribute` stands for; the attribute may be dotted."""
     module, _, path = place.partition(":")
-    thing: Any = import_module(_MOVED.get(module, module))
+    module = _MOVED.get(module, module)
+    thing: Any = sys.modules.get(module)
+    if thing is None or getattr(getattr(thing, "__spec__", None), "_initializing", True):
+        thing = import_module(module)
     for part in path.split("."):
         thing = getattr(thing, part)
     return thing

@@ -119,6 +119,9 @@ class Registry:
         A name of the form `module:attribute` is imported.
         """
         entry, announced = self._entries.get(name), self._announced.get(name, [])
+        if entry and not announced:
+            target = entry.target
+            return target if callable(target) else _load(f"{self.kind} {name!r}", target)
         sources = [self._owner(name)] if entry else []
         sources += [f"the package {_package(point)}" for point in announced]
         if len(sources) > 1:
@@ -126,9 +129,6 @@ class Registry:
                 f"{self.kind} {name!r} comes from {' and '.join(map(str, sources))}: "
                 "uninstall one of them, or use a factory instead of a name"
             )
-        if entry:
-            target = entry.target
-            return target if callable(target) else _load(f"{self.kind} {name!r}", target)
         if announced:
             return _load(f"{self.kind} {name!r} of {sources[0]}", announced[0].value)
         if _PLACE.fullmatch(name):

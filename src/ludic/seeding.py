@@ -18,10 +18,13 @@ def derive_seed(root: int, *path: int | str) -> int:
     >>> derive_seed(0, "episode", 3) == derive_seed(0, "episode", 4)
     False
     """
-    digest = blake2b(digest_size=8)
+    spelled = b""
     for part in (root, *path):
-        if not isinstance(part, int | str) or isinstance(part, bool):
+        if isinstance(part, str):
+            data = b"s" + part.encode("utf-8", "surrogatepass")
+        elif isinstance(part, int) and not isinstance(part, bool):
+            data = b"i%d" % part
+        else:
             raise ConfigError(f"a seed is derived from integers and text, not from {part!r}")
-        data = f"{'s' if isinstance(part, str) else 'i'}{part}".encode("utf-8", "surrogatepass")
-        digest.update(len(data).to_bytes(4, "little") + data)
-    return int.from_bytes(digest.digest(), "little") >> 1
+        spelled += len(data).to_bytes(4, "little") + data
+    return int.from_bytes(blake2b(spelled, digest_size=8).digest(), "little") >> 1

@@ -28,7 +28,6 @@ __all__ = [
     "ForkReason",
     "FunctionCall",
     "Info",
-    "KeepsRecord",
     "Message",
     "Obs",
     "ProtocolSpec",
@@ -325,7 +324,7 @@ class Rollout:
     meta: Info = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        acted = set()
+        acted: set[int] = set()
         for index, step in enumerate(self.steps):
             if isinstance(step, AgentStep) or not step.agent_steps:
                 continue
@@ -340,26 +339,36 @@ class Rollout:
                         "it"
                     )
 
+    def labelled(self, **labels: Any) -> Rollout:
+        """The same steps under other labels: any field but `steps`, which are not checked again."""
+        made = object.__new__(Rollout)
+        for name in Rollout.__slots__:
+            value = labels.pop(name) if name in labels else getattr(self, name)
+            object.__setattr__(made, name, value)
+        if labels:
+            raise TypeError(f"a rollout has no {', '.join(labels)}")
+        return made
+
     @property
     def agent_steps(self) -> tuple[AgentStep, ...]:
-        return tuple(s for s in self.steps if isinstance(s, AgentStep))
+        return tuple([s for s in self.steps if isinstance(s, AgentStep)])
 
     @property
     def env_steps(self) -> tuple[EnvironmentStep, ...]:
-        return tuple(s for s in self.steps if isinstance(s, EnvironmentStep))
+        return tuple([s for s in self.steps if isinstance(s, EnvironmentStep)])
 
     @property
     def total_reward(self) -> float:
         """The undiscounted sum of every reward this agent received."""
-        return sum(s.reward for s in self.env_steps)
+        return sum([s.reward for s in self.steps if isinstance(s, EnvironmentStep)])
 
     @property
     def terminated(self) -> bool:
-        return any(s.terminated for s in self.env_steps)
+        return any(s.terminated for s in self.steps if isinstance(s, EnvironmentStep))
 
     @property
     def truncated(self) -> bool:
-        return any(s.truncated for s in self.env_steps)
+        return any(s.truncated for s in self.steps if isinstance(s, EnvironmentStep))
 
     @property
     def truncation_reason(self) -> TruncationReason | None:
@@ -368,7 +377,13 @@ class Rollout:
     @property
     def num_tokens(self) -> int:
         """Sampled tokens, over all model calls."""
-        return sum(len(s.trace.completion_token_ids) for s in self.agent_steps if s.trace)
+        return sum(
+            [
+                len(s.trace.completion_token_ids)
+                for s in self.steps
+                if isinstance(s, AgentStep) and s.trace
+            ]
+        )
 
     def turns(self) -> Iterator[Turn]:
         """The rollout as turns, in order. Outcomes heard before the first turn count to it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -25,7 +24,9 @@ from ludic.types import (
     Obs,
     TruncationReason,
 )
+from ludic.workers.deadlines import deadline
 
+_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingConfig))
 CUT_FEEDBACK = "Your reply was cut off at its length limit. Answer again, and more briefly."
 
 
@@ -92,12 +93,7 @@ class Agent:
         self.inference = inference or InferenceSpec()
         self.system_prompt = system_prompt
         self.request_timeout_s = request_timeout_s
-        sampling = self.inference.sampling
-        self._sampling_fields = {f.name: getattr(sampling, f.name) for f in fields(sampling)}
-        self._sampling_json = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in self._sampling_fields.items()
-        }
+        self._sampling_json = _as_json(self.inference.sampling)
         self._steps: list[AgentStep] = []
         self._begin(None, None)
 
@@ -204,14 +200,15 @@ class Agent:
     def _sampling(self, room: int | None) -> tuple[SamplingConfig, Mapping[str, Any]]:
         """This call's sampling settings, and the same as JSON."""
         sampling, as_json = self.inference.sampling, self._sampling_json
-        changes: dict[str, Any] = {}
+        seed, limit = sampling.seed, sampling.max_tokens
         if self._seed is not None:
-            changes["seed"] = derive_seed(self._seed, "call", self._calls)
-        if room is not None and sampling.max_tokens is not None and sampling.max_tokens > room:
-            changes["max_tokens"] = room
-        if not changes:
+            seed = derive_seed(self._seed, "call", self._calls)
+        if room is not None and limit is not None and limit > room:
+            limit = room
+        if seed is sampling.seed and limit is sampling.max_tokens:
             return sampling, as_json
-        return SamplingConfig(**{**self._sampling_fields, **changes}), {**as_json, **changes}
+        changed = sampling.for_call(seed, limit)
+        return changed, {**as_json, "seed": seed, "max_tokens": limit}
 
     async def _complete(self, prompt: tuple[int, ...], sampling: SamplingConfig) -> ChatResponse:
         request = TokenCompletionRequest(
@@ -225,10 +222,10 @@ class Agent:
         )
         try:
             # The client has the deadline too; this one holds when the client does not keep it.
-            async with asyncio.timeout(self.request_timeout_s) as deadline:
+            with deadline(self.request_timeout_s) as limit:
                 response = await self.client.complete_tokens(request)
         except TimeoutError as exc:
-            if isinstance(exc, DeadlineError) or not deadline.expired():
+            if isinstance(exc, DeadlineError) or not limit.expired:
                 raise
             raise DeadlineError(
                 "a completion", f"model {self.model!r}", self.request_timeout_s or 0.0
@@ -285,6 +282,11 @@ class Agent:
         up the room without an answer are punished; a prompt that never fitted is nobody's doing."""
         parse = self.no_answer() if self._steps else ParseResult(None)
         return ActResult(tuple(self._steps), parse, TruncationReason.CONTEXT_WINDOW)
+
+
+def _as_json(sampling: SamplingConfig) -> Mapping[str, Any]:
+    values = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
 def _unseen(messages: tuple[Message, ...], shown: tuple[Message, ...]) -> tuple[Message, ...]:

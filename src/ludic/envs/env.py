@@ -53,9 +53,9 @@ class LudicEnv(ABC, Generic[AgentIDT, ObsT, ActionT]):
     """The multi-agent kernel. `reset` and `step` may be plain or `async` methods.
 
     A plain environment runs in a worker thread, since it may block; one that answers at once sets
-    `blocking = False` and is called directly, which is cheaper. `isolation = "process"` puts it
-    into a separate process, which can be killed when it hangs. An environment whose agents move
-    at the same time says with `accepts_partial_actions` whether a step may go on without the
+    `blocking = False` and is built and called directly, which is cheaper. `isolation = "process"`
+    puts it into a separate process, which can be killed when it hangs. An environment whose agents
+    move at the same time says with `accepts_partial_actions` whether a step may go on without the
     action of one whose answer could not be parsed. An environment is never in two calls at once,
     but successive calls may come from different threads.
     """

@@ -44,7 +44,7 @@ class SingleAgentEnv(LudicEnv[AgentID, Obs, Action]):
         self, *, seed: int | None = None
     ) -> Mapping[AgentID, tuple[Obs, Info]] | Awaitable[Mapping[AgentID, tuple[Obs, Info]]]:
         result = self.env_reset(seed=seed)
-        if inspect.isawaitable(result):
+        if not isinstance(result, tuple) and inspect.isawaitable(result):
             return self._awaited(result)
         return {self.agent_id: result}
 
@@ -52,7 +52,7 @@ class SingleAgentEnv(LudicEnv[AgentID, Obs, Action]):
         self, actions: Mapping[AgentID, Action]
     ) -> Mapping[AgentID, StepOutcome] | Awaitable[Mapping[AgentID, StepOutcome]]:
         result = self.env_step(actions[self.agent_id])
-        if inspect.isawaitable(result):
+        if not isinstance(result, StepOutcome) and inspect.isawaitable(result):
             return self._awaited(result)
         return {self.agent_id: result}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Integral
 
 from ludic.errors import ConfigError
@@ -69,6 +69,16 @@ class SamplingConfig:
             if not ok:
                 raise ConfigError(f"SamplingConfig.{name}={getattr(self, name)!r}: must be {must}")
 
+    def for_call(self, seed: int | None, max_tokens: int | None) -> SamplingConfig:
+        """The same settings for one call. What is not given anew was checked already."""
+        if max_tokens is not self.max_tokens:
+            return replace(self, seed=seed, max_tokens=max_tokens)
+        made = object.__new__(SamplingConfig)
+        for name in _SAMPLING_FIELDS:
+            object.__setattr__(made, name, getattr(self, name))
+        object.__setattr__(made, "seed", seed)
+        return made
+
     @property
     def truncates(self) -> bool:
         """Whether ids are cut from the distribution, so that it must be renormalised."""
@@ -82,6 +92,9 @@ class SamplingConfig:
     def check_trainable(self, *, kept_ids_recorded: bool) -> None:
         """Raises `NotTrainableError` when the trainer could not reproduce this distribution."""
         check_sampling(asdict(self), kept_ids_recorded=kept_ids_recorded, where="a completion")
+
+
+_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingConfig))
 
 
 @dataclass(frozen=True, slots=True)

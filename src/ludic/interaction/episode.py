@@ -3,7 +3,6 @@ environment."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -23,6 +22,7 @@ from ludic.interaction.base import RunSpec
 from ludic.interaction.collector import AgentTrack
 from ludic.seeding import derive_seed
 from ludic.types import AgentID, Info, Obs, Rollout, TruncationReason
+from ludic.workers.deadlines import deadline
 
 Openings: TypeAlias = Mapping[AgentID, tuple[Obs, Info]]
 
@@ -71,12 +71,12 @@ class Episode:
         """
         limit = self.spec.episode_timeout_s
         try:
-            async with asyncio.timeout(limit) as deadline:
+            with deadline(limit) as over:
                 await loop()
         except CONFIGURATION_ERRORS:
             raise
         except Exception as exc:
-            if isinstance(exc, TimeoutError) and deadline.expired():
+            if isinstance(exc, TimeoutError) and over.expired:
                 exc = DeadlineError("the end of the episode", self.spec.episode_id, limit or 0.0)
             self.fail(exc)
         finally:

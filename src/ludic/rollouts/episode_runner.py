@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,9 +19,10 @@ from ludic.errors import (
     UnknownNameError,
 )
 from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
-from ludic.registry import make_protocol
+from ludic.registry import ENVS, make_protocol
 from ludic.rollouts.planning import PlannedEpisode
 from ludic.types import Rollout, to_json
+from ludic.workers.deadlines import deadline
 from ludic.workers.threads import shared_threads
 
 EnvFactory: TypeAlias = Callable[..., LudicEnv[Any, Any, Any]]
@@ -83,13 +83,13 @@ class EpisodeRunner:
         limit = self.episode_timeout_s
         try:
             # The protocol keeps this deadline itself; this one holds when it does not.
-            async with asyncio.timeout(None if limit is None else limit + _GRACE_S) as deadline:
+            with deadline(None if limit is None else limit + _GRACE_S) as over:
                 return await protocol.run(env, spec)
         except ProtocolError:
             await self._close(env)
             raise
         except TimeoutError as exc:
-            if isinstance(exc, DeadlineError) or not deadline.expired():
+            if isinstance(exc, DeadlineError) or not over.expired:
                 raise
             name = type(protocol).__name__
             raise DeadlineError(f"the end of episode {episode.id}", name, limit or 0.0) from exc
@@ -102,8 +102,12 @@ class EpisodeRunner:
         spec = episode.request.env
         if self.env_registry is None:
             build = partial(build_env, spec)
+            factory: Any = ENVS.get(spec.kind)
         else:
-            build = partial(_look_up("environment", spec.kind, self.env_registry), **spec.kwargs)
+            factory = _look_up("environment", spec.kind, self.env_registry)
+            build = partial(factory, **spec.kwargs)
+        if isinstance(factory, type) and not getattr(factory, "blocking", True):
+            return build()  # it answers at once
         # Building may read a dataset or start a process, so it must not hold up the others.
         env: LudicEnv[Any, Any, Any] = await shared_threads().run(
             build,
@@ -149,8 +153,7 @@ def _labelled(rollout: Rollout, episode: PlannedEpisode, max_steps: int) -> Roll
         meta["attempt"] = episode.attempt
     if request.inference is not None:
         meta["inference"] = json.loads(to_json(request.inference))
-    return replace(
-        rollout,
+    return rollout.labelled(
         id=_under(episode.id, rollout.id),
         parent_id=None if rollout.parent_id is None else _under(episode.id, rollout.parent_id),
         episode_id=episode.id,

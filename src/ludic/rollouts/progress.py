@@ -93,9 +93,11 @@ class FailureMonitor:
     def record(self, cause: str | None) -> None:
         """Notes one attempt, by the cause of its failure or None."""
         self._causes.append(cause)
+        if cause is None:
+            return
         failures = Counter(c for c in self._causes if c is not None)
         attempts = max(len(self._causes), self.MIN_ATTEMPTS)
-        if cause is not None and failures.total() > self.max_rate * attempts:
+        if failures.total() > self.max_rate * attempts:
             shown = "\n".join(f"  {n} x {c}" for c, n in failures.most_common(5))
             raise RolloutError(
                 f"{failures.total()} of the last {len(self._causes)} episodes failed, over "

@@ -17,6 +17,7 @@ from ludic.runs.assemble import (
     rollout_engine,
     trainer_config,
 )
+from ludic.runs.collecting import rare_collections
 from ludic.runs.evaluation import evaluate_policy
 from ludic.runs.interruption import interruptible
 from ludic.runs.opponents import seating
@@ -142,6 +143,7 @@ class TrainingRun:
             trainer.version = version
             await trainer.start()
             async with AsyncExitStack() as stack:
+                stack.enter_context(rare_collections())
                 if self.config.logging.keep_rollouts:
                     log = open_rollout_log(rollout_file(self.folder.rollouts, "train"), source.step)
                     engine.writer = await stack.enter_async_context(log)

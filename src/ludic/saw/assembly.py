@@ -33,13 +33,14 @@ def batch_from_rollouts(
     lost_member: LostMember = "drop_group",
     drops: Mapping[str, int] | None = None,
     meta: Mapping[str, Any] | None = None,
+    sampled: Sequence[Rollout] | None = None,
 ) -> SAWBatch:
     """Settles groups, assigns credit, filters, merges and counts.
 
     Groups are per role: the credit assigner sees each `group_id` with the agent's role added.
     `drops` are earlier drops, by reason, to add; the batch's `meta["dropped"]` has all of them, in
-    turns. The algorithm's preprocess is not applied here: the trainer applies it, once, to every
-    batch.
+    turns. `sampled` are the rollouts that the statistics are about, where they are others. The
+    algorithm's preprocess is not applied here: the trainer applies it, once, to every batch.
     """
     dropped: Counter[str] = Counter(drops or {})
     kept = group_by_role(settle_groups(rollouts, lost_member, dropped))
@@ -48,7 +49,7 @@ def batch_from_rollouts(
     return make_batch(
         items,
         {
-            **rollout_statistics(rollouts),
+            **rollout_statistics(rollouts if sampled is None else sampled),
             **item_statistics(items),
             "dropped": dict(dropped),
             **(meta or {}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from ludic.types import Rollout
@@ -37,6 +36,6 @@ def group_by_role(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """The same rollouts with `group_id` narrowed to the agent's role, so that in an environment
     with several agents each is compared only with those in the same role."""
     return [
-        r if r.group_id is None else replace(r, group_id=f"{r.group_id}/{r.agent_id}")
+        r if r.group_id is None else r.labelled(group_id=f"{r.group_id}/{r.agent_id}")
         for r in rollouts
     ]

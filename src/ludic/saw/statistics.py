@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ludic.saw.building import UNKNOWN_VERSION
 from ludic.saw.items import SAWItem
-from ludic.types import AgentStep, FinishReason, Rollout
+from ludic.types import AgentStep, EnvironmentStep, FinishReason, Rollout
 
 
 def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -28,28 +28,43 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     done = [r for r in rollouts if r.error is None]
     if not done:
         return stats
-    rewards = np.array([r.total_reward for r in done])
-    calls = [step for r in done for step in r.agent_steps]
-    env_steps = [step for r in done for step in r.env_steps if step.agent_steps]
-    lengths = np.array([r.num_tokens for r in done])
+    calls: list[AgentStep] = []
+    acted: list[EnvironmentStep] = []
+    rewards, lengths, terminated, truncated, turns = [], [], 0, 0, 0
+    components: dict[str, float] = {}
+    for rollout in done:
+        own = [s for s in rollout.steps if isinstance(s, AgentStep)]
+        heard = [s for s in rollout.steps if isinstance(s, EnvironmentStep)]
+        calls += own
+        acted += [s for s in heard if s.agent_steps]
+        turns += len({s.turn_index for s in own})
+        rewards.append(sum([s.reward for s in heard]))
+        lengths.append(sum([len(s.trace.completion_token_ids) for s in own if s.trace]))
+        terminated += any(s.terminated for s in heard)
+        truncated += any(s.truncated for s in heard)
+        for step in heard:
+            for name, value in step.reward_components.items():
+                components[name] = components.get(name, 0) + value
+    n, reward, length = len(done), np.array(rewards), np.array(lengths)
     stats |= {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "reward_min": float(rewards.min()),
-        "reward_max": float(rewards.max()),
-        "turns_mean": len({(r.id, s.turn_index) for r in done for s in r.agent_steps}) / len(done),
-        "calls_mean": len(calls) / len(done),
-        "completion_tokens": int(lengths.sum()),
-        "completion_tokens_mean": float(lengths.mean()),
-        "completion_tokens_max": int(lengths.max()),
+        "reward_mean": float(reward.mean()),
+        "reward_std": float(reward.std()),
+        "reward_min": float(reward.min()),
+        "reward_max": float(reward.max()),
+        "turns_mean": turns / n,
+        "calls_mean": len(calls) / n,
+        "completion_tokens": int(length.sum()),
+        "completion_tokens_mean": float(length.mean()),
+        "completion_tokens_max": int(length.max()),
         "prompt_tokens_max": max((_prompt_length(call) for call in calls), default=0),
-        "terminated_rate": float(np.mean([r.terminated for r in done])),
-        "truncated_rate": float(np.mean([r.truncated for r in done])),
-        "parse_error_rate": _rate(s.info.get("parse_error", False) for s in env_steps),
+        "terminated_rate": terminated / n,
+        "truncated_rate": truncated / n,
+        "parse_error_rate": _rate(s.info.get("parse_error", False) for s in acted),
         "cut_completion_rate": _rate(c.finish_reason is FinishReason.LENGTH for c in calls),
         "forks": dict(Counter(str(c.fork.reason) for c in calls if c.fork is not None)),
     }
-    stats |= {f"reward_{name}_mean": mean for name, mean in _component_means(done).items()}
+    for name, total in sorted(components.items()):
+        stats[f"reward_{name}_mean"] = float(total) / n
     return stats
 
 
@@ -70,16 +85,6 @@ def item_statistics(items: Sequence[SAWItem]) -> dict[str, Any]:
     if known.size:
         stats |= {"version_max": int(known.max()), "version_min": int(known.min())}
     return stats
-
-
-def _component_means(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
-    """The mean per rollout of every reward component."""
-    totals: Counter[str] = Counter()
-    for rollout in rollouts:
-        for step in rollout.env_steps:
-            for name, value in step.reward_components.items():
-                totals[name] += value  # type: ignore[assignment]
-    return {name: float(total) / len(rollouts) for name, total in sorted(totals.items())}
 
 
 def _prompt_length(call: AgentStep) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -24,13 +23,14 @@ from ludic.errors import (
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local.base_model import base_causal_lm
 from ludic.inference.local.build import build_scheduler
-from ludic.inference.local.engine_thread import EngineThread, Pause
+from ludic.inference.local.engine_thread import EngineThread, Pause, call_in
 from ludic.inference.local.module_view import active_dropout, check_adapters, may_drop
 from ludic.inference.local.noise import noise_key
 from ludic.inference.local.queue_gate import QueueGate
 from ludic.inference.local.request_check import completion_limit
 from ludic.inference.local.sequence import Sequence
 from ludic.types import ChatResponse
+from ludic.workers.deadlines import deadline
 
 _held: ContextVar[tuple[object, ...]] = ContextVar("ludic_held", default=())
 """The updates that this task holds, or was started in. A task inherits a copy of its parent's
@@ -142,18 +142,19 @@ class LocalChatClient:
         `info["prompt_logprobs"]` (None first), at the request's temperature."""
         limit = self._check(request)
         timeout_s = request.timeout_s if request.timeout_s is not None else self._timeout_s
-        deadline = time.monotonic() + timeout_s
-        await self._enter_queue(timeout_s)
         loop = asyncio.get_running_loop()
+        ends_at = loop.time() + timeout_s
+        if not self._gate.try_enter():
+            await self._enter_queue(timeout_s)
         future: asyncio.Future[ChatResponse] = loop.create_future()
         try:
-            sequence = self._sequence(request, limit, partial(_call_in, loop, _settle, future))
+            sequence = self._sequence(request, limit, partial(self._thread.outbox.put, future))
             self._thread.submit(sequence)
         except BaseException:
             self._gate.leave()
             raise
         try:
-            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+            with deadline(max(0.0, ends_at - loop.time())):
                 return await future
         except TimeoutError:
             self._thread.cancel(sequence)
@@ -202,7 +203,11 @@ class LocalChatClient:
         seconds = timeout_s if timeout_s is not None else self._timeout_s
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[None] = loop.create_future()
-        pause = Pause(self._on_update == "finish", partial(_call_in, loop, _settle, ready))
+
+        def on_ready(error: BaseException | None) -> None:
+            call_in(loop, [(ready, error)])
+
+        pause = Pause(self._on_update == "finish", on_ready)
         self._thread.pause(pause)
         try:
             try:
@@ -274,12 +279,10 @@ class LocalChatClient:
 
     async def _enter_queue(self, timeout_s: float) -> None:
         if self._on_full == "raise":
-            if not self._gate.try_enter():
-                raise QueueFullError(
-                    f"{self._gate.places} requests wait already (max_queue): ask again later, or "
-                    'set on_full="wait"'
-                )
-            return
+            raise QueueFullError(
+                f"{self._gate.places} requests wait already (max_queue): ask again later, or "
+                'set on_full="wait"'
+            )
         try:
             async with asyncio.timeout(timeout_s):
                 await self._gate.enter()
@@ -334,19 +337,3 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
             value if isinstance(value, list | tuple) else () if value is None else (value,)
         )
     return frozenset(found)
-
-
-def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
-    try:
-        loop.call_soon_threadsafe(function, *args)
-    except RuntimeError:  # the loop is closed: nobody waits there any more
-        return
-
-
-def _settle(future: asyncio.Future[Any], result: Any) -> None:
-    if future.done():
-        return
-    if isinstance(result, BaseException):
-        future.set_exception(result)
-    else:
-        future.set_result(result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from ludic.errors import EngineClosedError, PublishError
 from ludic.inference.local.queue_gate import QueueGate
 from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sequence
+
+Waiter = asyncio.Future[Any]
 
 
 @dataclass(eq=False, slots=True)
@@ -28,6 +31,43 @@ class Pause:
     on_ready: Callable[[BaseException | None], None]
     ready: bool = False
     released: bool = False
+
+
+class Outbox:
+    """Gathers what a step has to say, and hands it over once for each event loop: waking a loop
+    costs more than an answer. Only the engine's thread touches it."""
+
+    def __init__(self) -> None:
+        self._answers: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Any]]] = {}
+
+    def put(self, waiter: Waiter, answer: Any) -> None:
+        """Keeps an answer, or an error, until the next `hand_over`."""
+        self._answers.setdefault(waiter.get_loop(), []).append((waiter, answer))
+
+    def hand_over(self) -> None:
+        """Sends everything on its way."""
+        while self._answers:
+            loop, answers = self._answers.popitem()
+            call_in(loop, answers)
+
+
+def call_in(loop: asyncio.AbstractEventLoop, answers: list[tuple[Waiter, Any]]) -> None:
+    """Settles the futures of `loop` there, from any thread."""
+    try:
+        loop.call_soon_threadsafe(settle, answers)
+    except RuntimeError:  # the loop is closed: nobody waits there any more
+        return
+
+
+def settle(answers: list[tuple[Waiter, Any]]) -> None:
+    """Gives each future its result or its error, unless it has one; call it in their loop."""
+    for waiter, answer in answers:
+        if waiter.done():
+            continue
+        if isinstance(answer, BaseException):
+            waiter.set_exception(answer)
+        else:
+            waiter.set_result(answer)
 
 
 class EngineThread:
@@ -48,6 +88,7 @@ class EngineThread:
 
     def __init__(self, scheduler: Scheduler, gate: QueueGate) -> None:
         self._scheduler = scheduler
+        self.outbox = Outbox()
         self._changed = threading.Condition()
         self._inbox: list[Sequence] = []
         self._pauses: list[Pause] = []
@@ -56,6 +97,7 @@ class EngineThread:
         self._crash: BaseException | None = None
         scheduler.on_admit = gate.leave
         scheduler.gather = self._gather
+        scheduler.hand_over = self.outbox.hand_over
         self._thread = threading.Thread(target=self._loop, name="ludic-local-engine", daemon=True)
         self._thread.start()
 
@@ -138,6 +180,7 @@ class EngineThread:
                     while self._next():
                         begin = time.perf_counter()
                         self._scheduler.advance()
+                        self.outbox.hand_over()
                         self._scheduler.counters.busy_seconds += time.perf_counter() - begin
             except BaseException as exc:
                 # A fault of the engine itself: nobody must be left waiting for it.
@@ -163,10 +206,12 @@ class EngineThread:
                     return True
                 if scheduler.has_work:
                     return True
+                self.outbox.hand_over()
                 self._changed.wait()
 
     def _gather(self) -> None:
         """Waits a moment for the event loop to hand in what it has at hand."""
+        self.outbox.hand_over()
         # Read without the lock: a length that is out of date costs another millisecond at most.
         seen = -1
         while seen != len(self._inbox) and not self._closing:
@@ -184,6 +229,7 @@ class EngineThread:
         """Nothing is sampled until the pause is released, or the engine closes. Called with the
         lock, which is free while it waits."""
         self._scheduler.settle()
+        self.outbox.hand_over()
         pause.ready = True
         pause.on_ready(None)
         while not (pause.released or self._closing):
@@ -210,3 +256,4 @@ class EngineThread:
             if not pause.ready:
                 pause.on_ready(self.closed_error())
         self._scheduler.abandon(self.closed_error)
+        self.outbox.hand_over()

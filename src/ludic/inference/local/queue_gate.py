@@ -24,9 +24,9 @@ class QueueGate:
         self._outside: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
 
     def try_enter(self) -> bool:
-        """Takes a place if one is free."""
+        """Takes a place if one is free and nobody waits in line."""
         with self._lock:
-            if self.taken >= self.places:
+            if self.taken >= self.places or self._outside:
                 return False
             self.taken += 1
             return True

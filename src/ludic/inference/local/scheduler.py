@@ -67,9 +67,11 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._by_prompt = TokenOrder[Sequence]()
         self.counters = Counters()
-        # Set by the engine's thread: a request left the queue; requests at hand may come in.
+        # Set by the engine's thread: a request left the queue; requests at hand may come in; what
+        # was delivered may go out.
         self.on_admit: Callable[[], None] = lambda: None
         self.gather: Callable[[], None] = lambda: None
+        self.hand_over: Callable[[], None] = lambda: None
 
     @property
     def has_work(self) -> bool:

@@ -19,6 +19,7 @@ from typing import Any, cast
 from ludic.errors import ConfigError, TemplateError
 from ludic.inference.templates.chat_template import ParsedCompletion
 from ludic.inference.templates.jinja import JinjaTemplate
+from ludic.inference.templates.openings import Openings, spelling
 from ludic.inference.templates.probes import Closing, TemplateProbes
 from ludic.inference.templates.respelling import fork_of_history, fork_of_message, same_message
 from ludic.inference.templates.token_codec import NOTHING, TokenCodec, literal_pattern, unguard
@@ -93,6 +94,7 @@ class HFChatTemplate:
         self._lock, self._choosing = threading.Lock(), threading.Lock()
         self._remembered: OrderedDict[int, _Rendered] = OrderedDict()  # by the hash of the ids
         self._remembered_chars = 0
+        self._openings: Openings[tuple[tuple[int, ...], _Rendered]] = Openings()
         self._probes = TemplateProbes(self._plain, self._with_tools, self.codec)
         eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
         self._end_ids = self.codec.special_ids.union(eos)
@@ -145,10 +147,16 @@ class HFChatTemplate:
     def render(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """The prompt for the next assistant message. Raises `TemplateError` for messages that the
         template cannot spell, and for tools that it would not show."""
+        key = None if tools else spelling(messages)
+        if (found := self._openings.find(key)) is not None:
+            self._remember(*found)
+            return list(found[0])
         guarded = self._guarded(messages)
         text = self._text(guarded, tools)
         ids = self.codec.encode(text)
-        self._remember(tuple(ids), _Rendered(tuple(messages), guarded, tools, text))
+        made = tuple(ids), _Rendered(tuple(messages), guarded, tools, text)
+        self._remember(*made)
+        self._openings.keep(key, made)
         return ids
 
     def extend(

@@ -18,7 +18,6 @@ from ludic.saw.assembly import batch_from_rollouts
 from ludic.saw.filters import SampleFilter
 from ludic.saw.grouping import settle_groups
 from ludic.saw.items import SAWBatch
-from ludic.saw.statistics import rollout_statistics
 from ludic.seeding import derive_seed
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.requests import RequestFeed, RequestFn, choose_strategy
@@ -130,12 +129,9 @@ class RolloutBatchSource:
             merge=self.merge,
             lost_member=self.engine.group_policy,
             drops=drops,
+            meta={"source_step": self.step, "sampling_rounds": rounds},
             # The log shows how well the policy does, so it counts dropped rollouts too.
-            meta={
-                **rollout_statistics(sampled),
-                "source_step": self.step,
-                "sampling_rounds": rounds,
-            },
+            sampled=sampled,
         )
 
     async def _rollouts(self, drops: Counter[str]) -> tuple[list[Rollout], list[Rollout], int]:

@@ -123,6 +123,7 @@ class PipelinedScheduler(Scheduler):
 
     def _join_prompts(self) -> None:
         self.settle()
+        self.hand_over()
         self._steps_waited = 0
         if not self.running:
             # Requests arrive one by one from the event loop: a moment brings the rest of them.
