@@ -15,7 +15,7 @@ from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.interaction import Runtime
 from ludic.precision import Precision, weights_dtype
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest
-from ludic.training import RolloutBatchSource, Trainer, TrainerConfig, make_grpo
+from ludic.training import RolloutBatchSource, Trainer, TrainerConfig
 from ludic.training.config import CheckpointConfig
 from ludic.training.update import passes
 from tests.inference.local.test_shadow import is_rounded
@@ -30,7 +30,7 @@ def model_in(precision: Precision) -> Any:
 
 def settings(precision: Precision, **more: Any) -> TrainerConfig:
     return TrainerConfig(
-        learning_rate=1e-3, max_seq_len=256, micro_token_budget=512, precision=precision, **more
+        learning_rate=1e-3, max_seq_len=512, micro_token_budget=1024, precision=precision, **more
     )
 
 
@@ -45,7 +45,7 @@ async def test_each_precision_samples_trains_and_publishes(precision: Precision)
             "tiny",
             InferenceSpec(SamplingConfig(max_tokens=4)),
         )
-        algorithm = make_grpo(group_size=4, drop_zero_weight=False)
+        algorithm = reinforce()
         source = RolloutBatchSource(
             engine=RolloutEngine(runtime=runtime),
             request_fn=lambda step: (

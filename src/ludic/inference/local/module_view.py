@@ -109,7 +109,7 @@ class _WideHead(nn.Module):
             logits = rows.float() @ self.weight.t().float()
         if self.bias is not None:
             logits += self.bias
-        return logits.unflatten(0, hidden.shape[:-1])
+        return logits.view(*hidden.shape[:-1], -1)
 
 
 def _wide_head_of(model: nn.Module) -> nn.Module | None:

@@ -92,9 +92,10 @@ def in_buckets(
     parts = []
     for places in buckets:
         q, k, v = (
-            row.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
+            row.index_select(0, places.flatten()).view(*places.shape, *row.shape[1:])
             for row in rows
         )
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if groups > 1:  # the memory-efficient kernel, which computes in float32, wants equal heads
             k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
         parts.append(_attend(q, k, v, scale, window).transpose(1, 2).flatten(0, 1))

@@ -118,7 +118,7 @@ class Policy(nn.Module):
                 **packed_arguments(micro.cu_seqlens, micro.lengths),
             )[0][0]
         hidden = []
-        for row in torch.split(micro.input_ids, micro.lengths):
+        for row in torch.split(micro.input_ids, list(micro.lengths)):
             forget_longer_rows(backbone)
             hidden.append(backbone(input_ids=row[None], use_cache=False)[0][0])
         return torch.cat(hidden)
