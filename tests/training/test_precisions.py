@@ -86,7 +86,7 @@ async def test_the_switch_for_tf32_is_set_for_the_passes_alone(
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(passes.Policy, "forward", watched)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not allowed)
+    torch.backends.cuda.matmul.allow_tf32 = not allowed
     try:
         trainer = Trainer(
             model=model_in(precision),

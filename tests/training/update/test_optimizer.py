@@ -80,6 +80,26 @@ def test_bfloat16_weights_move_in_proportion_from_the_first_step_on() -> None:
         assert moved == pytest.approx(steps * 1e-5, rel=0.1)
 
 
+def test_mixed_precision_moves_the_matrices_of_a_bfloat16_checkpoint_within_their_rounding() -> (
+    None
+):
+    def parameters() -> dict[str, nn.Parameter]:
+        gen = torch.Generator().manual_seed(0)
+        made = {
+            "rounded": torch.randn(50, 50, generator=gen).bfloat16().float(),
+            "full": torch.randn(50, 50, generator=gen),
+            "vector": torch.ones(50),
+        }
+        return {name: nn.Parameter(value) for name, value in made.items()}
+
+    for precision in ("mixed", "float32", "tf32", None):
+        before, after = parameters(), parameters()
+        MasterAdamW(after.items(), TrainerConfig(precision=precision))  # type: ignore[arg-type]
+        moved = {name for name in after if not torch.equal(before[name], after[name])}
+        assert moved == ({"rounded"} if precision == "mixed" else set())
+        assert torch.equal(before["rounded"].bfloat16(), after["rounded"].bfloat16())
+
+
 def test_gradients_of_micro_batches_add_up_in_float32() -> None:
     parameter = nn.Parameter(torch.zeros(1, 1, dtype=torch.bfloat16))
     optimizer = MasterAdamW([("w", parameter)], TrainerConfig())

@@ -79,7 +79,7 @@ def calibrate(
         with float32_products(cfg.precision):
             check_packing(policy, device, cfg.max_seq_len)
     world = World.of(mesh, device)
-    optimizer = MasterAdamW(model.named_parameters(), cfg)
+    optimizer = MasterAdamW(model.named_parameters(), replace(cfg, precision=None))
     vocab = vocabulary_size(base_causal_lm(model))
     total = torch.cuda.get_device_properties(device).total_memory
 

@@ -47,14 +47,21 @@ def dithered(parameter: Tensor, key: int) -> Tensor:
     return master
 
 
+def _is_rounded(parameter: Tensor) -> bool:
+    """Whether these are the numbers of a bfloat16 checkpoint, in float32."""
+    rows = local_rows(parameter.detach())[0]
+    return rows is not None and bool((rows == rows.bfloat16()).all())
+
+
 class MasterAdamW:
     """AdamW over float32 masters of the trained parameters.
 
     A bfloat16 step is smaller than a bfloat16 weight can show, so the sum of many would be lost:
     the masters keep it, gradients of micro-batches are added up in float32, and after a step the
     module gets the rounded masters. A master begins at a random place among the numbers that round
-    to its weight; see `dithered`. Parameters that are float32 already are their own masters.
-    Matrices decay; vectors (norms, biases) do not.
+    to its weight; see `dithered`. Parameters that are float32 already are their own masters. In
+    mixed precision, where products see them rounded, those of a bfloat16 checkpoint are moved to
+    such a place as well. Matrices decay; vectors (norms, biases) do not.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], cfg: TrainerConfig) -> None:
@@ -66,6 +73,9 @@ class MasterAdamW:
             narrow = torch.finfo(parameter.dtype).bits < 32
             key = derive_seed(cfg.seed, "masters", name)
             self.masters[name] = dithered(parameter, key) if narrow else parameter
+            if cfg.precision == "mixed" and parameter.ndim >= 2 and _is_rounded(parameter):
+                with torch.no_grad():
+                    parameter.copy_(dithered(parameter.bfloat16(), key))
         self._narrow = [
             (p, self.masters[name])
             for name, p in self.parameters.items()
