@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from ludic.errors import ConfigError
+from ludic.precision import DEFAULT_ON_A_GPU, Precision, weights_dtype
 from ludic.rollouts import RolloutEngine
-from ludic.runs.assemble import trainer_config
+from ludic.runs.assemble import open_policy, trainer_config
+from ludic.runs.model import build_model, precision_of
 from ludic.runs.settings import RunConfig, Section, load_run, parse_run
 
 MINIMAL = '[env]\nkind = "tic_tac_toe"\n'
@@ -66,6 +69,16 @@ def test_several_environments_are_a_mix() -> None:
         ("schema = 2\n" + MINIMAL, [], ["schema 2", "upgrade"]),
         ("env = [\n", [], ["not valid TOML"]),
         (MINIMAL + "[training]\nlearning_rate = -1.0\n", [], ["greater than 0", "line 4"]),
+        (
+            MINIMAL + '[model]\ndtype = "bfloat16"\nprecision = "mixed"\n',
+            [],
+            ["model.precision", "contradicts dtype = 'bfloat16': leave dtype out", "line 5"],
+        ),
+        (
+            MINIMAL + '[model]\ndtype = "float32"\n',
+            ["model.precision=bfloat16"],
+            ["model.precision", "contradicts dtype = 'float32'", "from the command line"],
+        ),
     ],
 )
 def test_a_wrong_run_is_one_error_that_says_what_to_write(
@@ -75,6 +88,43 @@ def test_a_wrong_run_is_one_error_that_says_what_to_write(
         parse_run(text, overrides)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "precision"),
+    [
+        ([], "float32"),
+        (["model.dtype=bfloat16"], "bfloat16"),
+        (["model.dtype=float32"], "float32"),
+        (["model.precision=mixed"], "mixed"),
+        (["model.precision=tf32", "model.dtype=float32"], "tf32"),
+        (["model.precision=bfloat16", "model.dtype=bfloat16"], "bfloat16"),
+    ],
+)
+def test_the_precision_goes_to_the_model_and_the_trainer(
+    overrides: list[str], precision: Precision
+) -> None:
+    run = parse_run(MINIMAL, ["model.device=cpu", *overrides])
+    assert precision_of(run) == precision
+    assert trainer_config(run, "rl", Path()).precision == precision
+    model, _ = build_model(run)
+    assert {p.dtype for p in model.parameters()} == {weights_dtype(precision)}
+
+
+def test_a_run_without_a_word_on_a_gpu_has_the_default_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ludic.runs.model.check_device", lambda section: torch.device("cuda"))
+    assert precision_of(parse_run(MINIMAL)) == DEFAULT_ON_A_GPU
+    assert precision_of(parse_run(MINIMAL, ["model.dtype=float32"])) == "float32"
+
+
+async def test_an_open_run_holds_the_switch_for_its_products_and_gives_it_back() -> None:
+    run = parse_run(MINIMAL, ["model.device=cpu", "model.precision=tf32", "inference.slots=2"])
+    async with open_policy(run) as policy:
+        assert torch.backends.cuda.matmul.allow_tf32
+        assert policy.runtime.client is not None
+    assert not torch.backends.cuda.matmul.allow_tf32
 
 
 def float_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[str]:

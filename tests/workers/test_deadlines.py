@@ -37,9 +37,13 @@ async def test_only_the_deadline_that_passed_says_so() -> None:
 
 
 async def test_an_outer_deadline_passes_through_an_inner_one() -> None:
-    with virtual_time(), pytest.raises(TimeoutError), deadline(5) as outer:
-        with deadline(50) as inner:
-            await asyncio.sleep(100)
+    with (
+        virtual_time(),
+        pytest.raises(TimeoutError),
+        deadline(5) as outer,
+        deadline(50) as inner,
+    ):
+        await asyncio.sleep(100)
     assert outer.expired
     assert not inner.expired
 

@@ -20,8 +20,9 @@ from ludic.inference.client import ChatClient
 from ludic.inference.templates.tool_parsers import ToolParser, get_tool_parser
 from ludic.interaction import Runtime
 from ludic.lazy import resolve
+from ludic.precision import float32_products
 from ludic.rollouts import RolloutEngine, RolloutRequest
-from ludic.runs.model import build_model, configuring
+from ludic.runs.model import build_model, configuring, precision_of
 from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed
 from ludic.training import CheckpointConfig, RLAlgorithm, TrainerConfig, make_algorithm
@@ -68,6 +69,8 @@ async def open_policy(
     model, tokenizer = build_model(config, weights)
     template = HFChatTemplate(tokenizer, tool_parser_of(config))
     async with AsyncExitStack() as stack:
+        # Once for the whole run: its trainer and its engine, in their threads, ask for the same.
+        stack.enter_context(float32_products(precision_of(config)))
         client: ChatClient
         publisher: PolicyPublisher
         if config.inference.backend == "local":
@@ -91,6 +94,7 @@ async def _local(
         max_slots=config.inference.slots,
         max_context_tokens=config.inference.max_context_tokens,
         deterministic=config.inference.deterministic,
+        precision=precision_of(config),
     )
     await stack.enter_async_context(client)
     return client, LocalPolicyPublisher(client)
@@ -151,6 +155,7 @@ def trainer_config(config: RunConfig, stage: Literal["sft", "rl"], folder: Path)
         settings |= {"epochs": 1, "mini_batches": 1, "overlap": False}
     return TrainerConfig(
         **settings,
+        precision=precision_of(config),
         total_steps=steps if settings["schedule"] != "constant" else None,
         seed=derive_seed(config.run.seed, stage),
         checkpoint=CheckpointConfig(

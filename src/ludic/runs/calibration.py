@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ludic.runs.assemble import algorithm_of
 from ludic.runs.locate import locate
-from ludic.runs.model import build_model
+from ludic.runs.model import build_model, precision_of
 from ludic.training import TrainerConfig
 from ludic.training.update.calibrate import Calibration, calibrate
 
@@ -20,5 +20,8 @@ def calibrate_run(run: str, overrides: Sequence[str] = ()) -> Calibration:
         max_seq_len=training.max_seq_len,
         micro_token_budget=training.micro_token_budget,
         gradient_checkpointing=training.gradient_checkpointing,
+        compile=training.compile,
+        head_kernels=training.head_kernels,
+        precision=precision_of(config),
     )
     return calibrate(model, algorithm_of(config).loss, settings)

@@ -22,8 +22,10 @@ from ludic.distributed.vllm.canary import MismatchBudget, is_sharded
 from ludic.errors import ConfigError, RequestRejectedError
 from ludic.inference.client import ChatClient, TokenCompletionRequest, VersionedClient
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
+from ludic.precision import Precision
 from ludic.runs.assemble import open_policy
 from ludic.runs.locate import locate
+from ludic.runs.model import precision_of
 from ludic.saw.items import SampleAttachments, SAWItem
 from ludic.seeding import derive_seed
 from ludic.sharding.weights import ModelWeights
@@ -91,6 +93,7 @@ async def run_doctor(
     model_name: str = "policy",
     publisher: PolicyPublisher | None = None,
     budget: MismatchBudget | None = None,
+    precision: Precision | None = None,
     requests: int = 16,
     max_tokens: int = 32,
     temperatures: Sequence[float] = (1.0, 0.7),
@@ -117,8 +120,8 @@ async def run_doctor(
         ),
         max_tokens=max_tokens,
         timeout_s=timeout_s,
-        scores=LocalScores(model),
-        budget=budget or MismatchBudget.for_dtype(next(model.parameters()).dtype),
+        scores=LocalScores(model, precision=precision),
+        budget=budget or MismatchBudget.for_dtype(precision or next(model.parameters()).dtype),
     )
     rows = [await checkup.compare("one request at a time", SamplingConfig(), together=False)]
     for temperature in temperatures:
@@ -152,6 +155,7 @@ async def examine_run(run: str, overrides: Sequence[str] = ()) -> DoctorReport:
             policy.runtime.client,
             model_name=policy.runtime.model,
             publisher=policy.publisher,
+            precision=precision_of(config),
             max_tokens=own.max_tokens or 32,
             temperatures=sorted({own.temperature, 0.7, 1.0} - {0.0}),
         )

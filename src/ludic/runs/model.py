@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from ludic.errors import ConfigError, LudicError, MissingExtraError
+from ludic.precision import Precision, default_precision, weights_dtype
 from ludic.runs.settings import ModelSection, RunConfig
 from ludic.seeding import derive_seed
 
 
 def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Module, Any]:
     """Returns the run's model and tokenizer; `weights` is the `model` folder of a checkpoint."""
-    section = config.model
+    section, dtype = config.model, weights_dtype(precision_of(config))
     if section.name == "tiny":
         from ludic.inference.tiny import tiny_model, tiny_tokenizer
 
@@ -26,15 +27,23 @@ def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Modu
         try:
             tokenizer = tiny_tokenizer(words=options.pop("words", ()))
             model: nn.Module = tiny_model(seed, vocab_size=len(tokenizer), **options)
+            model.to(dtype)
         except Exception as exc:  # of many kinds, but about these arguments: there are no others
             raise ConfigError(f"model.kwargs does not fit the tiny model: {exc}") from exc
     else:
-        model, tokenizer = _from_pretrained(section)
+        model, tokenizer = _from_pretrained(section, dtype)
     if section.lora is not None:
         model = _with_adapter(model, section)
     if weights is not None:
         load_weights(model, weights)
     return model.to(check_device(section)), tokenizer
+
+
+def precision_of(config: RunConfig) -> Precision:
+    """Returns what trainer and engine compute in: as the run says, or as its device suggests."""
+    section = config.model
+    said = section.precision or section.dtype
+    return said or default_precision(check_device(section).type)
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
@@ -57,10 +66,9 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         raise ConfigError(f"{folder} comes from another model: {names[0]!r} does not fit")
 
 
-def _from_pretrained(section: ModelSection) -> tuple[nn.Module, Any]:
+def _from_pretrained(section: ModelSection, dtype: torch.dtype) -> tuple[nn.Module, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, None: "auto"}[section.dtype]
     options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(section.name, **options)

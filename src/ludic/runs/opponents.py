@@ -12,6 +12,7 @@ from ludic.errors import ConfigError
 from ludic.interaction import Runtime
 from ludic.rollouts import Curriculum, FixedMix
 from ludic.runs.assemble import OpenPolicy, requests_of
+from ludic.runs.model import precision_of
 from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed
 from ludic.training import Trainer
@@ -60,6 +61,7 @@ async def seating(config: RunConfig, policy: OpenPolicy, folder: Path) -> AsyncI
         max_slots=config.inference.slots,
         max_context_tokens=config.inference.max_context_tokens,
         deterministic=config.inference.deterministic,
+        precision=precision_of(config),
     )
     async with pool:
         yield Seating(replace(policy.runtime, others=pool.runtimes), curriculum, pool)

@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from ludic.errors import ConfigError
+from ludic.precision import Precision
 from ludic.rollouts import LostMemberPolicy
 
 SCHEMA = 1
@@ -72,15 +73,26 @@ class LoraSection(Section):
 
 
 class ModelSection(Section):
-    """`tiny` is the embedded model; anything else is a folder or a name on the hub."""
+    """`tiny` is the embedded model; anything else is a folder or a name on the hub. `precision` is
+    what trainer and engine compute in (see `ludic.precision`); left out, it is float32 on a CPU.
+    `dtype` is the older word for it, and names the type of the weights only."""
 
     name: str = "tiny"
     revision: str | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
+    precision: Precision | None = None
     device: str | None = None
     kwargs: Arguments = {}
     lora: LoraSection | None = None
     tool_parser: str | None = None
+
+    @field_validator("precision")
+    @classmethod
+    def _fits_dtype(cls, value: Precision | None, others: ValidationInfo) -> Precision | None:
+        dtype = others.data.get("dtype")
+        if value and dtype and (value == "bfloat16") != (dtype == "bfloat16"):
+            raise ValueError(f"contradicts dtype = {dtype!r}: leave dtype out")
+        return value
 
 
 class SamplingSection(Section):
@@ -175,6 +187,8 @@ class TrainingSection(Section):
     epochs: int = Field(default=1, ge=1)
     overlap: bool = False
     gradient_checkpointing: bool = False
+    compile: bool = False
+    head_kernels: Literal["auto", "triton", "compiled", "eager"] = "auto"
     checkpoint_every: int = Field(default=50, ge=0)
     keep_checkpoints: int = Field(default=2, ge=1)
     past_opponents: int = Field(default=0, ge=0)

@@ -16,10 +16,13 @@ from ludic.distributed import (
     ModelWeights,
     PolicyPublisher,
 )
+from ludic.distributed.vllm.canary import MismatchBudget
 from ludic.errors import ConfigError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
+from ludic.precision import sampling_dtype
+from ludic.runs.model import precision_of
 from ludic.runs.results.terminal import say
 from ludic.runs.settings import RunConfig
 from ludic.sharding.weights import plain_name
@@ -51,7 +54,8 @@ async def open_vllm(
         publisher = lent = AdapterPolicyPublisher(client)
         stack.push_async_callback(lent.close)
     else:
-        publisher = BroadcastPolicyPublisher(client)
+        budget = MismatchBudget.for_dtype(precision_of(config))
+        publisher = BroadcastPolicyPublisher(client, budget=budget)
     if adapter or config.inference.servers:
         await publisher.publish(ModelWeights(model), client.first_version)
     return client, publisher
@@ -77,7 +81,7 @@ async def _start(
         model=str(where),
         served_name=name,
         port=free_port(),
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
+        dtype=str(sampling_dtype(precision_of(config))).removeprefix("torch."),
         max_model_len=config.inference.max_context_tokens,
         max_num_seqs=config.inference.slots,
         max_lora_rank=lora.rank if adapter and lora is not None else None,

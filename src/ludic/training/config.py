@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from ludic.errors import ConfigError
+from ludic.precision import Precision
 
 AttentionKind: TypeAlias = Literal["auto", "varlen", "sdpa"]
+HeadKernels: TypeAlias = Literal["auto", "triton", "compiled", "eager"]
+"""What works on a chunk of logits on a GPU: our Triton kernels, torch.compile, or plain torch.
+"auto" is Triton where it can compile, else plain torch."""
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 
 
@@ -48,6 +52,9 @@ class TrainerConfig:
     `max_seq_len` bounds a single sample, and a longer one is an error. `epochs` and
     `mini_batches` give several optimizer steps per batch, with proximal log-probs from before the
     first. `overlap` samples the next batch, under the present policy, while this one trains.
+    `precision` must fit the weights; None: in their type, with torch's switches as they are.
+    `compile` has torch.compile work on the decoder layers, which takes a while to begin with;
+    `head_kernels` says what turns logits into log-probs on a GPU.
     """
 
     learning_rate: float = 1e-6
@@ -66,9 +73,11 @@ class TrainerConfig:
     mini_batches: int = 1
     overlap: bool = False
 
+    precision: Precision | None = None
     attention: AttentionKind = "auto"
     gradient_checkpointing: bool = False
     compile: bool = False
+    head_kernels: HeadKernels = "auto"
 
     max_nonfinite_steps: int = 3
     batch_timeout_s: float = 3600.0
@@ -97,6 +106,16 @@ class TrainerConfig:
                 self.attention in get_args(AttentionKind),
                 "attention",
                 f"one of {get_args(AttentionKind)}",
+            ),
+            (
+                self.precision in (None, *get_args(Precision)),
+                "precision",
+                f"one of {get_args(Precision)} or None",
+            ),
+            (
+                self.head_kernels in get_args(HeadKernels),
+                "head_kernels",
+                f"one of {get_args(HeadKernels)}",
             ),
             (self.warmup_steps >= 0, "warmup_steps", ">= 0"),
             (0 <= self.final_lr_ratio <= 1, "final_lr_ratio", "in [0, 1]"),

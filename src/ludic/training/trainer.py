@@ -18,6 +18,7 @@ from torch import nn
 
 from ludic.distributed.interfaces import PolicyPublisher
 from ludic.errors import BatchError, ConfigError, DeadlineError, NonFiniteError
+from ludic.precision import check_precision, float32_products
 from ludic.saw.codec import batch_from_dict, batch_to_dict
 from ludic.saw.items import SAWBatch
 from ludic.sharding.weights import ModelWeights
@@ -77,11 +78,14 @@ class Trainer:
             batch_source = SamplingAhead(batch_source)
         self.model, self.source, self.publisher = model, batch_source, publisher
         self._weights_are_shared = publisher is not None and publisher.shares_weights
+        check_precision(cfg.precision, model, "TrainerConfig")
         self.policy = Policy(
             model,
             attention=cfg.attention,
             gradient_checkpointing=cfg.gradient_checkpointing,
             compile_layers=cfg.compile,
+            precision=cfg.precision,
+            head_kernels=cfg.head_kernels,
         )
         cost = attention_cost(model)
         device = next(model.parameters()).device
@@ -96,7 +100,8 @@ class Trainer:
         elif init_from is not None:
             raise ConfigError("init_from is for sharded models: pass a mesh, or load the weights")
         self.world = World.of(mesh, next(model.parameters()).device)
-        check_packing(self.policy, self.world.device, cfg.max_seq_len)
+        with float32_products(cfg.precision):
+            check_packing(self.policy, self.world.device, cfg.max_seq_len)
         if self.world.leads and batch_source is None:
             raise ConfigError("rank 0 needs a batch source")
         if self.world.size > 1 and isinstance(batch_source, WorksAhead) and not cfg.overlap:

@@ -1,4 +1,4 @@
-"""Which kernel attends within packed sequences."""
+"""Attention within packed sequences: which kernel, and that it is exact."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from ludic.errors import ConfigError
-from ludic.training.update import attention
+from ludic.training.update import attention, dense_attention
+from ludic.training.update.dense_attention import SequenceLengths, in_buckets, one_by_one
+
+CPU = torch.device("cpu")
 
 
 class OnGpu(torch.Tensor):
@@ -20,22 +26,22 @@ class OnGpu(torch.Tensor):
 
 @pytest.mark.parametrize(
     ("dtype", "chosen"),
-    [(torch.bfloat16, "varlen"), (torch.float16, "varlen"), (torch.float32, "sdpa")],
+    [(torch.bfloat16, "_varlen"), (torch.float16, "_varlen"), (torch.float32, "in_buckets")],
 )
 def test_on_a_gpu_the_packed_kernel_is_for_the_types_that_it_computes_in(
     dtype: torch.dtype, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
 
-    def kernel(kind: str) -> Callable[..., torch.Tensor]:
+    def kernel(name: str) -> Callable[..., torch.Tensor]:
         def call(*_: object) -> torch.Tensor:
-            asked.append(kind)
+            asked.append(name)
             return torch.zeros(1)
 
         return call
 
-    for kind in ("varlen", "sdpa"):
-        monkeypatch.setitem(attention._KERNELS, kind, kernel(kind))
+    for name in ("_varlen", "in_buckets", "one_by_one"):
+        monkeypatch.setattr(attention, name, kernel(name))
     query = torch.zeros(1, 2, 3, 4, dtype=dtype).as_subclass(OnGpu)
     attention.packed_attention(
         nn.Identity(),
@@ -61,3 +67,99 @@ def test_a_kernel_that_does_not_compute_in_the_models_type_is_refused() -> None:
             cu_seq_lens_q=torch.tensor([0, 3]),
             max_length_q=3,
         )
+
+
+def test_under_autocast_attention_is_in_its_type_whatever_the_rotary_embedding_left() -> None:
+    query = torch.randn(1, 2, 5, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attention.packed_attention(
+            nn.Identity(),
+            query,
+            query,
+            query.bfloat16(),
+            kind="auto",
+            cu_seq_lens_q=torch.tensor([0, 2, 5]),
+            max_length_q=3,
+        )
+    assert found.dtype == torch.bfloat16
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], window: int) -> Tensor:
+    """Every token of the packed row against every other, and a mask that says which may meet."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place = torch.arange(sum(lengths))
+    gap = place[:, None] - place[None, :]
+    seen = (owner[:, None] == owner[None, :]) & (gap >= 0)
+    if window:
+        seen &= gap < window
+    scores = (q @ k.transpose(-1, -2)) * 0.3
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=7),
+    heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    window=st.sampled_from([0, 1, 5, 40]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_in_buckets_and_one_by_one_attention_and_its_gradient_are_exact(
+    lengths: list[int], heads: tuple[int, int], window: int, seed: int
+) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    inputs = [
+        torch.randn(1, h, sum(lengths), 8, generator=gen, dtype=torch.float64)
+        for h in (heads[0], heads[1], heads[1])
+    ]
+    weights = torch.randn(1, sum(lengths), heads[0], 8, generator=gen, dtype=torch.float64)
+    results = []
+    for compute in (
+        lambda *qkv: by_hand(*qkv, lengths, window),
+        lambda *qkv: in_buckets(*qkv, SequenceLengths(lengths, CPU), 0.3, window),
+        lambda *qkv: one_by_one(*qkv, SequenceLengths(lengths, CPU), 0.3, window),
+    ):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        out = compute(*leaves)
+        (out * weights).sum().backward()
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    for found in results[1:]:
+        for a, b in zip(results[0], found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_a_token_that_is_not_finite_stays_in_its_own_sequence() -> None:
+    q = torch.randn(1, 1, 9, 4)
+    q[0, 0, 2] = torch.nan
+    out = in_buckets(q, q, q, SequenceLengths([3, 6], CPU), None, 0)
+    assert out[0, :3].isnan().any()
+    assert not out[0, 3:].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "calls"),
+    [
+        ([60] * 512, 1),
+        ([49 + i % 16 for i in range(512)], 1),
+        ([10, 20, 30, 60, 61, 100, 1000, 1010, 5], 6),
+        ([1025, 1100, 1500], 3),
+        ([7], 1),
+    ],
+)
+def test_sequences_of_like_length_are_one_call(
+    lengths: list[int], calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    real = F.scaled_dot_product_attention
+
+    def count(q: Tensor, *args: object, **kwargs: object) -> Tensor:
+        asked.append(q.shape)
+        return real(q, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dense_attention.F, "scaled_dot_product_attention", count)
+    q = torch.randn(1, 2, sum(lengths), 4)
+    in_buckets(q, q, q, SequenceLengths(lengths, CPU), None, 0)
+    assert len(asked) == calls
+    padded = sum(shape[0] * shape[2] for shape in asked)
+    assert padded <= max(1.5 * sum(lengths), 16 * len(lengths))

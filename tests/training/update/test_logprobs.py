@@ -173,3 +173,64 @@ def test_results_of_a_bfloat16_model_are_float32_and_close() -> None:
 def test_a_chunk_holds_at_least_some_tokens_and_at_most_64_mb_on_a_cpu(vocab: int) -> None:
     tokens = chunk_tokens(vocab, torch.device("cpu"))
     assert tokens == 32 or tokens * vocab * 4 <= 2**26
+
+
+class Adapted(nn.Module):
+    """A head that is more than one matrix, as one with an adapter is."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_head_in_mixed_precision_multiplies_in_bfloat16_and_rounds_no_logits(
+    softcap: float | None, bias: bool, adapted: bool
+) -> None:
+    hidden, targets, temperatures, _ = make(1, 12, truncated=False)
+    hidden = hidden.float().requires_grad_()
+    linear = nn.Linear(WIDTH, VOCAB, bias=bias)
+    rounded = nn.Linear(WIDTH, VOCAB, bias=bias).double()
+    with torch.no_grad():
+        rounded.weight.copy_(linear.weight.bfloat16())
+        if bias:
+            rounded.bias.copy_(linear.bias)
+    rule = LogitRule(softcap=softcap)
+    found, _ = token_logprobs(
+        hidden,
+        Adapted(linear) if adapted else linear,
+        targets,
+        temperatures.float(),
+        rule=rule,
+        narrow=torch.bfloat16,
+    )
+    inputs = hidden.detach().bfloat16().double().requires_grad_()
+    wanted, _ = reference(inputs, rounded, targets, temperatures, None, rule)
+    assert found.dtype == torch.float32
+    # A head of several parts rounds its own output, which nothing here can help.
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=0.05 if adapted else 2e-5)
+    found.sum().backward()
+    wanted.sum().backward()
+    assert linear.weight.grad is not None
+    assert linear.weight.grad.dtype == hidden.grad.dtype == torch.float32  # type: ignore[union-attr]
+    for mine, theirs in (
+        (hidden.grad, inputs.grad),
+        (linear.weight.grad, rounded.weight.grad),
+        *([(linear.bias.grad, rounded.bias.grad)] if bias else []),
+    ):
+        assert mine is not None
+        assert theirs is not None
+        torch.testing.assert_close(mine.double(), theirs, rtol=0.05, atol=0.05)
+
+
+def test_whole_logits_of_a_bfloat16_head_are_not_rounded_either() -> None:
+    hidden, _, temperatures, _ = make(1, 12, truncated=False)
+    head = nn.Linear(WIDTH, VOCAB, bias=False).bfloat16()
+    found = action_logits(hidden.bfloat16(), head, temperatures.float())
+    wanted = hidden.bfloat16().double() @ head.weight.double().t() / temperatures[:, None]
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5)

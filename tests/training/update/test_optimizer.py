@@ -15,7 +15,8 @@ from ludic.inference.tiny import tiny_model
 from ludic.sharding.weights import ModelWeights
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.trainer import Trainer
-from ludic.training.update.optimizer import MasterAdamW
+from ludic.training.update import optimizer as optimizer_module
+from ludic.training.update.optimizer import MasterAdamW, dithered
 from ludic.training.update.schedule import learning_rate
 from tests.training.synthetic import RecordingPublisher, SyntheticSource, reinforce
 
@@ -23,15 +24,80 @@ from tests.training.synthetic import RecordingPublisher, SyntheticSource, reinfo
 def test_steps_too_small_for_bfloat16_are_not_lost() -> None:
     parameter = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
     optimizer = MasterAdamW([("w", parameter)], TrainerConfig(learning_rate=1e-5))
+    start = optimizer.masters["w"].clone()
     for _ in range(1000):
         parameter.grad = torch.ones_like(parameter)
         optimizer.accumulate()
         optimizer.step(1e-5)
     assert parameter.dtype == torch.bfloat16
     assert optimizer.masters["w"].dtype == torch.float32
-    assert torch.allclose(optimizer.masters["w"], torch.full((4, 4), 0.99), atol=1e-4)
+    assert torch.allclose(optimizer.masters["w"], start - 0.01, atol=1e-4)
     assert torch.equal(parameter, optimizer.masters["w"].bfloat16())
     assert parameter[0, 0].item() < 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_master_rounds_to_its_weight_and_lies_anywhere_among_those_that_do(
+    dtype: torch.dtype,
+) -> None:
+    gen = torch.Generator().manual_seed(0)
+    weight = torch.randn(300, 70, generator=gen).to(dtype)
+    weight[0, :5] = 0.0
+    weight[1, :5] = 1.0
+    master = dithered(weight, 1)
+    assert master.dtype == torch.float32
+    assert torch.equal(master.to(dtype), weight)
+    assert torch.equal(master[0, :5], torch.zeros(5))
+    spacing = torch.finfo(dtype).eps / 2 * 2.0 ** torch.frexp(weight.float()).exponent
+    place = (master - weight.float()) / spacing
+    assert place.abs().max() <= 0.5
+    assert place.mean().abs() < 0.01
+    assert place.std() == pytest.approx(1 / 12**0.5, abs=0.01)
+
+
+def test_masters_are_the_same_however_the_weight_is_sharded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = torch.randn(10, 7).bfloat16()
+    whole = dithered(weight, 1)
+    monkeypatch.setattr(optimizer_module, "_DITHERED_AT_ONCE", 11)
+    assert torch.equal(dithered(weight, 1), whole)
+    monkeypatch.setattr(optimizer_module, "local_rows", lambda rows: (rows, 4, (10, 7)))
+    assert torch.equal(dithered(weight[4:], 1), whole[4:])
+    assert not torch.equal(dithered(weight[4:], 2), whole[4:])
+
+
+def test_bfloat16_weights_move_in_proportion_from_the_first_step_on() -> None:
+    gen = torch.Generator().manual_seed(0)
+    parameter = nn.Parameter((0.1 * torch.randn(400, 400, generator=gen)).bfloat16())
+    start = parameter.detach().float().clone()
+    optimizer = MasterAdamW([("w", parameter)], TrainerConfig(learning_rate=1e-5))
+    for steps in range(1, 4):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.accumulate()
+        optimizer.step(1e-5)
+        moved = (start - parameter.detach().float()).mean().item()
+        assert moved == pytest.approx(steps * 1e-5, rel=0.1)
+
+
+def test_mixed_precision_moves_the_matrices_of_a_bfloat16_checkpoint_within_their_rounding() -> (
+    None
+):
+    def parameters() -> dict[str, nn.Parameter]:
+        gen = torch.Generator().manual_seed(0)
+        made = {
+            "rounded": torch.randn(50, 50, generator=gen).bfloat16().float(),
+            "full": torch.randn(50, 50, generator=gen),
+            "vector": torch.ones(50),
+        }
+        return {name: nn.Parameter(value) for name, value in made.items()}
+
+    for precision in ("mixed", "float32", "tf32", None):
+        before, after = parameters(), parameters()
+        MasterAdamW(after.items(), TrainerConfig(precision=precision))  # type: ignore[arg-type]
+        moved = {name for name in after if not torch.equal(before[name], after[name])}
+        assert moved == ({"rounded"} if precision == "mixed" else set())
+        assert torch.equal(before["rounded"].bfloat16(), after["rounded"].bfloat16())
 
 
 def test_gradients_of_micro_batches_add_up_in_float32() -> None:

@@ -29,6 +29,8 @@ from ludic.inference.local.noise import noise_key
 from ludic.inference.local.queue_gate import QueueGate
 from ludic.inference.local.request_check import completion_limit
 from ludic.inference.local.sequence import Sequence
+from ludic.inference.local.shadow import Shadow
+from ludic.precision import Precision, check_precision, float32_products
 from ludic.types import ChatResponse
 from ludic.workers.deadlines import deadline
 
@@ -39,7 +41,7 @@ not, even where both run in one thread."""
 
 
 class LocalChatClient:
-    """Samples from `model` itself: no server, no copy of the weights, no mismatch.
+    """Samples from `model` itself: no server, and no copy of the weights (but see `precision`).
 
     Requests from any number of coroutines, in any number of event loops, are batched continuously
     in the engine's thread. In deterministic mode (the default on the CPU) tokens and log-probs are
@@ -63,6 +65,9 @@ class LocalChatClient:
             old ones first, or "continue" under the new ones, with a version span of their own.
         request_timeout_s: the deadline of a request that names none.
         version: the policy version of the weights as they are.
+        precision: in what the trainer computes (see `ludic.precision`), or None: the weights' type,
+            with torch's switches as they are. With "mixed", requests are sampled from a bfloat16
+            copy of the float32 weights, which is renewed at the end of each `updating()`.
         pipelined: whether the host stays a step behind the device, with CUDA graphs where there
             are any; None: on a GPU, unless deterministic.
     """
@@ -82,6 +87,7 @@ class LocalChatClient:
         on_update: Literal["finish", "continue"] = "finish",
         request_timeout_s: float = 600.0,
         version: int = 0,
+        precision: Precision | None = None,
         pipelined: bool | None = None,
     ) -> None:
         for name, value, choices in (
@@ -93,19 +99,22 @@ class LocalChatClient:
         if max_queue < 1 or max_slots < 1:
             raise ConfigError(f"max_slots={max_slots}, max_queue={max_queue}: both must be >= 1")
         check_adapters(model)
+        check_precision(precision, model, "LocalChatClient")
         self._model = base_causal_lm(model)
-        self._scheduler = build_scheduler(
-            self._model,
-            # The engine decodes in its own thread; a fast tokenizer is not safe to share.
-            copy.deepcopy(tokenizer),
-            max_slots=max_slots,
-            max_context_tokens=max_context_tokens,
-            deterministic=deterministic,
-            step_rows=step_rows,
-            prefix_cache_tokens=prefix_cache_tokens,
-            pipelined=pipelined,
-            version=version,
-        )
+        self._shadow = Shadow(self._model) if precision == "mixed" else None
+        with float32_products(precision):
+            self._scheduler = build_scheduler(
+                self._shadow.model if self._shadow is not None else self._model,
+                # The engine decodes in its own thread; a fast tokenizer is not safe to share.
+                copy.deepcopy(tokenizer),
+                max_slots=max_slots,
+                max_context_tokens=max_context_tokens,
+                deterministic=deterministic,
+                step_rows=step_rows,
+                prefix_cache_tokens=prefix_cache_tokens,
+                pipelined=pipelined,
+                version=version,
+            )
         self._vocab = int(self._model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         self._eos = _eos_ids(self._model, tokenizer)
         self._may_drop = may_drop(self._model)
@@ -113,7 +122,7 @@ class LocalChatClient:
         self._timeout_s = request_timeout_s
         self._holder: object | None = None
         self._gate = QueueGate(max_queue)
-        self._thread = EngineThread(self._scheduler, self._gate)
+        self._thread = EngineThread(self._scheduler, self._gate, precision)
 
     # Life
 
@@ -169,10 +178,11 @@ class LocalChatClient:
         """Makes `params` policy `version`. Tensors that are the module's own cost nothing; others
         are copied into it, all or none. Whoever holds `updating()` may call it inside, also in
         tasks started there; anybody else waits for their turn. Without any, the weights are named
-        as they are, and nothing is held up for that."""
+        as they are, and nothing is held up for that unless there is a copy of them to renew."""
         self._foreign(params)  # what does not fit is refused before anybody waits
         self._thread.check_version(version)
-        if self._holder in _held.get() or (not params and self._holder is None):
+        current = self._shadow is None or self._shadow.is_current
+        if self._holder in _held.get() or (not params and self._holder is None and current):
             return self._take_weights(params, version)
         async with self.updating(timeout_s=timeout_s):
             return self._take_weights(params, version)
@@ -228,6 +238,8 @@ class LocalChatClient:
             finally:
                 self._holder = None
                 _held.set(tuple(h for h in _held.get() if h is not held))
+                if self._shadow is not None:
+                    self._shadow.refresh()
                 device = self._scheduler.memory.shape.device
                 if device.type == "cuda":
                     # The optimizer's kernels run in this thread's stream, the engine's in another.

@@ -15,6 +15,7 @@ from ludic.errors import EngineClosedError, PublishError
 from ludic.inference.local.queue_gate import QueueGate
 from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sequence
+from ludic.precision import Precision, float32_products
 
 Waiter = asyncio.Future[Any]
 
@@ -86,8 +87,10 @@ class EngineThread:
     thread ever waits for `_changed`, hence `notify` and not `notify_all`.
     """
 
-    def __init__(self, scheduler: Scheduler, gate: QueueGate) -> None:
-        self._scheduler = scheduler
+    def __init__(
+        self, scheduler: Scheduler, gate: QueueGate, precision: Precision | None = None
+    ) -> None:
+        self._scheduler, self._precision = scheduler, precision
         self.outbox = Outbox()
         self._changed = threading.Condition()
         self._inbox: list[Sequence] = []
@@ -176,7 +179,7 @@ class EngineThread:
     def _loop(self) -> None:
         with torch.inference_mode():
             try:
-                with self._scheduler.in_thread():
+                with float32_products(self._precision), self._scheduler.in_thread():
                     while self._next():
                         begin = time.perf_counter()
                         self._scheduler.advance()

@@ -94,6 +94,31 @@ class _FusedRMSNorm(nn.Module):
         )
 
 
+class _WideHead(nn.Module):
+    """A linear layer whose logits are float32: rounded to bfloat16, a logit of 20 is off by up to
+    0.06, and so is the log-prob. Takes a cloned head's place."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        rows = hidden.flatten(0, -2)
+        if rows.is_cuda:
+            logits = torch.mm(rows, self.weight.t(), out_dtype=torch.float32)
+        else:
+            logits = rows.float() @ self.weight.t().float()
+        if self.bias is not None:
+            logits += self.bias
+        return logits.view(*hidden.shape[:-1], -1)
+
+
+def _wide_head_of(model: nn.Module) -> nn.Module | None:
+    """The head, if it is one matrix in a half type."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    half = type(head) is nn.Linear and head.weight.dtype in (torch.bfloat16, torch.float16)
+    return head if half else None
+
+
 def _is_plain_rms_norm(module: nn.Module) -> bool:
     """Whether it is the usual norm, scaled by its weight; other kinds have other names."""
     return (
@@ -113,12 +138,17 @@ def module_view(
     """New module objects in eval mode over the same parameters, with the engine's attention.
 
     Parameter and buffer dictionaries are shared, not copied: whatever the trainer writes there,
-    in place or by assignment, is what the view computes with. `fuse_norms` saves launches on a
+    in place or by assignment, is what the view computes with. Its logits are float32 also where
+    the module's are not. `fuse_norms` saves launches on a
     GPU; it rounds once where the module rounds twice. `stand_in` may return an empty module of
     another class to take a module's place, with all that the module has.
     """
 
+    head = _wide_head_of(model)
+
     def make(module: nn.Module) -> nn.Module:
+        if module is head:
+            return _WideHead.__new__(_WideHead)
         if fuse_norms and _is_plain_rms_norm(module):
             return _FusedRMSNorm.__new__(_FusedRMSNorm)
         return stand_in(module) or same_kind(module)

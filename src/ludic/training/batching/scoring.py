@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ludic.errors import BatchError, DeadlineError, NotTrainableError, UnknownNameError
 from ludic.inference.client import ChatClient, TokenCompletionRequest
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
+from ludic.precision import Precision, check_precision
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
 from ludic.training.algorithm import HasAlgorithm, RLAlgorithm
@@ -46,14 +47,21 @@ class LocalScores:
 
     `model` is a frozen causal LM. With `without_adapter` it is a PEFT model whose base is the
     reference: its adapter is off while it scores, so nobody may sample from it at the same time.
+    `precision` is as in `TrainerConfig`.
     """
 
     def __init__(
-        self, model: nn.Module, *, micro_token_budget: int = 16384, without_adapter: bool = False
+        self,
+        model: nn.Module,
+        *,
+        micro_token_budget: int = 16384,
+        without_adapter: bool = False,
+        precision: Precision | None = None,
     ) -> None:
         from ludic.training.update.policy import Policy, check_packing
 
-        self.policy = Policy(model)
+        check_precision(precision, model, "LocalScores")
+        self.policy = Policy(model, precision=precision)
         check_packing(self.policy, next(model.parameters()).device)
         self.micro_token_budget = micro_token_budget
         self._adapter_off: Callable[[], Any] = (

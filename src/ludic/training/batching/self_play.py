@@ -21,6 +21,7 @@ from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.interaction import Runtime
+from ludic.precision import Precision
 from ludic.rollouts import RolloutRequest
 from ludic.rollouts.curricula import seeded
 from ludic.seeding import derive_seed
@@ -118,6 +119,7 @@ class PastPolicies:
         max_slots: int = 64,
         max_context_tokens: int | None = None,
         deterministic: bool | None = None,
+        precision: Precision | None = None,
     ) -> None:
         if size < 1 or every < 1:
             raise ConfigError(f"PastPolicies(size={size}, every={every}): both must be >= 1")
@@ -133,6 +135,7 @@ class PastPolicies:
                 max_slots=max_slots,
                 max_context_tokens=max_context_tokens,
                 deterministic=deterministic,
+                precision=precision,
             )
             for module in self._copies
         ]

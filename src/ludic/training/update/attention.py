@@ -7,16 +7,16 @@ sequence boundaries go to a packed kernel, all others (a sampler's) to what was 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError
 from ludic.training.config import AttentionKind
+from ludic.training.update.dense_attention import SequenceLengths, in_buckets, one_by_one
 
 PREFIX = "ludic_packed_"
 
@@ -77,8 +77,9 @@ def _own_name(name: str) -> str:
     return name.removeprefix(PREFIX).split(":")[-1]
 
 
-def packed_arguments(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
-    """What a model's forward pass must be given for its sequences to stay apart.
+def packed_arguments(cu_seqlens: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
+    """What a model's forward pass must be given for its sequences to stay apart: their boundaries,
+    and their lengths as the host knows them, so that no layer has to ask the device.
 
     The mask is of a shape that fits nothing: only the packed attention, which ignores it, can
     run, so a model that lost it fails instead of attending across sequences.
@@ -87,8 +88,9 @@ def packed_arguments(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
         "attention_mask": torch.ones(1, 1, 2, 3, dtype=torch.bool, device=cu_seqlens.device),
         "cu_seq_lens_q": cu_seqlens,
         "cu_seq_lens_k": cu_seqlens,
-        "max_length_q": max_seqlen,
-        "max_length_k": max_seqlen,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+        "ludic_lengths": SequenceLengths(lengths, cu_seqlens.device),
     }
 
 
@@ -106,6 +108,7 @@ def packed_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    ludic_lengths: SequenceLengths | None = None,
     **_: Any,
 ) -> Tensor:
     """Causal attention within each sequence. In: 1 x heads x length x width; out: transposed."""
@@ -113,6 +116,10 @@ def packed_attention(
         raise CannotPack(f"{type(module).__name__} has a soft cap or sinks")
     if dropout:
         raise ConfigError("packed attention has no dropout: set attention_dropout=0")
+    if torch.is_autocast_enabled(query.device.type):
+        # Rotary embeddings in float32 leave queries and keys in it.
+        narrowed = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (t.to(narrowed) for t in (query, key, value))
     narrow = query.dtype in (torch.bfloat16, torch.float16)
     if kind == "auto":
         kind = "varlen" if query.is_cuda and narrow else "sdpa"
@@ -121,36 +128,11 @@ def packed_attention(
             f"attention='varlen' computes in bfloat16 and float16, not in {query.dtype}: load the "
             "model in one of them, or leave attention='auto'"
         )
-    return _KERNELS[kind](
-        query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window or 0
-    )
-
-
-def _per_sequence(
-    query: Tensor, key: Tensor, value: Tensor, cu: Tensor, longest: int, scale: Any, window: int
-) -> Tensor:
-    """One sequence after another: right everywhere, fast nowhere but on a CPU."""
-    # Splitting, unlike slicing, has a backward pass that costs no more than the tokens it holds.
-    lengths = cu.diff().tolist()
-    parts = []
-    for q, k, v in zip(*(torch.split(t, lengths, 2) for t in (query, key, value)), strict=True):
-        mask, length = None, q.shape[2]
-        if window and length > window:
-            place = torch.arange(length, device=q.device)
-            gap = place[:, None] - place[None, :]
-            mask = (gap >= 0) & (gap < window)
-        parts.append(
-            F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        )
-    return torch.cat(parts, dim=2).transpose(1, 2)
+    if kind == "varlen":
+        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window or 0)
+    lengths = ludic_lengths or SequenceLengths(cu_seq_lens_q.diff().tolist(), query.device)
+    by = in_buckets if query.is_cuda else one_by_one
+    return by(query, key, value, lengths, scaling, sliding_window or 0)
 
 
 @cache
@@ -222,9 +204,3 @@ def _grouped_varlen_works(device: torch.device) -> bool:
         a is not None and b is not None and torch.allclose(a, b, rtol=0.05, atol=0.05)
         for a, b in zip(*results, strict=True)
     )
-
-
-_KERNELS: dict[str, Callable[..., Tensor]] = {
-    "sdpa": _per_sequence,
-    "varlen": _varlen,
-}

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ludic.errors import ConfigError, OutOfMemoryError
+from ludic.precision import float32_products
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
 from ludic.sharding.model_parts import base_causal_lm, vocabulary_size
@@ -67,15 +68,18 @@ def calibrate(
         attention=cfg.attention,
         gradient_checkpointing=cfg.gradient_checkpointing,
         compile_layers=cfg.compile,
+        precision=cfg.precision,
+        head_kernels=cfg.head_kernels,
     )
     if mesh is not None:
         from ludic.sharding.fsdp import shard_policy
 
         shard_policy(policy, mesh)
     else:
-        check_packing(policy, device, cfg.max_seq_len)
+        with float32_products(cfg.precision):
+            check_packing(policy, device, cfg.max_seq_len)
     world = World.of(mesh, device)
-    optimizer = MasterAdamW(model.named_parameters(), cfg)
+    optimizer = MasterAdamW(model.named_parameters(), replace(cfg, precision=None))
     vocab = vocabulary_size(base_causal_lm(model))
     total = torch.cuda.get_device_properties(device).total_memory
 

@@ -6,6 +6,7 @@ backward pass recomputes each chunk's logits, so that never more than one chunk 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -16,8 +17,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ludic.training.config import HeadKernels
 from ludic.training.update.packing import KeptIds
 
+_log = logging.getLogger("ludic.training")
 TokenValues: TypeAlias = tuple[Tensor, Tensor | None]
 """Log-probs and, where asked, entropies of a run of tokens."""
 
@@ -52,18 +55,22 @@ def token_logprobs(
     rule: LogitRule | None = None,
     entropy: bool = False,
     chunk: int | None = None,
+    narrow: torch.dtype | None = None,
+    kernels: HeadKernels = "auto",
 ) -> TokenValues:
     """The log-prob of each target under softmax(head(hidden) / temperature), in float32.
 
     Where `kept` lists ids for a token, the softmax is over those alone. With `entropy`, the
-    entropy of the same distribution, from the same pass; both carry gradients.
+    entropy of the same distribution, from the same pass; both carry gradients. With `narrow`, the
+    head multiplies in that type; its logits are float32 in any case.
     """
     rule = rule or LogitRule()
+    hidden = hidden if narrow is None else hidden.to(narrow)
     if type(head) is nn.Linear and rule.softcap is None:
         chunk = chunk or chunk_tokens(head.out_features, hidden.device)
         scales = rule.scale / temperatures.to(_wide(hidden.dtype))
         logprobs, entropies = _FusedLogProbs.apply(  # type: ignore[no-untyped-call]
-            hidden, head.weight, head.bias, targets, scales, kept, entropy, chunk
+            hidden, head.weight, head.bias, targets, scales, kept, entropy, chunk, kernels
         )
         return logprobs, entropies if entropy else None
     return _checkpointed(hidden, head, targets, temperatures, kept, rule, entropy, chunk)
@@ -76,9 +83,11 @@ def action_logits(
     *,
     kept: KeptIds | None = None,
     rule: LogitRule | None = None,
+    narrow: torch.dtype | None = None,
 ) -> Float[Tensor, "tokens vocab"]:
     """The whole logits that the log-probs are a softmax of, for losses that ask for them."""
-    logits = (rule or LogitRule())(head(hidden).to(_wide(hidden.dtype)))
+    hidden = hidden if narrow is None else hidden.to(narrow)
+    logits = (rule or LogitRule())(_wide_logits(hidden, head))
     logits = logits / temperatures[:, None]
     mask = _mask(kept, 0, hidden.shape[0], logits.shape[1])
     return logits if mask is None else logits.masked_fill(mask, -torch.inf)
@@ -146,9 +155,37 @@ def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-def _kernel(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    # On a GPU the many passes over a chunk of logits would cost more than the head itself.
-    return _fused(function) if device.type == "cuda" else function
+def _kernel(plain: Callable[..., Any], scales: Tensor, kernels: HeadKernels) -> Callable[..., Any]:
+    """`_reduce` or `_logit_gradient` as a GPU is to compute it: the many passes of plain torch over
+    a chunk of logits cost as much as the head itself."""
+    if not scales.is_cuda or scales.dtype != torch.float32 or kernels == "eager":
+        return plain
+    if kernels == "compiled":
+        return _fused(plain)
+    if kernels == "triton" or _triton_works(scales.device):
+        from ludic.training.update import head_kernels
+
+        return getattr(head_kernels, plain.__name__[1:])  # type: ignore[no-any-return]
+    return plain
+
+
+@cache
+def _triton_works(device: torch.device) -> bool:
+    """Whether a kernel can be compiled here: Triton needs a C compiler, which not all have."""
+    try:
+        from ludic.training.update import head_kernels
+
+        one = torch.ones(1, device=device)
+        head_kernels.reduce(one[None], one, None, torch.zeros_like(one, dtype=torch.long), False)
+    except Exception as exc:
+        _log.warning(
+            "Triton cannot compile a kernel here (%s: %s): log-probs are computed by plain torch, "
+            "which takes longer. It needs a C compiler, such as gcc",
+            type(exc).__name__,
+            exc,
+        )
+        return False
+    return True
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -172,11 +209,12 @@ class _FusedLogProbs(torch.autograd.Function):
         kept: KeptIds | None,
         entropy: bool,
         chunk: int,
+        kernels: HeadKernels,
     ) -> tuple[Tensor, Tensor]:
-        reduce = _kernel(_reduce, hidden.device)
+        reduce, matrix = _kernel(_reduce, scales, kernels), weight.to(hidden.dtype)
         parts = [
             reduce(
-                _chunk_logits(hidden[start:end], weight, bias, scales.dtype),
+                _chunk_logits(hidden[start:end], matrix, bias, scales.dtype),
                 scales[start:end],
                 _mask(kept, start, end, len(weight)),
                 targets[start:end],
@@ -188,7 +226,7 @@ class _FusedLogProbs(torch.autograd.Function):
             torch.cat([scales.new_zeros(0), *(part[i] for part in parts)]) for i in range(3)
         )
         ctx.save_for_backward(hidden, weight, bias, targets, scales, lse, entropies)
-        ctx.chunk, ctx.kept = chunk, kept
+        ctx.chunk, ctx.kept, ctx.kernels = chunk, kept, kernels
         ctx.set_materialize_grads(False)
         if not entropy:
             ctx.mark_non_differentiable(entropies)
@@ -197,7 +235,8 @@ class _FusedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> Any:
         hidden, weight, bias, targets, scales, lse, entropies = ctx.saved_tensors
-        gradient, wide = _kernel(_logit_gradient, hidden.device), scales.dtype
+        gradient, wide = _kernel(_logit_gradient, scales, ctx.kernels), scales.dtype
+        matrix = weight.to(hidden.dtype)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(lse)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -206,7 +245,7 @@ class _FusedLogProbs(torch.autograd.Function):
         for start, end in _ranges(len(hidden), ctx.chunk):
             part = slice(start, end)
             grad = gradient(
-                _chunk_logits(hidden[part], weight, bias, wide),
+                _chunk_logits(hidden[part], matrix, bias, wide),
                 scales[part],
                 _mask(ctx.kept, start, end, len(weight)),
                 targets[part],
@@ -220,7 +259,7 @@ class _FusedLogProbs(torch.autograd.Function):
                 total = grad.sum(0, dtype=wide)
                 grad_bias = total if grad_bias is None else grad_bias + total
             if grad_hidden is not None:
-                torch.mm(grad, weight, out=grad_hidden[part])
+                torch.mm(grad, matrix, out=grad_hidden[part])
             if needs_weight:
                 share = _matmul(grad.t(), hidden[part], wide)
                 grad_weight = share if grad_weight is None else grad_weight.add_(share)
@@ -229,7 +268,7 @@ class _FusedLogProbs(torch.autograd.Function):
             grad_weight = grad_weight.to(weight.dtype)
         if needs_bias and grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, *[None] * 6
 
 
 def _ranges(total: int, chunk: int) -> list[tuple[int, int]]:
@@ -243,6 +282,40 @@ def _chunk_logits(
     return logits if bias is None else logits.add_(bias)
 
 
+class _WideLinear(torch.autograd.Function):
+    """A linear layer whose result is not rounded to its inputs' type."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return _chunk_logits(hidden, weight.to(hidden.dtype), bias, _wide(hidden.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        hidden, weight = ctx.saved_tensors
+        narrow, wide = grad.to(hidden.dtype), grad.dtype
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad
+        return (
+            narrow @ weight.to(hidden.dtype) if needs_hidden else None,
+            _matmul(narrow.t(), hidden, wide).to(weight.dtype) if needs_weight else None,
+            grad.sum(0).to(ctx.bias_dtype) if needs_bias else None,
+        )
+
+
+def _wide_logits(hidden: Tensor, head: nn.Module) -> Tensor:
+    """The head's output in float32 at least, rounded on the way only by a head that is more than
+    one matrix."""
+    wide = _wide(hidden.dtype)
+    if type(head) is nn.Linear and (hidden.dtype, head.weight.dtype) != (wide, wide):
+        return _WideLinear.apply(hidden, head.weight, head.bias)  # type: ignore[no-any-return, no-untyped-call]
+    first = next(head.parameters(), hidden)
+    if first.dtype == hidden.dtype:
+        return head(hidden).to(wide)  # type: ignore[no-any-return]
+    with torch.autocast(hidden.device.type, hidden.dtype):
+        return head(hidden).to(wide)  # type: ignore[no-any-return]
+
+
 def _checkpointed(
     hidden: Tensor,
     head: nn.Module,
@@ -253,12 +326,12 @@ def _checkpointed(
     entropy: bool,
     chunk: int | None,
 ) -> TokenValues:
-    """The same for a head that is more than one matrix (LoRA on it, a soft cap)."""
+    """The same for logits that are more than one product (LoRA on the head, a soft cap)."""
     vocab = int(getattr(head, "out_features", 2**17))
     chunk = chunk or chunk_tokens(vocab, hidden.device)
 
     def score(part: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-        logits = rule(head(part).to(_wide(hidden.dtype)))
+        logits = rule(_wide_logits(part, head))
         mask = _mask(kept, start, end, logits.shape[1])
         scales = 1.0 / temperatures[start:end]
         return _reduce(logits, scales, mask, targets[start:end], entropy)[1:]

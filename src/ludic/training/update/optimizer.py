@@ -9,9 +9,48 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, ConfigError
+from ludic.inference.local.noise import keyed_uniform
+from ludic.seeding import derive_seed
+from ludic.sharding.weights import local_rows
 from ludic.training.config import TrainerConfig
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_DITHERED_AT_ONCE = 1 << 22
+
+
+@torch.no_grad()
+def dithered(parameter: Tensor, key: int) -> Tensor:
+    """A float32 master for a bfloat16 or float16 weight: a number drawn evenly from those that
+    round to the weight, the same for every sharding.
+
+    If each master began at its weight itself, none of the rounded weights would move before a
+    master had moved by half their spacing, which takes tens of updates at a small learning rate,
+    and then many would move together. So placed, the share of the weights that a step moves, times
+    their spacing, is the step.
+    """
+    master = parameter.detach().float().contiguous()
+    rows, first, _ = local_rows(master)
+    if rows is None:
+        return master
+    flat = rows.view(-1)
+    begin = (first or 0) * (rows[0].numel() if rows.ndim else 1)
+    eps = torch.finfo(parameter.dtype).eps
+    for start in range(0, len(flat), _DITHERED_AT_ONCE):
+        part = flat[start : start + _DITHERED_AT_ONCE]
+        place = torch.arange(len(part), device=part.device) + (begin + start)
+        noise = keyed_uniform(torch.full_like(place, key), place).sub_(0.5)
+        spacing = torch.ldexp(torch.full_like(part, eps / 2), torch.frexp(part).exponent)
+        moved = part + spacing * noise.float()
+        # Below a power of two the numbers lie closer, and around zero they lie much closer.
+        stays = (moved.to(parameter.dtype) == part) & (part != 0)
+        part.copy_(torch.where(stays, moved, part))
+    return master
+
+
+def _is_rounded(parameter: Tensor) -> bool:
+    """Whether these are the numbers of a bfloat16 checkpoint, in float32."""
+    rows = local_rows(parameter.detach())[0]
+    return rows is not None and bool((rows == rows.bfloat16()).all())
 
 
 class MasterAdamW:
@@ -19,8 +58,10 @@ class MasterAdamW:
 
     A bfloat16 step is smaller than a bfloat16 weight can show, so the sum of many would be lost:
     the masters keep it, gradients of micro-batches are added up in float32, and after a step the
-    module gets the rounded masters. Parameters that are float32 already are their own masters.
-    Matrices decay; vectors (norms, biases) do not.
+    module gets the rounded masters. A master begins at a random place among the numbers that round
+    to its weight; see `dithered`. Parameters that are float32 already are their own masters. In
+    mixed precision, where products see them rounded, those of a bfloat16 checkpoint are moved to
+    such a place as well. Matrices decay; vectors (norms, biases) do not.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], cfg: TrainerConfig) -> None:
@@ -30,7 +71,11 @@ class MasterAdamW:
         self.masters: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             narrow = torch.finfo(parameter.dtype).bits < 32
-            self.masters[name] = parameter.detach().float() if narrow else parameter
+            key = derive_seed(cfg.seed, "masters", name)
+            self.masters[name] = dithered(parameter, key) if narrow else parameter
+            if cfg.precision == "mixed" and parameter.ndim >= 2 and _is_rounded(parameter):
+                with torch.no_grad():
+                    parameter.copy_(dithered(parameter.bfloat16(), key))
         self._narrow = [
             (p, self.masters[name])
             for name, p in self.parameters.items()

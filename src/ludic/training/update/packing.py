@@ -48,7 +48,7 @@ class MicroBatch:
     input_ids: Int[Tensor, " length"]
     position_ids: Int[Tensor, " length"]
     cu_seqlens: Int[Tensor, " sequences_plus_1"]
-    max_seqlen: int
+    lengths: tuple[int, ...]
     action_positions: Int[Tensor, " tokens"]
     target_ids: Int[Tensor, " tokens"]
     temperatures: Float[Tensor, " tokens"]
@@ -348,7 +348,7 @@ def pack(
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(_joined([np.arange(n) for n in lengths], np.int64)),
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
-        max_seqlen=int(lengths.max()),
+        lengths=tuple(lengths.tolist()),
         action_positions=torch.from_numpy(actions - 1),
         target_ids=torch.from_numpy(input_ids[actions]),
         temperatures=torch.from_numpy(_joined(temperatures, np.float32)),

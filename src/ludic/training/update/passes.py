@@ -12,6 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ludic.errors import OutOfMemoryError
+from ludic.precision import float32_products
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch
 from ludic.seeding import derive_seed
@@ -76,7 +77,8 @@ class Passes:
         for indices, counted in self.plan(layout):
             micro = pack(layout, indices, proximal_logprobs=proximal).to(self.world.device)
             try:
-                self._one(micro, counted, optimizer, stats, version)
+                with float32_products(self.policy.precision):
+                    self._one(micro, counted, optimizer, stats, version)
             except torch.OutOfMemoryError as exc:
                 raise self._out_of_memory(micro) from exc
             except RuntimeError as exc:
@@ -120,7 +122,9 @@ def score_layout(policy: Policy, layout: Layout, plan: Plan, world: World) -> Sc
     places = np.concatenate([[0], np.cumsum([p.actions.size for p in layout.packed])])
     values = torch.zeros(int(places[-1]), device=world.device)
     for indices, counted in plan:
-        scored = policy.score(pack(layout, indices).to(world.device)).logprobs.float()
+        micro = pack(layout, indices).to(world.device)
+        with float32_products(policy.precision):
+            scored = policy.score(micro).logprobs.float()
         if counted:
             where = np.concatenate([np.arange(places[i], places[i + 1]) for i in indices])
             values[torch.from_numpy(where).to(values.device)] = scored

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ludic.errors import ConfigError
+from ludic.precision import Precision, autocast, sampling_dtype
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWItem
 from ludic.sharding.model_parts import (
@@ -27,7 +28,7 @@ from ludic.sharding.model_parts import (
     head_of,
     vocabulary_size,
 )
-from ludic.training.config import AttentionKind
+from ludic.training.config import AttentionKind, HeadKernels
 from ludic.training.types import TokenLogProbs
 from ludic.training.update.attention import (
     CannotPack,
@@ -35,7 +36,11 @@ from ludic.training.update.attention import (
     packed_arguments,
     restore_attention,
 )
-from ludic.training.update.logprobs import LogitRule, action_logits, token_logprobs
+from ludic.training.update.logprobs import (
+    LogitRule,
+    action_logits,
+    token_logprobs,
+)
 from ludic.training.update.packing import Cost, MicroBatch, lay_out, pack
 
 _log = logging.getLogger("ludic.training")
@@ -47,7 +52,8 @@ class Policy(nn.Module):
 
     `model` is a transformers causal LM, or a PEFT wrapper of one; it stays usable as it was, and
     a sampler may share it. Under FSDP2 this module is the root. Where `packs` is False, the rows
-    of a micro-batch go through the model's own forward pass, one after another.
+    of a micro-batch go through the model's own forward pass, one after another. With the precision
+    `mixed` the backbone runs under autocast, and the head multiplies in bfloat16.
     """
 
     def __init__(
@@ -57,10 +63,13 @@ class Policy(nn.Module):
         attention: AttentionKind = "auto",
         gradient_checkpointing: bool = False,
         compile_layers: bool = False,
+        precision: Precision | None = None,
+        head_kernels: HeadKernels = "auto",
     ) -> None:
         super().__init__()
         self.model = model
         self.packs = True
+        self.precision, self.head_kernels = precision, head_kernels
         causal = base_causal_lm(model)
         self.rule = logit_rule(causal)
         try:
@@ -76,10 +85,11 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log-probs, entropies and logits of the action tokens; a plain tuple, for FSDP's hooks."""
         causal = base_causal_lm(self.model)
-        with _scoring_pass():
+        with _scoring_pass(), autocast(self.precision, micro.input_ids.device):
             hidden = self._hidden(micro)
         actions = hidden.index_select(0, micro.action_positions)
         head = head_of(causal)
+        narrow = torch.bfloat16 if self.precision == "mixed" else None
         logprobs, entropies = token_logprobs(
             actions,
             head,
@@ -88,11 +98,13 @@ class Policy(nn.Module):
             kept=micro.kept,
             rule=self.rule,
             entropy=entropy,
+            narrow=narrow,
+            kernels=self.head_kernels,
         )
         whole = None
         if logits:
             whole = action_logits(
-                actions, head, micro.temperatures, kept=micro.kept, rule=self.rule
+                actions, head, micro.temperatures, kept=micro.kept, rule=self.rule, narrow=narrow
             )
         return logprobs, entropies, whole
 
@@ -103,10 +115,10 @@ class Policy(nn.Module):
                 input_ids=micro.input_ids[None],
                 position_ids=micro.position_ids[None],
                 use_cache=False,
-                **packed_arguments(micro.cu_seqlens, micro.max_seqlen),
+                **packed_arguments(micro.cu_seqlens, micro.lengths),
             )[0][0]
         hidden = []
-        for row in torch.split(micro.input_ids, micro.cu_seqlens.diff().tolist()):
+        for row in torch.split(micro.input_ids, list(micro.lengths)):
             forget_longer_rows(backbone)
             hidden.append(backbone(input_ids=row[None], use_cache=False)[0][0])
         return torch.cat(hidden)
@@ -207,7 +219,12 @@ def _leak(policy: Policy, device: torch.device, longest: int) -> str | None:
     policy.packs = True
     # What rounding does to this model in its type: the same tokens in a row of another length.
     rounding = _mean_gap(own_longer[: first - 1], own_first)
-    eps = max(torch.finfo(next(causal.parameters()).dtype).eps, 1e-3)
+    dtype = (
+        next(causal.parameters()).dtype
+        if policy.precision is None
+        else sampling_dtype(policy.precision)
+    )
+    eps = max(torch.finfo(dtype).eps, 1e-3)
     apart = _mean_gap(found, torch.cat([own_first, own_second]))
     if apart > 8 * max(eps, rounding):
         return f"packing changes their log-probs by {apart:.2g} on average"

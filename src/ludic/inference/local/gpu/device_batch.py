@@ -119,7 +119,7 @@ class DeviceBatch:
         """Computes only; the caller samples, then calls `set_rows`."""
         if self.logits is None:
             slots = self.ids.shape[0]
-            dtype = self.arena.kv.dtype
+            dtype = torch.promote_types(self.arena.kv.dtype, torch.float32)
             self.logits = torch.zeros(slots, self.vocab, dtype=dtype, device=self.device)
         logits = self.logits
 

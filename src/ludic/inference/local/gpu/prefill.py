@@ -69,7 +69,8 @@ class Prefill:
             return self._forward(filled, length, fresh)[: len(work)]
         if (count, width, fresh) not in self._boxes:
             like = self.arena.kv
-            logits = torch.zeros(count, self.vocab, dtype=like.dtype, device=like.device)
+            wide = torch.promote_types(like.dtype, torch.float32)
+            logits = torch.zeros(count, self.vocab, dtype=wide, device=like.device)
             self._boxes[count, width, fresh] = (filled, logits)
         box, logits = self._boxes[count, width, fresh]
         if box is not filled:
