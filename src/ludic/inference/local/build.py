@@ -156,7 +156,14 @@ def kv_shape(model: nn.Module, config: Any) -> KVShape:
             f"{type(model).__name__} has no attention heads: the in-process engine serves families "
             "that keep keys and values"
         )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    try:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    except Exception as exc:  # transformers raises for sizes that differ from layer to layer
+        raise ConfigError(
+            f"{type(model).__name__} does not say how large its keys are ({exc}): the in-process "
+            "engine serves families whose layers are alike; sample through a vLLM server "
+            "(VLLMChatClient) instead"
+        ) from exc
     device, dtype = device_and_dtype(model)
     return KVShape(config.num_hidden_layers, kv_heads, head_dim, dtype, device)

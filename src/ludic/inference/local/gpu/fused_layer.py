@@ -84,10 +84,7 @@ class FusedLayer(nn.Module):
         x, attention = hidden_states[0], self.self_attn
         cos, sin = position_embeddings
         q, k, v = self._project(self.input_layernorm(x))
-        window = getattr(
-            attention, "sliding_window", getattr(attention.config, "sliding_window", None)
-        )
-        rotary = (cos[0], sin[0])
+        rotary, window = (cos[0], sin[0]), _window(attention)
         mixed = current_layout().attend(
             AttentionCall(attention.layer_idx, q, k, v, attention.scaling, window, rotary)
         )
@@ -116,6 +113,15 @@ class FusedLayer(nn.Module):
         if x.shape[0] <= self.kernels.MAX_PROJECT_ROWS and plain:
             return self.kernels.gated(x, gate.weight, up.weight)  # type: ignore[no-any-return]
         return self.kernels.silu_times(gate(x), up(x))  # type: ignore[no-any-return]
+
+
+def _window(attention: Any) -> int | None:
+    """As the families' own code has it: Mistral reads its configuration, the others an attribute,
+    and Llama has none even where its configuration names one."""
+    config = attention.config
+    of_all = getattr(config, "sliding_window", None) if config.model_type == "mistral" else None
+    window: int | None = getattr(attention, "sliding_window", of_all)
+    return window
 
 
 def _add(x: Tensor, y: Tensor, linear: nn.Module) -> Tensor:

@@ -21,6 +21,7 @@ MAX_PROJECT_ROWS = 256
 """Above this a matrix product is bound by arithmetic, and the vendor's kernels are better."""
 
 _SAMPLE_BLOCK = 2048
+_BLOCK_BYTES = 1 << 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -256,6 +257,8 @@ def attend_rows(
     out = torch.empty_like(q)
     # Few programs want long strides through their slots; many hide each other's waiting.
     block = 64 if rows * kv_heads > 128 or dim > 128 else 128
+    # Several blocks of keys and values lie in shared memory at a time.
+    block = min(block, _BLOCK_BYTES // (2 * dim * q.element_size()))
     _attend_kernel[(rows, kv_heads)](
         q, keys, values, positions, out, keys.stride(0), keys.stride(1), kv_heads, scale,
         window or 0,
