@@ -24,7 +24,7 @@ from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local import LocalChatClient
 from ludic.inference.sampling import SamplingConfig
 from ludic.types import ChatResponse
-from tools.families import SMALL, families, tiny
+from tools.families import SMALL, families, short, tiny
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "local_engine.md"
 BEGIN, END = "<!-- table: python -m tools.engine_families --write -->", "<!-- end of the table -->"
@@ -101,6 +101,59 @@ def _gap(model: Any, answer: ChatResponse) -> float:
     return float((own - torch.tensor(answer.trace.completion_logprobs)).abs().max())
 
 
+HEADINGS: dict[How, str] = {
+    "served": "Served",
+    "fast mode only": "Served in fast mode only",
+    "refused": "Refused by the engine",
+    "not built": "Not tried with the engine",
+}
+
+
+def table(verdicts: Mapping[str, Verdict]) -> str:
+    """The page's table: families by what the engine does with them, and why it refuses some."""
+    lines = []
+    for how, heading in HEADINGS.items():
+        names = [name for name, verdict in verdicts.items() if verdict.how == how]
+        lines += [f"### {heading} ({len(names)})", ""]
+        if how == "refused":
+            lines += ["| family | why |", "|---|---|"]
+            lines += [f"| `{name}` | {short(_reason(verdicts[name].why))} |" for name in names]
+        else:
+            lines.append(", ".join(f"`{name}`" for name in names))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _reason(why: str) -> str:
+    """Without the way out, which is the same for all and stands above the table."""
+    for way_out in ("; sample through", ": sample through", "; the in-process engine serves"):
+        why = why.partition(way_out)[0]
+    return why
+
+
+def written() -> dict[str, How]:
+    """What the page says of each family."""
+    found: dict[str, How] = {}
+    how: How = "wrong"
+    page = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    for line in page.splitlines():
+        if line.startswith("### "):
+            heading = line[4:].rpartition(" (")[0]
+            how = next(h for h, text in HEADINGS.items() if text == heading)
+        elif line.startswith("`"):
+            found |= dict.fromkeys((name.strip("` ") for name in line.split(",")), how)
+        elif line.startswith("| `"):
+            found[line.split("`")[1]] = how
+    return found
+
+
+def write(verdicts: Mapping[str, Verdict]) -> None:
+    """Puts the table between the page's two marks."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(verdicts)}{END}{after}", encoding="utf-8")
+
+
 def main(arguments: Iterable[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -110,7 +163,9 @@ def main(arguments: Iterable[str] | None = None) -> None:
     verdicts = {}
     for name in chosen.names or families():
         verdicts[name] = tried(name)
-        print(f"{name:32} {verdicts[name].how:16} {verdicts[name].why}", flush=True)
+        print(f"{name:32} {verdicts[name].how:16} {short(verdicts[name].why)}", flush=True)
+    if chosen.write:
+        write(verdicts)
 
 
 if __name__ == "__main__":

@@ -288,12 +288,13 @@ def table(verdicts: Mapping[str, Verdict]) -> str:
             lines += [", ".join(f"`{name}`" for name in names), ""]
             continue
         lines += ["| family | why |", "|---|---|"]
-        lines += [f"| `{name}` | {_short(verdicts[name].why)} |" for name in names]
+        lines += [f"| `{name}` | {short(verdicts[name].why)} |" for name in names]
         lines.append("")
     return "\n".join(lines)
 
 
-def _short(why: str) -> str:
+def short(why: str) -> str:
+    """A reason as a table's cell."""
     line = " ".join(why.split()).replace("|", "\\|").replace("<", "&lt;")
     return line if len(line) <= 160 else f"{line[:157]}…"
 
@@ -335,7 +336,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     verdicts = {}
     for name in chosen.names or families():
         verdicts[name] = tried(name)
-        print(f"{name:32} {verdicts[name].how:20} {_short(verdicts[name].why)}", flush=True)
+        print(f"{name:32} {verdicts[name].how:20} {short(verdicts[name].why)}", flush=True)
     if chosen.write:
         write(verdicts)
 
