@@ -21,9 +21,7 @@ def test_every_past_opponent_takes_an_engine_and_a_copy_of_the_model() -> None:
     engine = engine_memory(model, max_slots=24, max_context_tokens=96).total
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     run = parse_run(RUN)
-    run = run.model_copy(
-        update={"training": run.training.model_copy(update={"past_opponents": 2})}
-    )
+    run = run.model_copy(update={"training": run.training.model_copy(update={"past_opponents": 2})})
     assert sampling_bytes(run, model) == 3 * engine + 2 * weights
 
 

@@ -30,9 +30,7 @@ def calibrate_run(run: str, overrides: Sequence[str] = ()) -> Calibration:
     return calibrate(model, loss, settings, reserved_bytes=sampling_bytes(config, model))
 
 
-def sampling_bytes(
-    config: RunConfig, model: nn.Module, device: torch.device | None = None
-) -> int:
+def sampling_bytes(config: RunConfig, model: nn.Module, device: torch.device | None = None) -> int:
     """What sampling takes of the trainer's device: the in-process engine, and for each past
     opponent another one with a copy of the model. Engines elsewhere take nothing."""
     if config.inference.backend != "local":

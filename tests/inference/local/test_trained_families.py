@@ -108,8 +108,8 @@ def test_a_window_that_only_the_mask_knows_is_refused(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, mode: Any, window: int
 ) -> None:
     """The layers name no window, the mask has one, and the check's text is shorter than it."""
-    from transformers.models.llama import modeling_llama
     from transformers.masking_utils import create_sliding_window_causal_mask
+    from transformers.models.llama import modeling_llama
 
     model = small("llama")
     model.config.sliding_window = window

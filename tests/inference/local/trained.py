@@ -3,10 +3,11 @@ ones: attention that is far from uniform, logits of a few units, norms that are 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 WINDOW = 20
 """Of the small models: longer than the text of the engine's own check."""
@@ -18,6 +19,7 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 257,
@@ -57,6 +59,7 @@ def sizes(
         "vocab_size": vocab,
         "num_hidden_layers": 2,
         "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -73,7 +76,7 @@ class Family(NamedTuple):
     kind: str
     small: dict[str, Any]
     like: str = ""
-    shape: dict[str, Any] = {}
+    shape: Mapping[str, Any] = MappingProxyType({})
     refused: str = ""
 
 
@@ -85,7 +88,7 @@ FAMILIES: dict[str, Family] = {
             | {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
         },
         "Llama-3.2-1B",
-        sizes(2048, 8192, 32, 8, 64, 128256, tie_word_embeddings=True)
+        sizes(2048, 8192, 32, 8, 64, 128256, max_position_embeddings=131072)
         | {
             "rope_parameters": LLAMA3
             | {"rope_theta": 5e5, "factor": 32.0, "original_max_position_embeddings": 8192}
@@ -102,7 +105,7 @@ FAMILIES: dict[str, Family] = {
         "Qwen3",
         {"head_dim": 16},
         "Qwen3-0.6B",
-        sizes(1024, 3072, 16, 8, 128, 151936, tie_word_embeddings=True) | theta(1e6),
+        sizes(1024, 3072, 16, 8, 128, 151936) | theta(1e6),
     ),
     "qwen3 with windows": Family("Qwen3", SOME_WINDOWS),
     "gemma2": Family(
@@ -154,21 +157,19 @@ FAMILIES: dict[str, Family] = {
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64},
         refused="rope type 'longrope'",
     ),
-    "olmo2": Family(
-        "Olmo2", {}, "OLMo-2-1B", sizes(2048, 8192, 16, 16, 128, 100352) | theta(5e5)
-    ),
+    "olmo2": Family("Olmo2", {}, "OLMo-2-1B", sizes(2048, 8192, 16, 16, 128, 100352) | theta(5e5)),
     "granite": Family(
         "Granite",
         GRANITE | {"logits_scaling": 0.5, "attention_multiplier": 0.12},
         "Granite-3-2B",
-        sizes(2048, 8192, 32, 8, 64, 49155, tie_word_embeddings=True)
+        sizes(2048, 8192, 32, 8, 64, 49155)
         | GRANITE
         | {"logits_scaling": 8.0, "attention_multiplier": 0.015625},
     ),
 }
 
 
-def built(family: Family, options: dict[str, Any], device: str = "cpu") -> Any:
+def built(family: Family, options: Mapping[str, Any], device: str = "cpu") -> Any:
     """The family's model with these options, in float32, the same at each call."""
     import transformers
 
@@ -185,15 +186,26 @@ def small(name: str) -> Any:
 
 
 @torch.no_grad()
-def scaled_like_trained(model: nn.Module) -> nn.Module:
-    """Random weights of the sizes that training gives them."""
+def scaled_like_trained(model: Any) -> Any:
+    """Random weights of the sizes that training gives them.
+
+    Embeddings reach the first layer with about the size that layers add, whatever factor comes in
+    between; else a token would predict itself, and no layer would matter. Logits are about 3.
+    """
+    config = model.config
     noise = torch.Generator(next(model.parameters()).device).manual_seed(1)
+    factor = getattr(config, "embedding_multiplier", 1.0)
+    if config.model_type.startswith("gemma"):
+        factor = config.hidden_size**0.5
     for name, p in model.named_parameters():
-        if p.dim() > 1:
+        if "lm_head" in name or ("embed" in name and config.tie_word_embeddings):
+            size = 3.0 * getattr(config, "logits_scaling", 1.0) * p.shape[1] ** -0.5
+            p.normal_(0.0, size, generator=noise)
+        elif "embed" in name:
+            p.normal_(0.0, 1.0 / factor, generator=noise)
+        elif p.dim() > 1:
             # Queries and keys are larger, so that attention has favourites.
             gain = 2.0 if any(part in name for part in ("q_proj", "k_proj", "qkv")) else 1.0
-            if "embed" in name or "lm_head" in name:
-                gain = 3.0
             p.normal_(0.0, gain * p.shape[1] ** -0.5, generator=noise)
         elif name.endswith("bias"):
             p.normal_(0.0, 0.1, generator=noise)

@@ -46,8 +46,8 @@ def check_servable(model: nn.Module) -> None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if moving := rope_kinds(text) & {"dynamic", "longrope"}:
         raise ConfigError(
-            f"rope type {min(moving)!r} makes one sequence's positions depend on the others in its batch; "
-            "the in-process engine serves static kinds only"
+            f"rope type {min(moving)!r} makes one sequence's positions depend on the others in its "
+            "batch; the in-process engine serves static kinds only"
         )
     if active := active_dropout(model):
         raise ConfigError(

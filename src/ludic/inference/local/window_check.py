@@ -67,7 +67,7 @@ _watched = threading.local()
 def _mask(*args: Any, mask_function: Callable[..., Any], **options: Any) -> Tensor:
     from transformers.masking_utils import sdpa_mask
 
-    options["allow_is_causal_skip"] = options["allow_is_bidirectional_skip"] = False
+    options |= {name: False for name in options if name.startswith("allow_is_")}
     made: Tensor = sdpa_mask(*args, mask_function=mask_function, **options)
     _watched.masks.append((made, mask_function))
     return made
@@ -82,7 +82,8 @@ def _attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    rule = next((rule for made, rule in _watched.masks if made is attention_mask), None)
+    made_here = _watched.masks if attention_mask is not None else ()
+    rule = next((rule for made, rule in made_here if made is attention_mask), None)
     _watched.layers.append(_Seen(module.layer_idx, sliding_window, rule))
     rows, heads = query.shape[2], query.shape[1]
     return value.new_zeros(query.shape[0], rows, heads, value.shape[-1]), None

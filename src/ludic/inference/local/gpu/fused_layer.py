@@ -10,17 +10,16 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ludic.inference.local.attention import AttentionCall, current_layout
+from ludic.inference.local.gpu.layouts import HALF
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers are: norm, attention with half-split rotary embedding, add, norm, gated
 SiLU, add. Others run as their own code says."""
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_HALF = (torch.bfloat16, torch.float16)
 
 
 def can_fuse(layer: nn.Module) -> bool:
@@ -44,7 +43,7 @@ def _plain(*modules: nn.Module) -> bool:
     """Whether they are ordinary linear layers in a half type, of sizes that tiles divide."""
     return all(
         type(m) is nn.Linear
-        and m.weight.dtype in _HALF
+        and m.weight.dtype in HALF
         and m.weight.is_contiguous()
         and m.in_features % 64 == 0
         and m.out_features % 32 == 0
