@@ -168,7 +168,7 @@ def families() -> tuple[str, ...]:
     return tuple(sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS}))
 
 
-def tiny(name: str) -> nn.Module:
+def tiny(name: str, sizes: Mapping[str, Any] = SMALL) -> nn.Module:
     """A small random model of the family, in float32, with no dropout."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -179,7 +179,7 @@ def tiny(name: str) -> nn.Module:
     made: Any = CONFIG_MAPPING[kind]
     own = getattr(build, "config_class", None)  # a text model's, where `kind` is a larger model
     made = own if own is not None and "vocab_size" not in made().to_dict() else made
-    config = made(**_small(made()) | changes)
+    config = made(**_small(made(), sizes) | changes)
     with torch.device("meta"):
         size = sum(p.numel() for p in build(config).parameters())
     if size > MOST_PARAMETERS:
@@ -190,14 +190,14 @@ def tiny(name: str) -> nn.Module:
     return model.float().eval()
 
 
-def _small(default: Any) -> dict[str, Any]:
+def _small(default: Any, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Small values for the sizes that the configuration, or one inside it, has."""
     changes: dict[str, Any] = {}
     for key, value in default.to_dict().items():
         if isinstance(value, dict) and hasattr(part := getattr(default, key), "to_dict"):
-            changes[key] = _small(part)
-        elif key in SMALL and (value is None or not isinstance(value, (list, dict))):
-            changes[key] = SMALL[key]
+            changes[key] = _small(part, sizes)
+        elif key in sizes and (value is None or not isinstance(value, (list, dict))):
+            changes[key] = sizes[key]
         elif key in NO_DROPOUT:
             changes[key] = 0.0
     heads = ("num_key_value_heads", "num_attention_heads")
@@ -288,12 +288,13 @@ def table(verdicts: Mapping[str, Verdict]) -> str:
             lines += [", ".join(f"`{name}`" for name in names), ""]
             continue
         lines += ["| family | why |", "|---|---|"]
-        lines += [f"| `{name}` | {_short(verdicts[name].why)} |" for name in names]
+        lines += [f"| `{name}` | {short(verdicts[name].why)} |" for name in names]
         lines.append("")
     return "\n".join(lines)
 
 
-def _short(why: str) -> str:
+def short(why: str) -> str:
+    """A reason as a table's cell."""
     line = " ".join(why.split()).replace("|", "\\|").replace("<", "&lt;")
     return line if len(line) <= 160 else f"{line[:157]}…"
 
@@ -335,7 +336,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     verdicts = {}
     for name in chosen.names or families():
         verdicts[name] = tried(name)
-        print(f"{name:32} {verdicts[name].how:20} {_short(verdicts[name].why)}", flush=True)
+        print(f"{name:32} {verdicts[name].how:20} {short(verdicts[name].why)}", flush=True)
     if chosen.write:
         write(verdicts)
 

@@ -11,7 +11,10 @@ def calibrate(run: RunFile, overrides: Overrides = None) -> None:
     from ludic.runs.results.terminal import say
 
     found, gib = calibrate_run(run, overrides or []), 2**30
+    engine = (
+        f", and sampling takes {found.reserved_bytes / gib:.1f}" if found.reserved_bytes else ""
+    )
     say(
         f"training.micro_token_budget={found.micro_token_budget}: the peak is "
-        f"{found.peak_bytes / gib:.1f} of {found.total_bytes / gib:.1f} GiB"
+        f"{found.peak_bytes / gib:.1f} of {found.total_bytes / gib:.1f} GiB{engine}"
     )

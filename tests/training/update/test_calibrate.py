@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from ludic.errors import ConfigError, OutOfMemoryError
 from ludic.inference.tiny import tiny_model
 from ludic.training.algorithms.reinforce import ReinforceLoss
-from ludic.training.update.calibrate import ROUND, calibrate, largest_that_fits, synthetic_batch
+from ludic.training.update.calibrate import (
+    ROUND,
+    calibrate,
+    largest_that_fits,
+    synthetic_batch,
+    trainer_limit,
+)
 
 
 @given(
@@ -54,3 +60,10 @@ def test_a_synthetic_batch_fills_the_budget_of_every_rank() -> None:
     assert sum(len(i.input_ids) for i in batch.items) == 2000
     assert max(len(i.input_ids) for i in batch.items) == 300
     assert batch.counts.tokens == 500
+
+
+def test_what_others_take_is_not_the_trainers() -> None:
+    assert trainer_limit(1000, 0.1, 0) == 900
+    assert trainer_limit(1000, 0.1, 300) == 600
+    with pytest.raises(OutOfMemoryError, match=r"engine alone takes.*inference.slots"):
+        trainer_limit(1000, 0.1, 900)

@@ -20,6 +20,9 @@ from ludic.errors import ConfigError
 
 ATTENTION_NAME = "ludic_slots"
 NEG_INF = float("-inf")
+MAX_MASK = 1 << 28
+"""The most elements of a mask: half a gigabyte in a half type. A prompt of 32,000 tokens within a
+window would need gigabytes at once."""
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines, [rows, dim] each."""
@@ -88,11 +91,19 @@ def slot_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function registered with transformers; `query` is [1, heads, rows, dim]."""
+    """The function registered with transformers; `query` is [1, heads, rows, dim].
+
+    The mask is the single element that `Forward` passes, unless a layer makes another one.
+    """
     if softcap is not None or s_aux is not None:
         raise ConfigError(
             f"{type(module).__name__} asks for soft-capped or sink attention, which the in-process "
             "engine does not have: sample through a vLLM server"
+        )
+    if attention_mask is not None and attention_mask.numel() > 1:
+        raise ConfigError(
+            f"{type(module).__name__} adds a mask or a bias that it makes itself, which the "
+            "in-process engine does not know: sample through a vLLM server"
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -143,8 +154,23 @@ def grouped_attention(
     q: Tensor, keys: Tensor, values: Tensor, masks: Masks, scale: float, window: int | None
 ) -> Tensor:
     """n sequences by `width` queries each, q [n * width, heads, dim], over keys and values
-    [n, kv_heads, length, dim]. The queries that share a key-value head are rows of one problem."""
+    [n, kv_heads, length, dim]. The queries that share a key-value head are rows of one problem.
+
+    Where their mask would be too large, they are a problem for each of several runs of tokens."""
     (n, width), (heads, dim), kv_heads = masks.positions.shape, q.shape[1:], keys.shape[1]
+    most = max(1, MAX_MASK // (n * masks.length * (heads // kv_heads)))
+    if width > most:
+        parts = [
+            grouped_attention(
+                part.flatten(0, 1), keys, values, Masks(at, masks.length), scale, window
+            ).unflatten(0, at.shape)
+            for part, at in zip(
+                q.unflatten(0, (n, width)).split(most, 1),
+                masks.positions.split(most, 1),
+                strict=True,
+            )
+        ]
+        return torch.cat(parts, 1).flatten(0, 1)
     mask = masks.get(window, q, kv_heads)
     if width == 1:
         rows = q.reshape(n, kv_heads, heads // kv_heads, dim)

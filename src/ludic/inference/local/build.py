@@ -52,8 +52,7 @@ def build_scheduler(
     """A scheduler over `model`. None stands for what the model and the device suggest. Raises
     `ConfigError` for a module that cannot be served exactly, and for settings that do not fit."""
     check_servable(model)
-    config: Any = model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     check_known_attention(model, text)
     shape = kv_shape(model, text)
     device = shape.device
@@ -63,13 +62,12 @@ def build_scheduler(
         deterministic = device.type == "cpu" and not pipelined
     if pipelined is None:
         pipelined = device.type == "cuda" and not deterministic
-    context = _context(max_context_tokens, text, device)
+    context = context_tokens(max_context_tokens, text, device)
     if step_rows is not None and step_rows < 2:
         # One row alone takes another code path in most linear algebra libraries.
         raise ConfigError(f"step_rows={step_rows}: must be at least 2")
     if prefix_cache_tokens is None:
-        budget = _GPU_CACHE_BYTES if device.type == "cuda" else _CPU_CACHE_BYTES
-        prefix_cache_tokens = max(1, budget // shape.bytes_per_token)
+        prefix_cache_tokens = cache_tokens(shape, device)
     attention.register()
     kernels = usable_kernels(shape) if pipelined else None
     # In float32 the fused norm is the same to the bit; in bfloat16 it rounds once less, which is
@@ -135,7 +133,20 @@ def can_launch(kernels: Any, device: torch.device) -> bool:
     return True
 
 
-def _context(wanted: int | None, config: Any, device: torch.device) -> int:
+def text_config(model: nn.Module) -> Any:
+    """The configuration of the language model, which a larger one may hold."""
+    config: Any = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def cache_tokens(shape: KVShape, device: torch.device) -> int:
+    """How many tokens the prefix cache holds where no number is set."""
+    budget = _GPU_CACHE_BYTES if device.type == "cuda" else _CPU_CACHE_BYTES
+    return max(1, budget // shape.bytes_per_token)
+
+
+def context_tokens(wanted: int | None, config: Any, device: torch.device) -> int:
+    """The longest prompt plus completion; raises `ConfigError` for more than the model takes."""
     limit = int(getattr(config, "max_position_embeddings", 0) or 0)
     if wanted is None:
         if not limit:
@@ -156,7 +167,14 @@ def kv_shape(model: nn.Module, config: Any) -> KVShape:
             f"{type(model).__name__} has no attention heads: the in-process engine serves families "
             "that keep keys and values"
         )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    try:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    except Exception as exc:  # transformers raises for sizes that differ from layer to layer
+        raise ConfigError(
+            f"{type(model).__name__} does not say how large its keys are ({exc}): the in-process "
+            "engine serves families whose layers are alike; sample through a vLLM server "
+            "(VLLMChatClient) instead"
+        ) from exc
     device, dtype = device_and_dtype(model)
     return KVShape(config.num_hidden_layers, kv_heads, head_dim, dtype, device)

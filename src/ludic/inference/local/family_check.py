@@ -19,6 +19,7 @@ from ludic.inference.local.attention import AttentionCall
 from ludic.inference.local.forward import Forward
 from ludic.inference.local.reference import WIDER, reference_logits
 from ludic.inference.local.slot_layout import SlotLayout
+from ludic.inference.local.window_check import check_windows
 
 _TOKENS, _DECODED = 16, 4
 """How many tokens are compared, and how many of them are decoded: the later read the earlier."""
@@ -73,7 +74,7 @@ def check_same_logits(
 
     A family whose layers do not attend through transformers' interface, or which attends or
     remembers in a way of its own, shows here, before it could sample from another distribution. A
-    window longer than the text does not show.
+    window longer than the text does not show in it: hence `check_windows`.
     """
     name = type(model).__name__
     vocab = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
@@ -82,6 +83,7 @@ def check_same_logits(
     with torch.inference_mode():
         try:
             seen = through_slots(forward, ids, shape)
+            check_windows(model, ids[:, :2], max_tokens)
         except ConfigError as exc:
             raise ConfigError(f"{name}: {exc}") from exc
         except Exception as exc:

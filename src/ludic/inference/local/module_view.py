@@ -43,18 +43,27 @@ def check_servable(model: nn.Module) -> None:
     config = getattr(model, "config", None)
     if config is None or not callable(getattr(model, "get_input_embeddings", None)):
         raise ConfigError(f"{type(model).__name__} is no Hugging Face causal language model")
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
-    if kind in ("dynamic", "longrope"):
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if moving := rope_kinds(text) & {"dynamic", "longrope"}:
         raise ConfigError(
-            f"rope type {kind!r} makes one sequence's positions depend on the others in its batch; "
-            "the in-process engine serves static kinds only"
+            f"rope type {min(moving)!r} makes one sequence's positions depend on the others in its "
+            "batch; the in-process engine serves static kinds only"
         )
     if active := active_dropout(model):
         raise ConfigError(
             f"dropout is active in {active}: what is sampled would not be what is trained. Set the "
             "probability to 0, or call model.eval()"
         )
+
+
+def rope_kinds(config: Any) -> set[str]:
+    """The kinds of rotary embedding that a configuration names, for all layers or by their type."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if not isinstance(rope, dict):
+        return set()
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    kinds = (part.get("rope_type", part.get("type")) for part in parts)
+    return {kind for kind in kinds if isinstance(kind, str)}
 
 
 def active_dropout(model: nn.Module) -> str | None:

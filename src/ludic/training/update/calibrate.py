@@ -33,11 +33,13 @@ ROUND = 256
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The budget to set, and the peak memory of an update with it, in bytes."""
+    """The budget to set, and the peak memory of an update with it, in bytes; `reserved_bytes` are
+    left to others on the device."""
 
     micro_token_budget: int
     peak_bytes: int
     total_bytes: int
+    reserved_bytes: int = 0
 
 
 def calibrate(
@@ -49,8 +51,10 @@ def calibrate(
     action_share: float = 0.5,
     headroom: float = 0.08,
     max_tokens: int = 1 << 20,
+    reserved_bytes: int = 0,
 ) -> Calibration:
-    """The largest budget whose update leaves `headroom` of the memory free.
+    """The largest budget whose update leaves `headroom` of the memory free, and `reserved_bytes`
+    for an engine that will share the device (`ludic.inference.local.engine_memory`).
 
     `model` is as it will be trained: with adapters, in its type, on its device (or on the meta
     device, with a mesh). The more of the tokens are actions, the more memory the head needs:
@@ -104,10 +108,20 @@ def calibrate(
         return torch.cuda.max_memory_allocated(device) if not worst.item() else None
 
     smallest = max(min(cfg.max_seq_len, 2048), ROUND)
-    budget, used = largest_that_fits(
-        peak, limit=int(total * (1 - headroom)), smallest=smallest, largest=max_tokens
-    )
-    return Calibration(budget, used, total)
+    limit = trainer_limit(total, headroom, reserved_bytes)
+    budget, used = largest_that_fits(peak, limit=limit, smallest=smallest, largest=max_tokens)
+    return Calibration(budget, used, total, reserved_bytes)
+
+
+def trainer_limit(total: int, headroom: float, reserved_bytes: int) -> int:
+    """What an update may take; raises `OutOfMemoryError` where the others leave nothing."""
+    limit = int(total * (1 - headroom)) - reserved_bytes
+    if limit <= 0:
+        raise OutOfMemoryError(
+            f"the in-process engine alone takes {reserved_bytes / 2**30:.1f} of "
+            f"{total / 2**30:.1f} GiB: lower inference.slots or inference.max_context_tokens"
+        )
+    return limit
 
 
 def largest_that_fits(
@@ -122,7 +136,7 @@ def largest_that_fits(
     if low_peak is None or low_peak > limit:
         raise OutOfMemoryError(
             f"not even {smallest} tokens fit: set gradient_checkpointing=True, train an adapter, "
-            "or shard the model over more devices"
+            "give an engine in the same process fewer slots, or shard the model over more devices"
         )
     high: int | None = None
     guess = min(2 * smallest, largest)

@@ -10,17 +10,16 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ludic.inference.local.attention import AttentionCall, current_layout
+from ludic.inference.local.gpu.layouts import HALF
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers are: norm, attention with half-split rotary embedding, add, norm, gated
 SiLU, add. Others run as their own code says."""
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_HALF = (torch.bfloat16, torch.float16)
 
 
 def can_fuse(layer: nn.Module) -> bool:
@@ -44,7 +43,7 @@ def _plain(*modules: nn.Module) -> bool:
     """Whether they are ordinary linear layers in a half type, of sizes that tiles divide."""
     return all(
         type(m) is nn.Linear
-        and m.weight.dtype in _HALF
+        and m.weight.dtype in HALF
         and m.weight.is_contiguous()
         and m.in_features % 64 == 0
         and m.out_features % 32 == 0
@@ -84,10 +83,7 @@ class FusedLayer(nn.Module):
         x, attention = hidden_states[0], self.self_attn
         cos, sin = position_embeddings
         q, k, v = self._project(self._normed(x, self.input_layernorm))
-        window = getattr(
-            attention, "sliding_window", getattr(attention.config, "sliding_window", None)
-        )
-        rotary = (cos[0], sin[0])
+        rotary, window = (cos[0], sin[0]), _window(attention)
         mixed = current_layout().attend(
             AttentionCall(attention.layer_idx, q, k, v, attention.scaling, window, rotary)
         )
@@ -122,6 +118,15 @@ class FusedLayer(nn.Module):
         if eps is None or set(norm._parameters) != {"weight"}:
             return norm(x)  # type: ignore[no-any-return]
         return self.kernels.rms_norm(x, norm.weight, eps)  # type: ignore[no-any-return]
+
+
+def _window(attention: Any) -> int | None:
+    """As the families' own code has it: Mistral reads its configuration, the others an attribute,
+    and Llama has none even where its configuration names one."""
+    config = attention.config
+    of_all = getattr(config, "sliding_window", None) if config.model_type == "mistral" else None
+    window: int | None = getattr(attention, "sliding_window", of_all)
+    return window
 
 
 def _add(x: Tensor, y: Tensor, linear: nn.Module) -> Tensor:

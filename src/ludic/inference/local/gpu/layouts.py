@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ludic.inference.local.attention import AttentionCall, Masks, grouped_attention, rotate
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 def _store(
     call: AttentionCall, cache: Tensor, slots: Tensor, positions: Tensor, kernels: ModuleType | None
@@ -78,8 +80,14 @@ class RectangleLayout:
         if not self.fresh or call.window is not None:
             return grouped_attention(q, keys, values, self.masks, call.scale, call.window)
         # Rows and keys are the same tokens: no mask to read. Padding is last, and seen by none.
+        shares = q.dtype in HALF
+        if not shares:
+            # In float32 a kernel that shares keys among queries makes whole matrices of scores.
+            keys, values = (
+                part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (keys, values)
+            )
         by_sequence = q.view(len(self.slots), -1, *q.shape[1:]).transpose(1, 2)
         out = F.scaled_dot_product_attention(
-            by_sequence, keys, values, is_causal=True, scale=call.scale, enable_gqa=True
+            by_sequence, keys, values, is_causal=True, scale=call.scale, enable_gqa=shares
         )
         return out.transpose(1, 2).reshape(q.shape)

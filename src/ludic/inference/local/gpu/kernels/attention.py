@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_BLOCK_BYTES = 1 << 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -161,6 +162,8 @@ def attend_rows(
     out = q.new_empty(rows, heads, dim)
     # Few programs want long strides through their slots; many hide each other's waiting.
     block = 64 if rows * kv_heads > 128 or dim > 128 else 128
+    # Several blocks of keys and values lie in shared memory at a time.
+    block = min(block, _BLOCK_BYTES // (2 * dim * q.element_size()))
     _attend_kernel[(rows, kv_heads)](
         q, k, v, cos, sin, keys, values, positions, out,
         q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1), kv_heads, scale,

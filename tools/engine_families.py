@@ -1,0 +1,174 @@
+"""Which model families the in-process engine serves: tried on a small random model of each.
+
+python -m tools.engine_families             prints what it finds for every causal family
+python -m tools.engine_families llama lfm2  only these
+python -m tools.engine_families --write     writes the table into docs/local_engine.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from ludic.errors import ConfigError
+from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.local import LocalChatClient
+from ludic.inference.sampling import SamplingConfig
+from ludic.types import ChatResponse
+from tools.families import SMALL, families, short, tiny
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "local_engine.md"
+BEGIN, END = "<!-- table: python -m tools.engine_families --write -->", "<!-- end of the table -->"
+WINDOW = 24
+"""Longer than the text of the engine's own check, shorter than what is sampled here."""
+SIZES = SMALL | dict.fromkeys(("sliding_window", "attention_window_size"), WINDOW)
+PROMPTS, NEW = (3, 20, 40), 12
+How = Literal["served", "fast mode only", "refused", "wrong", "not built"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the engine does with a family; `why` says it for those that it does not serve."""
+
+    how: How
+    why: str = ""
+
+
+class NoText:
+    """A tokenizer for models without one."""
+
+    eos_token_id = None
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return ""
+
+
+def tried(name: str) -> Verdict:
+    """What becomes of the family: log-probs of sampled tokens, held against a plain pass."""
+    try:
+        model = tiny(name, SIZES)
+        with torch.no_grad():
+            model(input_ids=torch.arange(3, 13)[None], use_cache=False)
+    except Exception as exc:
+        return Verdict("not built", f"{type(exc).__name__}: {exc}")
+    for deterministic, how in ((True, "served"), (False, "fast mode only")):
+        try:
+            answers = asyncio.run(_sampled(model, deterministic))
+        except ConfigError as exc:
+            if deterministic and "set deterministic=False" in str(exc):
+                continue
+            return Verdict("refused", str(exc))
+        except Exception as exc:
+            return Verdict("wrong", f"{type(exc).__name__}: {exc}")
+        gap = max(_gap(model, answer) for answer in answers)
+        if not gap < 1e-3:
+            return Verdict("wrong", f"log-probs differ from the model's own by {gap:.3g}")
+        return Verdict(how)  # type: ignore[arg-type]
+    raise AssertionError("either mode gives a verdict")
+
+
+async def _sampled(model: nn.Module, deterministic: bool) -> list[ChatResponse]:
+    rng = np.random.default_rng(0)
+    options: Any = {"deterministic": deterministic, "max_context_tokens": 64, "max_slots": 16}
+    async with LocalChatClient(model, NoText(), **options) as client:
+        asked = [
+            TokenCompletionRequest(
+                "tiny",
+                tuple(rng.integers(3, 96, length).tolist()),
+                SamplingConfig(max_tokens=NEW, seed=length),
+                extensions={"ignore_eos": True},
+            )
+            for length in PROMPTS
+        ]
+        return list(await asyncio.gather(*map(client.complete_tokens, asked)))
+
+
+@torch.no_grad()
+def _gap(model: Any, answer: ChatResponse) -> float:
+    assert answer.trace is not None
+    ids, n = torch.tensor(answer.trace.token_ids), len(answer.trace.prompt_token_ids)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, n - 1 : -1].float()
+    own = logits.log_softmax(-1).gather(1, ids[n:, None])[:, 0]
+    return float((own - torch.tensor(answer.trace.completion_logprobs)).abs().max())
+
+
+HEADINGS: dict[How, str] = {
+    "served": "Served",
+    "fast mode only": "Served in fast mode only",
+    "refused": "Refused by the engine",
+    "not built": "Not tried with the engine",
+}
+
+
+def table(verdicts: Mapping[str, Verdict]) -> str:
+    """The page's table: families by what the engine does with them, and why it refuses some."""
+    lines = []
+    for how, heading in HEADINGS.items():
+        names = [name for name, verdict in verdicts.items() if verdict.how == how]
+        lines += [f"### {heading} ({len(names)})", ""]
+        if how == "refused":
+            lines += ["| family | why |", "|---|---|"]
+            lines += [f"| `{name}` | {short(_reason(verdicts[name].why))} |" for name in names]
+        else:
+            lines.append(", ".join(f"`{name}`" for name in names))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _reason(why: str) -> str:
+    """Without the way out, which is the same for all and stands above the table."""
+    for way_out in ("; sample through", ": sample through", "; the in-process engine serves"):
+        why = why.partition(way_out)[0]
+    return why
+
+
+def written() -> dict[str, How]:
+    """What the page says of each family."""
+    found: dict[str, How] = {}
+    how: How = "wrong"
+    page = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    for line in page.splitlines():
+        if line.startswith("### "):
+            heading = line[4:].rpartition(" (")[0]
+            how = next(h for h, text in HEADINGS.items() if text == heading)
+        elif line.startswith("`"):
+            found |= dict.fromkeys((name.strip("` ") for name in line.split(",")), how)
+        elif line.startswith("| `"):
+            found[line.split("`")[1]] = how
+    return found
+
+
+def write(verdicts: Mapping[str, Verdict]) -> None:
+    """Puts the table between the page's two marks."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(verdicts)}{END}{after}", encoding="utf-8")
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="families; none: all of them")
+    parser.add_argument("--write", action="store_true", help=f"into {PAGE.name}")
+    chosen = parser.parse_args(None if arguments is None else list(arguments))
+    verdicts = {}
+    for name in chosen.names or families():
+        verdicts[name] = tried(name)
+        print(f"{name:32} {verdicts[name].how:16} {short(verdicts[name].why)}", flush=True)
+    if chosen.write:
+        write(verdicts)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    main()
