@@ -69,9 +69,12 @@ class PerfMeter:
     def __init__(self, model: nn.Module, world: World) -> None:
         self.flops, self.world = ModelFlops(model), world
         self.peak = peak_flops(world.device)
+        self._started: float | None = None
 
     def clock(self) -> Clock:
-        return Clock()
+        clock = Clock()
+        self._started = clock.start if self._started is None else self._started
+        return clock
 
     def metrics(self, batch: SAWBatch, clock: Clock, *, passes: int = 1) -> Mapping[str, float]:
         """Tokens per second, share of the device's arithmetic, memory, and the laps themselves."""
@@ -81,6 +84,7 @@ class PerfMeter:
         result = {
             **clock.laps,
             "perf/step_s": clock.elapsed,
+            "perf/elapsed_s": time.perf_counter() - (self._started or clock.start),
             "perf/tokens_per_s": passes * sum(lengths) / computing,
             "perf/tokens": float(sum(lengths)),
         }
