@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ludic.inference.local.engine_memory import engine_memory
+from ludic.inference.local.gpu.engine_memory import engine_memory
 from ludic.inference.tiny import tiny_model
 from ludic.runs.calibration import sampling_bytes
 from ludic.runs.settings import parse_run

@@ -38,7 +38,7 @@ def sampling_bytes(config: RunConfig, model: nn.Module, device: torch.device | N
     opponent another one with a copy of the model. Engines elsewhere take nothing."""
     if config.inference.backend != "local":
         return 0
-    from ludic.inference.local.engine_memory import engine_memory
+    from ludic.inference.local.gpu.engine_memory import engine_memory
 
     engine = engine_memory(
         model,

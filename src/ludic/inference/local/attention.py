@@ -163,10 +163,10 @@ def grouped_attention(
         parts = [
             grouped_attention(
                 part.flatten(0, 1), keys, values, Masks(at, masks.length), scale, window
-            ).unflatten(0, at.shape)
+            ).unflatten(0, at.shape)  # type: ignore[no-untyped-call]
             for part, at in zip(
-                q.unflatten(0, (n, width)).split(most, 1),
-                masks.positions.split(most, 1),
+                torch.split(q.view(n, width, *q.shape[1:]), most, 1),  # type: ignore[no-untyped-call]
+                torch.split(masks.positions, most, 1),  # type: ignore[no-untyped-call]
                 strict=True,
             )
         ]

@@ -11,7 +11,7 @@ from ludic.errors import ConfigError
 from ludic.inference.local import LocalChatClient
 from ludic.inference.local.arena import SlotMemory
 from ludic.inference.local.build import kv_shape
-from ludic.inference.local.engine_memory import engine_memory
+from ludic.inference.local.gpu.engine_memory import engine_memory
 from ludic.inference.tiny import tiny_model
 
 GPU = torch.device("cuda")
