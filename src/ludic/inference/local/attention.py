@@ -165,8 +165,8 @@ def grouped_attention(
                 part.flatten(0, 1), keys, values, Masks(at, masks.length), scale, window
             ).unflatten(0, at.shape)  # type: ignore[no-untyped-call]
             for part, at in zip(
-                torch.split(q.view(n, width, *q.shape[1:]), most, 1),  # type: ignore[no-untyped-call]
-                torch.split(masks.positions, most, 1),  # type: ignore[no-untyped-call]
+                torch.split(q.reshape(n, width, *q.shape[1:]), most, 1),
+                torch.split(masks.positions, most, 1),
                 strict=True,
             )
         ]
