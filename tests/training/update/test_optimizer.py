@@ -94,7 +94,7 @@ def test_mixed_precision_moves_the_matrices_of_a_bfloat16_checkpoint_within_thei
 
     for precision in ("mixed", "float32", "tf32", None):
         before, after = parameters(), parameters()
-        MasterAdamW(after.items(), TrainerConfig(precision=precision))  # type: ignore[arg-type]
+        MasterAdamW(after.items(), TrainerConfig(precision=precision))
         moved = {name for name in after if not torch.equal(before[name], after[name])}
         assert moved == ({"rounded"} if precision == "mixed" else set())
         assert torch.equal(before["rounded"].bfloat16(), after["rounded"].bfloat16())
