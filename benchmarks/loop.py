@@ -41,7 +41,7 @@ from ludic.inference.local.build import build_scheduler
 from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sequence
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
-from ludic.runs import assemble, training_run
+from ludic.runs import assemble
 from ludic.runs.check import check_parts
 from ludic.runs.settings import RunConfig, check_run
 from ludic.runs.storage.folder import RunFolder
@@ -96,7 +96,8 @@ class Stamps:
     """A logger that notes the time of every log line."""
 
     def __init__(self, work: WorkClock | None = None, busy: BusyMeter | None = None) -> None:
-        self.lines: list[tuple[float, float, Mapping[str, float]]] = []
+        self.marks: list[tuple[float, float]] = []
+        self.metrics: list[Mapping[str, float]] = []
         self.work, self.busy = work, busy
         self.profiler: cProfile.Profile | None = None
         """Of the event loop's thread, from the first line on."""
@@ -105,7 +106,8 @@ class Stamps:
         if self.busy is not None:
             self.busy.turn(step)
         spent = time.process_time() - (self.work.seconds if self.work else 0.0)
-        self.lines.append((time.perf_counter(), spent, metrics))
+        self.marks.append((time.perf_counter(), spent))
+        self.metrics.append(metrics)
         if self.profiler is not None:
             self.profiler.enable()
 
@@ -113,7 +115,7 @@ class Stamps:
 
     def between(self, clock: int, first: int) -> list[float]:
         """The seconds from each line to the next, from the line `first` on."""
-        marks = [line[clock] for line in self.lines[first:]]
+        marks = [mark[clock] for mark in self.marks[first:]]
         return [b - a for a, b in pairwise(marks)]
 
 
@@ -123,7 +125,7 @@ async def reinforce(config: RunConfig, stamps: Stamps) -> None:
         folder = RunFolder.create(config, Path(where) / "run", modules=FOLDER.parent)
         run = TrainingRun(config, folder)
         loggers = mock.patch.object(run, "_loggers", return_value=[stamps])
-        async with training_run.open_policy(config, folder=folder.path) as policy:
+        async with assemble.open_policy(config, folder=folder.path) as policy:
             with loggers:
                 await run._reinforce(policy, 0)
 
@@ -294,7 +296,7 @@ def main() -> None:
         asyncio.run(reinforce(config, stamps))
         steps = stamps.between(0, args.warmup - 1)[: args.updates]
         print("seconds of each update: " + ", ".join(f"{s:.3f}" for s in steps))
-        for name, value in stamps.lines[args.warmup + args.updates - 1][2].items():
+        for name, value in stamps.metrics[args.warmup + args.updates - 1].items():
             if name.endswith("_s") or name == "perf/tokens":
                 print(f"  {name}: {value:.4f}")
         figures["step_s"] = round(statistics.median(steps), 4)
