@@ -41,7 +41,7 @@ from ludic.inference.local.build import build_scheduler
 from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sequence
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
-from ludic.runs import assemble, training_run
+from ludic.runs import assemble
 from ludic.runs.check import check_parts
 from ludic.runs.settings import RunConfig, check_run
 from ludic.runs.storage.folder import RunFolder
@@ -96,7 +96,8 @@ class Stamps:
     """A logger that notes the time of every log line."""
 
     def __init__(self, work: WorkClock | None = None, busy: BusyMeter | None = None) -> None:
-        self.lines: list[tuple[float, float, Mapping[str, float]]] = []
+        self.marks: list[tuple[float, float]] = []
+        self.metrics: list[Mapping[str, float]] = []
         self.work, self.busy = work, busy
         self.profiler: cProfile.Profile | None = None
         """Of the event loop's thread, from the first line on."""
@@ -105,7 +106,8 @@ class Stamps:
         if self.busy is not None:
             self.busy.turn(step)
         spent = time.process_time() - (self.work.seconds if self.work else 0.0)
-        self.lines.append((time.perf_counter(), spent, metrics))
+        self.marks.append((time.perf_counter(), spent))
+        self.metrics.append(metrics)
         if self.profiler is not None:
             self.profiler.enable()
 
@@ -113,7 +115,7 @@ class Stamps:
 
     def between(self, clock: int, first: int) -> list[float]:
         """The seconds from each line to the next, from the line `first` on."""
-        marks = [line[clock] for line in self.lines[first:]]
+        marks = [mark[clock] for mark in self.marks[first:]]
         return [b - a for a, b in pairwise(marks)]
 
 
@@ -123,7 +125,7 @@ async def reinforce(config: RunConfig, stamps: Stamps) -> None:
         folder = RunFolder.create(config, Path(where) / "run", modules=FOLDER.parent)
         run = TrainingRun(config, folder)
         loggers = mock.patch.object(run, "_loggers", return_value=[stamps])
-        async with training_run.open_policy(config, folder=folder.path) as policy:
+        async with assemble.open_policy(config, folder=folder.path) as policy:
             with loggers:
                 await run._reinforce(policy, 0)
 
@@ -230,7 +232,8 @@ class WorkClock:
 
 
 def host_us(args: argparse.Namespace, turns: int) -> tuple[float, float]:
-    """Microseconds of an episode that are the library's own, the middle and the lowest update."""
+    """Microseconds of an episode that are the library's own: the mean of all updates, which holds
+    what garbage collection takes, and the lowest."""
     updates, work = args.host_updates + args.warmup, WorkClock()
     config = run_of(args, turns=turns, updates=updates, device="cpu", host=True)
 
@@ -262,7 +265,7 @@ def host_us(args: argparse.Namespace, turns: int) -> tuple[float, float]:
     each = [s / args.episodes * 1e6 for s in stamps.between(1, args.warmup - 1)]
     shown = ", ".join(f"{us:.0f}" for us in each)
     print(f"host, {turns} turns: {shown} us of processor time an episode, one figure an update")
-    return statistics.median(each), min(each)
+    return statistics.fmean(each), min(each)
 
 
 def main() -> None:
@@ -295,7 +298,7 @@ def main() -> None:
         asyncio.run(reinforce(config, stamps))
         steps = stamps.between(0, args.warmup - 1)[: args.updates]
         print("seconds of each update: " + ", ".join(f"{s:.3f}" for s in steps))
-        for name, value in stamps.lines[args.warmup + args.updates - 1][2].items():
+        for name, value in stamps.metrics[args.warmup + args.updates - 1].items():
             if name.endswith("_s") or name == "perf/tokens":
                 print(f"  {name}: {value:.4f}")
         figures["step_s"] = round(statistics.median(steps), 4)
@@ -304,12 +307,12 @@ def main() -> None:
         figures["trl_step_s"] = trl
         figures["speedup_vs_trl"] = round(trl / figures["step_s"], 2) if trl else None
     if args.host_updates:
-        middle, best = host_us(args, 1)
+        mean, best = host_us(args, 1)
         further, best_further = host_us(args, FURTHER_TURNS)
         between = FURTHER_TURNS - 1
-        figures["host_us_per_episode"] = round(middle, 1)
+        figures["host_us_per_episode"] = round(mean, 1)
         figures["host_us_per_episode_best"] = round(best, 1)
-        figures["host_us_per_step"] = round((further - middle) / between, 1)
+        figures["host_us_per_step"] = round((further - mean) / between, 1)
         figures["host_us_per_step_best"] = round((best_further - best) / between, 1)
     print(json.dumps(figures))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,21 @@ _MOVED = {
 
 def resolve(place: str) -> Any:
     """What `module:attribute` stands for; the attribute may be dotted."""
+    module, path = _parts(place)
+    try:
+        return _look_up(sys.modules[module], path)
+    except (KeyError, AttributeError):  # not imported yet, or in this moment by another thread
+        return _look_up(import_module(module), path)
+
+
+@lru_cache(maxsize=1024)
+def _parts(place: str) -> tuple[str, tuple[str, ...]]:
     module, _, path = place.partition(":")
-    module = _MOVED.get(module, module)
-    thing: Any = sys.modules.get(module)
-    if thing is None or getattr(getattr(thing, "__spec__", None), "_initializing", True):
-        thing = import_module(module)
-    for part in path.split("."):
+    return _MOVED.get(module, module), tuple(path.split("."))
+
+
+def _look_up(thing: Any, path: tuple[str, ...]) -> Any:
+    for part in path:
         thing = getattr(thing, part)
     return thing
 

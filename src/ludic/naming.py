@@ -121,7 +121,7 @@ class Registry:
         entry, announced = self._entries.get(name), self._announced.get(name, [])
         if entry and not announced:
             target = entry.target
-            return target if callable(target) else _load(f"{self.kind} {name!r}", target)
+            return target if callable(target) else _load(self.kind, name, target)
         sources = [self._owner(name)] if entry else []
         sources += [f"the package {_package(point)}" for point in announced]
         if len(sources) > 1:
@@ -130,7 +130,7 @@ class Registry:
                 "uninstall one of them, or use a factory instead of a name"
             )
         if announced:
-            return _load(f"{self.kind} {name!r} of {sources[0]}", announced[0].value)
+            return _load(self.kind, name, announced[0].value, f" of {sources[0]}")
         if _PLACE.fullmatch(name):
             return self._import(name)
         raise UnknownNameError(self.kind, name, self.names())
@@ -143,10 +143,10 @@ class Registry:
                 f"{self.kind} {place!r} is named by stored data, for which no function is "
                 f"imported: register it first, under this name, with `{self._register}`"
             )
-        thing: Any = _load(f"{self.kind} {place!r}", place)
+        thing: Any = _load(self.kind, place, place)
         if not self._base:
             return thing  # type: ignore[no-any-return]
-        base: Any = _load(f"the base of every {self.kind}", self._base)
+        base: Any = resolve(self._base)
         if isinstance(thing, type) and issubclass(thing, base):
             return thing
         raise ConfigError(
@@ -160,7 +160,12 @@ class Registry:
 
     def make(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the factory behind `name`; arguments it does not take are a `ConfigError`."""
-        factory = self.get(name)
+        return self.make_with(self.get(name), name, *args, **kwargs)
+
+    def make_with(
+        self, factory: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls `factory`, which `get(name)` returned, as `make` does."""
         try:
             return factory(*args, **kwargs)
         except TypeError as exc:
@@ -225,15 +230,15 @@ def _package(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist else entry.value
 
 
-def _load(what: str, place: str) -> Callable[..., Any]:
+def _load(kind: str, name: str, place: str, of: str = "") -> Callable[..., Any]:
     try:
         thing: Any = resolve(place)
     except MissingExtraError:  # says itself what to install
         raise
     except (ImportError, AttributeError, ValueError) as exc:
-        raise ConfigError(f"{what} cannot be loaded from {place!r}: {exc}") from exc
+        raise ConfigError(f"{kind} {name!r}{of} cannot be loaded from {place!r}: {exc}") from exc
     if not callable(thing):
-        raise ConfigError(f"{what}: {place!r} cannot be called")
+        raise ConfigError(f"{kind} {name!r}{of}: {place!r} cannot be called")
     return thing  # type: ignore[no-any-return]
 
 
