@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from ludic.arguments import misfit
 from ludic.errors import (
     ConfigError,
     DuplicateNameError,
@@ -31,6 +32,7 @@ from ludic.errors import (
     MissingExtraError,
     UnknownNameError,
 )
+from ludic.given import given, is_given
 from ludic.lazy import resolve
 
 if TYPE_CHECKING:
@@ -131,6 +133,8 @@ class Registry:
 
         A name of the form `module:attribute` is imported.
         """
+        if is_given(name):
+            return given(name, self.kind)  # type: ignore[no-any-return]
         entry, announced = self._entries.get(name), self._announced.get(name, [])
         sources = [self._owner(name)] if entry else []
         sources += [f"the package {_package(point)}" for point in announced]
@@ -151,20 +155,22 @@ class Registry:
     def _import(self, place: str) -> Callable[..., Any]:
         """What stands at `module:attribute`. Names also come from stored data, which must not
         get just anything called: there, only a class that is seen to be of this kind will do."""
-        if not self._base and names_are_stored():
+        stored = names_are_stored()
+        if not self._base and stored:
             raise ConfigError(
                 f"{self.kind} {place!r} is named by stored data, for which no function is "
                 f"imported: register it first, under this name, with `{self._register}`"
             )
         thing: Any = _load(f"{self.kind} {place!r}", place)
-        if not self._base:
+        if not self._base or not (stored or isinstance(thing, type)):
             return thing  # type: ignore[no-any-return]
         base: Any = _load(f"the base of every {self.kind}", self._base)
         if isinstance(thing, type) and issubclass(thing, base):
             return thing
+        said = "is named by stored data and " if stored else ""
         raise ConfigError(
-            f"{self.kind} {place!r} is not a class derived from {base.__name__}: register a"
-            f" function under a name of its own, with `{self._register}`"
+            f"{self.kind} {place!r} {said}is not a class derived from {base.__name__}: derive it, "
+            f"or register a function under a name of its own, with `{self._register}`"
         )
 
     @property
@@ -178,7 +184,7 @@ class Registry:
             return factory(*args, **kwargs)
         except TypeError as exc:
             # Reading a signature costs more than most factories: only when the call went wrong.
-            if complaint := _misfit(factory, args, kwargs):
+            if complaint := misfit(factory, args, kwargs):
                 raise ConfigError(f"{self.kind} {name!r} cannot be made: {complaint}") from exc
             raise
 
@@ -219,19 +225,6 @@ class Registry:
             return "built in"
         module = getattr(entry.target, "__module__", "?")
         return f"registered by {module}.{getattr(entry.target, '__qualname__', '?')}"
-
-
-def _misfit(factory: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
-    """Why the factory does not take these arguments; None when it does."""
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # some callables written in C have none
-        return None
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as exc:
-        return f"{exc}; it takes {signature}"
-    return None
 
 
 def _package(entry: EntryPoint) -> str:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import inspect
+from dataclasses import fields
+from typing import Any
 
 from pydantic import Field, model_validator
 
-from ludic.rollouts import LostMemberPolicy
+from ludic.rollouts import LostMemberPolicy, RolloutEngine
 from ludic.runs.settings.base import Arguments, Section
 from ludic.runs.settings.parts import Envs, ProtocolSection
+from ludic.training.config import AttentionKind, CheckpointConfig, Schedule, TrainerConfig
 
-MICRO_TOKEN_BUDGET = 16384
+TRAINER = {field.name: field.default for field in fields(TrainerConfig)}
+CHECKPOINTS = {field.name: field.default for field in fields(CheckpointConfig)}
+ENGINE = {
+    name: argument.default for name, argument in inspect.signature(RolloutEngine).parameters.items()
+}
+"""What these classes do by default, and so a run."""
 
 
 class TrainingSection(Section):
@@ -24,23 +32,31 @@ class TrainingSection(Section):
     rollouts_per_update: int = Field(default=64, ge=1)
     max_steps: int = Field(default=16, ge=1)
     concurrency: int = Field(default=64, ge=1)
-    step_timeout_s: float = Field(default=60.0, gt=0)
-    episode_timeout_s: float = Field(default=600.0, gt=0)
-    lost_member: LostMemberPolicy = "drop_group"
-    learning_rate: float = Field(default=1e-5, gt=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    final_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    weight_decay: float = Field(default=0.0, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0, allow_inf_nan=True)  # inf: no clipping
-    micro_token_budget: int = Field(default=MICRO_TOKEN_BUDGET, ge=1)
-    max_seq_len: int = Field(default=2048, ge=2)
-    mini_batches: int = Field(default=1, ge=1)
-    epochs: int = Field(default=1, ge=1)
-    overlap: bool = False
-    gradient_checkpointing: bool = False
-    checkpoint_every: int = Field(default=50, ge=0)
-    keep_checkpoints: int = Field(default=2, ge=1)
+    step_timeout_s: float = Field(default=ENGINE["step_timeout_s"], gt=0)
+    episode_timeout_s: float = Field(default=ENGINE["episode_timeout_s"], gt=0)
+    lost_member: LostMemberPolicy = ENGINE["lost_member"]
+    learning_rate: float = Field(default=TRAINER["learning_rate"], gt=0)
+    betas: tuple[float, float] = TRAINER["betas"]
+    eps: float = Field(default=TRAINER["eps"], ge=0)
+    warmup_steps: int = Field(default=TRAINER["warmup_steps"], ge=0)
+    schedule: Schedule = TRAINER["schedule"]
+    final_lr_ratio: float = Field(default=TRAINER["final_lr_ratio"], ge=0, le=1)
+    weight_decay: float = Field(default=TRAINER["weight_decay"], ge=0)
+    # inf: no clipping
+    max_grad_norm: float = Field(default=TRAINER["max_grad_norm"], gt=0, allow_inf_nan=True)
+    micro_token_budget: int = Field(default=TRAINER["micro_token_budget"], ge=1)
+    max_seq_len: int = Field(default=TRAINER["max_seq_len"], ge=2)
+    mini_batches: int = Field(default=TRAINER["mini_batches"], ge=1)
+    epochs: int = Field(default=TRAINER["epochs"], ge=1)
+    overlap: bool = TRAINER["overlap"]
+    attention: AttentionKind = TRAINER["attention"]
+    gradient_checkpointing: bool = TRAINER["gradient_checkpointing"]
+    compile: bool = TRAINER["compile"]
+    max_nonfinite_steps: int = Field(default=TRAINER["max_nonfinite_steps"], ge=0)
+    batch_timeout_s: float = Field(default=TRAINER["batch_timeout_s"], gt=0)
+    publish_timeout_s: float = Field(default=TRAINER["publish_timeout_s"], gt=0)
+    checkpoint_every: int = Field(default=CHECKPOINTS["every"], ge=0)
+    keep_checkpoints: int = Field(default=CHECKPOINTS["keep"], ge=1)
     past_opponents: int = Field(default=0, ge=0)
     past_share: float = Field(default=0.5, ge=0, le=1)
 
@@ -49,7 +65,7 @@ class TrainingSection(Section):
     def _room_for_the_longest(cls, data: Any) -> Any:
         """A budget that is left out holds the longest sample; one that is set is taken as it is."""
         longest = data.get("max_seq_len") if isinstance(data, dict) else None
-        if isinstance(longest, int) and longest > MICRO_TOKEN_BUDGET:
+        if isinstance(longest, int) and longest > TRAINER["micro_token_budget"]:
             return {"micro_token_budget": longest, **data}
         return data
 

@@ -9,7 +9,7 @@ itself chooses.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol
 
 from jaxtyping import Float
@@ -122,3 +122,16 @@ def make_aggregation(spec: str | Mapping[str, Any] | Aggregation) -> Aggregation
         return _KINDS[kind](**options)
     except TypeError as exc:
         raise ConfigError(f"aggregation {kind!r} cannot be made from {options}: {exc}") from exc
+
+
+def describe_aggregation(aggregation: Aggregation) -> Mapping[str, Any] | Aggregation:
+    """The JSON from which `make_aggregation` makes this one again; one of another kind is returned
+    as it is."""
+    for kind, known in _KINDS.items():
+        if type(aggregation) is known:
+            return {"kind": kind, **{f: getattr(aggregation, f) for f in _fields(aggregation)}}
+    return aggregation
+
+
+def _fields(thing: Any) -> list[str]:
+    return [field.name for field in fields(thing)]

@@ -9,15 +9,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError
+from ludic.training.config import AttentionKind
 
-AttentionKind: TypeAlias = Literal["auto", "varlen", "sdpa"]
 PREFIX = "ludic_packed_"
 
 
