@@ -26,12 +26,13 @@ def resolve(place: str) -> Any:
 
 def late_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
     """The `__getattr__` of a package some of whose names are imported on first use. `modules`
-    says where each of them lives."""
+    says where each of them lives: in a module, or at a `module:attribute` of another name."""
 
     def find(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(modules[name]), name)
+        place = modules[name]
+        value = resolve(place) if ":" in place else getattr(import_module(place), name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from ludic.errors import ConfigError
 from ludic.runs.settings.base import Section
+from ludic.runs.settings.paths import resolve_paths
 from ludic.runs.settings.run import SCHEMA, RunConfig
 
 
@@ -25,16 +26,23 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise ConfigError(f"cannot read the run file {path}: {exc.strerror or exc}") from exc
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{path} is not a text file in UTF-8") from exc
-    return parse_run(text, overrides, source=str(path))
+    return parse_run(text, overrides, source=str(path), folder=path.absolute().parent)
 
 
-def parse_run(text: str, overrides: Sequence[str] = (), source: str = "run file") -> RunConfig:
-    """As `load_run`, from the text itself."""
+def parse_run(
+    text: str,
+    overrides: Sequence[str] = (),
+    source: str = "run file",
+    folder: Path | None = None,
+) -> RunConfig:
+    """As `load_run`, from the text itself. Paths are taken from `folder`, if one is given."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as exc:
         raise ConfigError(f"{source} is not valid TOML: {exc}") from exc
     overridden = [apply_override(data, override) for override in overrides]
+    if folder is not None:
+        resolve_paths(data, folder, overridden)
     return check_run(data, text, source, overridden)
 
 
@@ -54,7 +62,7 @@ def check_run(
     try:
         return RunConfig.model_validate(data)
     except ValidationError as exc:
-        problems = [_explain(error, text, overridden) for error in exc.errors()]
+        problems = [_explain(error, data, text, overridden) for error in exc.errors()]
         raise ConfigError(f"{source}: " + "; ".join(dict.fromkeys(problems))) from exc
 
 
@@ -88,8 +96,12 @@ def apply_override(data: dict[str, Any], override: str) -> str:
     return key
 
 
-def _explain(error: Any, text: str, overridden: Sequence[str]) -> str:
+def _explain(error: Any, data: Mapping[str, Any], text: str, overridden: Sequence[str]) -> str:
     path = [str(part) for part in error["loc"]]
+    if path[:2] == ["env", "0"] and not (
+        isinstance(data.get("env"), list) and len(data["env"]) > 1
+    ):
+        path = ["env", *path[2:]]  # the only one
     key = ".".join(path)
     if error["type"] == "extra_forbidden":
         known = _known_keys(path[:-1])

@@ -17,12 +17,14 @@ SCHEMA = 1
 
 class RunSection(Section):
     """Which run this is, and where it is kept. The same `seed` and `threads` on a CPU give the
-    same run, to the bit; without `threads`, torch takes as many as there are cores."""
+    same run, to the bit; without `threads`, torch takes as many as there are cores. `imports` are
+    modules to import first: what they register can then be named."""
 
     name: str = "run"
     seed: int = 0
     folder: str = "runs"
     threads: int | None = Field(default=None, ge=1)
+    imports: list[str] = []
 
 
 class LoggingSection(Section):
