@@ -6,8 +6,6 @@ import inspect
 from dataclasses import fields
 from pathlib import Path
 
-from ludic.runs.settings.reference import reference_table
-
 from ludic.inference import LocalChatClient, SamplingConfig
 from ludic.rollouts import RolloutEngine
 from ludic.runs.assemble import inference_spec, trainer_config
@@ -18,6 +16,7 @@ from ludic.runs.settings import (
     TrainingSection,
     parse_run,
 )
+from ludic.runs.settings.reference import reference_table
 from ludic.training import CheckpointConfig, TrainerConfig
 
 RUN = parse_run('[env]\nkind = "tic_tac_toe"\n')

@@ -57,12 +57,15 @@ def tables(**arguments: Any) -> dict[str, Any]:
         (make_env, [(f"{HERE}:make_env", {}, 1)]),
         (partial(Mine, opponent="perfect"), [(f"{HERE}:Mine", {"opponent": "perfect"}, 1)]),
         (ludic.EnvSpec("gsm8k", {"a": 1}), [("gsm8k", {"a": 1}, 1)]),
-        ({"kind": Mine, "kwargs": {"opponent": "mixed"}}, [(f"{HERE}:Mine", {"opponent": "mixed"}, 1)]),
+        (
+            {"kind": Mine, "kwargs": {"opponent": "mixed"}},
+            [(f"{HERE}:Mine", {"opponent": "mixed"}, 1)],
+        ),
         ([Mine, "key_door"], [(f"{HERE}:Mine", {}, 1), ("key_door", {}, 1)]),
         ([(Mine, 2), ("key_door", 1)], [(f"{HERE}:Mine", {}, 2), ("key_door", {}, 1)]),
         ({Mine: 2, "key_door": 1}, [(f"{HERE}:Mine", {}, 2), ("key_door", {}, 1)]),
     ],
-)  # fmt: skip
+)
 def test_an_environment_may_be_many_things(env: Any, recorded: list[Any]) -> None:
     found = tables(env=env)["env"]
     assert [(e["kind"], e["kwargs"], e["weight"]) for e in found] == recorded

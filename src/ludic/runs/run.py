@@ -95,10 +95,10 @@ class Run:
         resumed: bool = False,
     ) -> None:
         self.config, self.objects, self.modules = config, dict(objects), modules
-        self.folder, self.resumed = folder, resumed
+        self.resumed = resumed
         self.callbacks: list[Callable[[Update], object]] = []
         self.parts: dict[str, Any] = {}
-        self._built: dict[str, Any] = {}
+        self._built: dict[str, Any] = {"folder": folder}
         self._replaced: set[str] = set()
         self._frozen: str | None = None
         self._stages: TrainingRun | None = None
@@ -197,6 +197,7 @@ class Run:
             callbacks=[lambda step, metrics: self.updated(Update("rl", step, metrics))],
         )
 
+    folder: Piece[RunFolder] = Piece(lambda run: RunFolder.planned(run.config))
     _loaded: Piece[tuple[torch.nn.Module, Any]] = Piece(lambda run: run._load())
     model: Piece[torch.nn.Module] = Piece(lambda run: run._loaded[0], "_loaded")
     tokenizer: Piece[Any] = Piece(lambda run: run._loaded[1], "_loaded")
@@ -208,13 +209,15 @@ class Run:
     algorithm: Piece[RLAlgorithm] = Piece(lambda run: algorithm_of(run.config))
     seating: Piece[Seating] = Piece(
         lambda run: seating(run.config, run.model, run.tokenizer, run.runtime, run.folder.path),
-        "runtime",
+        *("runtime", "folder"),
     )
     source: Piece[BatchSource] = Piece(lambda run: run._make_source(), "seating", "algorithm")
-    loggers: Piece[list[Logger]] = Piece(lambda run: make_loggers(run.config, run.folder, "rl"))
+    loggers: Piece[list[Logger]] = Piece(
+        lambda run: make_loggers(run.config, run.folder, "rl"), "folder"
+    )
     trainer: Piece[Trainer] = Piece(
         lambda run: run._make_trainer(),
-        *("model", "algorithm", "source", "publisher", "loggers", "tokenizer"),
+        *("model", "algorithm", "source", "publisher", "loggers", "tokenizer", "folder"),
     )
 
     @property

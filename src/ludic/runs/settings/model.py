@@ -18,7 +18,8 @@ class LoraSection(Section):
 
 
 class ModelSection(Section):
-    """`tiny` is the embedded model; anything else is a folder or a name on the hub."""
+    """`tiny` is the embedded model; anything else is a folder, a name on the hub, or an earlier run
+    by its folder: `runs/first`, or one of its models, `runs/first:sft` or `runs/first:step-40`."""
 
     name: str = "tiny"
     revision: str | None = None
