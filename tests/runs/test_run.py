@@ -185,7 +185,8 @@ def test_a_loaded_model_is_trained_itself_and_must_be_given_again() -> None:
 
 def test_a_run_starts_from_an_earlier_one() -> None:
     sft = {"teacher": teacher, "examples": 4, "steps": 2, "batch_size": 4}
-    first = ludic.train(Letters, **small(sft=sft, out="first"))
+    decaying = {**small()["training"], "weight_decay": 0.5, "learning_rate": 0.1}
+    first = ludic.train(Letters, **small(sft=sft, training=decaying, out="first"))
     second = ludic.Run(Letters, **small(model="first", out="second"))
     assert second.config.model.name == str(Path("first").absolute())
     assert same(second.model, first.model)

@@ -63,7 +63,8 @@ def resume(
     the names they had: `env=`, `model=`, `algorithm=`, `parser=`, `protocol=`, `sft=`, `eval=`.
     """
     if isinstance(folder, Run):
-        folder, parts = folder.folder.path, {**folder.parts, **parts}
+        parts = {**folder.parts, **parts}
+        folder = folder.folder.path
     overrides = [] if steps is None else [f"training.steps={steps}"]
     if loggers is not None:
         overrides.append(f"logging.loggers={list(loggers)}")

@@ -19,6 +19,7 @@ from ludic.runs.settings import ModelSection, RunConfig
 from ludic.runs.settings.paths import earlier_run
 from ludic.runs.storage.folder import RunFolder
 from ludic.seeding import derive_seed
+from ludic.training.checkpoints.model_loading import no_progress_bar
 
 
 def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Module, Any]:
@@ -97,7 +98,9 @@ def _from_pretrained(section: ModelSection, name: str) -> tuple[nn.Module, Any]:
     options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options, **section.kwargs)
+        options |= section.kwargs
+        with no_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
     except (OSError, ValueError) as exc:
         reason = " ".join(str(exc).split())
         raise ConfigError(

@@ -58,6 +58,9 @@ class Run:
     an `Update` after every one.
     """
 
+    callbacks: list[Callable[[Update], object]]
+    parts: dict[str, Any]
+
     def __init__(
         self,
         env: Any,
@@ -96,8 +99,7 @@ class Run:
     ) -> None:
         self.config, self.objects, self.modules = config, dict(objects), modules
         self.resumed = resumed
-        self.callbacks: list[Callable[[Update], object]] = []
-        self.parts: dict[str, Any] = {}
+        self.callbacks, self.parts = [], {}
         self._built: dict[str, Any] = {"folder": folder}
         self._replaced: set[str] = set()
         self._frozen: str | None = None
@@ -248,10 +250,11 @@ class Run:
 
     def stop(self) -> None:
         """Ends the run after the current step, with a checkpoint. Any thread may call it."""
-        if self._loop is not None and self._loop.is_running():
-            self._loop.call_soon_threadsafe(TrainingRun.of(self).stop)
+        loop, stages = self._loop, TrainingRun.of(self)
+        if loop is not None and loop.is_running() and loop is not asyncio._get_running_loop():
+            loop.call_soon_threadsafe(stages.stop)
         else:
-            TrainingRun.of(self).stop()
+            stages.stop()
 
     @property
     def stopped(self) -> bool:

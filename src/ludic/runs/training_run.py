@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, RolloutError
 from ludic.eval import EvalReport
 from ludic.runs.assemble import trainer_config
 from ludic.runs.evaluation import evaluate_policy
@@ -126,7 +126,8 @@ class TrainingRun:
                 if "publisher" not in run._replaced:
                     run.publisher = publisher
             elif hasattr(run.client, "__aenter__"):
-                await stack.enter_async_context(run.client)
+                opened: Any = run.client
+                await stack.enter_async_context(opened)
             run._frozen = "the run has begun"
             yield
 
@@ -220,6 +221,11 @@ class TrainingRun:
             work = evaluate_policy(self.config, self.run.policy, name=stage, on_progress=update)
             report = await self._unless_stopped(work)
         if report is not None:
+            if all(episode.error for episode in report.episodes):
+                raise RolloutError(
+                    f"every episode of the evaluation {stage.replace('_', ' ')} failed, the first "
+                    f"with: {report.episodes[0].error}"
+                )
             self.folder.write_json(f"eval/{stage}.json", report.to_dict())
             self.reports[stage] = report
 

@@ -13,9 +13,9 @@ from ludic.runs.settings.base import Arguments, Section
 from ludic.runs.settings.parts import Envs, ProtocolSection
 from ludic.training.config import AttentionKind, CheckpointConfig, Schedule, TrainerConfig
 
-TRAINER = {field.name: field.default for field in fields(TrainerConfig)}
-CHECKPOINTS = {field.name: field.default for field in fields(CheckpointConfig)}
-ENGINE = {
+TRAINER: dict[str, Any] = {field.name: field.default for field in fields(TrainerConfig)}
+CHECKPOINTS: dict[str, Any] = {field.name: field.default for field in fields(CheckpointConfig)}
+ENGINE: dict[str, Any] = {
     name: argument.default for name, argument in inspect.signature(RolloutEngine).parameters.items()
 }
 """What these classes do by default, and so a run."""

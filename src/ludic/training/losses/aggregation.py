@@ -124,14 +124,11 @@ def make_aggregation(spec: str | Mapping[str, Any] | Aggregation) -> Aggregation
         raise ConfigError(f"aggregation {kind!r} cannot be made from {options}: {exc}") from exc
 
 
-def describe_aggregation(aggregation: Aggregation) -> Mapping[str, Any] | Aggregation:
+def describe_aggregation(aggregation: Any) -> Any:
     """The JSON from which `make_aggregation` makes this one again; one of another kind is returned
     as it is."""
     for kind, known in _KINDS.items():
         if type(aggregation) is known:
-            return {"kind": kind, **{f: getattr(aggregation, f) for f in _fields(aggregation)}}
+            names = (field.name for field in fields(aggregation))
+            return {"kind": kind, **{name: getattr(aggregation, name) for name in names}}
     return aggregation
-
-
-def _fields(thing: Any) -> list[str]:
-    return [field.name for field in fields(thing)]
