@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
 
@@ -37,3 +39,22 @@ def late_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]
         return value
 
     return find
+
+
+_names_are_stored = ContextVar("names_are_stored", default=False)
+
+
+@contextmanager
+def stored_names(stored: bool = True) -> Iterator[None]:
+    """Within it, names come from stored data, which somebody else may have written: no function
+    is imported for one. Threads of `ludic.workers` and processes of environments inherit this."""
+    token = _names_are_stored.set(stored)
+    try:
+        yield
+    finally:
+        _names_are_stored.reset(token)
+
+
+def names_are_stored() -> bool:
+    """Whether the names of the present context come from stored data."""
+    return _names_are_stored.get()

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -33,7 +31,9 @@ from ludic.errors import (
     UnknownNameError,
 )
 from ludic.given import given, is_given
+from ludic.lazy import names_are_stored as names_are_stored
 from ludic.lazy import resolve
+from ludic.lazy import stored_names as stored_names
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -41,23 +41,6 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 _PLACE = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
-_names_are_stored = ContextVar("names_are_stored", default=False)
-
-
-@contextmanager
-def stored_names(stored: bool = True) -> Iterator[None]:
-    """Within it, names come from stored data, which somebody else may have written: no function
-    is imported for one. Threads of `ludic.workers` and processes of environments inherit this."""
-    token = _names_are_stored.set(stored)
-    try:
-        yield
-    finally:
-        _names_are_stored.reset(token)
-
-
-def names_are_stored() -> bool:
-    """Whether the names of the present context come from stored data."""
-    return _names_are_stored.get()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +182,13 @@ class Registry:
             return self.make(name, **options)
         except TypeError as exc:
             raise ConfigError(f"{self.kind} {name!r} with {options}: {exc}") from exc
+
+    def builtin_name(self, thing: object) -> str | None:
+        """The name under which `thing` is built in, if it is."""
+        called = f":{getattr(thing, '__name__', '')}"
+        places = {n: e.target for n, e in self._entries.items() if isinstance(e.target, str)}
+        likely = (n for n, place in places.items() if place.endswith(called))
+        return next((name for name in likely if resolve(places[name]) is thing), None)
 
     def names(self) -> list[str]:
         """Every known name, sorted."""

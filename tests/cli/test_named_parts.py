@@ -116,7 +116,7 @@ def test_an_environment_that_raises_when_it_is_made_is_a_sentence(
     module = tmp_path / "letters.py"
     module.write_text(module.read_text().replace("self.right = right", "1 / 0"))
     done = ludic("train", letters, "--out", "run")
-    check(done, "letters:Letters", "ZeroDivisionError: division by zero", "--debug")
+    check(done, "letters:Letters", "cannot be made: ZeroDivisionError: division by zero")
     assert not (tmp_path / "run").exists()
 
 

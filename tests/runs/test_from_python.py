@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import ludic
+from ludic.context import WindowedDialog
 from ludic.envs import TicTacToeEnv
 from ludic.errors import ConfigError
 from ludic.inference import SamplingConfig
@@ -53,6 +54,7 @@ def tables(**arguments: Any) -> dict[str, Any]:
     ("env", "recorded"),
     [
         ("tic_tac_toe", [("tic_tac_toe", {}, 1)]),
+        (TicTacToeEnv, [("tic_tac_toe", {}, 1)]),
         (Mine, [(f"{HERE}:Mine", {}, 1)]),
         (make_env, [(f"{HERE}:make_env", {}, 1)]),
         (partial(Mine, opponent="perfect"), [(f"{HERE}:Mine", {"opponent": "perfect"}, 1)]),
@@ -132,6 +134,12 @@ def test_functions_are_named_by_their_place() -> None:
     found = tables(algorithm=my_algorithm, protocol=my_protocol)
     assert found["algorithm"]["name"] == f"{HERE}:my_algorithm"
     assert found["protocol"]["kind"] == f"{HERE}:my_protocol"
+    found = tables(
+        algorithm={"name": ludic.grpo, "kwargs": {"group_size": 2}},
+        protocol={"kind": single_agent_protocol, "kwargs": {"context": WindowedDialog}},
+    )
+    assert found["algorithm"] == {"name": "grpo", "kwargs": {"group_size": 2}}
+    assert found["protocol"] == {"kind": "single_agent", "kwargs": {"context": "windowed"}}
 
 
 def test_what_has_no_name_is_recorded_as_an_object_and_kept() -> None:

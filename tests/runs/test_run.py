@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ludic
 from ludic.distributed.local import LocalPolicyPublisher
@@ -199,6 +200,21 @@ def test_a_run_starts_from_an_earlier_one() -> None:
         ConfigError, match="no checkpoint 'step-7'; there are: rl step-2, sft step-2"
     ):
         _ = ludic.Run(Letters, **small(model="first:step-7", out="fifth")).model
+
+
+def test_a_run_starts_from_an_earlier_ones_adapter_merged_into_its_model() -> None:
+    decaying = {**small()["training"], "weight_decay": 0.5, "learning_rate": 0.1}
+    sft = {"teacher": teacher, "examples": 4, "steps": 2, "batch_size": 4, "learning_rate": 0.1}
+    model = {**small()["model"], "lora": {"rank": 2}}
+    first = ludic.train(Letters, **small(model=model, sft=sft, training=decaying, out="first"))
+    second = ludic.Run(Letters, **small(model="first", out="second"))
+    assert not hasattr(second.model, "peft_config")
+    untrained = ludic.Run(Letters, **small(out="third"))
+    assert second.model.state_dict().keys() == untrained.model.state_dict().keys()
+    assert not same(second.model, untrained.model)
+    ids = torch.tensor([[258, 259, 65]])
+    merged, adapted = second.model(ids).logits, first.model(ids).logits
+    assert torch.allclose(merged, adapted, atol=1e-4)
 
 
 def same(a: Any, b: Any) -> bool:

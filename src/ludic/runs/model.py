@@ -173,5 +173,4 @@ def configuring(what: str) -> Iterator[None]:
     except (TypeError, ValueError) as exc:
         raise ConfigError(f"{what}: {exc}") from exc
     except Exception as exc:
-        kind = type(exc).__name__
-        raise ConfigError(f"{what} cannot be made: {kind}: {exc} (--debug shows where)") from exc
+        raise ConfigError(f"{what} cannot be made: {type(exc).__name__}: {exc}") from exc

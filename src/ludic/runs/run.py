@@ -14,11 +14,12 @@ import torch
 from ludic.distributed import BroadcastPolicyPublisher, PolicyPublisher
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.errors import ConfigError
-from ludic.given import given, in_use, is_given
+from ludic.given import in_use, is_given
 from ludic.inference import LocalChatClient, VLLMChatClient
 from ludic.inference.client import ChatClient
 from ludic.interaction import Runtime
 from ludic.lazy import resolve
+from ludic.registry import ENVS
 from ludic.runs.assemble import (
     OpenPolicy,
     algorithm_of,
@@ -284,12 +285,14 @@ def given_again(config: RunConfig, parts: Mapping[str, Any]) -> dict[str, Any]:
     recorded = config.plain()
     for path, name in given_names(recorded).items():
         again = at(tables.data, path)
-        if again is None and path.endswith(".kind"):
-            again = at(tables.data, path.removesuffix(".kind"))
+        if again is None:
+            continue  # whoever goes on without it says so
         if is_given(again):
             found[name] = tables.objects[again]
-        elif isinstance(again, str):
-            found[name] = resolve(again) if ":" in again else given(again)
+        elif isinstance(again, str) and (":" in again or path.startswith(("env.", "eval.env."))):
+            found[name] = resolve(again) if ":" in again else ENVS.get(again)
+        else:
+            raise ConfigError(f"{path} was a Python object: give it again, and not {again!r}")
     return found
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from ludic.errors import ConfigError
 from ludic.given import PREFIX, is_given, place_of, recipe_of, unplaced_name
-from ludic.registry import CONTEXTS, ENVS, PARSERS
+from ludic.registry import AGENTS, ALGORITHMS, BOTS, CONTEXTS, ENVS, PARSERS, PROTOCOLS, Registry
 from ludic.types import EnvSpec, ProtocolSpec
 
 SECTIONS = (
@@ -27,6 +27,9 @@ SHORTCUTS = {
     "seed": ("run", "seed"),
     "name": ("run", "name"),
 }
+
+PARTS = {"agent": AGENTS, "bot": BOTS, "context": CONTEXTS}
+"""Arguments of a protocol or a seat that name a part."""
 
 
 class Tables:
@@ -106,7 +109,7 @@ class Tables:
             make = kind if callable(kind) else ENVS.get(str(kind))
             table |= {"kind": self._give(partial(make, **kwargs), make), "kwargs": {}}
         elif callable(kind):
-            table["kind"] = self._named(kind)
+            table["kind"] = self._named(kind, ENVS)
         return table
 
     def _model(self, value: Any) -> dict[str, Any]:
@@ -134,11 +137,9 @@ class Tables:
                 return {"name": name, "kwargs": kwargs}
         if hasattr(value, "credit_assigner"):
             return {"name": self._give(lambda: value, value)}
-        if callable(value):
-            return {"name": self._named(value)}
-        table = _table("algorithm", value)
+        table = {"name": value} if callable(value) else _table("algorithm", value)
         if callable(table.get("name")):
-            table["name"] = self._named(table["name"])
+            table["name"] = self._named(table["name"], ALGORITHMS)
         return table
 
     def _protocol(self, value: Any) -> dict[str, Any]:
@@ -148,9 +149,7 @@ class Tables:
             value = {"kind": value.kind, "kwargs": dict(value.kwargs)}
         elif callable(value) and not isinstance(value, Mapping):
             value = {"kind": value}
-        table = _table("protocol", value)
-        if callable(table.get("kind")):
-            table["kind"] = self._named(table["kind"])
+        table = self._part(_table("protocol", value), PROTOCOLS)
         if table.get("kwargs"):
             table["kwargs"] = self._agent(table["kwargs"])
         return table
@@ -166,7 +165,9 @@ class Tables:
             elif key in ("seats", "sub_agents"):
                 found[key] = {name: self._agent(seat) for name, seat in value.items()}
             elif key == "context" and isinstance(value, Mapping):
-                found[key] = {**value, "kind": self._registered(CONTEXTS, value.get("kind"))}
+                found[key] = self._part(value, CONTEXTS)
+            elif key in PARTS and callable(value):
+                found[key] = self._named(value, PARTS[key])
             elif callable(value):
                 found[key] = self._named(value)
         return found
@@ -175,7 +176,7 @@ class Tables:
         if isinstance(value, list | tuple):
             return [self._parser(part) for part in value]
         if isinstance(value, Mapping):
-            return {**value, "kind": self._registered(PARSERS, value.get("kind"))}
+            return self._part(value, PARSERS)
         if not callable(value):
             return value
         if recipe := recipe_of(value):
@@ -185,11 +186,14 @@ class Tables:
             return {"kind": name, **{key: _plain(argument) for key, argument in kwargs.items()}}
         return {"kind": self._give(lambda: value, value)}
 
-    def _registered(self, _: Any, value: Any) -> Any:
-        return self._named(value) if callable(value) else value
+    def _part(self, table: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
+        """A table with a "kind", by name."""
+        kind = table.get("kind")
+        return {**table, "kind": self._named(kind, registry)} if callable(kind) else dict(table)
 
-    def _named(self, thing: Any) -> str:
-        return place_of(thing) or self._give(thing, thing)
+    def _named(self, thing: Any, registry: Registry | None = None) -> str:
+        builtin = registry.builtin_name(thing) if registry is not None else None
+        return builtin or place_of(thing) or self._give(thing, thing)
 
     def _give(self, thing: Any, called: Any) -> str:
         """Keeps an object, and returns its name: that of `called`, numbered if it is taken."""
