@@ -16,6 +16,7 @@ from ludic.distributed.local import LocalPolicyPublisher
 from ludic.errors import ConfigError
 from ludic.inference import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
+from ludic.runs.results.terminal import command_name
 from ludic.runs.storage.folder import RunFolder
 from ludic.runs.training_run import Update
 from ludic.training import RolloutBatchSource, Trainer
@@ -142,6 +143,20 @@ def test_callbacks_see_every_update_and_may_stop_the_run() -> None:
     assert list(run.report.stages) == ["before", "after_sft"]
     go_on = ludic.resume(run, steps=3)
     assert list(go_on.report.stages) == ["before", "after_sft", "after_rl"]
+
+
+def test_a_stopped_run_says_how_to_go_on_with_what_only_the_script_has(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Local(Letters): ...
+
+    for env, said in ((Letters, "train --resume run-0"), (Local, "ludic.resume('run-1', env=…)")):
+        run = ludic.Run(env, **small(out=f"run-{int(env is Local)}"))
+        run.callbacks.append(lambda update, run=run: run.stop())  # type: ignore[misc]
+        run.go()
+        assert f"stopped; go on with: {said}" in capsys.readouterr().out.replace(
+            command_name() + " ", ""
+        )
 
 
 def test_a_callback_that_raises_ends_the_run_with_its_error() -> None:

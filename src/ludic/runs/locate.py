@@ -8,6 +8,7 @@ from pathlib import Path
 from ludic.errors import ConfigError
 from ludic.given import is_in_use
 from ludic.runs.assemble import bring_in
+from ludic.runs.results.terminal import command_name
 from ludic.runs.settings import RunConfig, load_run
 from ludic.runs.settings.from_python import given_names
 from ludic.runs.storage.folder import RunFolder
@@ -56,14 +57,19 @@ def check_given(config: RunConfig, run: str) -> None:
         raise ConfigError(
             f"{run} was started from a script with Python objects that no file holds "
             f"({', '.join(missing)}): go on from Python and give them again, as in "
-            f"ludic.resume({run!r}, {_as_arguments(missing)})"
+            f"{_resuming(run, missing)}"
         )
 
 
-def _as_arguments(paths: Iterable[str]) -> str:
-    """Returns how to give the parts at these paths again: `env=…, parser=…`."""
+def how_to_go_on(config: RunConfig, run: str) -> str:
+    """Returns how to resume a run: by the command, or from Python where it needs its objects."""
+    given = given_names(config.plain())
+    return _resuming(run, given) if given else f"{command_name()} train --resume {run}"
+
+
+def _resuming(run: str, paths: Iterable[str]) -> str:
     names = dict.fromkeys(
         "parser" if path.startswith("protocol.kwargs.parser") else path.partition(".")[0]
         for path in paths
     )
-    return ", ".join(f"{name}=…" for name in names)
+    return f"ludic.resume({run!r}, {', '.join(f'{name}=…' for name in names)})"

@@ -233,6 +233,9 @@ class Run:
         for callback in self.callbacks:
             callback(update)
 
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder.path)!r})"
+
     # Starting and stopping
 
     def go(self) -> Run:

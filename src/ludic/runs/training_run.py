@@ -16,9 +16,10 @@ from ludic.eval import EvalReport
 from ludic.runs.assemble import trainer_config
 from ludic.runs.evaluation import evaluate_policy
 from ludic.runs.interruption import interruptible
+from ludic.runs.locate import how_to_go_on
 from ludic.runs.players.teacher import write_lessons
 from ludic.runs.results.conclusion import conclude
-from ludic.runs.results.terminal import command_name, console, episodes_bar, say
+from ludic.runs.results.terminal import console, episodes_bar, say
 from ludic.runs.settings import RunConfig
 from ludic.runs.storage.folder import RunFolder
 from ludic.runs.storage.lock import locked
@@ -105,7 +106,7 @@ class TrainingRun:
                 say(f"model: {self.config.model.name}, {size:,} parameters; sampled {backend}")
                 await self._stages()
                 if self.stopped:
-                    say(f"stopped; go on with: {command_name()} train --resume {self.folder.path}")
+                    say(f"stopped; go on with: {how_to_go_on(self.config, str(self.folder.path))}")
                     return
                 seconds = time.monotonic() - started
                 policy = self.run.policy
