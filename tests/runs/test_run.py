@@ -17,6 +17,7 @@ from ludic.errors import ConfigError
 from ludic.inference import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.runs.results.terminal import command_name
+from ludic.runs.run import given_again, read_arguments
 from ludic.runs.storage.folder import RunFolder
 from ludic.runs.training_run import Update
 from ludic.training import RolloutBatchSource, Trainer
@@ -235,6 +236,17 @@ def test_a_run_starts_from_an_earlier_ones_adapter_merged_into_its_model() -> No
 def same(a: Any, b: Any) -> bool:
     theirs = b.state_dict()
     return all(bool((tensor == theirs[name]).all()) for name, tensor in a.state_dict().items())
+
+
+def test_what_a_run_has_already_cannot_be_given_again() -> None:
+    run = ludic.train(Letters, **small(out="run"))
+    with pytest.raises(ConfigError, match="learning_rate= cannot be given here"):
+        ludic.resume("run", learning_rate=1.0)
+    with pytest.raises(ConfigError, match="the run has its own settings: parser="):
+        ludic.evaluate(run, parser="text")
+    config, _ = read_arguments({"env": Letters, "parser": lambda text: None})
+    with pytest.raises(ConfigError, match="give it again, and not 'text'"):
+        given_again(config, {"parser": {"kind": "text"}})
 
 
 def test_sft_alone_needs_a_teacher_or_data() -> None:

@@ -78,6 +78,7 @@ def evaluate(run: Any, *, episodes: int | None = None, **settings: Any) -> EvalR
     are those of `Run`: `evaluate(Guess, model="runs/first", parser=…)`.
     """
     if isinstance(run, Run):
+        _refuse(settings, "the run")
         config, weights, objects, name = run.config, _weights(run), run.objects, run.config.run.name
     else:
         config, weights, objects, name = _subject(run, settings)
@@ -118,6 +119,11 @@ def play(env: Any, *, model: Any = None, seed: int = 0, **settings: Any) -> list
     return rollouts
 
 
+def _refuse(settings: dict[str, Any], run: str) -> None:
+    if settings:
+        raise ConfigError(f"{run} has its own settings: {min(settings)}= cannot be given, too")
+
+
 def _weights(run: Run) -> Path | None:
     """The trained weights of a run; None before it began."""
     return run.folder.weights() if (run.folder.path / "run.json").is_file() else None
@@ -135,6 +141,7 @@ def _subject(
                 return *locate(path), objects, str(run)
         builtin = RUNS / f"{str(run).replace('_', '-')}.toml"
         if path.suffix == ".toml" or (not settings and "-" in str(run) and builtin.is_file()):
+            _refuse(settings, str(run))
             config, modules = find_run(str(run))
             bring_in(config, modules)
             return config, None, {}, str(run)

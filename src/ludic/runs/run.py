@@ -282,6 +282,12 @@ def read_arguments(arguments: Mapping[str, Any]) -> tuple[RunConfig, dict[str, A
 def given_again(config: RunConfig, parts: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the objects of a recorded run by their recorded names, from parts that are given
     again where they stood."""
+    for name in parts:
+        if name not in PARTS:
+            raise ConfigError(
+                f"{name}= cannot be given here: the run has it in its folder; give only parts that "
+                f"were Python objects ({', '.join(PARTS)})"
+            )
     tables = Tables()
     tables.put(**parts)
     found: dict[str, Any] = {}
