@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,12 @@ env = {{ kind = "{HERE}:Mine" }}
 
 def test_a_section_may_be_its_model() -> None:
     assert tables(training=TrainingSection(steps=7))["training"]["steps"] == 7
-    assert tables(training={"steps": 7}, steps=8)["training"]["steps"] == 8
+    training: dict[str, Any] = {"steps": 7}
+    protocol: dict[str, Any] = {"kwargs": {}}
+    said = tables(training=training, steps=8, protocol=protocol, parser=ludic.boxed_parser())
+    assert said["training"]["steps"] == 8
+    assert said["protocol"]["kwargs"] == {"parser": {"kind": "boxed"}}
+    assert (training, protocol) == ({"steps": 7}, {"kwargs": {}})
 
 
 def test_functions_are_named_by_their_place() -> None:
@@ -213,3 +219,19 @@ def test_paths_of_a_file_are_relative_to_it_and_those_of_the_command_line_are_no
     config = load_run(file)
     assert config.sft is not None
     assert config.sft.data == str(here / "rows.jsonl")
+
+
+def test_every_preset_is_there_under_its_short_name() -> None:
+    from ludic.registry import ALGORITHMS
+
+    presets = set(ALGORITHMS.names()) - {"sft"}  # `ludic.sft` is the supervised part of a run
+    assert len(presets) >= 11
+    for name in presets:
+        assert getattr(ludic, name) is ALGORITHMS.get(name)
+
+
+def test_train_shows_the_arguments_of_a_run() -> None:
+    assert inspect.signature(ludic.train) == inspect.signature(ludic.Run)
+    assert {"model", "algorithm", "parser", "steps", "sft"} <= {
+        *inspect.signature(ludic.train).parameters
+    }

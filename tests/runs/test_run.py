@@ -278,6 +278,14 @@ def test_an_environment_that_cannot_be_made_is_a_sentence_and_no_folder() -> Non
     assert not Path("run").exists()
 
 
+def test_what_another_process_cannot_import_cannot_run_in_one() -> None:
+    class Isolated(Letters):
+        isolation = "process"
+
+    with pytest.raises(ConfigError, match=r"cannot run in a process of its own.*top of a module"):
+        ludic.Run(Isolated, **small(out="run"))
+
+
 def test_two_runs_of_one_name_each_keep_their_own_objects() -> None:
     def make(word: str) -> type[Letters]:
         class Same(Letters):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ def _from_pretrained(section: ModelSection, name: str) -> tuple[nn.Module, Any]:
         with no_progress_bar():
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
     except (OSError, ValueError) as exc:
-        reason = " ".join(str(exc).split())
+        reason = shorten(str(exc), 600, placeholder=" …")  # some list every model there is
         raise ConfigError(
             f'model.name={name!r} is neither "tiny" nor a run folder, nor a model that can be '
             f"loaded from a folder or the hub: {reason}"

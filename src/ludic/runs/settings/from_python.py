@@ -255,6 +255,8 @@ def _changed(value: Any) -> dict[str, Any]:
 def _setting(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "coefficients"):
         return value if isinstance(value, EnvSpec | ProtocolSpec) else _changed(value)
+    if isinstance(value, Mapping):
+        return dict(value)  # a shortcut may be put into it
     return str(value) if isinstance(value, Path) else value
 
 
