@@ -1,4 +1,7 @@
-"""The trainer's settings. Combinations that cannot work are refused when they are written down."""
+"""The trainer's settings. Combinations that cannot work are refused when they are written down.
+
+A run file's `[training]` takes its defaults from here.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class CheckpointConfig:
 
     folder: str | Path
     every: int = 50
-    keep: int = 3
+    keep: int = 2
     background: bool = False
     resume: bool = True
     write_timeout_s: float = 1800.0
@@ -57,7 +60,7 @@ class TrainerConfig:
     `head_kernels` says what turns logits into log-probs on a GPU.
     """
 
-    learning_rate: float = 1e-6
+    learning_rate: float = 1e-5
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -67,7 +70,7 @@ class TrainerConfig:
     total_steps: int | None = None
     final_lr_ratio: float = 0.0
 
-    max_seq_len: int = 8192
+    max_seq_len: int = 2048
     micro_token_budget: int = 16384
     epochs: int = 1
     mini_batches: int = 1

@@ -110,6 +110,15 @@ def test_gradients_of_micro_batches_add_up_in_float32() -> None:
     assert optimizer.gradient_norm().item() == 288.0
 
 
+def test_masters_take_the_weights_that_somebody_else_trained_meanwhile() -> None:
+    module = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    optimizer = MasterAdamW(module.named_parameters(), TrainerConfig())
+    with torch.no_grad():
+        module.weight.add_(1)
+    optimizer.take_weights()
+    assert torch.equal(optimizer.masters["weight"], module.weight.float())
+
+
 def test_a_float32_module_takes_the_steps_of_plain_adamw() -> None:
     torch.manual_seed(0)
     ours, theirs = nn.Linear(5, 3), nn.Linear(5, 3)
