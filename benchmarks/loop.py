@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -41,8 +41,8 @@ from ludic.inference.local.build import build_scheduler
 from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sequence
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
-from ludic.runs import assemble
-from ludic.runs.check import check_parts
+from ludic.precision import Precision
+from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig, check_run
 from ludic.runs.storage.folder import RunFolder
 from ludic.runs.training_run import TrainingRun
@@ -62,8 +62,8 @@ def run_of(
     model: dict[str, Any] = {"name": args.model, "device": device}
     if tiny:
         model["kwargs"] = {"max_position_embeddings": max(1024, context)}
-    elif not host and args.dtype:
-        model["dtype"] = args.dtype
+    elif not host and args.precision:
+        model["precision"] = args.precision
     run = {
         "run": {"name": "loop", "threads": 1 if device == "cpu" else None},
         "model": model,
@@ -87,9 +87,7 @@ def run_of(
         },
         "logging": {"loggers": ["console"], "keep_rollouts": not args.no_rollouts},
     }
-    config = check_run(run)
-    check_parts(config)
-    return config
+    return check_run(run)
 
 
 class Stamps:
@@ -122,12 +120,12 @@ class Stamps:
 async def reinforce(config: RunConfig, stamps: Stamps) -> None:
     """The reinforcement stage of a run, as `ludic train` carries it out."""
     with tempfile.TemporaryDirectory() as where:
-        folder = RunFolder.create(config, Path(where) / "run", modules=FOLDER.parent)
-        run = TrainingRun(config, folder)
-        loggers = mock.patch.object(run, "_loggers", return_value=[stamps])
-        async with assemble.open_policy(config, folder=folder.path) as policy:
-            with loggers:
-                await run._reinforce(policy, 0)
+        run = Run.of_config(config, RunFolder.planned(config, Path(where) / "run"), FOLDER.parent)
+        run.loggers = [stamps]
+        stages = TrainingRun.of(run)
+        run.folder.make(config, modules=FOLDER.parent)
+        async with stages._opened():
+            await stages._reinforce(0)
 
 
 # The device
@@ -254,7 +252,7 @@ def host_us(args: argparse.Namespace, turns: int) -> tuple[float, float]:
         stamps.profiler = cProfile.Profile(time.thread_time)
     with (
         mock.patch("ludic.inference.local.client.build_scheduler", instant),
-        mock.patch.object(assemble, "build_model", small_model),
+        mock.patch("ludic.runs.run.build_model", small_model),
         work.running(),
     ):
         asyncio.run(reinforce(config, stamps))
@@ -282,7 +280,7 @@ def main() -> None:
     parser.add_argument("--trl-updates", type=int, default=6, help="0: leave TRL out")
     parser.add_argument("--slots", type=int, default=512)
     parser.add_argument("--overlap", action="store_true", help="sample ahead")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
+    parser.add_argument("--precision", choices=get_args(Precision), help="as in a run file")
     parser.add_argument("--no-rollouts", action="store_true", help="rollouts are not written")
     parser.add_argument("--profile", type=int, choices=(1, 4), help="of the host, with such turns")
     args = parser.parse_args()

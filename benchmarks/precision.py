@@ -24,9 +24,8 @@ from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
 from ludic.sharding.model_parts import vocabulary_size
 from ludic.sharding.world import World
 from ludic.training.algorithms.grpo import make_grpo
-from ludic.training.config import TrainerConfig
+from ludic.training.config import HeadKernels, TrainerConfig
 from ludic.training.metrics.stats import StatBuffer
-from ludic.training.update.logprobs import HeadKernels
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.packing import lay_out
 from ludic.training.update.passes import Passes

@@ -20,7 +20,7 @@ from ludic.runs.settings.reference import reference_table
 from ludic.training import CheckpointConfig, TrainerConfig
 
 RUN = parse_run('[env]\nkind = "tic_tac_toe"\n')
-OF_THE_RUN = {"total_steps", "seed", "checkpoint", "run_dir", "eval_every"}
+OF_THE_RUN = {"total_steps", "seed", "checkpoint", "run_dir", "eval_every", "precision"}
 """What a run sets itself, from other keys."""
 
 

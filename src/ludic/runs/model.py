@@ -45,10 +45,15 @@ def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Modu
 
 
 def precision_of(config: RunConfig) -> Precision:
-    """Returns what trainer and engine compute in: as the run says, or as its device suggests."""
+    """Returns what trainer and engine compute in: as the run says, or as its device suggests. A
+    loaded model that a script gave is taken as it is."""
     section = config.model
-    said = section.precision or section.dtype
-    return said or default_precision(check_device(section).type)
+    if said := section.precision or section.dtype:
+        return said
+    if is_given(section.name):
+        weights = next(given(section.name, "model")[0].parameters())
+        return "bfloat16" if weights.dtype == torch.bfloat16 else "float32"
+    return default_precision(check_device(section).type)
 
 
 def _tiny(section: ModelSection, seed: int, dtype: torch.dtype) -> tuple[nn.Module, Any]:

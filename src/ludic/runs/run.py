@@ -129,8 +129,13 @@ class Run:
         config, modules = find_run(str(run), overrides)
         if config.sft is None and only_sft:
             raise ConfigError(f"{run} has no cold start: add an [sft] table with a teacher or data")
+        return cls.of_config(config, RunFolder.planned(config, out), modules)
+
+    @classmethod
+    def of_config(cls, config: RunConfig, folder: RunFolder, modules: Path) -> Run:
+        """Assembles a checked configuration; `modules` is the folder of modules it may name."""
         self = cls.__new__(cls)
-        self._assemble(config, {}, modules, RunFolder.planned(config, out))
+        self._assemble(config, {}, modules, folder)
         return self
 
     @classmethod

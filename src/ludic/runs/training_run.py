@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ludic.errors import ConfigError, RolloutError
 from ludic.eval import EvalReport
+from ludic.precision import float32_products
 from ludic.runs.assemble import trainer_config
 from ludic.runs.collecting import rare_collections
 from ludic.runs.evaluation import evaluate_policy
 from ludic.runs.interruption import interruptible
 from ludic.runs.locate import how_to_go_on
+from ludic.runs.model import precision_of
 from ludic.runs.players.teacher import write_lessons
 from ludic.runs.results.conclusion import conclude
 from ludic.runs.results.terminal import console, episodes_bar, say
@@ -118,6 +120,8 @@ class TrainingRun:
         """Opens the run's client, and closes it at the end. From here on, pieces stay."""
         run = self.run
         async with AsyncExitStack() as stack:
+            # Once for the whole run: its trainer and its engine, in two threads, ask for the same.
+            stack.enter_context(float32_products(precision_of(self.config)))
             if self.config.inference.backend == "vllm" and "client" not in run._replaced:
                 from ludic.runs.vllm_backend import open_vllm
 

@@ -50,7 +50,7 @@ class TrainingSection(Section):
     weight_decay: float = Field(default=TRAINER["weight_decay"], ge=0)
     # inf: no clipping
     max_grad_norm: float = Field(default=TRAINER["max_grad_norm"], gt=0, allow_inf_nan=True)
-    micro_token_budget: int = Field(default=TRAINER["micro_token_budget"], ge=1)
+    micro_token_budget: int | None = Field(default=TRAINER["micro_token_budget"], ge=1)
     max_seq_len: int = Field(default=TRAINER["max_seq_len"], ge=2)
     mini_batches: int = Field(default=TRAINER["mini_batches"], ge=1)
     epochs: int = Field(default=TRAINER["epochs"], ge=1)
@@ -66,15 +66,6 @@ class TrainingSection(Section):
     keep_checkpoints: int = Field(default=CHECKPOINTS["keep"], ge=1)
     past_opponents: int = Field(default=0, ge=0)
     past_share: float = Field(default=0.5, ge=0, le=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _room_for_the_longest(cls, data: Any) -> Any:
-        """A budget that is left out holds the longest sample; one that is set is taken as it is."""
-        longest = data.get("max_seq_len") if isinstance(data, dict) else None
-        if isinstance(longest, int) and longest > TRAINER["micro_token_budget"]:
-            return {"micro_token_budget": longest, **data}
-        return data
 
 
 class SFTSection(Section):

@@ -94,7 +94,7 @@ class RunFolder:
         """Returns the run's configuration, with overrides applied."""
         data = self.read_json("run.json")
         training = data.get("training", {})
-        if "micro_token_budget" in training and "max_seq_len" in training:
+        if training.get("micro_token_budget") and "max_seq_len" in training:
             # Folders from before this was refused hold a smaller one, and trained with the larger.
             budget = max(training["micro_token_budget"], training["max_seq_len"])
             training["micro_token_budget"] = budget
