@@ -30,6 +30,14 @@ def page_of(part: str) -> str:
     return page + "".join(f"\n::: ludic.{part}.{name}\n" for name in [*inner, *packages])
 
 
+def on_config(config: Any) -> Any:
+    """Puts the reference pages behind the others of the last section."""
+    pages = [{f"ludic.{part}": f"reference/{part}.md"} for part in parts()]
+    (section,) = config["nav"][-1].values()
+    section.append({"API": pages})
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds `reference/<part>.md` for every part."""
     for part in parts():

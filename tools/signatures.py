@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
-from ludic.registry import ALGORITHMS
+from ludic.registry import AGGREGATIONS, ALGORITHMS
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 BEGIN = "<!-- table: python -m tools.signatures --write -->"
@@ -130,7 +130,15 @@ def default(value: Any) -> str:
         return f'`"{value}"`'
     if isinstance(value, int | float):
         return f"`{value}`"
-    return f"`{value!r}`"
+    return f'`"{registered_name(value)}"`'
+
+
+def registered_name(aggregation: Any) -> str:
+    """Returns the name under which a run file finds an aggregation."""
+    for name in AGGREGATIONS.names():
+        if AGGREGATIONS.get(name) is type(aggregation):
+            return name
+    raise LookupError(f"{aggregation!r} is not registered")
 
 
 def page_with(text: str, content: str) -> str:
