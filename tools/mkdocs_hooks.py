@@ -46,8 +46,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Takes the marks for the tests off the fences, where Markdown knows only languages."""
-    return re.sub(r"^( *```)(python no-run|text output)$", _language_only, markdown, flags=re.M)
+    """Takes the marks for the tests off the fences, where Markdown knows only languages, and the
+    links off names of files that are not part of the site."""
+    markdown = re.sub(r"^( *```)(python no-run|text output)$", _language_only, markdown, flags=re.M)
+    return re.sub(r"\[([^]]+)\]\(\.\./[^)]*\)", r"\1", markdown)
 
 
 def _language_only(fence: re.Match[str]) -> str:

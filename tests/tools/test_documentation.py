@@ -15,7 +15,8 @@ import yaml
 
 import ludic
 from ludic.runs.settings import parse_run
-from tools.mkdocs_hooks import on_config, parts
+from tools.griffe_doctests import fenced
+from tools.mkdocs_hooks import on_config, on_page_markdown, parts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
@@ -56,6 +57,20 @@ def test_the_api_reference_comes_last_with_every_part_of_the_package() -> None:
         f"reference/{part}.md" for part in parts()
     ]
     assert "training" in parts()
+
+
+def test_the_site_has_no_marks_for_tests_and_no_links_out_of_its_folder() -> None:
+    page = "[rules](../CONSIDERATIONS.md), [agent](agent.md)\n```python no-run\n```\n"
+    assert on_page_markdown(page) == "rules, [agent](agent.md)\n```python\n```\n"
+
+
+def test_a_doctest_is_code_on_a_reference_page() -> None:
+    text = "Adds.\n\n>>> 1 + 1\n2\n\nThen:\n\n>>> def f():\n...\n...     return 3"
+    assert fenced(text) == (
+        "Adds.\n\n```pycon\n>>> 1 + 1\n2\n```\n\nThen:\n\n"
+        "```pycon\n>>> def f():\n...\n...     return 3\n```"
+    )
+    assert fenced("No prompt.") == "No prompt."
 
 
 def test_python_on_a_page_fits_its_column() -> None:
