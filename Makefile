@@ -89,9 +89,10 @@ types: $(READY)
 	@echo "==> mypy --strict"
 	@$(PY) -m mypy $(SOURCES)
 
+# Without --quiet, which would hide the warnings from --strict too.
 docs: $(READY)
 	@echo "==> documentation into site/"
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 bench: setup
 	@$(PY) -m benchmarks.run_all $(ARGS)

@@ -30,6 +30,14 @@ def page_of(part: str) -> str:
     return page + "".join(f"\n::: ludic.{part}.{name}\n" for name in [*inner, *packages])
 
 
+def on_config(config: Any) -> Any:
+    """Puts the reference pages behind the others of the last section."""
+    pages = [{f"ludic.{part}": f"reference/{part}.md"} for part in parts()]
+    (section,) = config["nav"][-1].values()
+    section.append({"API": pages})
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Adds `reference/<part>.md` for every part."""
     for part in parts():
@@ -38,8 +46,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Takes the marks for the tests off the fences, where Markdown knows only languages."""
-    return re.sub(r"^( *```)(python no-run|text output)$", _language_only, markdown, flags=re.M)
+    """Takes the marks for the tests off the fences, where Markdown knows only languages, and the
+    links off names of files that are not part of the site."""
+    markdown = re.sub(r"^( *```)(python no-run|text output)$", _language_only, markdown, flags=re.M)
+    return re.sub(r"\[([^]]+)\]\(\.\./[^)]*\)", r"\1", markdown)
 
 
 def _language_only(fence: re.Match[str]) -> str:

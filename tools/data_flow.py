@@ -1,0 +1,212 @@
+"""The README's figure: the way of the data, with the file behind each box.
+
+`python -m tools.data_flow` writes it. A test holds that it is up to date and that its files exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FIGURE = ROOT / "docs" / "images" / "data-flow.svg"
+
+WIDTH, HEIGHT = 980, 520
+BOX_WIDTH, BOX_HEIGHT = 212, 76
+COLUMNS = (24, 264, 504, 744)
+PLAN, EPISODE, PUBLISH, UPDATE, ALGORITHM = 20, 150, 280, 380, 476
+
+# The figure brings its own colours, for a light and a dark page.
+STYLE = """\
+    text { font-family: system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif;
+      fill: #1f2328; }
+    .title { font-size: 15px; font-weight: 600; }
+    .note { font-size: 12px; fill: #59636e; }
+    .file { font-size: 11.5px; fill: #0a5cad;
+      font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+    .box { fill: #f6f8fa; stroke: #8c959f; }
+    .frame { fill: none; stroke: #8c959f; stroke-dasharray: 5 4; }
+    .way { fill: none; stroke: #59636e; stroke-width: 1.6; }
+    .part { fill: none; stroke: #8c959f; stroke-dasharray: 2 4; }
+    .head { fill: #59636e; }
+    @media (prefers-color-scheme: dark) {
+      text { fill: #e6edf3; }
+      .note { fill: #9198a1; }
+      .file { fill: #79b8ff; }
+      .box { fill: #161b22; stroke: #6e7681; }
+      .frame, .part { stroke: #6e7681; }
+      .way { stroke: #9198a1; }
+      .head { fill: #9198a1; }
+    }"""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A step on the way: its name, what it does, the file that defines it."""
+
+    title: str
+    note: str
+    file: str
+    x: int
+    y: int
+    width: int = BOX_WIDTH
+    height: int = BOX_HEIGHT
+
+
+BOXES = (
+    Box("Curriculum", "what to play next", "src/ludic/rollouts/curricula.py", COLUMNS[0], PLAN),
+    Box(
+        "RolloutRequest",
+        "names, arguments, seeds",
+        "src/ludic/rollouts/requests.py",
+        COLUMNS[1],
+        PLAN,
+    ),
+    Box(
+        "RequestStrategy",
+        "one request becomes a group",
+        "src/ludic/rollouts/strategies.py",
+        COLUMNS[2],
+        PLAN,
+    ),
+    Box("RolloutEngine", "runs the episodes", "src/ludic/rollouts/engine.py", COLUMNS[3], PLAN),
+    Box("LudicEnv", "states and rewards", "src/ludic/envs/env.py", COLUMNS[0], EPISODE),
+    Box(
+        "InteractionProtocol",
+        "who acts when",
+        "src/ludic/interaction/base.py",
+        COLUMNS[1],
+        EPISODE,
+    ),
+    Box("Agent", "prompt, call, parse", "src/ludic/agents/base_agent.py", COLUMNS[2], EPISODE),
+    Box("ChatClient", "token ids in and out", "src/ludic/inference/client.py", COLUMNS[3], EPISODE),
+    Box("Rollout", "one for each agent", "src/ludic/types.py", COLUMNS[0], UPDATE),
+    Box("CreditAssigner", "a weight for each turn", "src/ludic/saw/credit.py", COLUMNS[1], UPDATE),
+    Box("SAWBatch", "state, action, weight", "src/ludic/saw/items.py", COLUMNS[2], UPDATE),
+    Box("Trainer", "log-probs, loss, step", "src/ludic/training/trainer.py", COLUMNS[3], UPDATE),
+    Box(
+        "PolicyPublisher",
+        "new weights",
+        "src/ludic/distributed/interfaces.py",
+        COLUMNS[3],
+        PUBLISH,
+    ),
+)
+ALGORITHMS = Box(
+    "RLAlgorithm",
+    "a credit assigner and a loss, one file each",
+    "src/ludic/training/algorithms",
+    COLUMNS[1],
+    ALGORITHM,
+    COLUMNS[3] + BOX_WIDTH - COLUMNS[1],
+    32,
+)
+
+EPISODE_FRAME = (12, EPISODE - 26, WIDTH - 24, BOX_HEIGHT + 40)
+GAP = COLUMNS[1] - COLUMNS[0] - BOX_WIDTH
+
+
+def figure() -> str:
+    """Returns the figure as SVG."""
+    middle = COLUMNS[3] + BOX_WIDTH // 2
+    credit = COLUMNS[1] + BOX_WIDTH // 2
+    rollout = COLUMNS[0] + BOX_WIDTH // 2
+    frame_x, frame_y, frame_width, frame_height = EPISODE_FRAME
+    parts = [
+        f'<rect class="frame" x="{frame_x}" y="{frame_y}" width="{frame_width}" '
+        f'height="{frame_height}" rx="10"/>',
+        text("note", frame_x + 12, frame_y + 17, "one episode"),
+        *(box(each) for each in BOXES),
+        strip(ALGORITHMS),
+        *(arrow(x + BOX_WIDTH, PLAN + 38, x + BOX_WIDTH + GAP, PLAN + 38) for x in COLUMNS[:3]),
+        *(
+            arrow(x + BOX_WIDTH, EPISODE + 38, x + BOX_WIDTH + GAP, EPISODE + 38, both=True)
+            for x in COLUMNS[:3]
+        ),
+        *(arrow(x + BOX_WIDTH, UPDATE + 38, x + BOX_WIDTH + GAP, UPDATE + 38) for x in COLUMNS[:3]),
+        arrow(middle, PLAN + BOX_HEIGHT, middle, frame_y),
+        arrow(rollout, frame_y + frame_height, rollout, UPDATE),
+        arrow(middle, UPDATE, middle, PUBLISH + BOX_HEIGHT),
+        arrow(middle, PUBLISH, middle, EPISODE + BOX_HEIGHT),
+        dotted(credit, UPDATE + BOX_HEIGHT, ALGORITHM),
+        dotted(middle, UPDATE + BOX_HEIGHT, ALGORITHM),
+    ]
+    body = "\n".join(f"  {part}" for part in parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'width="{WIDTH}" height="{HEIGHT}" role="img" aria-labelledby="name">\n'
+        '  <title id="name">From a curriculum to new weights, with the file behind each step'
+        "</title>\n"
+        f"  <style>\n{STYLE}\n  </style>\n"
+        "  <defs>\n"
+        '    <marker id="head" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" '
+        'markerHeight="7" orient="auto-start-reverse">'
+        '<path class="head" d="M0 0 10 5 0 10z"/></marker>\n'
+        "  </defs>\n"
+        f"{body}\n"
+        "</svg>\n"
+    )
+
+
+def box(each: Box) -> str:
+    """A step with its name, its note and its file."""
+    return "".join(
+        [
+            outline(each),
+            text("title", each.x + 12, each.y + 24, each.title),
+            text("note", each.x + 12, each.y + 43, each.note),
+            text("file", each.x + 12, each.y + 63, shown(each.file)),
+        ]
+    )
+
+
+def strip(each: Box) -> str:
+    """A step in one line."""
+    return "".join(
+        [
+            outline(each),
+            text("title", each.x + 12, each.y + 21, each.title),
+            text("note", each.x + 126, each.y + 21, each.note),
+            text("file", COLUMNS[3] + 12, each.y + 21, shown(each.file)),
+        ]
+    )
+
+
+def shown(file: str) -> str:
+    """A path without what all of them begin with."""
+    return file.removeprefix("src/ludic/")
+
+
+def outline(each: Box) -> str:
+    """The frame of a step; what hovers over it is the whole path."""
+    return (
+        f'<rect class="box" x="{each.x}" y="{each.y}" width="{each.width}" '
+        f'height="{each.height}" rx="6"><title>{escape(each.file)}</title></rect>'
+    )
+
+
+def text(kind: str, x: int, y: int, words: str) -> str:
+    """A line of text."""
+    return f'<text class="{kind}" x="{x}" y="{y}">{escape(words)}</text>'
+
+
+def arrow(x1: int, y1: int, x2: int, y2: int, *, both: bool = False) -> str:
+    """An arrow, or one with two heads."""
+    start = ' marker-start="url(#head)"' if both else ""
+    return f'<path class="way" d="M{x1} {y1}L{x2} {y2}"{start} marker-end="url(#head)"/>'
+
+
+def dotted(x: int, y1: int, y2: int) -> str:
+    """A line to what a step takes its rules from."""
+    return f'<path class="part" d="M{x} {y1}V{y2}"/>'
+
+
+def main() -> None:
+    """The command."""
+    FIGURE.write_text(figure(), encoding="utf-8")
+    print(f"wrote {FIGURE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
