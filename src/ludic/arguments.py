@@ -35,3 +35,13 @@ def unknown_argument(name: str, known: Iterable[str]) -> str:
     hint = f"did you mean {near[0]!r}? " if near else ""
     there = f"there are: {', '.join(known)}" if known else "there are none"
     return f"it has no argument {name!r}; {hint}{there}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns "; did you mean …?" with the nearest of `known`, or with all of them if none is
+    near; nothing if there are none."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    return f"; there are: {', '.join(known)}" if known else ""

@@ -1,5 +1,5 @@
 """Everything that a run file can name: environments, agents, protocols, tools, bots, parsers,
-rewards, contexts, tool parsers, algorithms and aggregations.
+rewards, contexts, tool parsers, algorithms, aggregations, corrections and filters.
 
 The tables list what is built in; nothing is imported before it is asked for. Scripts add
 their own with `register_env` and its siblings, and installed packages announce theirs as entry
@@ -172,6 +172,33 @@ AGGREGATIONS = Registry(
     },
     "ludic.aggregations",
 )
+CORRECTIONS = Registry(
+    "correction",
+    {
+        "truncated_importance": Entry(
+            "ludic.training.losses.corrections:TruncatedImportance",
+            "The ratio of trainer and sampler, cut at a bound.",
+        ),
+        "masked_importance": Entry(
+            "ludic.training.losses.corrections:MaskedImportance",
+            "That ratio within bounds, and nothing outside.",
+        ),
+    },
+    "ludic.corrections",
+)
+FILTERS = Registry(
+    "filter",
+    {
+        name: Entry(f"ludic.saw.filters:{name}", description)
+        for name, description in {
+            "drop_truncated": "Every turn of an episode that a limit cut short.",
+            "drop_incomplete_completions": "Turns with a model call that did not end by itself.",
+            "drop_parse_errors": "Turns whose answer could not be parsed.",
+            "drop_overlong": "Turns longer than `max_seq_len` tokens.",
+        }.items()
+    },
+    "ludic.filters",
+)
 
 register_env, unregister_env = ENVS.register, ENVS.unregister
 register_agent, unregister_agent = AGENTS.register, AGENTS.unregister
@@ -181,6 +208,7 @@ register_parser, register_reward = PARSERS.register, REWARDS.register
 register_bot = BOTS.register
 register_context, register_tool_parser = CONTEXTS.register, TOOL_PARSERS.register
 register_algorithm, register_aggregation = ALGORITHMS.register, AGGREGATIONS.register
+register_correction, register_filter = CORRECTIONS.register, FILTERS.register
 list_envs, list_agents = ENVS.describe, AGENTS.describe
 list_protocols, list_tools = PROTOCOLS.describe, TOOLS.describe
 list_algorithms, list_tool_parsers = ALGORITHMS.describe, TOOL_PARSERS.names

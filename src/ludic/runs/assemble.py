@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,12 +23,17 @@ from ludic.inference.templates.tool_parsers import ToolParser, get_tool_parser
 from ludic.interaction import Runtime
 from ludic.lazy import resolve
 from ludic.precision import float32_products
+from ludic.registry import CORRECTIONS, FILTERS
 from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.runs.model import build_model, configuring, precision_of
-from ludic.runs.settings import RunConfig
+from ludic.runs.players.scoring import TEACHER, teachers_by_env
+from ludic.runs.settings import EnvSection, RunConfig
 from ludic.runs.settings.from_python import key_of
+from ludic.saw.filters import SampleFilter, combine
 from ludic.seeding import derive_seed
 from ludic.training import CheckpointConfig, RLAlgorithm, TrainerConfig, make_algorithm
+from ludic.training.losses.corrections import CorrectedLoss
+from ludic.training.preprocess import KLInReward, chain
 from ludic.types import EnvSpec, ProtocolSpec
 
 if TYPE_CHECKING:
@@ -129,24 +134,52 @@ def requests_of(
     if held_out:
         envs, part = config.eval.env or envs, config.eval.protocol or part
     protocol = ProtocolSpec(part.kind, part.kwargs)
-    found: dict[str, tuple[RolloutRequest, float]] = {}
+    named: dict[str, EnvSection] = {}
     for section in envs:
-        name = key_of(section.kind)
-        while name in found:
+        name = section.name or key_of(section.kind)
+        while name in named:
             name += "+"
-        request = RolloutRequest(EnvSpec(section.kind, section.kwargs), protocol)
-        found[name] = (request, section.weight)
-    return found
+        named[name] = section
+    teachers = {} if held_out else teachers_by_env(config, list(named))
+    return {
+        name: (
+            RolloutRequest(
+                EnvSpec(section.kind, section.kwargs),
+                protocol,
+                meta={TEACHER: teachers[name]} if name in teachers else {},
+            ),
+            section.weight,
+        )
+        for name, section in named.items()
+    }
 
 
 def algorithm_of(config: RunConfig) -> RLAlgorithm:
     """Returns the run's algorithm; arguments that it does not take are a `ConfigError`. If the run
     keeps groups that lost a member, the algorithm compares the members that are left."""
-    section = config.algorithm
+    section, reference = config.algorithm, config.reference
     with configuring(f"algorithm {section.name!r} with {section.kwargs}"):
         algorithm = make_algorithm(section.name, **section.kwargs)
+    if section.corrections:
+        with configuring("algorithm.corrections"):
+            found = [CORRECTIONS.make_from(correction) for correction in section.corrections]
+        algorithm = replace(algorithm, loss=CorrectedLoss(algorithm.loss, *found))
+    if reference is not None and reference.kl_in_reward:
+        charge = KLInReward(reference.kl_in_reward, reference.horizon)
+        algorithm = replace(algorithm, preprocess=chain(algorithm.preprocess, charge))
     keep = config.training.lost_member == "keep_partial"
     return algorithm.with_partial_groups() if keep else algorithm
+
+
+def sample_filter_of(config: RunConfig) -> SampleFilter | None:
+    """Returns the run's filters as one, if it has any. A function by its place is the filter
+    itself; a name, or a table with arguments, is what makes one."""
+    found: list[SampleFilter] = []
+    for entry in config.training.filters:
+        with configuring(f"training.filters: {entry!r}"):
+            own = isinstance(entry, str) and entry not in FILTERS.names()
+            found.append(FILTERS.get(entry) if own else FILTERS.make_from(entry))
+    return combine(*found) if found else None
 
 
 def trainer_config(config: RunConfig, stage: Literal["sft", "rl"], folder: Path) -> TrainerConfig:

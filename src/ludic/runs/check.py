@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,12 +29,10 @@ from ludic.runs.assemble import (
 )
 from ludic.runs.model import build_model, check_device, configuring
 from ludic.runs.players.opponents import check_seating
+from ludic.runs.players.scoring import check_scoring
 from ludic.runs.settings import EnvSection, RunConfig
 from ludic.training import RLAlgorithm, make_algorithm
-from ludic.training.algorithms.opd import OnPolicyDistillationLoss
 from ludic.training.credit_assignment.value_tracker import TrackedAdvantage
-from ludic.training.losses.kl import TokenKLLoss
-from ludic.training.types import HasParts, Loss
 from ludic.types import EnvSpec
 
 Env: TypeAlias = LudicEnv[Any, Any, Any]
@@ -148,20 +146,7 @@ def _check_algorithm(config: RunConfig, algorithm: RLAlgorithm) -> None:
             f"training.rollouts_per_update={episodes} is not a multiple of group_size={size}: a "
             "batch holds whole groups"
         )
-    name = config.algorithm.name
-    for loss in _terms(algorithm.loss):
-        if isinstance(loss, TokenKLLoss):
-            raise ConfigError(
-                f"algorithm {name!r} with a KL term needs a reference model, which a run file "
-                "cannot name: set algorithm.kwargs.kl_coeff=0, or write a script that wraps its "
-                "batch source in ScoredBatchSource(source, [ReferenceScorer(...)])"
-            )
-        if isinstance(loss, OnPolicyDistillationLoss):
-            raise ConfigError(
-                f"algorithm {name!r} needs a teacher model, which a run file cannot name: choose "
-                "another algorithm, or write a script that wraps its batch source in "
-                "ScoredBatchSource(source, [TeacherScorer(...)])"
-            )
+    check_scoring(config, algorithm, list(requests_of(config)))
 
 
 def _check_tracking(
@@ -188,10 +173,3 @@ def _check_tracking(
                 f"they can be from {lowest + slips:g} to {highest:g}{parser if slips else ''}: set "
                 "algorithm.kwargs.returns = [lowest, highest], or the parser's error_reward to 0"
             )
-
-
-def _terms(loss: Loss) -> Iterator[Loss]:
-    """Yields a loss and the losses it is made of."""
-    yield loss
-    for part in loss.parts if isinstance(loss, HasParts) else ():
-        yield from _terms(part)

@@ -27,6 +27,7 @@ from ludic.runs.assemble import (
     local_client,
     rollout_engine,
     runtime_of,
+    sample_filter_of,
     trainer_config,
 )
 from ludic.runs.check import check_parts
@@ -35,6 +36,7 @@ from ludic.runs.locate import builtin_runs, check_given, find_run
 from ludic.runs.model import build_model
 from ludic.runs.pieces import Piece
 from ludic.runs.players.opponents import Seating, seating
+from ludic.runs.players.scoring import Scoring
 from ludic.runs.results.report import RunReport
 from ludic.runs.settings import RunConfig, check_run, override_key
 from ludic.runs.settings.from_python import Tables, at, given_names
@@ -42,10 +44,20 @@ from ludic.runs.settings.paths import resolve_paths
 from ludic.runs.storage.folder import RunFolder
 from ludic.runs.training_run import TrainingRun, Update, make_loggers
 from ludic.seeding import derive_seed
-from ludic.training import BatchSource, RLAlgorithm, RolloutBatchSource, Trainer
+from ludic.training import (
+    BatchSource,
+    DynamicSampling,
+    RLAlgorithm,
+    RolloutBatchSource,
+    ScoredBatchSource,
+    Trainer,
+)
 from ludic.training.metrics.loggers import Logger
 
-PARTS = ("env", "model", "algorithm", "parser", "protocol", "sft", "eval")
+PARTS = (
+    *("env", "model", "algorithm", "parser", "protocol", "reference", "teacher"),
+    *("training", "sft", "eval"),
+)
 
 
 class Run:
@@ -75,6 +87,8 @@ class Run:
         name: str | None = None,
         out: str | Path | None = None,
         protocol: Any = None,
+        reference: Any = None,
+        teacher: Any = None,
         training: Any = None,
         inference: Any = None,
         eval: Any = None,
@@ -181,16 +195,20 @@ class Run:
             "run.publisher, to None if it takes none"
         )
 
-    def _make_source(self) -> RolloutBatchSource:
+    def _make_source(self) -> BatchSource:
         training, seed = self.config.training, derive_seed(self.config.run.seed, "train")
-        return RolloutBatchSource(
+        source = RolloutBatchSource(
             engine=rollout_engine(self.config, self.seating.runtime, seed=seed),
             request_fn=self.seating.curriculum,
             algorithm=self.algorithm,
             max_steps=training.max_steps,
             concurrency=training.concurrency,
             rollouts_per_update=training.rollouts_per_update,
+            sample_filter=sample_filter_of(self.config),
+            resample=DynamicSampling(rounds) if (rounds := training.dynamic_sampling) else None,
         )
+        scorers = self.scoring.scorers
+        return ScoredBatchSource(source, scorers) if scorers else source
 
     def _make_trainer(self) -> Trainer:
         return Trainer(
@@ -219,7 +237,13 @@ class Run:
         lambda run: seating(run.config, run.model, run.tokenizer, run.runtime, run.folder.path),
         *("runtime", "folder"),
     )
-    source: Piece[BatchSource] = Piece(lambda run: run._make_source(), "seating", "algorithm")
+    scoring: Piece[Scoring] = Piece(
+        lambda run: Scoring(run.config, run.model, run.tokenizer, run.folder.path),
+        *("model", "tokenizer", "folder"),
+    )
+    source: Piece[BatchSource] = Piece(
+        lambda run: run._make_source(), "seating", "scoring", "algorithm"
+    )
     loggers: Piece[list[Logger]] = Piece(
         lambda run: make_loggers(run.config, run.folder, "rl"), "folder"
     )

@@ -28,7 +28,13 @@ from ludic.runs.storage.folder import RunFolder
 from ludic.runs.storage.lock import locked
 from ludic.runs.storage.rollout_log import open_rollout_log, rollout_file
 from ludic.seeding import derive_seed
-from ludic.training import OfflineBatchSource, RolloutBatchSource, Trainer, make_algorithm
+from ludic.training import (
+    OfflineBatchSource,
+    RolloutBatchSource,
+    ScoredBatchSource,
+    Trainer,
+    make_algorithm,
+)
 from ludic.training.metrics.loggers import (
     ConsoleLogger,
     Logger,
@@ -134,6 +140,7 @@ class TrainingRun:
             elif hasattr(run.client, "__aenter__"):
                 opened: Any = run.client
                 await stack.enter_async_context(opened)
+            await stack.enter_async_context(run.scoring)
             run._frozen = "the run has begun"
             yield
 
@@ -202,6 +209,8 @@ class TrainingRun:
             await trainer.start()
             async with AsyncExitStack() as stack:
                 stack.enter_context(rare_collections())
+                if isinstance(source, ScoredBatchSource):
+                    source = source.source
                 if self.config.logging.keep_rollouts and isinstance(source, RolloutBatchSource):
                     log = open_rollout_log(rollout_file(self.folder.rollouts, "train"), source.step)
                     source.engine.writer = await stack.enter_async_context(log)

@@ -6,7 +6,7 @@ that of publishers in `ludic.distributed.interfaces`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
@@ -127,6 +127,13 @@ class HasParts(Protocol):
 
     @property
     def parts(self) -> tuple[Loss, ...]: ...
+
+
+def parts_of(loss: Loss) -> Iterator[Loss]:
+    """Yields a loss and all the losses it is made of."""
+    yield loss
+    for part in loss.parts if isinstance(loss, HasParts) else ():
+        yield from parts_of(part)
 
 
 @runtime_checkable

@@ -7,6 +7,7 @@
 from ludic.runs.settings.base import Arguments, PartSection, Section
 from ludic.runs.settings.inference import InferenceSection, SamplingSection
 from ludic.runs.settings.model import LoraSection, ModelSection
+from ludic.runs.settings.others import OtherModelSection, ReferenceSection, TeacherSection
 from ludic.runs.settings.parts import AlgorithmSection, EnvSection, ProtocolSection
 from ludic.runs.settings.reading import apply_override, check_run, load_run, override_key, parse_run
 from ludic.runs.settings.run import SCHEMA, LoggingSection, RunConfig, RunSection
@@ -22,13 +23,16 @@ __all__ = [
     "LoggingSection",
     "LoraSection",
     "ModelSection",
+    "OtherModelSection",
     "PartSection",
     "ProtocolSection",
+    "ReferenceSection",
     "RunConfig",
     "RunSection",
     "SFTSection",
     "SamplingSection",
     "Section",
+    "TeacherSection",
     "TrainingSection",
     "apply_override",
     "check_run",

@@ -13,12 +13,23 @@ from pydantic import BaseModel
 
 from ludic.errors import ConfigError
 from ludic.given import PREFIX, is_given, place_of, recipe_of, unplaced_name
-from ludic.registry import AGENTS, ALGORITHMS, BOTS, CONTEXTS, ENVS, PARSERS, PROTOCOLS, Registry
+from ludic.registry import (
+    AGENTS,
+    ALGORITHMS,
+    BOTS,
+    CONTEXTS,
+    CORRECTIONS,
+    ENVS,
+    FILTERS,
+    PARSERS,
+    PROTOCOLS,
+    Registry,
+)
 from ludic.types import EnvSpec, ProtocolSpec
 
 SECTIONS = (
     *("run", "model", "inference", "env", "protocol", "algorithm"),
-    *("training", "sft", "eval", "logging"),
+    *("reference", "teacher", "training", "sft", "eval", "logging"),
 )
 SHORTCUTS = {
     "parser": ("protocol", "kwargs", "parser"),
@@ -66,7 +77,15 @@ class Tables:
                 return self._algorithm(value)
             case "protocol":
                 return self._protocol(value)
+            case "reference":
+                return self._other(name, value)
+            case "teacher":
+                return [
+                    self._other(name, v) for v in (value if isinstance(value, list) else [value])
+                ]
         table = _table(name, value)
+        if name == "training" and table.get("filters"):
+            table["filters"] = [self._filter(entry) for entry in table["filters"]]
         if name == "sft" and callable(table.get("teacher")):
             table["teacher"] = self._named(table["teacher"])
         if name == "eval":
@@ -122,6 +141,31 @@ class Tables:
             table["name"] = self._pair(table["name"])
         return table
 
+    def _other(self, name: str, value: Any) -> dict[str, Any]:
+        """Another model: its name, a loaded pair, or a table."""
+        if isinstance(value, str | Path) and str(value).startswith(("http://", "https://")):
+            return {"server": str(value)}
+        table = {"model": value} if isinstance(value, str | Path | tuple) else _table(name, value)
+        if isinstance(table.get("model"), tuple):
+            table["model"] = self._pair(table["model"])
+        elif isinstance(table.get("model"), Path):
+            table["model"] = str(table["model"])
+        return table
+
+    def _filter(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return self._part(value, FILTERS)
+        return (place_of(value) or self._give(value, value)) if callable(value) else value
+
+    def _correction(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return self._part(value, CORRECTIONS)
+        if not is_dataclass(value) or isinstance(value, type):
+            return value
+        arguments = {field.name: getattr(value, field.name) for field in fields(value)}
+        kind = self._named(type(value), CORRECTIONS)
+        return {"kind": kind, **{k: v for k, v in arguments.items() if v is not None}}
+
     def _pair(self, value: tuple[Any, ...]) -> str:
         if len(value) != 2 or not hasattr(value[0], "parameters"):
             raise ConfigError("model=(…): a loaded model is given as the pair (model, tokenizer)")
@@ -140,6 +184,10 @@ class Tables:
         table = {"name": value} if callable(value) else _table("algorithm", value)
         if callable(table.get("name")):
             table["name"] = self._named(table["name"], ALGORITHMS)
+        elif "name" in table and not isinstance(table["name"], str):
+            table |= self._algorithm(table["name"])
+        if table.get("corrections"):
+            table["corrections"] = [self._correction(c) for c in table["corrections"]]
         return table
 
     def _protocol(self, value: Any) -> dict[str, Any]:

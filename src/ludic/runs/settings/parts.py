@@ -10,9 +10,11 @@ from ludic.runs.settings.base import Arguments, PartSection, Section
 
 
 class EnvSection(PartSection):
-    """An environment by name. `weight` is its share when a run mixes several."""
+    """An environment by its registered name or place (`kind`). `weight` is its share when a run
+    mixes several, and `name` what the run calls it (default: its `kind`)."""
 
     weight: float = Field(default=1.0, gt=0)
+    name: str | None = Field(default=None, min_length=1)
 
 
 class ProtocolSection(PartSection):
@@ -21,17 +23,20 @@ class ProtocolSection(PartSection):
     kind: str = "single_agent"
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     """`[env]` is a list of one; `[[env]]` tables are a mix."""
     return [value] if isinstance(value, dict) else value
 
 
-Envs: TypeAlias = Annotated[list[EnvSection], BeforeValidator(_as_list)]
+Envs: TypeAlias = Annotated[list[EnvSection], BeforeValidator(as_list)]
 
 
 class AlgorithmSection(Section):
     """An algorithm by name (`ludic algorithms` lists them), with its arguments. Among them may be
-    an `aggregation`: a name, or a table with its `kind` and arguments."""
+    an `aggregation`: a name, or a table with its `kind` and arguments. So are `corrections` of the
+    mismatch between sampler and trainer: `{ kind = "truncated_importance", upper = 2.0 }`,
+    `{ kind = "masked_importance", level = "turn" }`."""
 
     name: str = "grpo"
     kwargs: Arguments = {}
+    corrections: list[str | Arguments] = []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 KEYS = (("run", "folder"), ("sft", "data"), ("inference", "vllm_python"))
+OTHERS = ("reference", "teacher")
 
 
 def resolve_paths(data: dict[str, Any], folder: Path, overridden: Collection[str] = ()) -> None:
@@ -18,12 +19,22 @@ def resolve_paths(data: dict[str, Any], folder: Path, overridden: Collection[str
         value = data.get(table, {}).get(key) if isinstance(data.get(table), dict) else None
         if isinstance(value, str) and (key != "vllm_python" or "/" in value):
             data[table][key] = str(_found(value, folder, f"{table}.{key}" in overridden))
-    model = data.get("model")
-    if isinstance(model, dict) and isinstance(model.get("name"), str) and model["name"] != "tiny":
-        name, which = split_run(model["name"])
-        path = _found(name, folder, "model.name" in overridden)
-        if path.is_dir() or name.startswith((".", "~")):
-            model["name"] = f"{path}:{which}" if which else str(path)
+    for place, table, key in _models(data):
+        if not isinstance(table, dict) or not isinstance(table.get(key), str):
+            continue
+        name, which = split_run(table[key])
+        path = _found(name, folder, f"{place}.{key}" in overridden)
+        if name not in ("tiny", "start") and (path.is_dir() or name.startswith((".", "~", "/"))):
+            table[key] = f"{path}:{which}" if which else str(path)
+
+
+def _models(data: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Yields where models stand: the name of the table, the table, and its key."""
+    yield "model", data.get("model"), "name"
+    for place in OTHERS:
+        tables = data.get(place)
+        for table in tables if isinstance(tables, list) else [tables]:
+            yield place, table, "model"
 
 
 def _found(value: str, folder: Path, overridden: bool) -> Path:

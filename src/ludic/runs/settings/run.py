@@ -9,6 +9,7 @@ from pydantic import Field
 from ludic.runs.settings.base import Section
 from ludic.runs.settings.inference import InferenceSection
 from ludic.runs.settings.model import ModelSection
+from ludic.runs.settings.others import ReferenceSection, Teachers
 from ludic.runs.settings.parts import AlgorithmSection, Envs, ProtocolSection
 from ludic.runs.settings.stages import EvalSection, SFTSection, TrainingSection
 
@@ -44,6 +45,8 @@ class RunConfig(Section):
     env: Annotated[Envs, Field(min_length=1)]
     protocol: ProtocolSection = ProtocolSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    reference: ReferenceSection | None = None
+    teacher: Teachers = []
     training: TrainingSection = TrainingSection()
     sft: SFTSection | None = None
     eval: EvalSection = EvalSection()

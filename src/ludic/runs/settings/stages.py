@@ -30,7 +30,11 @@ ENGINE: dict[str, Any] = {
 class TrainingSection(Section):
     """The optimisation, and how much is rolled out for each step of it, and how. `max_steps`,
     `concurrency` and the deadlines hold for all episodes of the run, those of its evaluation and
-    its teacher too. `lost_member` is what becomes of a group when one of its episodes fails. With
+    its teacher too. `lost_member` is what becomes of a group when one of its episodes fails.
+    `filters` leave turns out of the training: a name (`"drop_truncated"`), a table with its `kind`
+    and arguments (`{ kind = "drop_overlong", max_seq_len = 512 }`), or a function of a sample
+    (`"module:function"`). With `dynamic_sampling`, groups without variance in their rewards are
+    dropped and others sampled in their place, in at most that many rounds in all. With
     `past_opponents`, a seat of a game of several is taken, in `past_share` of the episodes, by one
     of that many earlier policies, the last of those at every `checkpoint_every` steps."""
 
@@ -64,6 +68,8 @@ class TrainingSection(Section):
     publish_timeout_s: float = Field(default=TRAINER["publish_timeout_s"], gt=0)
     checkpoint_every: int = Field(default=CHECKPOINTS["every"], ge=0)
     keep_checkpoints: int = Field(default=CHECKPOINTS["keep"], ge=1)
+    filters: list[str | Arguments] = []
+    dynamic_sampling: int = Field(default=0, ge=0)
     past_opponents: int = Field(default=0, ge=0)
     past_share: float = Field(default=0.5, ge=0, le=1)
 

@@ -1,0 +1,251 @@
+"""The models that score a run's samples: a reference to stay near, teachers to learn from."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from ludic.errors import CheckpointError, ConfigError, UnknownNameError
+from ludic.precision import Precision
+from ludic.registry import ALGORITHMS
+from ludic.runs.model import precision_of
+from ludic.runs.players.loading import (
+    check_other,
+    check_vocabulary,
+    client_of,
+    load_other,
+    served_name,
+)
+from ludic.runs.settings import OtherModelSection, RunConfig, TeacherSection
+from ludic.saw.items import SAWItem
+from ludic.training import RLAlgorithm
+from ludic.training.algorithms.opd import OnPolicyDistillationLoss
+from ludic.training.batching.scoring import (
+    BatchScorer,
+    ClientScores,
+    LocalScores,
+    ReferenceScorer,
+    RoutedScores,
+    Scores,
+    TeacherScorer,
+    TokenScores,
+)
+from ludic.training.losses.kl import TokenKLLoss
+from ludic.training.types import parts_of
+
+TEACHER = "teacher"
+"""The key in the `meta` of a request and its rollouts that names their teacher."""
+
+
+class Scoring:
+    """A run's scorers. Entered, their servers are connected; before, they cannot score."""
+
+    def __init__(self, config: RunConfig, model: nn.Module, tokenizer: Any, folder: Path) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._servers: list[_ServerScores] = []
+        self.scorers: list[BatchScorer] = []
+        if not config.training.steps:
+            return
+        if (reference := config.reference) is not None:
+            scores = (
+                self._of_start(model, folder)
+                if reference.model == "start"
+                else self._of(reference, "reference")
+            )
+            self.scorers.append(ReferenceScorer(scores))
+        if teachers := config.teacher:
+            models = {
+                teacher_name(i): self._of(t, f"teacher {i + 1}") for i, t in enumerate(teachers)
+            }
+            only = len(models) == 1
+            scores = models[teacher_name(0)] if only else RoutedScores(models, _router(teachers))
+            self.scorers.append(TeacherScorer(scores))
+
+    def _of(self, section: OtherModelSection, where: str) -> TokenScores:
+        if section.server is not None:
+            made = _ServerScores(section, where)
+            self._servers.append(made)
+            return made
+        model, tokenizer = load_other(self._config, section, where)
+        check_vocabulary(self._tokenizer, tokenizer, where)
+        return LocalScores(model, precision=precision_of(self._config))
+
+    def _of_start(self, model: nn.Module, folder: Path) -> TokenScores:
+        config, precision = self._config, precision_of(self._config)
+        untouched = config.sft is None or not config.sft.steps
+        if config.model.lora is not None and untouched and not config.training.overlap:
+            # Nobody samples while a batch is scored, and a new adapter changes nothing.
+            return LocalScores(model, without_adapter=True, precision=precision)
+        return StartScores(model, folder / "reference" / "weights.safetensors", precision)
+
+    async def __aenter__(self) -> Self:
+        self._stack = AsyncExitStack()
+        try:
+            for server in self._servers:
+                await server.connect(self._tokenizer, self._stack)
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+
+class StartScores:
+    """Scores with a copy of a model as it is when it first scores. Its weights are kept in `file`,
+    so that a resumed run stays near the same policy."""
+
+    def __init__(self, model: nn.Module, file: Path, precision: Precision) -> None:
+        self._model, self._file = model, file
+        self._copy = copy.deepcopy(model).eval().requires_grad_(False)
+        self._scores = LocalScores(self._copy, precision=precision)
+        self._taken = False
+
+    async def logprobs(self, items: Sequence[SAWItem]) -> Scores:
+        """The log-probs of the starting policy."""
+        if not self._taken:
+            await asyncio.to_thread(self._take)
+            self._taken = True
+        return await self._scores.logprobs(items)
+
+    def _take(self) -> None:
+        from safetensors.torch import load_file, save_file
+
+        trained = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+        if not self._file.is_file():
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._file.with_name(f".{os.getpid()}.{self._file.name}")
+            save_file(
+                {n: p.detach().to("cpu", copy=True).contiguous() for n, p in trained.items()},
+                temporary,
+            )
+            os.replace(temporary, self._file)
+        weights = load_file(self._file)
+        if weights.keys() != trained.keys():
+            raise CheckpointError(f"{self._file} holds the weights of another model")
+        mine = dict(self._copy.named_parameters())
+        with torch.no_grad():
+            for name, weight in weights.items():
+                mine[name].copy_(weight)
+
+
+class _ServerScores:
+    """Scores with a vLLM server, once it is connected."""
+
+    def __init__(self, section: OtherModelSection, where: str) -> None:
+        self._section, self._client = section, client_of(section, where)
+
+    async def connect(self, tokenizer: Any, stack: AsyncExitStack) -> None:
+        await stack.enter_async_context(self._client)
+        await self._client.connect(tokenizer=tokenizer)
+
+    async def logprobs(self, items: Sequence[SAWItem]) -> Scores:
+        name = served_name(self._section, self._client)
+        return await ClientScores(self._client, name).logprobs(items)
+
+
+def teacher_name(index: int) -> str:
+    """What the rollouts of a run call its teachers."""
+    return f"teacher-{index + 1}"
+
+
+def _router(teachers: Sequence[TeacherSection]) -> Any:
+    def route(item: SAWItem) -> str:
+        task = item.meta.get("task_key")
+        for index, teacher in enumerate(teachers):
+            if task is not None and any(fnmatchcase(str(task), t) for t in teacher.tasks):
+                return teacher_name(index)
+        return str(item.meta.get(TEACHER, task))
+
+    return route
+
+
+def teachers_by_env(config: RunConfig, envs: Sequence[str]) -> Mapping[str, str]:
+    """Returns the teacher of each environment, by name; empty if there is only one for all. Raises
+    if one has none, or two."""
+    teachers = config.teacher
+    for number, teacher in enumerate(teachers, 1):
+        for env in teacher.envs:
+            if env not in envs:
+                raise UnknownNameError(f"environment of teacher {number},", env, envs)
+    if len(teachers) < 2:
+        return {}
+    rest = [i for i, t in enumerate(teachers) if not t.envs and not t.tasks]
+    if len(rest) > 1:
+        raise ConfigError(
+            f"teachers {rest[0] + 1} and {rest[1] + 1} both say neither `envs` nor `tasks`: say "
+            f"which is for what, as in envs = [{envs[0]!r}]"
+        )
+    found: dict[str, str] = {}
+    for env in envs:
+        own = [i for i, t in enumerate(teachers) if env in t.envs]
+        if len(own) > 1:
+            raise ConfigError(
+                f"teachers {own[0] + 1} and {own[1] + 1} are both for environment {env!r}"
+            )
+        if own or rest:
+            found[env] = teacher_name((own or rest)[0])
+        elif not any(t.tasks for t in teachers):
+            raise ConfigError(f"no teacher is for environment {env!r}: name it in one's `envs`")
+    return found
+
+
+def check_scoring(config: RunConfig, algorithm: RLAlgorithm, envs: Sequence[str]) -> None:
+    """Raises if the algorithm needs a model that the run does not name, or does not use one."""
+    losses = list(parts_of(algorithm.loss))
+    name, known = config.algorithm.name, config.algorithm.name in ALGORITHMS.names()
+    with_kl = any(isinstance(loss, TokenKLLoss) for loss in losses)
+    taught = any(isinstance(loss, OnPolicyDistillationLoss) for loss in losses)
+    if with_kl and config.reference is None:
+        raise ConfigError(
+            f"algorithm {name!r} with a KL term needs a reference: add [reference] with "
+            'model = "start" or another model, or set algorithm.kwargs.kl_coeff=0'
+        )
+    if taught and not config.teacher:
+        raise ConfigError(
+            f"algorithm {name!r} needs a teacher: name its model, or its server, in a [[teacher]] "
+            "table"
+        )
+    if config.reference is not None:
+        check_other(config.reference, "reference")
+        if known and not with_kl and not config.reference.kl_in_reward:
+            raise ConfigError(
+                "nothing uses the [reference]: set algorithm.kwargs.kl_coeff above 0 for a KL in "
+                "the loss, or reference.kl_in_reward for one in the reward"
+            )
+    for number, teacher in enumerate(config.teacher, 1):
+        check_other(teacher, f"teacher {number}")
+        if teacher.model == "start":
+            raise ConfigError(
+                f'teacher {number}: model = "start" is the policy itself, which teaches nothing'
+            )
+    if known and config.teacher and not taught:
+        raise ConfigError(
+            f"algorithm {name!r} does not use a [[teacher]]: set algorithm.name='opd', or leave it "
+            "out"
+        )
+    teachers_by_env(config, envs)
+    _check_servers(config)
+
+
+def _check_servers(config: RunConfig) -> None:
+    sampling = config.inference.sampling
+    tables = [config.reference, *config.teacher]
+    if not any(table is not None and table.server is not None for table in tables):
+        return
+    plain = sampling.top_p == 1 and not sampling.top_k and not sampling.min_p
+    if sampling.temperature != 1 or not plain:
+        raise ConfigError(
+            "a reference or teacher behind a server scores at temperature 1 and without top_p, "
+            "top_k and min_p: sample like that, or name a `model` in place of the `server`"
+        )

@@ -1,0 +1,57 @@
+"""Models besides the one that is trained: a reference, teachers, other players."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from ludic.runs.settings.base import Arguments
+from ludic.runs.settings.parts import as_list
+from ludic.runs.settings.servers import Address, KeyedSection
+
+
+class OtherModelSection(KeyedSection):
+    """A model by name, as in `[model]`, or behind the address of a server."""
+
+    model: str | None = None
+    server: Address | None = None
+    served_name: str | None = None
+    revision: str | None = None
+    device: str | None = None
+    kwargs: Arguments = {}
+
+    @model_validator(mode="after")
+    def _one_source(self) -> OtherModelSection:
+        if (self.model is None) == (self.server is None):
+            raise ValueError("give either a `model` (as model.name) or the address of a `server`")
+        if self.server is None:
+            said = self.model_fields_set & {"served_name", "api_key_env", "api_key_file"}
+            if said:
+                raise ValueError(f"{min(said)} belongs to a `server`, and this is a `model`")
+        elif said := self.model_fields_set & {"revision", "device", "kwargs"}:
+            raise ValueError(f"{min(said)} belongs to a `model`, and this is a `server`")
+        return self
+
+
+class ReferenceSection(OtherModelSection):
+    """The model to stay near. `model = "start"` is the policy as the reinforcement begins with it;
+    anything else is as in `[model]`, or a vLLM `server` (`served_name`: what it calls the model;
+    left out, its first one). The KL is in the loss by `kl_coeff` among the algorithm's arguments,
+    or in the reward by `kl_in_reward`, its coefficient; `horizon` says how far ahead a token is
+    charged for the KL."""
+
+    kl_in_reward: float = Field(default=0.0, ge=0)
+    horizon: Literal["token", "turn", "rollout"] = "rollout"
+
+
+class TeacherSection(OtherModelSection):
+    """A teacher for the algorithm `opd`: a model as in `[model]`, or a vLLM `server`. With several
+    `[[teacher]]` tables, each says for which `envs` (names of the run's environments) or `tasks`
+    (their task keys; `*` stands for anything) it is; one that says neither is for the rest."""
+
+    envs: list[str] = []
+    tasks: list[str] = []
+
+
+Teachers: TypeAlias = Annotated[list[TeacherSection], BeforeValidator(as_list)]

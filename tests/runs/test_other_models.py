@@ -1,0 +1,237 @@
+"""Runs with a second model: a reference to stay near, a teacher, several teachers by environment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ludic
+from ludic.errors import ConfigError, LudicError
+from ludic.inference.tiny import tiny_model, tiny_tokenizer
+from ludic.runs.run import Run
+from ludic.training.batching.scoring import ScoredBatchSource
+from tests.runs.test_run import SIZE, WORDS, Letters, small, teacher, weights
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+RUN = """
+[run]
+imports = ["tests.runs.test_other_models"]
+[model.kwargs]
+hidden_size = 16
+layers = 1
+heads = 2
+kv_heads = 1
+max_position_embeddings = 64
+words = ["A or B?", "user\\n", "assistant\\n"]
+[inference]
+slots = 4
+max_context_tokens = 48
+sampling.max_tokens = 2
+[[env]]
+kind = "tests.runs.test_run:Letters"
+[training]
+steps = 2
+rollouts_per_update = 4
+max_steps = 1
+max_seq_len = 64
+learning_rate = 0.01
+[eval]
+episodes = 2
+[logging]
+loggers = []
+"""
+GRPO = '[algorithm]\nname = "grpo"\nkwargs = { group_size = 2, kl_coeff = 0.5 }\n'
+OPD = '[algorithm]\nname = "opd"\n'
+
+
+class Others(Letters):
+    """The same question, as another environment."""
+
+
+def pair(seed: int) -> tuple[Any, Any]:
+    tokenizer = tiny_tokenizer(words=WORDS)
+    return tiny_model(seed, vocab_size=len(tokenizer), **SIZE), tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder with a model that is not the run's."""
+    model, tokenizer = pair(5)
+    model.save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def from_file(text: str, *overrides: str, out: str = "run") -> Run:
+    Path("run.toml").write_text(RUN + text)
+    return Run.from_file("run.toml", overrides, out=out)
+
+
+def metrics(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+
+
+def test_a_run_stays_near_its_start_and_a_resumed_one_near_the_same() -> None:
+    text = GRPO + '[reference]\nmodel = "start"\n'
+    whole = from_file(text, "training.steps=3", out="whole").go()
+    first, *later = [line["train/kl_reference"] for line in metrics(whole)]
+    assert first == pytest.approx(0, abs=1e-5)
+    assert any(abs(kl) > 1e-4 for kl in later)
+    part = from_file(text, "training.checkpoint_every=1", out="part").go()
+    again = ludic.resume(part, steps=3)
+    assert weights(again) == weights(whole)
+
+
+def test_the_start_is_the_policy_after_the_cold_start() -> None:
+    sft = {"teacher": teacher, "examples": 4, "steps": 2, "batch_size": 4}
+    algorithm = ludic.grpo(group_size=2, kl_coeff=0.1)
+    run = ludic.train(Letters, **small(algorithm=algorithm, sft=sft, reference="start", out="run"))
+    assert metrics(run)[0]["train/kl_reference"] == pytest.approx(0, abs=1e-5)
+
+
+def test_the_start_of_a_new_adapter_is_the_model_below_it() -> None:
+    model = {**small()["model"], "lora": {"rank": 2}}
+    algorithm = ludic.grpo(group_size=2, kl_coeff=0.1)
+    run = ludic.train(Letters, **small(model=model, algorithm=algorithm, reference="start"))
+    assert metrics(run)[0]["train/kl_reference"] == pytest.approx(0, abs=1e-5)
+    assert not (run.folder.path / "reference").exists()
+
+
+def test_the_reference_is_a_folder_an_earlier_run_or_a_loaded_model(saved: Path) -> None:
+    by_folder = from_file(GRPO + '[reference]\nmodel = "saved"\n', out="by-folder")
+    assert by_folder.config.reference is not None
+    assert by_folder.config.reference.model == str(saved)
+    first = metrics(by_folder.go())[0]["train/kl_reference"]
+    assert abs(first) > 1e-4
+    given = small(algorithm=ludic.grpo(group_size=2, kl_coeff=0.5), steps=1, seed=0)
+    loaded = ludic.train(Letters, **given, reference=pair(5), out="loaded")
+    assert metrics(loaded)[0]["train/kl_reference"] == pytest.approx(first, abs=1e-6)
+    with pytest.raises(ConfigError, match=r"reference=…"):
+        ludic.resume("loaded", steps=2)
+    assert ludic.resume("loaded", steps=2, reference=pair(5)).trainer.step == 2
+    by_run = from_file(GRPO + '[reference]\nmodel = "by-folder:step-2"\n', out="by-run").go()
+    assert abs(metrics(by_run)[0]["train/kl_reference"]) > 1e-4
+
+
+def test_a_kl_in_the_reward_changes_what_is_learned() -> None:
+    plain = '[algorithm]\nname = "reinforce"\n'
+    charged = plain + '[reference]\nmodel = "saved"\nkl_in_reward = 0.5\nhorizon = "token"\n'
+    model, tokenizer = pair(5)
+    model.save_pretrained("saved")
+    tokenizer.save_pretrained("saved")
+    runs = [from_file(text, out=f"run-{i}").go() for i, text in enumerate((plain, charged))]
+    assert weights(runs[0]) != weights(runs[1])
+
+
+def test_opd_learns_from_a_teacher(saved: Path) -> None:
+    run = from_file(OPD + '[[teacher]]\nmodel = "saved"\n', "training.steps=8")
+    assert isinstance(run.source, ScoredBatchSource)
+    gaps = [line["train/kl_teacher"] for line in metrics(run.go())]
+    assert sum(gaps[-3:]) < sum(gaps[:3])
+
+
+def test_two_teachers_have_an_environment_each(saved: Path) -> None:
+    more = '[[env]]\nkind = "tests.runs.test_other_models:Others"\nname = "others"\n'
+    both = (
+        '[[teacher]]\nmodel = "saved"\nenvs = ["others"]\n'
+        '[[teacher]]\nmodel = "tiny"\nkwargs = { hidden_size = 16, layers = 1, heads = 2, '
+        'kv_heads = 1, max_position_embeddings = 64, words = ["A or B?", "user\\n", '
+        '"assistant\\n"] }\n'
+    )
+    run = from_file(more + OPD + both, "training.steps=1").go()
+    rows = [
+        {"teacher": r.meta["teacher"], "env": r.meta["curriculum"]}
+        for r in ludic_rollouts(run)
+    ]
+    assert {(row["env"], row["teacher"]) for row in rows} == {
+        ("others", "teacher-1"),
+        ("tests.runs.test_run:Letters", "teacher-2"),
+    }
+    with pytest.raises(LudicError, match=r"environment of teacher 1, 'otters'; did you mean 'oth"):
+        from_file(more + OPD + both.replace('"others"', '"otters"'), out="no")
+    with pytest.raises(ConfigError, match="no teacher is for environment 'tests.runs.test_run:L"):
+        from_file(more + OPD + both + 'envs = ["others"]\n'.replace("others", "others"), out="no")
+
+
+def ludic_rollouts(run: Run) -> list[Any]:
+    from ludic.rollouts import read_rollouts
+
+    return list(read_rollouts(run.folder.rollouts / "train.jsonl.zst"))
+
+
+def test_teachers_by_task_are_chosen_by_its_key() -> None:
+    from ludic.runs.players.scoring import _router
+    from ludic.runs.settings import TeacherSection
+
+    route = _router([TeacherSection(model="a", tasks=["maths/*"]), TeacherSection(model="b")])
+
+    class Item:
+        def __init__(self, **meta: Any) -> None:
+            self.meta = meta
+
+    assert route(Item(task_key="maths/3", teacher="teacher-2")) == "teacher-1"  # type: ignore[arg-type]
+    assert route(Item(task_key="code/3", teacher="teacher-2")) == "teacher-2"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (GRPO, r"needs a reference: add \[reference\] with model = \"start\""),
+        (OPD, r"'opd' needs a teacher: .* \[\[teacher\]\]"),
+        ('[reference]\nmodel = "start"\n', r"nothing uses the \[reference\]: .*kl_coeff"),
+        ('[[teacher]]\nmodel = "saved"\n', "'grpo' does not use a .*name='opd'"),
+        (GRPO + '[reference]\nmodel = "./savd"\n', "no such folder; did you mean 'saved'"),
+        (GRPO + '[reference]\nmodle = "saved"\n', "'reference.modle': did you mean 'model'"),
+        (GRPO + "[reference]\n", "either a `model`"),
+        (GRPO + '[reference]\nserver = "localhost:8000"\n', "try http://localhost:8000"),
+        (
+            GRPO + '[reference]\nserver = "http://localhost:8000"\nkwargs = { a = 1 }\n',
+            "kwargs belongs to a `model`",
+        ),
+        (
+            GRPO
+            + '[reference]\nserver = "http://localhost:8000"\n[inference.sampling]\n'
+            + "temperature = 0.5\n",
+            "scores at temperature 1",
+        ),
+        (OPD + '[[teacher]]\nmodel = "start"\n', "teaches nothing"),
+        (OPD + '[[teacher]]\nmodel = "saved"\n' * 2, "both say neither `envs` nor `tasks`"),
+        (
+            GRPO + '[reference]\nmodel = "saved"\nhorizon = "turns"\n',
+            "reference.horizon.*'token', 'turn' or 'rollout'",
+        ),
+        (GRPO + '[reference]\nmodel = "saved"\nkl_in_reward = -1\n', "reference.kl_in_reward"),
+        (
+            GRPO + '[reference]\nserver = "http://a"\napi_key_env = "LUDIC_NO_SUCH"\n',
+            "api_key_env='LUDIC_NO_SUCH': this environment variable is not set",
+        ),
+        (
+            GRPO + '[reference]\nserver = "http://a"\napi_key_file = "nowhere"\n',
+            "api_key_file=.*nowhere.* cannot be read",
+        ),
+    ],
+)
+def test_a_second_model_that_does_not_fit_is_refused_in_a_sentence(
+    saved: Path, text: str, said: str
+) -> None:
+    text = text.replace("[inference.sampling]", "[inference.sampling.x]") if "@@" in text else text
+    with pytest.raises(LudicError, match=said):
+        from_file(text)
+    assert not Path("run").exists()
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_before_anything_is_played() -> None:
+    other = tiny_tokenizer(words=["user\n", "A or B?"])
+    model = tiny_model(5, vocab_size=len(other), **SIZE)
+    with pytest.raises(ConfigError, match="teacher 1 has another tokenizer"):
+        ludic.train(Letters, **small(algorithm="opd", out="run"), teacher=(model, other))
+    assert not Path("run").exists()
