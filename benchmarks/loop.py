@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -41,8 +41,8 @@ from ludic.inference.local.build import build_scheduler
 from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sequence
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
-from ludic.runs import assemble, training_run
-from ludic.runs.check import check_parts
+from ludic.precision import Precision
+from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig, check_run
 from ludic.runs.storage.folder import RunFolder
 from ludic.runs.training_run import TrainingRun
@@ -62,8 +62,8 @@ def run_of(
     model: dict[str, Any] = {"name": args.model, "device": device}
     if tiny:
         model["kwargs"] = {"max_position_embeddings": max(1024, context)}
-    elif not host and args.dtype:
-        model["dtype"] = args.dtype
+    elif not host and args.precision:
+        model["precision"] = args.precision
     run = {
         "run": {"name": "loop", "threads": 1 if device == "cpu" else None},
         "model": model,
@@ -87,16 +87,15 @@ def run_of(
         },
         "logging": {"loggers": ["console"], "keep_rollouts": not args.no_rollouts},
     }
-    config = check_run(run)
-    check_parts(config)
-    return config
+    return check_run(run)
 
 
 class Stamps:
     """A logger that notes the time of every log line."""
 
     def __init__(self, work: WorkClock | None = None, busy: BusyMeter | None = None) -> None:
-        self.lines: list[tuple[float, float, Mapping[str, float]]] = []
+        self.marks: list[tuple[float, float]] = []
+        self.metrics: list[Mapping[str, float]] = []
         self.work, self.busy = work, busy
         self.profiler: cProfile.Profile | None = None
         """Of the event loop's thread, from the first line on."""
@@ -105,7 +104,8 @@ class Stamps:
         if self.busy is not None:
             self.busy.turn(step)
         spent = time.process_time() - (self.work.seconds if self.work else 0.0)
-        self.lines.append((time.perf_counter(), spent, metrics))
+        self.marks.append((time.perf_counter(), spent))
+        self.metrics.append(metrics)
         if self.profiler is not None:
             self.profiler.enable()
 
@@ -113,19 +113,19 @@ class Stamps:
 
     def between(self, clock: int, first: int) -> list[float]:
         """The seconds from each line to the next, from the line `first` on."""
-        marks = [line[clock] for line in self.lines[first:]]
+        marks = [mark[clock] for mark in self.marks[first:]]
         return [b - a for a, b in pairwise(marks)]
 
 
 async def reinforce(config: RunConfig, stamps: Stamps) -> None:
     """The reinforcement stage of a run, as `ludic train` carries it out."""
     with tempfile.TemporaryDirectory() as where:
-        folder = RunFolder.create(config, Path(where) / "run", modules=FOLDER.parent)
-        run = TrainingRun(config, folder)
-        loggers = mock.patch.object(run, "_loggers", return_value=[stamps])
-        async with training_run.open_policy(config, folder=folder.path) as policy:
-            with loggers:
-                await run._reinforce(policy, 0)
+        run = Run.of_config(config, RunFolder.planned(config, Path(where) / "run"), FOLDER.parent)
+        run.loggers = [stamps]
+        stages = TrainingRun.of(run)
+        run.folder.make(config, modules=FOLDER.parent)
+        async with stages._opened():
+            await stages._reinforce(0)
 
 
 # The device
@@ -230,7 +230,8 @@ class WorkClock:
 
 
 def host_us(args: argparse.Namespace, turns: int) -> tuple[float, float]:
-    """Microseconds of an episode that are the library's own, the middle and the lowest update."""
+    """Microseconds of an episode that are the library's own: the mean of all updates, which holds
+    what garbage collection takes, and the lowest."""
     updates, work = args.host_updates + args.warmup, WorkClock()
     config = run_of(args, turns=turns, updates=updates, device="cpu", host=True)
 
@@ -251,7 +252,7 @@ def host_us(args: argparse.Namespace, turns: int) -> tuple[float, float]:
         stamps.profiler = cProfile.Profile(time.thread_time)
     with (
         mock.patch("ludic.inference.local.client.build_scheduler", instant),
-        mock.patch.object(assemble, "build_model", small_model),
+        mock.patch("ludic.runs.run.build_model", small_model),
         work.running(),
     ):
         asyncio.run(reinforce(config, stamps))
@@ -262,7 +263,7 @@ def host_us(args: argparse.Namespace, turns: int) -> tuple[float, float]:
     each = [s / args.episodes * 1e6 for s in stamps.between(1, args.warmup - 1)]
     shown = ", ".join(f"{us:.0f}" for us in each)
     print(f"host, {turns} turns: {shown} us of processor time an episode, one figure an update")
-    return statistics.median(each), min(each)
+    return statistics.fmean(each), min(each)
 
 
 def main() -> None:
@@ -279,7 +280,7 @@ def main() -> None:
     parser.add_argument("--trl-updates", type=int, default=6, help="0: leave TRL out")
     parser.add_argument("--slots", type=int, default=512)
     parser.add_argument("--overlap", action="store_true", help="sample ahead")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
+    parser.add_argument("--precision", choices=get_args(Precision), help="as in a run file")
     parser.add_argument("--no-rollouts", action="store_true", help="rollouts are not written")
     parser.add_argument("--profile", type=int, choices=(1, 4), help="of the host, with such turns")
     args = parser.parse_args()
@@ -295,7 +296,7 @@ def main() -> None:
         asyncio.run(reinforce(config, stamps))
         steps = stamps.between(0, args.warmup - 1)[: args.updates]
         print("seconds of each update: " + ", ".join(f"{s:.3f}" for s in steps))
-        for name, value in stamps.lines[args.warmup + args.updates - 1][2].items():
+        for name, value in stamps.metrics[args.warmup + args.updates - 1].items():
             if name.endswith("_s") or name == "perf/tokens":
                 print(f"  {name}: {value:.4f}")
         figures["step_s"] = round(statistics.median(steps), 4)
@@ -304,12 +305,12 @@ def main() -> None:
         figures["trl_step_s"] = trl
         figures["speedup_vs_trl"] = round(trl / figures["step_s"], 2) if trl else None
     if args.host_updates:
-        middle, best = host_us(args, 1)
+        mean, best = host_us(args, 1)
         further, best_further = host_us(args, FURTHER_TURNS)
         between = FURTHER_TURNS - 1
-        figures["host_us_per_episode"] = round(middle, 1)
+        figures["host_us_per_episode"] = round(mean, 1)
         figures["host_us_per_episode_best"] = round(best, 1)
-        figures["host_us_per_step"] = round((further - middle) / between, 1)
+        figures["host_us_per_step"] = round((further - mean) / between, 1)
         figures["host_us_per_step_best"] = round((best_further - best) / between, 1)
     print(json.dumps(figures))
 

@@ -1,7 +1,6 @@
 """Updates on short packed sequences in each precision: tokens per second, and the first update.
 
-    python -m benchmarks.precision --device cuda     # SmolLM2-135M, 512 times about 60 tokens
-    python -m benchmarks.precision --sequences 8     # CPU
+    python -m benchmarks.precision       # one GPU: SmolLM2-135M, 512 sequences of about 60 tokens
 
 An update is forward, backward and optimizer step, as the trainer takes them. `first_s` is the first
 one, with what is compiled for it; run each way in a process of its own (`--precision tf32
@@ -25,14 +24,15 @@ from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
 from ludic.sharding.model_parts import vocabulary_size
 from ludic.sharding.world import World
 from ludic.training.algorithms.grpo import make_grpo
-from ludic.training.config import TrainerConfig
+from ludic.training.config import HeadKernels, TrainerConfig
 from ludic.training.metrics.stats import StatBuffer
-from ludic.training.update.logprobs import HeadKernels
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.packing import lay_out
 from ludic.training.update.passes import Passes
 from ludic.training.update.policy import Policy, attention_cost
 from tools import smollm2
+
+NEEDS = ("gpu",)
 
 
 def short_batch(sequences: int, vocab: int) -> SAWBatch:
@@ -98,7 +98,7 @@ def measure(precision: Precision, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--micro-token-budget", type=int, default=32768)

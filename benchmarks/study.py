@@ -49,7 +49,7 @@ max_steps = 1
 learning_rate = 1e-5
 max_seq_len = 256
 [eval]
-episodes = 0
+episodes = 64
 """
 
 

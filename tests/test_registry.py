@@ -186,14 +186,21 @@ def test_a_class_of_the_right_kind_is_found_by_its_place() -> None:
     assert isinstance(env, TicTacToeEnv)
 
 
+@pytest.mark.parametrize("kind", [registry.ENVS, registry.AGENTS, registry.PROTOCOLS])
 @pytest.mark.parametrize("place", ["os:system", "pickle:loads", "subprocess:Popen", "torch:load"])
-def test_a_place_with_anything_else_is_refused_and_not_called(place: str) -> None:
-    with pytest.raises(ConfigError, match="not a class derived from"):
-        registry.make_env(place)
-    with pytest.raises(ConfigError, match="not a class derived from"):
-        registry.AGENTS.get(place)
-    with pytest.raises(ConfigError, match="not a class derived from"):
-        registry.PROTOCOLS.get(place)
+def test_for_stored_data_only_a_class_of_the_kind_is_taken_by_its_place(
+    kind: Registry, place: str
+) -> None:
+    with stored_names(), pytest.raises(ConfigError, match="not a class derived from"):
+        kind.get(place)
+
+
+def test_a_run_may_name_a_function_that_makes_an_environment_but_no_class_of_another_kind() -> None:
+    import os
+
+    assert registry.ENVS.get("os:getcwd") is os.getcwd
+    with pytest.raises(ConfigError, match="not a class derived from LudicEnv"):
+        registry.ENVS.get("subprocess:Popen")
 
 
 @pytest.mark.parametrize(

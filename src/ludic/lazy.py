@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,12 +22,21 @@ _MOVED = {
 
 def resolve(place: str) -> Any:
     """What `module:attribute` stands for; the attribute may be dotted."""
+    module, path = _parts(place)
+    try:
+        return _look_up(sys.modules[module], path)
+    except (KeyError, AttributeError):  # not imported yet, or in this moment by another thread
+        return _look_up(import_module(module), path)
+
+
+@lru_cache(maxsize=1024)
+def _parts(place: str) -> tuple[str, tuple[str, ...]]:
     module, _, path = place.partition(":")
-    module = _MOVED.get(module, module)
-    thing: Any = sys.modules.get(module)
-    if thing is None or getattr(getattr(thing, "__spec__", None), "_initializing", True):
-        thing = import_module(module)
-    for part in path.split("."):
+    return _MOVED.get(module, module), tuple(path.split("."))
+
+
+def _look_up(thing: Any, path: tuple[str, ...]) -> Any:
+    for part in path:
         thing = getattr(thing, part)
     return thing
 
@@ -33,21 +45,40 @@ def late_names(package: str, file: str) -> tuple[Callable[[str], Any], list[str]
     """Returns `__getattr__` and `__all__` of a package whose names are imported on first use.
 
     The stub beside the package's `file` (`__init__.pyi`) lists the names, as lines of the form
-    `from module import name as name`. Type checkers read the same list.
+    `from module import name as name`, or `as` another name. Type checkers read the same list.
     """
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
-    modules = {
-        alias.name: str(line.module)
+    places = {
+        alias.asname or alias.name: f"{line.module}:{alias.name}"
         for line in stub.body
         if isinstance(line, ast.ImportFrom)
         for alias in line.names
     }
 
     def find(name: str) -> Any:
-        if name not in modules:
+        if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(modules[name]), name)
+        value = resolve(places[name])
         setattr(sys.modules[package], name, value)
         return value
 
-    return find, sorted(modules)
+    return find, sorted(places)
+
+
+_names_are_stored = ContextVar("names_are_stored", default=False)
+
+
+@contextmanager
+def stored_names(stored: bool = True) -> Iterator[None]:
+    """Within it, names come from stored data, which somebody else may have written: no function
+    is imported for one. Threads of `ludic.workers` and processes of environments inherit this."""
+    token = _names_are_stored.set(stored)
+    try:
+        yield
+    finally:
+        _names_are_stored.reset(token)
+
+
+def names_are_stored() -> bool:
+    """Whether the names of the present context come from stored data."""
+    return _names_are_stored.get()

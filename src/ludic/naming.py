@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from ludic.arguments import misfit
 from ludic.errors import (
     ConfigError,
     DuplicateNameError,
@@ -18,7 +17,10 @@ from ludic.errors import (
     MissingExtraError,
     UnknownNameError,
 )
+from ludic.given import given, is_given
+from ludic.lazy import names_are_stored as names_are_stored
 from ludic.lazy import resolve
+from ludic.lazy import stored_names as stored_names
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -26,23 +28,6 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 _PLACE = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")
-_names_are_stored = ContextVar("names_are_stored", default=False)
-
-
-@contextmanager
-def stored_names(stored: bool = True) -> Iterator[None]:
-    """Within it, names come from stored data, which somebody else may have written: no function
-    is imported for one. Threads of `ludic.workers` and processes of environments inherit this."""
-    token = _names_are_stored.set(stored)
-    try:
-        yield
-    finally:
-        _names_are_stored.reset(token)
-
-
-def names_are_stored() -> bool:
-    """Whether the names of the present context come from stored data."""
-    return _names_are_stored.get()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +103,12 @@ class Registry:
 
         A name of the form `module:attribute` is imported.
         """
+        if is_given(name):
+            return given(name, self.kind)  # type: ignore[no-any-return]
         entry, announced = self._entries.get(name), self._announced.get(name, [])
         if entry and not announced:
             target = entry.target
-            return target if callable(target) else _load(f"{self.kind} {name!r}", target)
+            return target if callable(target) else _load(self.kind, name, target)
         sources = [self._owner(name)] if entry else []
         sources += [f"the package {_package(point)}" for point in announced]
         if len(sources) > 1:
@@ -130,7 +117,7 @@ class Registry:
                 "uninstall one of them, or use a factory instead of a name"
             )
         if announced:
-            return _load(f"{self.kind} {name!r} of {sources[0]}", announced[0].value)
+            return _load(self.kind, name, announced[0].value, f" of {sources[0]}")
         if _PLACE.fullmatch(name):
             return self._import(name)
         raise UnknownNameError(self.kind, name, self.names())
@@ -138,20 +125,22 @@ class Registry:
     def _import(self, place: str) -> Callable[..., Any]:
         """What stands at `module:attribute`. Names also come from stored data, which must not
         get just anything called: there, only a class that is seen to be of this kind will do."""
-        if not self._base and names_are_stored():
+        stored = names_are_stored()
+        if not self._base and stored:
             raise ConfigError(
                 f"{self.kind} {place!r} is named by stored data, for which no function is "
                 f"imported: register it first, under this name, with `{self._register}`"
             )
-        thing: Any = _load(f"{self.kind} {place!r}", place)
-        if not self._base:
+        thing: Any = _load(self.kind, place, place)
+        if not self._base or not (stored or isinstance(thing, type)):
             return thing  # type: ignore[no-any-return]
-        base: Any = _load(f"the base of every {self.kind}", self._base)
+        base: Any = resolve(self._base)
         if isinstance(thing, type) and issubclass(thing, base):
             return thing
+        said = "is named by stored data and " if stored else ""
         raise ConfigError(
-            f"{self.kind} {place!r} is not a class derived from {base.__name__}: register a"
-            f" function under a separate name, with `{self._register}`"
+            f"{self.kind} {place!r} {said}is not a class derived from {base.__name__}: derive it, "
+            f"or register a function under another name, with `{self._register}`"
         )
 
     @property
@@ -160,12 +149,17 @@ class Registry:
 
     def make(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the factory behind `name`; arguments it does not take are a `ConfigError`."""
-        factory = self.get(name)
+        return self.make_with(self.get(name), name, *args, **kwargs)
+
+    def make_with(
+        self, factory: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls `factory`, which `get(name)` returned, as `make` does."""
         try:
             return factory(*args, **kwargs)
         except TypeError as exc:
             # Reading a signature costs more than most factories: only when the call went wrong.
-            if complaint := _misfit(factory, args, kwargs):
+            if complaint := misfit(factory, args, kwargs):
                 raise ConfigError(f"{self.kind} {name!r} cannot be made: {complaint}") from exc
             raise
 
@@ -180,6 +174,13 @@ class Registry:
             return self.make(name, **options)
         except TypeError as exc:
             raise ConfigError(f"{self.kind} {name!r} with {options}: {exc}") from exc
+
+    def builtin_name(self, thing: object) -> str | None:
+        """The name under which `thing` is built in, if it is."""
+        called = f":{getattr(thing, '__name__', '')}"
+        places = {n: e.target for n, e in self._entries.items() if isinstance(e.target, str)}
+        likely = (n for n, place in places.items() if place.endswith(called))
+        return next((name for name in likely if resolve(places[name]) is thing), None)
 
     def names(self) -> list[str]:
         """Every known name, sorted."""
@@ -208,32 +209,19 @@ class Registry:
         return f"registered by {module}.{getattr(entry.target, '__qualname__', '?')}"
 
 
-def _misfit(factory: Callable[..., Any], args: Any, kwargs: Any) -> str | None:
-    """Why the factory does not take these arguments; None when it does."""
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # some callables written in C have none
-        return None
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as exc:
-        return f"{exc}; it takes {signature}"
-    return None
-
-
 def _package(entry: EntryPoint) -> str:
     return entry.dist.name if entry.dist else entry.value
 
 
-def _load(what: str, place: str) -> Callable[..., Any]:
+def _load(kind: str, name: str, place: str, of: str = "") -> Callable[..., Any]:
     try:
         thing: Any = resolve(place)
     except MissingExtraError:  # says itself what to install
         raise
     except (ImportError, AttributeError, ValueError) as exc:
-        raise ConfigError(f"{what} cannot be loaded from {place!r}: {exc}") from exc
+        raise ConfigError(f"{kind} {name!r}{of} cannot be loaded from {place!r}: {exc}") from exc
     if not callable(thing):
-        raise ConfigError(f"{what}: {place!r} cannot be called")
+        raise ConfigError(f"{kind} {name!r}{of}: {place!r} cannot be called")
     return thing  # type: ignore[no-any-return]
 
 

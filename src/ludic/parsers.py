@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ludic.errors import ConfigError
+from ludic.given import remembered
 from ludic.registry import PARSERS
 
 
@@ -59,6 +60,7 @@ def _parser(read: Callable[[str], str], success_reward: float, error_reward: flo
     return parse
 
 
+@remembered("text")
 def text_parser(*, success_reward: float = 0.0, error_reward: float = -0.1) -> Parser:
     """The whole answer is the action, without the white space around it. Fails on nothing but
     white space."""
@@ -69,6 +71,7 @@ def text_parser(*, success_reward: float = 0.0, error_reward: float = -0.1) -> P
     return _parser(read, success_reward, error_reward)
 
 
+@remembered("xml")
 def xml_parser(
     tag: str,
     exact: bool = False,
@@ -111,6 +114,7 @@ def xml_parser(
 xml_tag_parser = xml_parser
 
 
+@remembered("think_prefix")
 def think_prefix_parser(
     *, prefilled: bool = False, success_reward: float = 0.0, error_reward: float = -0.1
 ) -> Parser:
@@ -162,6 +166,7 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
+@remembered("boxed")
 def boxed_parser(*, success_reward: float = 0.0, error_reward: float = -0.1) -> Parser:
     """The action is what stands in the last `\\boxed{…}`, nested braces included."""
 
@@ -174,6 +179,7 @@ def boxed_parser(*, success_reward: float = 0.0, error_reward: float = -0.1) -> 
     return _parser(read, success_reward, error_reward)
 
 
+@remembered("json")
 def json_parser(
     key: str | None = None,
     *,
@@ -208,6 +214,7 @@ def json_parser(
     return _parser(read, success_reward, error_reward)
 
 
+@remembered("regex")
 def regex_parser(
     pattern: str,
     *,
@@ -250,6 +257,7 @@ def regex_parser(
     return _parser(read, success_reward, error_reward)
 
 
+@remembered("compose")
 def compose_parsers(*parsers: Parser) -> Parser:
     """Each parser reads the action of the one before. Rewards add up; the first failure stops,
     with the rewards so far and its own."""

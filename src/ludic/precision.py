@@ -105,7 +105,8 @@ class _TF32:
                 )
             if not self._holders:
                 self._before = now
-                switch.allow_tf32 = allowed
+                if now != allowed:
+                    switch.allow_tf32 = allowed
             self._holders += 1
 
     def _give_back(self) -> None:
@@ -113,8 +114,9 @@ class _TF32:
 
         with self._lock:
             self._holders -= 1
-            if not self._holders:
-                torch.backends.cuda.matmul.allow_tf32 = self._before
+            switch = torch.backends.cuda.matmul
+            if not self._holders and self._before != (switch.fp32_precision == "tf32"):
+                switch.allow_tf32 = self._before
 
 
 _tf32 = _TF32()

@@ -22,7 +22,7 @@ def test_time_in_which_two_kernels_ran_counts_once() -> None:
 
 def test_updates_before_the_first_line_that_counts_are_left_out() -> None:
     stamps = Stamps()
-    stamps.lines = [(mark, 0.0, {}) for mark in (10.0, 11.0, 13.0, 16.0)]
+    stamps.marks = [(mark, 0.0) for mark in (10.0, 11.0, 13.0, 16.0)]
     assert stamps.between(0, 1) == [2.0, 3.0]
 
 

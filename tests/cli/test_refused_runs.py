@@ -184,12 +184,9 @@ def test_a_cold_start_from_data_is_resumed_from_another_working_directory(
     assert done.code == 0, done.err
 
 
-def test_a_micro_batch_holds_the_longest_sample_unless_the_run_says_how_much_it_holds() -> None:
+def test_a_micro_batch_that_the_run_sets_must_hold_the_longest_sample() -> None:
     text = '[env]\nkind = "tic_tac_toe"\n[training]\nmax_seq_len = 20000\n'
-    run = parse_run(text)
-    assert run.training.micro_token_budget == 20000
-    assert parse_run('[env]\nkind = "tic_tac_toe"').training.micro_token_budget == 16384
-    check_parts(run)
+    check_parts(parse_run(text))
     with pytest.raises(ConfigError, match="micro_token_budget=16384 is below max_seq_len=20000"):
         check_parts(parse_run(text, ["training.micro_token_budget=16384"]))
 

@@ -98,7 +98,8 @@ def test_when_past_opponents_are_taken_cannot_change_on_the_way(
     from ludic.runs.locate import find_run
     from ludic.runs.storage.folder import RunFolder
 
-    RunFolder.create(find_run("tic-tac-toe-self-play", TINY)[0], tmp_path / "run", modules=tmp_path)
+    config, _ = find_run("tic-tac-toe-self-play", TINY)
+    RunFolder(tmp_path / "run").make(config, modules=tmp_path)
     done = ludic("train", "--resume", "run", "training.checkpoint_every=3")
     assert done.code == 2
     assert "training.checkpoint_every cannot change" in done.err

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ludic.cli import scaffold
+from ludic.runs import scaffold
 from tests.cli.conftest import ROOT, environment
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]

@@ -70,7 +70,8 @@ def plain(model: Any, answer: ChatResponse) -> Tensor:
     new = len(answer.trace.completion_token_ids)
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=new + 1).logits[0, :-1]
     logp = logits.double().log_softmax(-1).gather(1, ids[0, -new:, None])
-    return logp[:, 0].cpu()
+    wanted: Tensor = logp[:, 0].cpu()
+    return wanted
 
 
 class Gaps(NamedTuple):

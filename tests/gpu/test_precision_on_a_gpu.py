@@ -11,7 +11,6 @@ from ludic.inference import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.precision import Precision, float32_products, weights_dtype
 from ludic.training import Trainer, TrainerConfig
-from ludic.training.update import dense_attention
 from ludic.training.update.dense_attention import SequenceLengths, in_buckets, one_by_one
 from ludic.training.update.logprobs import token_logprobs
 from ludic.training.update.packing import lay_out, pack
@@ -34,9 +33,9 @@ def test_attention_in_buckets_is_exact_in_float32(window: int) -> None:
     results = []
     for attend in (in_buckets, one_by_one):
         double = attend is one_by_one
-        leaves = [(t.double() if double else t.clone()).requires_grad_() for t in inputs]
-        out = attend(*leaves, SequenceLengths(lengths, CUDA), None, window)
-        out.square().sum().backward()
+        q, k, v = leaves = [(t.double() if double else t.clone()).requires_grad_() for t in inputs]
+        out = attend(q, k, v, SequenceLengths(lengths, CUDA), None, window)
+        out.square().sum().backward()  # type: ignore[no-untyped-call]
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
     for a, b in zip(*results, strict=True):
         assert a is not None
@@ -54,7 +53,7 @@ def test_short_sequences_in_float32_are_one_call_for_each_layer(
         calls.append(tuple(q.shape))
         return real(q, *args, **kwargs)
 
-    monkeypatch.setattr(dense_attention.F, "scaled_dot_product_attention", count)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", count)
     model = tiny_model(hidden_size=64, layers=2).to(CUDA)
     layout = lay_out(synthetic_batch(0, rollouts=64))
     buckets = len(SequenceLengths([p.input_ids.size for p in layout.packed], CUDA).buckets[0])
@@ -107,7 +106,7 @@ def test_all_ways_to_log_probs_agree(entropy: bool, narrow: torch.dtype | None) 
     hidden = torch.randn(70, 64, device=CUDA, generator=gen)
     targets = torch.randint(5003, (70,), device=CUDA, generator=gen)
     temperatures = 0.5 + torch.rand(70, device=CUDA, generator=gen)
-    results = []
+    results: list[list[torch.Tensor]] = []
     for kernels in ("eager", "triton", "compiled"):
         leaf = hidden.clone().requires_grad_()
         head.weight.grad = None

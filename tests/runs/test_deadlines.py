@@ -15,8 +15,8 @@ from ludic.rollouts import read_rollouts
 from ludic.runs.assemble import open_policy
 from ludic.runs.evaluation import evaluate_policy
 from ludic.runs.generating import generate_file
+from ludic.runs.players.teacher import write_lessons
 from ludic.runs.settings import RunConfig, parse_run
-from ludic.runs.teach import write_lessons
 from ludic.types import StepOutcome
 
 RUN = """
@@ -62,7 +62,7 @@ async def test_an_evaluation_does_not_wait_longer(config: RunConfig) -> None:
 async def test_a_teacher_does_not_wait_longer(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ludic.runs.teach.load_function", lambda _: lambda obs, rng: "x")
+    monkeypatch.setattr("ludic.runs.players.teacher.load_function", lambda _: lambda obs, rng: "x")
     async with open_policy(config) as policy:
         await write_lessons(config, policy.tokenizer, tmp_path / "lessons.jsonl")
     errors = [rollout.error for rollout in read_rollouts(tmp_path / "lessons.jsonl")]

@@ -64,7 +64,7 @@ def test_several_environments_are_a_mix() -> None:
         (MINIMAL, ["env.kind.deep=3"], ["'kind' is not a table"]),
         ("[trainig]\n" + MINIMAL, [], ["trainig", "'training'", "line 1"]),
         ("[training]\nsteps = 1\n", [], ["'env' is missing"]),
-        ("[env]\n", [], ["env.0.kind", "missing", "line 1"]),
+        ("[env]\n", [], ["'env.kind' is missing", "line 1"]),
         ('[[env]]\nkind = "a"\nweigth = 3\n', [], ["weigth", "'weight'", "line 3"]),
         ("schema = 2\n" + MINIMAL, [], ["schema 2", "upgrade"]),
         ("env = [\n", [], ["not valid TOML"]),

@@ -17,7 +17,7 @@ from ludic.precision import Precision, weights_dtype
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest
 from ludic.training import RolloutBatchSource, Trainer, TrainerConfig
 from ludic.training.config import CheckpointConfig
-from ludic.training.update import passes
+from ludic.training.update.policy import Policy
 from tests.inference.local.test_shadow import is_rounded
 from tests.training.synthetic import SyntheticSource, reinforce
 
@@ -79,13 +79,13 @@ async def test_the_switch_for_tf32_is_set_for_the_passes_alone(
     precision: Precision, allowed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
-    forward = passes.Policy.forward
+    forward = Policy.forward
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         seen.append(torch.backends.cuda.matmul.allow_tf32)
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(passes.Policy, "forward", watched)
+    monkeypatch.setattr(Policy, "forward", watched)
     torch.backends.cuda.matmul.allow_tf32 = not allowed
     try:
         trainer = Trainer(
@@ -114,7 +114,8 @@ async def test_mixed_products_are_bfloat16_and_the_residual_stream_and_gradients
     trainer = Trainer(
         model=model, algo=reinforce(), batch_source=SyntheticSource(), cfg=settings("mixed")
     )
-    products.clear(), streams.clear()
+    products.clear()
+    streams.clear()
     await trainer.train_step()
     trainer.close()
     assert set(products) == {torch.bfloat16}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import typer
 
 from ludic.cli import (
+    algorithms,
     calibrate,
     doctor,
+    envs,
     evaluate,
     generate,
-    listing,
+    init,
     play,
     replay,
-    scaffold,
     serve,
     sft,
     train,
@@ -37,6 +38,6 @@ app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )(serve.serve)
-app.command()(listing.envs)
-app.command()(listing.algorithms)
-app.command()(scaffold.init)
+app.command()(envs.envs)
+app.command()(algorithms.algorithms)
+app.command()(init.init)

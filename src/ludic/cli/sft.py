@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from ludic.cli.arguments import DryRun, Out, Overrides, RunFile
-from ludic.cli.train import print_or_carry_out
+from ludic.cli.train import print_or_go
 
 
 def sft(
     run: RunFile, overrides: Overrides = None, out: Out = None, dry_run: DryRun = False
 ) -> None:
     """Only the supervised part of a run."""
-    from ludic.runs.start import plan_run
+    from ludic.runs.run import Run
 
-    settings = [*(overrides or []), "training.steps=0"]
-    print_or_carry_out(plan_run(run, settings, only_sft=True), out, dry_run)
+    print_or_go(Run.from_file(run, overrides or [], out=out, only_sft=True), dry_run)

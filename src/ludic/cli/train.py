@@ -11,7 +11,7 @@ import typer
 from ludic.cli.arguments import RUN_FILE, DryRun, Out, Overrides
 
 if TYPE_CHECKING:
-    from ludic.runs.start import PlannedRun
+    from ludic.runs.run import Run
 
 
 def train(
@@ -23,24 +23,24 @@ def train(
 ) -> None:
     """Train an agent: cold start if the run has one, reinforcement, evaluation."""
     from ludic.errors import ConfigError
-    from ludic.runs.start import plan_resume, plan_run
+    from ludic.runs.run import Run
 
     settings = list(overrides or [])
     if resume is None:
-        plan = plan_run(run, settings)
+        plan = Run.from_file(run, settings, out=out)
     else:
         if run is not None and "=" in run:
             settings.insert(0, run)
             run = None
         if run is not None or out is not None:
             raise ConfigError("--resume takes the run from its folder: give no run file or --out")
-        plan = plan_resume(resume, settings)
-    print_or_carry_out(plan, out, dry_run)
+        plan = Run.from_folder(resume, settings)
+    print_or_go(plan, dry_run)
 
 
-def print_or_carry_out(plan: PlannedRun, out: Path | None, dry_run: bool) -> None:
+def print_or_go(run: Run, dry_run: bool) -> None:
     """Prints a resolved run where only that was asked for, and trains it otherwise."""
     if dry_run:
-        print(json.dumps(plan.config.plain(), indent=2))
+        print(json.dumps(run.config.plain(), indent=2))
     else:
-        plan.carry_out(out)
+        run.go()

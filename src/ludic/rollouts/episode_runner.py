@@ -101,13 +101,15 @@ class EpisodeRunner:
     async def _make_env(self, episode: PlannedEpisode) -> LudicEnv[Any, Any, Any]:
         spec = episode.request.env
         if self.env_registry is None:
-            build = partial(build_env, spec)
             factory: Any = ENVS.get(spec.kind)
+            if _answers_at_once(factory):
+                return ENVS.make_with(factory, spec.kind, **spec.kwargs)  # type: ignore[no-any-return]
+            build = partial(build_env, spec)
         else:
             factory = _look_up("environment", spec.kind, self.env_registry)
+            if _answers_at_once(factory):
+                return factory(**spec.kwargs)  # type: ignore[no-any-return]
             build = partial(factory, **spec.kwargs)
-        if isinstance(factory, type) and not getattr(factory, "blocking", True):
-            return build()  # it answers at once
         # Building may read a dataset or start a process, so it must not hold up the others.
         env: LudicEnv[Any, Any, Any] = await shared_threads().run(
             build,
@@ -143,6 +145,12 @@ def _look_up(kind: str, name: str, registry: Mapping[str, Factory]) -> Factory:
         return registry[name]
     except KeyError:
         raise UnknownNameError(kind, name, registry) from None
+
+
+def _answers_at_once(factory: Any) -> bool:
+    return isinstance(factory, type) and not (
+        getattr(factory, "blocking", True) or getattr(factory, "isolation", "") == "process"
+    )
 
 
 def _labelled(rollout: Rollout, episode: PlannedEpisode, max_steps: int) -> Rollout:

@@ -6,8 +6,9 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 from ludic.distributed import PolicyPublisher
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.errors import ConfigError
+from ludic.given import given, is_given
 from ludic.inference import HFChatTemplate, InferenceSpec, ReturnSpec, SamplingConfig
 from ludic.inference.client import ChatClient
 from ludic.inference.templates.tool_parsers import ToolParser, get_tool_parser
@@ -24,9 +26,13 @@ from ludic.precision import float32_products
 from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.runs.model import build_model, configuring, precision_of
 from ludic.runs.settings import RunConfig
+from ludic.runs.settings.from_python import key_of
 from ludic.seeding import derive_seed
 from ludic.training import CheckpointConfig, RLAlgorithm, TrainerConfig, make_algorithm
 from ludic.types import EnvSpec, ProtocolSpec
+
+if TYPE_CHECKING:
+    from ludic.inference import LocalChatClient
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class OpenPolicy:
     model: nn.Module
     tokenizer: Any
     runtime: Runtime
-    publisher: PolicyPublisher
+    publisher: PolicyPublisher | None
 
 
 def inference_spec(
@@ -67,28 +73,26 @@ async def open_policy(
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     model, tokenizer = build_model(config, weights)
-    template = HFChatTemplate(tokenizer, tool_parser_of(config))
     async with AsyncExitStack() as stack:
         # Once for the whole run: its trainer and its engine, in their threads, ask for the same.
         stack.enter_context(float32_products(precision_of(config)))
         client: ChatClient
         publisher: PolicyPublisher
         if config.inference.backend == "local":
-            client, publisher = await _local(config, model, tokenizer, stack)
+            client = local = await stack.enter_async_context(local_client(config, model, tokenizer))
+            publisher = LocalPolicyPublisher(local)
         else:
             from ludic.runs.vllm_backend import open_vllm
 
             client, publisher = await open_vllm(config, model, tokenizer, stack, folder)
-        runtime = Runtime(client, template, config.model.name, inference_spec(config))
-        yield OpenPolicy(model, tokenizer, runtime, publisher)
+        yield OpenPolicy(model, tokenizer, runtime_of(config, client, tokenizer), publisher)
 
 
-async def _local(
-    config: RunConfig, model: nn.Module, tokenizer: Any, stack: AsyncExitStack
-) -> tuple[ChatClient, PolicyPublisher]:
+def local_client(config: RunConfig, model: nn.Module, tokenizer: Any) -> LocalChatClient:
+    """Returns an engine in this process that samples from `model` itself."""
     from ludic.inference import LocalChatClient
 
-    client = LocalChatClient(
+    return LocalChatClient(
         model,
         tokenizer,
         max_slots=config.inference.slots,
@@ -96,8 +100,12 @@ async def _local(
         deterministic=config.inference.deterministic,
         precision=precision_of(config),
     )
-    await stack.enter_async_context(client)
-    return client, LocalPolicyPublisher(client)
+
+
+def runtime_of(config: RunConfig, client: ChatClient, tokenizer: Any) -> Runtime:
+    """Returns what the run's agents talk to."""
+    template = HFChatTemplate(tokenizer, tool_parser_of(config))
+    return Runtime(client, template, config.model.name, inference_spec(config))
 
 
 def rollout_engine(config: RunConfig, runtime: Runtime, *, seed: int = 0) -> RolloutEngine:
@@ -123,7 +131,7 @@ def requests_of(
     protocol = ProtocolSpec(part.kind, part.kwargs)
     found: dict[str, tuple[RolloutRequest, float]] = {}
     for section in envs:
-        name = section.kind
+        name = key_of(section.kind)
         while name in found:
             name += "+"
         request = RolloutRequest(EnvSpec(section.kind, section.kwargs), protocol)
@@ -169,7 +177,9 @@ def trainer_config(config: RunConfig, stage: Literal["sft", "rl"], folder: Path)
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """Imports the function named by `module:function`."""
+    """Returns the function named by `module:function`, or given as an object."""
+    if is_given(name):
+        return given(name, "function")  # type: ignore[no-any-return]
     try:
         function = resolve(name)
     except (ImportError, AttributeError, TypeError, ValueError) as exc:
@@ -184,3 +194,13 @@ def make_importable(folder: Path) -> None:
     path = str(folder.resolve())
     if path not in sys.path:
         sys.path.insert(0, path)
+
+
+def bring_in(config: RunConfig, modules: Path) -> None:
+    """Makes what the run names importable, and imports the modules that register names for it."""
+    make_importable(modules)
+    for module in config.run.imports:
+        try:
+            import_module(module)
+        except ImportError as exc:
+            raise ConfigError(f"run.imports: {module!r} cannot be imported: {exc}") from exc

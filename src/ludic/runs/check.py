@@ -28,7 +28,7 @@ from ludic.runs.assemble import (
     trainer_config,
 )
 from ludic.runs.model import build_model, check_device, configuring
-from ludic.runs.opponents import check_seating
+from ludic.runs.players.opponents import check_seating
 from ludic.runs.settings import EnvSection, RunConfig
 from ludic.training import RLAlgorithm, make_algorithm
 from ludic.training.algorithms.opd import OnPolicyDistillationLoss

@@ -69,7 +69,11 @@ async def evaluate_policy(
 
 async def evaluate_run(run: str, overrides: Sequence[str] = ()) -> EvalReport:
     """Evaluates the trained model of a run folder, or the untrained one of a run file."""
-    config, weights = locate(run, overrides)
+    return await evaluate_model(*locate(run, overrides), name=run)
+
+
+async def evaluate_model(config: RunConfig, weights: Path | None, *, name: str) -> EvalReport:
+    """Evaluates the model that a configuration describes, with the weights of a checkpoint."""
     async with open_policy(config, weights=weights) as policy:
         with episodes_bar("evaluation") as update:
-            return await evaluate_policy(config, policy, name=run, on_progress=update)
+            return await evaluate_policy(config, policy, name=name, on_progress=update)

@@ -1,12 +1,17 @@
-"""Ctrl-C: the first one stops a run cleanly, the second one ends the process."""
+"""Waiting for a run, and Ctrl-C: the first one stops it cleanly, the second ends the process."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 NOTICE = b"\nstopping after this step, with a checkpoint; press Ctrl-C again to end at once\n"
 
@@ -34,3 +39,31 @@ def interruptible(stop: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def blocking(
+    work: Callable[[], Coroutine[Any, Any, T]], *, on_interrupt: Callable[[], None] | None = None
+) -> T:
+    """Runs `work()` to its end and returns what it returns.
+
+    Where this thread has a running event loop, as in a notebook, the work gets a thread and a loop
+    of its own. There, an interrupt calls `on_interrupt` (from this thread) and goes on waiting; a
+    second one is raised.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work())
+    pool = ThreadPoolExecutor(1, thread_name_prefix="ludic-run")
+    try:
+        context = contextvars.copy_context()
+        future = pool.submit(context.run, lambda: asyncio.run(work()))
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            if on_interrupt is None or future.done():
+                raise
+            on_interrupt()
+            return future.result()
+    finally:
+        pool.shutdown(wait=False)

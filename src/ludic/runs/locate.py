@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ludic.errors import ConfigError
-from ludic.runs.assemble import make_importable
+from ludic.given import is_in_use
+from ludic.runs.assemble import bring_in
+from ludic.runs.results.terminal import command_name
 from ludic.runs.settings import RunConfig, load_run
+from ludic.runs.settings.from_python import given_names
 from ludic.runs.storage.folder import RunFolder
 
 RUNS = Path(__file__).parent / "files"
@@ -32,13 +35,42 @@ def find_run(run: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path]:
     return load_run(path, overrides), Path.cwd()
 
 
-def locate(run: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path | None]:
+def locate(run: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path | None]:
     """Returns the run's configuration and, if `run` is a run folder, its trained weights. Makes the
     modules that the run names importable."""
     if Path(run).is_dir():
         folder = RunFolder.open(run)
-        make_importable(folder.modules)
-        return folder.config(overrides), folder.weights()
-    config, modules = find_run(run, overrides)
-    make_importable(modules)
+        config, weights = folder.config(overrides), folder.weights()
+        bring_in(config, folder.modules)
+        check_given(config, str(run))
+        return config, weights
+    config, modules = find_run(str(run), overrides)
+    bring_in(config, modules)
     return config, None
+
+
+def check_given(config: RunConfig, run: str) -> None:
+    """Raises if a run names objects of a script that are not in use here."""
+    missing = {
+        path: name for path, name in given_names(config.plain()).items() if not is_in_use(name)
+    }
+    if missing:
+        raise ConfigError(
+            f"{run} was started from a script with Python objects that no file holds "
+            f"({', '.join(missing)}): go on from Python and give them again, as in "
+            f"{_resuming(run, missing)}"
+        )
+
+
+def how_to_go_on(config: RunConfig, run: str) -> str:
+    """Returns how to resume a run: by the command, or from Python where it needs its objects."""
+    given = given_names(config.plain())
+    return _resuming(run, given) if given else f"{command_name()} train --resume {run}"
+
+
+def _resuming(run: str, paths: Iterable[str]) -> str:
+    names = dict.fromkeys(
+        "parser" if path.startswith("protocol.kwargs.parser") else path.partition(".")[0]
+        for path in paths
+    )
+    return f"ludic.resume({run!r}, {', '.join(f'{name}=…' for name in names)})"

@@ -4,46 +4,85 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
+from ludic.arguments import unknown_argument
 from ludic.errors import ConfigError, LudicError, MissingExtraError
+from ludic.given import given, is_given
 from ludic.precision import Precision, default_precision, weights_dtype
 from ludic.runs.settings import ModelSection, RunConfig
+from ludic.runs.settings.paths import earlier_run
+from ludic.runs.storage.folder import RunFolder
 from ludic.seeding import derive_seed
+from ludic.training.checkpoints.model_loading import no_progress_bar
 
 
 def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Module, Any]:
     """Returns the run's model and tokenizer; `weights` is the `model` folder of a checkpoint."""
     section, dtype = config.model, weights_dtype(precision_of(config))
-    if section.name == "tiny":
-        from ludic.inference.tiny import tiny_model, tiny_tokenizer
-
-        options = dict(section.kwargs)
-        seed = derive_seed(config.run.seed, "model")
-        try:
-            tokenizer = tiny_tokenizer(words=options.pop("words", ()))
-            model: nn.Module = tiny_model(seed, vocab_size=len(tokenizer), **options)
-            model.to(dtype)
-        except Exception as exc:  # of many kinds, but about these arguments: there are no others
-            raise ConfigError(f"model.kwargs does not fit the tiny model: {exc}") from exc
+    if is_given(section.name):
+        model, tokenizer = given(section.name, "model")
+    elif section.name == "tiny":
+        model, tokenizer = _tiny(section, derive_seed(config.run.seed, "model"), dtype)
+    elif (earlier := earlier_run(section.name)) is not None:
+        model, tokenizer = _from_run(section, dtype, *earlier)
     else:
-        model, tokenizer = _from_pretrained(section, dtype)
+        model, tokenizer = _from_pretrained(section, section.name, dtype)
     if section.lora is not None:
         model = _with_adapter(model, section)
     if weights is not None:
         load_weights(model, weights)
+    if is_given(section.name) and section.device is None:
+        return model, tokenizer  # it stays where the script put it
     return model.to(check_device(section)), tokenizer
 
 
 def precision_of(config: RunConfig) -> Precision:
-    """Returns what trainer and engine compute in: as the run says, or as its device suggests."""
+    """Returns what trainer and engine compute in: as the run says, or as its device suggests. A
+    loaded model that a script gave is taken as it is."""
     section = config.model
-    said = section.precision or section.dtype
-    return said or default_precision(check_device(section).type)
+    if said := section.precision or section.dtype:
+        return said
+    if is_given(section.name):
+        weights = next(given(section.name, "model")[0].parameters())
+        return "bfloat16" if weights.dtype == torch.bfloat16 else "float32"
+    return default_precision(check_device(section).type)
+
+
+def _tiny(section: ModelSection, seed: int, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+    from ludic.inference.tiny import tiny_model, tiny_tokenizer
+
+    options = dict(section.kwargs)
+    known = [*signature(tiny_model).parameters, "words"]
+    known = [name for name in known if name not in ("seed", "vocab_size")]
+    if unknown := [name for name in options if name not in known]:
+        raise ConfigError(f"model.kwargs of the tiny model: {unknown_argument(unknown[0], known)}")
+    try:
+        tokenizer = tiny_tokenizer(words=options.pop("words", ()))
+        model = tiny_model(seed, vocab_size=len(tokenizer), **options)
+        return model.to(dtype), tokenizer
+    except Exception as exc:  # of many kinds, but about these arguments: there are no others
+        raise ConfigError(f"model.kwargs does not fit the tiny model: {exc}") from exc
+
+
+def _from_run(
+    section: ModelSection, dtype: torch.dtype, path: Path, which: str | None
+) -> tuple[nn.Module, Any]:
+    """The model of another run's checkpoint. An adapter is merged into what it was trained on."""
+    folder = RunFolder.open(path)
+    weights = folder.weights(which)
+    if (weights / "config.json").is_file() and (weights / "tokenizer_config.json").is_file():
+        return _from_pretrained(section, str(weights), dtype)
+    model, tokenizer = build_model(folder.config(), weights)
+    merge: Any = getattr(model, "merge_and_unload", None)
+    return (merge() if merge else model).to(dtype), tokenizer
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
@@ -53,7 +92,10 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{folder} holds no weights: has the run saved a checkpoint yet?")
-    state = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    try:
+        state = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except SafetensorError as exc:
+        raise ConfigError(f"the weights in {folder} are damaged: {exc}") from exc
     if hasattr(model, "peft_config"):
         from peft import set_peft_model_state_dict
 
@@ -66,24 +108,39 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         raise ConfigError(f"{folder} comes from another model: {names[0]!r} does not fit")
 
 
-def _from_pretrained(section: ModelSection, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+def _from_pretrained(section: ModelSection, name: str, dtype: torch.dtype) -> tuple[nn.Module, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(section.name, **options)
-        model = AutoModelForCausalLM.from_pretrained(
-            section.name, dtype=dtype, **options, **section.kwargs
-        )
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        options |= section.kwargs
+        with no_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
     except (OSError, ValueError) as exc:
-        reason = str(exc).strip().splitlines()[0]
+        reason = shorten(str(exc), 600, placeholder=" …")  # some list every model there is
         raise ConfigError(
-            f'model.name={section.name!r} is neither "tiny" nor a model that can be loaded from '
-            f"a folder or the hub: {reason}"
+            f'model.name={name!r} is neither "tiny" nor a run folder, nor a model that can be '
+            f"loaded from a folder or the hub: {reason}"
+        ) from exc
+    except SafetensorError as exc:
+        raise ConfigError(
+            f"model.name={name!r}: its weights are damaged or cut ({exc}): copy or download them "
+            "again"
         ) from exc
     except TypeError as exc:
-        raise ConfigError(f"model.kwargs does not fit {section.name!r}: {exc}") from exc
+        raise ConfigError(
+            f"model.kwargs does not fit {name!r}: {_misfit(section, name, exc)}"
+        ) from exc
     return model, tokenizer
+
+
+def _misfit(section: ModelSection, name: str, error: TypeError) -> str:
+    from transformers import AutoConfig
+
+    known = sorted(AutoConfig.from_pretrained(name).to_dict())
+    unknown = [key for key in section.kwargs if key not in known and key in str(error)]
+    return unknown_argument(unknown[0], known) if unknown else str(error)
 
 
 def _with_adapter(model: nn.Module, section: ModelSection) -> nn.Module:
@@ -124,10 +181,12 @@ def check_device(section: ModelSection) -> torch.device:
 
 @contextmanager
 def configuring(what: str) -> Iterator[None]:
-    """Turns a constructor's complaint about its arguments into a `ConfigError` about `what`."""
+    """Turns whatever a part raises while it is made into a `ConfigError` about `what`."""
     try:
         yield
     except LudicError:
         raise
     except (TypeError, ValueError) as exc:
         raise ConfigError(f"{what}: {exc}") from exc
+    except Exception as exc:
+        raise ConfigError(f"{what} cannot be made: {type(exc).__name__}: {exc}") from exc

@@ -15,7 +15,7 @@ from ludic.runs.assemble import (
     rollout_engine,
 )
 from ludic.runs.locate import locate
-from ludic.runs.settings import apply_override
+from ludic.runs.settings import RunConfig, apply_override
 from ludic.runs.storage.folder import RunFolder
 from ludic.seeding import derive_seed
 from ludic.types import EnvSpec, Rollout
@@ -39,7 +39,13 @@ def env_to_play(env: str, settings: Sequence[str]) -> EnvSpec:
 
 async def watch(env: EnvSpec, run: str, *, seed: int) -> list[Rollout]:
     """Plays one episode of `env` with the run's model."""
-    config, weights = locate(run)
+    return await watch_model(env, *locate(run), seed=seed)
+
+
+async def watch_model(
+    env: EnvSpec, config: RunConfig, weights: Path | None, *, seed: int
+) -> list[Rollout]:
+    """Plays one episode of `env` with the model that a configuration describes."""
     mixes = (requests_of(config), requests_of(config, held_out=True))
     known = {request.env.kind: request for mix in mixes for request, _ in mix.values()}
     request = known.get(env.kind) or next(iter(known.values()))

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
-from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from ludic.errors import ConfigError, RolloutError
 from ludic.eval import EvalReport
-from ludic.runs.assemble import (
-    OpenPolicy,
-    algorithm_of,
-    open_policy,
-    rollout_engine,
-    trainer_config,
-)
+from ludic.precision import float32_products
+from ludic.runs.assemble import trainer_config
 from ludic.runs.collecting import rare_collections
 from ludic.runs.evaluation import evaluate_policy
 from ludic.runs.interruption import interruptible
-from ludic.runs.opponents import seating
+from ludic.runs.locate import how_to_go_on
+from ludic.runs.model import precision_of
+from ludic.runs.players.teacher import write_lessons
 from ludic.runs.results.conclusion import conclude
-from ludic.runs.results.terminal import command_name, console, episodes_bar, say
+from ludic.runs.results.terminal import console, episodes_bar, say
 from ludic.runs.settings import RunConfig
 from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage.lock import locked
 from ludic.runs.storage.rollout_log import open_rollout_log, rollout_file
-from ludic.runs.teach import write_lessons
 from ludic.seeding import derive_seed
-from ludic.training import (
-    BatchSource,
-    OfflineBatchSource,
-    RLAlgorithm,
-    RolloutBatchSource,
-    Trainer,
-    make_algorithm,
-)
+from ludic.training import OfflineBatchSource, RolloutBatchSource, Trainer, make_algorithm
 from ludic.training.metrics.loggers import (
     ConsoleLogger,
     Logger,
@@ -44,7 +37,11 @@ from ludic.training.metrics.loggers import (
     WandbLogger,
 )
 
+if TYPE_CHECKING:
+    from ludic.runs.run import Run
+
 T = TypeVar("T")
+Stage = Literal["sft", "rl"]
 SHOWN = {
     "sft": ("train/nll", "perf/tokens_per_s"),
     "rl": ("train/reward_mean", "train/loss", "train/entropy", "perf/tokens_per_s"),
@@ -52,54 +49,115 @@ SHOWN = {
 BACKENDS = {"local": "in this process", "vllm": "by vLLM"}
 
 
-class TrainingRun:
-    """Evaluation, cold start, reinforcement, each followed by an evaluation. Stages that the folder
-    shows as done are skipped."""
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One update of a run: its stage, its number in that stage, and its metrics."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder) -> None:
-        self.config, self.folder = config, folder
-        self.seed = config.run.seed
+    stage: Stage
+    step: int
+    metrics: Mapping[str, float]
+
+
+class TrainingRun:
+    """Carries a run out: evaluation, cold start, reinforcement, each followed by an evaluation.
+    Stages that the folder shows as done are skipped."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.config, self.folder = run, run.config, run.folder
+        self.seed = run.config.run.seed
         self.reports: dict[str, EvalReport] = {}
         self.stopped = False
+        self._begun = False
         self._trainer: Trainer | None = None
         self._playing: asyncio.Task[Any] | None = None
 
+    @staticmethod
+    def of(run: Run) -> TrainingRun:
+        """Returns what carries out `run`, the same one every time."""
+        if run._stages is None:
+            run._stages = TrainingRun(run)
+        return run._stages
+
     async def go(self) -> None:
-        """Runs the stages that are left, until the end or until Ctrl-C."""
+        """Runs the stages that are left, until the end or until Ctrl-C. If a new run fails before
+        there is anything to keep, its folder is removed."""
+        if self._begun:
+            raise ConfigError(
+                f"this run has been carried out: go on with ludic.resume({str(self.folder.path)!r})"
+            )
+        self.folder = self.run.folder
+        if not self.run.resumed:
+            self.folder.make(self.config, modules=self.run.modules)
+        with locked(self.folder.path):
+            self._begun = True
+            if self.run.resumed:
+                self.folder.take_up(self.config)
+            try:
+                await self._go()
+            except Exception:
+                if not self.run.resumed:
+                    self.folder.abandon()
+                raise
+
+    async def _go(self) -> None:
         started = time.monotonic()
         say(f"run folder: {self.folder.path}")
-        with interruptible(self._stop):
-            async with open_policy(self.config, folder=self.folder.path) as policy:
-                size = sum(p.numel() for p in policy.model.parameters())
+        with interruptible(self.stop):
+            async with self._opened():
+                size = sum(p.numel() for p in self.run.model.parameters())
                 backend = BACKENDS[self.config.inference.backend]
                 say(f"model: {self.config.model.name}, {size:,} parameters; sampled {backend}")
-                await self._stages(policy)
+                await self._stages()
                 if self.stopped:
-                    say(f"stopped; go on with: {command_name()} train --resume {self.folder.path}")
+                    say(f"stopped; go on with: {how_to_go_on(self.config, str(self.folder.path))}")
                     return
                 seconds = time.monotonic() - started
+                policy = self.run.policy
                 await conclude(self.config, self.folder, self.reports, policy, seconds)
 
-    async def _stages(self, policy: OpenPolicy) -> None:
-        version = 0
-        await self._evaluate(policy, "before")
-        if self.config.sft is not None and self.config.sft.steps and not self.stopped:
-            version = await self._sft(policy)
-            await self._evaluate(policy, "after_sft")
-        if self.config.training.steps and not self.stopped:
-            await self._reinforce(policy, version)
-            await self._evaluate(policy, "after_rl")
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[None]:
+        """Opens the run's client, and closes it at the end. From here on, pieces stay."""
+        run = self.run
+        async with AsyncExitStack() as stack:
+            # Once for the whole run: its trainer and its engine, in two threads, ask for the same.
+            stack.enter_context(float32_products(precision_of(self.config)))
+            if self.config.inference.backend == "vllm" and "client" not in run._replaced:
+                from ludic.runs.vllm_backend import open_vllm
 
-    def _stop(self) -> None:
+                client, publisher = await open_vllm(
+                    self.config, run.model, run.tokenizer, stack, self.folder.path
+                )
+                run.client = client
+                if "publisher" not in run._replaced:
+                    run.publisher = publisher
+            elif hasattr(run.client, "__aenter__"):
+                opened: Any = run.client
+                await stack.enter_async_context(opened)
+            run._frozen = "the run has begun"
+            yield
+
+    async def _stages(self) -> None:
+        version = 0
+        await self._evaluate("before")
+        if self.config.sft is not None and self.config.sft.steps and not self.stopped:
+            version = await self._sft()
+            await self._evaluate("after_sft")
+        if self.config.training.steps and not self.stopped:
+            await self._reinforce(version)
+            await self._evaluate("after_rl")
+
+    def stop(self) -> None:
+        """Lets the run end after the current step, with a checkpoint."""
         self.stopped = True
         if self._trainer is not None:
             self._trainer.stop()
         if self._playing is not None:
             self._playing.cancel()  # these episodes are cheap to play again
 
-    async def _sft(self, policy: OpenPolicy) -> int:
+    async def _sft(self) -> int:
         """Trains the cold start; returns the policy's version after it."""
-        sft = self.config.sft
+        sft, policy = self.config.sft, self.run.policy
         assert sft is not None
         if sft.data is not None:
             path = Path(sft.data)
@@ -118,54 +176,36 @@ class TrainingRun:
             batch_size=sft.batch_size,
             seed=derive_seed(self.seed, "sft"),
         )
-        trainer = self._make_trainer(policy, "sft", algorithm, source, sft.steps)
-        await self._train(trainer, trainer.train(sft.steps))
-        return trainer.version
-
-    async def _reinforce(self, policy: OpenPolicy, version: int) -> None:
-        training, algorithm = self.config.training, algorithm_of(self.config)
-        say(
-            f"reinforcement: {training.steps} updates of {training.rollouts_per_update} episodes, "
-            f"{algorithm.name}"
-        )
-        async with seating(self.config, policy, self.folder.path) as seats:
-            seed = derive_seed(self.seed, "train")
-            engine = rollout_engine(self.config, seats.runtime, seed=seed)
-            source = RolloutBatchSource(
-                engine=engine,
-                request_fn=seats.curriculum,
-                algorithm=algorithm,
-                max_steps=training.max_steps,
-                concurrency=training.concurrency,
-                rollouts_per_update=training.rollouts_per_update,
-            )
-            trainer = self._make_trainer(policy, "rl", algorithm, source, training.steps)
-            trainer.version = version
-            await trainer.start()
-            async with AsyncExitStack() as stack:
-                stack.enter_context(rare_collections())
-                if self.config.logging.keep_rollouts:
-                    log = open_rollout_log(rollout_file(self.folder.rollouts, "train"), source.step)
-                    engine.writer = await stack.enter_async_context(log)
-                await self._train(trainer, seats.train(trainer, training.steps))
-
-    def _make_trainer(
-        self,
-        policy: OpenPolicy,
-        stage: Literal["sft", "rl"],
-        algorithm: RLAlgorithm,
-        source: BatchSource,
-        steps: int,
-    ) -> Trainer:
-        return Trainer(
+        trainer = Trainer(
             model=policy.model,
             algo=algorithm,
             batch_source=source,
             publisher=policy.publisher,
-            cfg=trainer_config(self.config, stage, self.folder.path),
-            loggers=self._loggers(SHOWN[stage], steps),
-            evaluate=(lambda step: self._during(policy, step)) if stage == "rl" else None,
+            cfg=trainer_config(self.config, "sft", self.folder.path),
+            loggers=make_loggers(self.config, self.folder, "sft"),
+            tokenizer=copy.deepcopy(policy.tokenizer),
+            callbacks=[lambda step, metrics: self.run.updated(Update("sft", step, metrics))],
         )
+        await self._train(trainer, trainer.train(sft.steps))
+        return trainer.version
+
+    async def _reinforce(self, version: int) -> None:
+        training, run = self.config.training, self.run
+        say(
+            f"reinforcement: {training.steps} updates of {training.rollouts_per_update} episodes, "
+            f"{run.algorithm.name}"
+        )
+        async with run.seating as seats:
+            trainer, source = run.trainer, run.source
+            trainer.optimizer.take_weights()  # it may be older than the cold start
+            trainer.version = version
+            await trainer.start()
+            async with AsyncExitStack() as stack:
+                stack.enter_context(rare_collections())
+                if self.config.logging.keep_rollouts and isinstance(source, RolloutBatchSource):
+                    log = open_rollout_log(rollout_file(self.folder.rollouts, "train"), source.step)
+                    source.engine.writer = await stack.enter_async_context(log)
+                await self._train(trainer, seats.train(trainer, training.steps))
 
     async def _train(self, trainer: Trainer, work: Coroutine[Any, Any, None]) -> None:
         self._trainer = trainer
@@ -177,20 +217,7 @@ class TrainingRun:
             trainer.close()
             self._trainer = None
 
-    def _loggers(self, keys: Sequence[str], steps: int) -> list[Logger]:
-        loggers: list[Logger] = []
-        for name in self.config.logging.loggers:
-            if name == "live" and console.is_terminal:
-                loggers.append(RichLiveLogger(keys, total_steps=steps, console=console))
-            elif name in ("live", "console"):
-                loggers.append(ConsoleLogger(keys, every=max(steps // 10, 1)))
-            elif name == "wandb":
-                loggers.append(WandbLogger())
-            else:
-                loggers.append(TensorBoardLogger(self.folder.path / "tensorboard"))
-        return loggers
-
-    async def _evaluate(self, policy: OpenPolicy, stage: str) -> None:
+    async def _evaluate(self, stage: str) -> None:
         """Plays the held-out episodes, unless the folder has their report already."""
         if self.folder.has(f"eval/{stage}.json"):
             self.reports[stage] = EvalReport.from_dict(self.folder.read_json(f"eval/{stage}.json"))
@@ -198,9 +225,14 @@ class TrainingRun:
         if self.stopped:
             return
         with episodes_bar(f"evaluation {stage.replace('_', ' ')}") as update:
-            work = evaluate_policy(self.config, policy, name=stage, on_progress=update)
+            work = evaluate_policy(self.config, self.run.policy, name=stage, on_progress=update)
             report = await self._unless_stopped(work)
         if report is not None:
+            if all(episode.error for episode in report.episodes):
+                raise RolloutError(
+                    f"every episode of the evaluation {stage.replace('_', ' ')} failed, the first "
+                    f"with: {report.episodes[0].error}"
+                )
             self.folder.write_json(f"eval/{stage}.json", report.to_dict())
             self.reports[stage] = report
 
@@ -216,7 +248,25 @@ class TrainingRun:
         finally:
             self._playing = None
 
-    async def _during(self, policy: OpenPolicy, step: int) -> dict[str, float]:
-        report = await evaluate_policy(self.config, policy, name=f"step-{step}")
+    async def evaluate_during(self, step: int) -> dict[str, float]:
+        """Plays the held-out episodes between two updates, and returns figures to log."""
+        report = await evaluate_policy(self.config, self.run.policy, name=f"step-{step}")
         self.folder.write_json(f"eval/step-{step}.json", report.to_dict())
         return report.metrics()
+
+
+def make_loggers(config: RunConfig, folder: RunFolder, stage: Stage) -> list[Logger]:
+    """Returns the loggers that a stage of the run names, besides `metrics.jsonl`."""
+    keys = SHOWN[stage]
+    steps = config.sft.steps if stage == "sft" and config.sft else config.training.steps
+    loggers: list[Logger] = []
+    for name in config.logging.loggers:
+        if name == "live" and console.is_terminal:
+            loggers.append(RichLiveLogger(keys, total_steps=steps, console=console))
+        elif name in ("live", "console"):
+            loggers.append(ConsoleLogger(keys, every=max(steps // 10, 1)))
+        elif name == "wandb":
+            loggers.append(WandbLogger())
+        else:
+            loggers.append(TensorBoardLogger(folder.path / "tensorboard"))
+    return loggers

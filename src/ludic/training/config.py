@@ -1,4 +1,7 @@
-"""The trainer's settings. Combinations that cannot work are refused when they are written down."""
+"""The trainer's settings. Combinations that cannot work are refused when they are written down.
+
+A run file's `[training]` takes its defaults from here.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class CheckpointConfig:
 
     folder: str | Path
     every: int = 50
-    keep: int = 3
+    keep: int = 2
     background: bool = False
     resume: bool = True
     write_timeout_s: float = 1800.0
@@ -49,6 +52,7 @@ class TrainerConfig:
     """How to optimise, and how much fits on the device at once.
 
     `micro_token_budget` bounds the tokens of one forward pass and is all that memory depends on;
+    None: 16,384 or `max_seq_len`, and on a single GPU more if an estimate says that it fits.
     `max_seq_len` bounds a single sample, and a longer one is an error. `epochs` and
     `mini_batches` give several optimizer steps per batch, with proximal log-probs from before the
     first. `overlap` samples the next batch, under the present policy, while this one trains.
@@ -57,7 +61,7 @@ class TrainerConfig:
     `head_kernels` says what turns logits into log-probs on a GPU.
     """
 
-    learning_rate: float = 1e-6
+    learning_rate: float = 1e-5
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -67,8 +71,8 @@ class TrainerConfig:
     total_steps: int | None = None
     final_lr_ratio: float = 0.0
 
-    max_seq_len: int = 8192
-    micro_token_budget: int = 16384
+    max_seq_len: int = 2048
+    micro_token_budget: int | None = None
     epochs: int = 1
     mini_batches: int = 1
     overlap: bool = False
@@ -130,7 +134,7 @@ class TrainerConfig:
         for ok, name, must in rules:
             if not ok:
                 raise ConfigError(f"TrainerConfig.{name}={getattr(self, name)!r}: must be {must}")
-        if self.micro_token_budget < self.max_seq_len:
+        if self.micro_token_budget is not None and self.micro_token_budget < self.max_seq_len:
             raise ConfigError(
                 f"micro_token_budget={self.micro_token_budget} is below max_seq_len="
                 f"{self.max_seq_len}: a sample of that length would not fit any micro-batch; raise "

@@ -54,7 +54,8 @@ class Trainer:
     It knows nothing about episodes or rewards, only batches of state, action and weight. `algo` may
     be left out if the source has one. With a `mesh` the model is sharded over its ranks (FSDP2);
     batches then come from rank 0's source, and only rank 0 publishes and logs. `stateful` are other
-    objects to save with every checkpoint.
+    objects to save with every checkpoint. A `tokenizer` is saved beside every saved model.
+    `callbacks` are called after every step, with its number and its metrics.
     """
 
     def __init__(
@@ -70,6 +71,8 @@ class Trainer:
         init_from: str | None = None,
         evaluate: Evaluate | None = None,
         stateful: Mapping[str, Stateful] | None = None,
+        tokenizer: Any = None,
+        callbacks: Sequence[Callable[[int, Metrics], object]] = (),
     ) -> None:
         self.cfg = cfg = cfg or TrainerConfig()
         self.algo = algo = one_algorithm(algo, batch_source)
@@ -109,13 +112,15 @@ class Trainer:
         self.optimizer = MasterAdamW(model.named_parameters(), cfg)
         self.passes = Passes(self.policy, algo.loss, cfg, self.world, cost)
         self.step = self.version = self.nonfinite_steps = 0
-        self.evaluate = evaluate
+        self.evaluate, self.callbacks = evaluate, callbacks
         self.log = MetricLog(loggers, cfg.run_dir, algo.name, writes=self.world.leads)
         self.perf = PerfMeter(model, self.world)
         self._stateful: dict[str, Stateful] = {**(stateful or {}), "algorithm": algo}
         if isinstance(batch_source, Stateful):
             self._stateful["batch_source"] = batch_source
-        self._checkpoints = Checkpointer(cfg.checkpoint, self.world) if cfg.checkpoint else None
+        self._checkpoints = (
+            Checkpointer(cfg.checkpoint, self.world, tokenizer) if cfg.checkpoint else None
+        )
         self._publish_log = PublishLog()
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="ludic-train")
         self._saving_s = 0.0  # time of the previous save, logged with the next step
@@ -236,6 +241,8 @@ class Trainer:
         self._saving_s = 0.0
         if self._checkpoints and self.step % self._checkpoints.cfg.every == 0:
             await self._save()
+        for callback in self.callbacks:
+            callback(self.step, metrics)
         return metrics
 
     def _clip(self, norm: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -68,7 +69,7 @@ def test_the_longest_shared_prefix_is_found_and_the_same_entries_stay_as_by_a_sc
     store, scan = PrefixStore(max_tokens), Scan(max_tokens)
     for adds, tokens in steps:
         if adds:
-            store.add(tokens, kv_of(tokens))
+            store.add(tokens, partial(kv_of, tokens))
             scan.add(tokens)
         else:
             entry, shared = store.find(tokens)
@@ -90,7 +91,7 @@ def test_a_store_full_of_one_system_prompt_is_as_quick_as_a_small_one() -> None:
         store = PrefixStore(10**9)
         for i in range(entries):
             tokens = array([1] * 100 + [i] + [2] * 20)
-            store.add(tokens, kv_of(tokens))
+            store.add(tokens, partial(kv_of, tokens))
         best = float("inf")
         for _ in range(5):
             start = time.perf_counter()

@@ -18,7 +18,8 @@ def test_a_prompt_that_comes_again_is_the_same_and_can_be_extended() -> None:
     asked: Any = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1?"}]
     first = template.render(asked)
     first.append(0)  # the caller's own list
-    again = template.render([dict(m) for m in asked])
+    copies: Any = [dict(m) for m in asked]
+    again = template.render(copies)
     assert again == other.render(asked)
     answer = [*template.codec.encode("2"), template.end_token_id]
     trace = TokenTrace(tuple(again), tuple(answer))
@@ -30,7 +31,7 @@ def test_a_message_without_content_is_refused_although_an_empty_one_was_rendered
     template = HFChatTemplate(tiny_tokenizer())
     template.render([{"role": "user", "content": ""}])
     with pytest.raises(TemplateError, match="content"):
-        template.render([{"role": "user", "name": "x"}])  # type: ignore[list-item]
+        template.render([{"role": "user", "name": "x"}])  # type: ignore[typeddict-item]
 
 
 @pytest.mark.parametrize(

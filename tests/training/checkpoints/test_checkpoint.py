@@ -247,11 +247,11 @@ def test_the_newest_whole_checkpoint_stands_in_for_a_damaged_one(
 def test_every_damaged_checkpoint_on_the_way_is_named_and_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(make(tmp_path, every=1), 3)
+    run(make(tmp_path, every=1, keep=3), 3)
     for _ in range(2):  # the second time under further names
         damage_checkpoint(tmp_path / "ck/step-00000003", "flipped")
         damage_checkpoint(tmp_path / "ck/step-00000002", "missing")
-        trainer = make(tmp_path, every=1)
+        trainer = make(tmp_path, every=1, keep=3)
         run(trainer, 3)
         assert trainer.step == 3
     assert [r.getMessage().split(":")[0] for r in caplog.records] == [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError
-from ludic.training.update import attention, dense_attention
+from ludic.training.update import attention
 from ludic.training.update.dense_attention import SequenceLengths, in_buckets, one_by_one
 
 CPU = torch.device("cpu")
@@ -115,14 +115,13 @@ def test_in_buckets_and_one_by_one_attention_and_its_gradient_are_exact(
     ]
     weights = torch.randn(1, sum(lengths), heads[0], 8, generator=gen, dtype=torch.float64)
     results = []
-    for compute in (
-        lambda *qkv: by_hand(*qkv, lengths, window),
-        lambda *qkv: in_buckets(*qkv, SequenceLengths(lengths, CPU), 0.3, window),
-        lambda *qkv: one_by_one(*qkv, SequenceLengths(lengths, CPU), 0.3, window),
-    ):
-        leaves = [t.clone().requires_grad_() for t in inputs]
-        out = compute(*leaves)
-        (out * weights).sum().backward()
+    for attend in (by_hand, in_buckets, one_by_one):
+        q, k, v = leaves = [t.clone().requires_grad_() for t in inputs]
+        if attend is by_hand:
+            out = by_hand(q, k, v, lengths, window)
+        else:
+            out = attend(q, k, v, SequenceLengths(lengths, CPU), 0.3, window)  # type: ignore[call-arg, arg-type]
+        (out * weights).sum().backward()  # type: ignore[no-untyped-call]
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
     for found in results[1:]:
         for a, b in zip(results[0], found, strict=True):
@@ -157,7 +156,7 @@ def test_sequences_of_like_length_are_one_call(
         asked.append(q.shape)
         return real(q, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(dense_attention.F, "scaled_dot_product_attention", count)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", count)
     q = torch.randn(1, 2, sum(lengths), 4)
     in_buckets(q, q, q, SequenceLengths(lengths, CPU), None, 0)
     assert len(asked) == calls

@@ -214,8 +214,8 @@ def test_a_head_in_mixed_precision_multiplies_in_bfloat16_and_rounds_no_logits(
     assert found.dtype == torch.float32
     # A head of several parts rounds its own output, which nothing here can help.
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=0.05 if adapted else 2e-5)
-    found.sum().backward()
-    wanted.sum().backward()
+    found.sum().backward()  # type: ignore[no-untyped-call]
+    wanted.sum().backward()  # type: ignore[no-untyped-call]
     assert linear.weight.grad is not None
     assert linear.weight.grad.dtype == hidden.grad.dtype == torch.float32  # type: ignore[union-attr]
     for mine, theirs in (

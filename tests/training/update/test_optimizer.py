@@ -94,7 +94,7 @@ def test_mixed_precision_moves_the_matrices_of_a_bfloat16_checkpoint_within_thei
 
     for precision in ("mixed", "float32", "tf32", None):
         before, after = parameters(), parameters()
-        MasterAdamW(after.items(), TrainerConfig(precision=precision))  # type: ignore[arg-type]
+        MasterAdamW(after.items(), TrainerConfig(precision=precision))
         moved = {name for name in after if not torch.equal(before[name], after[name])}
         assert moved == ({"rounded"} if precision == "mixed" else set())
         assert torch.equal(before["rounded"].bfloat16(), after["rounded"].bfloat16())
@@ -108,6 +108,15 @@ def test_gradients_of_micro_batches_add_up_in_float32() -> None:
         optimizer.accumulate()
     assert optimizer.gradients()[0].item() == 288.0
     assert optimizer.gradient_norm().item() == 288.0
+
+
+def test_masters_take_the_weights_that_somebody_else_trained_meanwhile() -> None:
+    module = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    optimizer = MasterAdamW(module.named_parameters(), TrainerConfig())
+    with torch.no_grad():
+        module.weight.add_(1)
+    optimizer.take_weights()
+    assert torch.equal(optimizer.masters["weight"], module.weight.float())
 
 
 def test_a_float32_module_takes_the_steps_of_plain_adamw() -> None:

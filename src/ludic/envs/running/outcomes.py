@@ -50,7 +50,7 @@ def checked_outcomes(
     """What `step` returned, if it is a sound outcome for each agent that acted, and for no agent
     that is unknown or had ended. Numbers of other libraries become floats and bools."""
     try:
-        if not isinstance(result, Mapping):
+        if type(result) is not dict and not isinstance(result, Mapping):
             raise _Broken(f"returned {_kind(result)}; return {{agent_id: StepOutcome}}")
         for agent in acted:
             if agent not in result:
@@ -127,7 +127,7 @@ def _check_told(agent: AgentID, obs: Any, info: Any) -> None:
             f"gave agent {agent!r} an observation that is {_kind(obs)}; observations are text: "
             "give a str"
         )
-    if not isinstance(info, Mapping):
+    if type(info) is not dict and not isinstance(info, Mapping):
         raise _Broken(f"gave agent {agent!r} an info that is {_kind(info)}; give a dict")
     try:
         check_json(info, "info")

@@ -160,16 +160,14 @@ def grouped_attention(
     (n, width), (heads, dim), kv_heads = masks.positions.shape, q.shape[1:], keys.shape[1]
     most = max(1, MAX_MASK // (n * masks.length * (heads // kv_heads)))
     if width > most:
-        parts = [
-            grouped_attention(
-                part.flatten(0, 1), keys, values, Masks(at, masks.length), scale, window
-            ).unflatten(0, at.shape)  # type: ignore[no-untyped-call]
-            for part, at in zip(
-                torch.split(q.reshape(n, width, *q.shape[1:]), most, 1),
-                torch.split(masks.positions, most, 1),
-                strict=True,
-            )
-        ]
+        by_sequence = q.reshape(n, width, heads, dim)
+        parts = []
+        for first in range(0, width, most):
+            some = slice(first, first + most)
+            part = Masks(masks.positions[:, some], masks.length)
+            rows = by_sequence[:, some].reshape(-1, heads, dim)
+            out = grouped_attention(rows, keys, values, part, scale, window)
+            parts.append(out.view(n, -1, heads, dim))
         return torch.cat(parts, 1).flatten(0, 1)
     mask = masks.get(window, q, kv_heads)
     if width == 1:

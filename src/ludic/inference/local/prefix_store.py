@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -92,8 +93,9 @@ class PrefixStore:
         self._entries.move_to_end(best)
         return self._entries[best], length
 
-    def add(self, tokens: NDArray[np.int64], kv: Tensor) -> None:
-        """Keeps a copy of `kv`, unless it is covered already or larger than the whole store."""
+    def add(self, tokens: NDArray[np.int64], copy: Callable[[], Tensor]) -> None:
+        """Keeps the keys and values that `copy` makes, unless they are covered already or larger
+        than the whole store."""
         if len(tokens) < _WORTH_KEEPING or len(tokens) > self.max_tokens:
             return
         key = token_key(tokens)
@@ -105,7 +107,7 @@ class PrefixStore:
                 self._drop(other)
         while self.tokens + len(tokens) > self.max_tokens:
             self._drop(next(iter(self._entries)))
-        self._entries[key] = Prefix(tokens, kv.clone())
+        self._entries[key] = Prefix(tokens, copy())
         self._in_order.add(key, key)
         self.tokens += len(tokens)
 

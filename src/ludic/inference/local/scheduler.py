@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ludic.errors import InferenceError, OutOfMemoryError
@@ -179,8 +178,8 @@ class Scheduler:
             entry, donor, shared = None, None, 0
         self.memory.place(sequence, len(tokens))
         assert sequence.arena is not None
-        if donor is not None and donor.arena is not None:
-            sequence.arena.write(sequence.slot, donor.arena.read(donor.slot, shared))
+        if donor is not None:
+            self._copy_beginning(donor, sequence, shared)
         elif entry is not None:
             sequence.arena.write(sequence.slot, entry.kv[:, :, :, :shared])
         sequence.computed = sequence.reused = shared
@@ -193,6 +192,11 @@ class Scheduler:
         c.prompt_tokens += sequence.prompt_len
         c.reused_tokens += shared
         return True
+
+    def _copy_beginning(self, donor: Sequence, sequence: Sequence, tokens: int) -> None:
+        assert donor.arena is not None
+        assert sequence.arena is not None
+        sequence.arena.write(sequence.slot, donor.arena.read(donor.slot, tokens))
 
     # Steps
 
@@ -261,23 +265,23 @@ class Scheduler:
                 answers.append((s, s.response(self.decode(s.completion), info)))
             except Exception as exc:
                 self._fail(s, step_error(exc, s, by="the engine"))
-                continue
-            self._keep(s)
         self.counters.finished += len(answers)
+        ending = [s for s, _ in answers]
         try:
-            self._leave_together([s for s, _ in answers])
+            # A cache: without an entry the next request computes it again.
+            with suppress(Exception):
+                self._keep(ending)
+            self._leave_together(ending)
         finally:  # whatever becomes of the engine, these are answered
             for s, answer in answers:
                 s.deliver(answer)
 
-    def _keep(self, sequence: Sequence) -> None:
-        """Puts what was computed into the store, if there is memory for it."""
-        assert sequence.arena is not None
-        known = min(sequence.computed, len(sequence.tokens) - 1)
-        kv = sequence.arena.read(sequence.slot, known)
-        # A cache: without the entry the next request computes it again.
-        with suppress(Exception):
-            self.store.add(np.asarray(sequence.tokens[:known], dtype=np.int64), kv)
+    def _keep(self, sequences: Seq[Sequence]) -> None:
+        """Puts what was computed of these into the store, if there is memory for it."""
+        for s in sequences:
+            assert s.arena is not None
+            tokens = s.known_tokens()
+            self.store.add(tokens, s.arena.read(s.slot, len(tokens)).clone)
 
     def _turn_away(self, sequence: Sequence, exc: Exception) -> None:
         """Fails a sequence that could not join: it has a slot at most, the last one."""

@@ -58,6 +58,12 @@ class Sequence(Tenant):
     def completion(self) -> list[int]:
         return self.tokens[self.prompt_len :]
 
+    def known_tokens(self) -> NDArray[np.int64]:
+        """The tokens whose keys and values are in the slot and may be kept. The last one of a
+        sequence that ended is not: nothing was computed from it."""
+        known = min(self.computed, len(self.tokens) - 1)
+        return np.asarray(self.tokens[:known], dtype=np.int64)
+
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_len

@@ -35,7 +35,7 @@ def check_windows(model: nn.Module, ids: Tensor, max_tokens: int) -> None:
         if rule is None:
             continue
         for last in _places(max_tokens, window):
-            keys = torch.arange(last + 1)
+            keys = torch.arange(last + 1, device=ids.device)
             wanted = keys > last - (window or max_tokens)
             if not torch.equal(_visible(rule, last, keys), wanted):
                 raise ConfigError(
@@ -47,7 +47,7 @@ def check_windows(model: nn.Module, ids: Tensor, max_tokens: int) -> None:
 
 
 def _places(max_tokens: int, window: int | None) -> list[int]:
-    """Where a window, or chunks of any size, would show: the last tokens, and those about it."""
+    """Where a window or chunks would show: the last tokens, and those at the window's edge."""
     places = {max_tokens - 1, max_tokens - 2}
     if window is not None:
         places |= {window - 1, window}
@@ -55,9 +55,9 @@ def _places(max_tokens: int, window: int | None) -> list[int]:
 
 
 def _visible(rule: Callable[..., Any], last: int, keys: Tensor) -> Tensor:
-    zero, query = torch.zeros(1, dtype=torch.long), torch.tensor([last])
-    found = rule(zero[:, None], zero[:, None], query[:, None], keys[None])
-    return torch.as_tensor(found, dtype=torch.bool).expand(1, len(keys))[0]
+    query = torch.full_like(keys[:1, None], last)
+    found = rule(torch.zeros_like(query), torch.zeros_like(query), query, keys[None])
+    return torch.as_tensor(found, dtype=torch.bool, device=keys.device).expand(1, len(keys))[0]
 
 
 # By thread: two engines may be made at once.

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ludic
 from ludic.errors import ConfigError, MissingExtraError
 from ludic.inference.vllm.names import BACKEND, PLUGIN, WORKER_EXTENSION
 
@@ -153,7 +152,7 @@ def environment(settings: ServerSettings, build: VLLMBuild, folder: Path) -> dic
         info.mkdir(parents=True, exist_ok=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ludic-plugin\nVersion: 0\n")
         (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\nludic = {PLUGIN}\n")
-        source = str(Path(ludic.__file__).resolve().parents[1])
+        source = str(Path(__file__).resolve().parents[3])
         paths = [str(folder), source, *filter(None, [env.get("PYTHONPATH")])]
         env["PYTHONPATH"] = os.pathsep.join(paths)
     env.update(settings.env)

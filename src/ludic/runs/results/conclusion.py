@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ludic.eval import EvalReport
+from ludic.given import is_given
 from ludic.runs.assemble import OpenPolicy
 from ludic.runs.evaluation import eval_engine, eval_plan
 from ludic.runs.results.summary import plot_png, read_curve, summary_of
@@ -67,12 +68,15 @@ async def _show_an_episode(
 
 def _say_what_to_try(env: str, path: Path) -> None:
     ludic = command_name()
+    lines = [f"{ludic} init my_env   start your own environment"]
     rollouts = rollout_file(path / "rollouts", "train")
-    say(
-        "\nTry next:\n"
-        f"  {ludic} play {env} --model {path}   watch it play\n"
-        f"  {ludic} play {env}   play yourself\n"
-        f"  {ludic} eval {path} eval.episodes=1000   measure again\n"
-        f"  {ludic} replay {rollouts}   run recorded episodes again\n"
-        f"  {ludic} init my_env   start your own environment"
-    )
+    if not is_given(env):  # an object of the script, which no command knows
+        if rollouts.is_file():
+            lines.insert(0, f"{ludic} replay {rollouts}   run recorded episodes again")
+        lines = [
+            f"{ludic} play {env} --model {path}   watch it play",
+            f"{ludic} play {env}   play yourself",
+            f"{ludic} eval {path} eval.episodes=1000   measure again",
+            *lines,
+        ]
+    say("\n".join(["\nTry next:", *(f"  {line}" for line in lines)]))

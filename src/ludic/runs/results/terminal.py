@@ -36,6 +36,13 @@ def say(text: str | Text) -> None:
     console.print(text, soft_wrap=True)
 
 
+def print_names(names: Mapping[str, str]) -> None:
+    """Prints names, each with one line about it."""
+    width = max(map(len, names), default=0)
+    for name, line in names.items():
+        sys.stdout.write(f"{name:<{width}}  {line}\n")
+
+
 @contextmanager
 def episodes_bar(title: str) -> Iterator[ProgressCallback]:
     """Shows a progress bar over episodes; without a terminal, one line at the end."""

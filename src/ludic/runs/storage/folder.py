@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -37,30 +38,44 @@ class RunFolder:
         self.evals, self.metrics = path / "eval", path / "metrics.jsonl"
 
     @staticmethod
-    def create(config: RunConfig, path: Path | None = None, *, modules: Path) -> RunFolder:
-        """Creates the folder; an existing one that is not empty is an error. `modules` is the
-        folder of the Python modules that the run names."""
+    def planned(config: RunConfig, path: str | Path | None = None) -> RunFolder:
+        """Returns the folder that a new run will have, by its name unless `path` says where."""
         if path is None:
             stamp = time.strftime("%Y%m%d-%H%M%S")
             path = Path(config.run.folder) / f"{config.run.name}-seed{config.run.seed}-{stamp}"
+        return RunFolder(Path(path))
+
+    def make(self, config: RunConfig, *, modules: Path) -> None:
+        """Makes the folder; one that exists and is not empty is an error. `modules` is the folder
+        of the Python modules that the run names."""
+        path = self.path
         exists = ConfigError(
-            f"{path} exists already: name another with --out, or go on with "
+            f"{path} exists already: name another with --out (out=), or go on with "
             f"`ludic train --resume {path}`"
         )
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise exists
-        folder = RunFolder(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            for part in (folder.rollouts, folder.checkpoints, folder.evals):
+            for part in (self.rollouts, self.checkpoints, self.evals):
                 part.mkdir()  # of two that begin at once, one finds it there
         except FileExistsError:
             raise exists from None
         except OSError as exc:
             raise ConfigError(f"cannot make the run folder {path}: {exc.strerror}") from exc
-        folder.write_json("run.json", config.plain())
-        folder.write_json("origin.json", {**origin(), "run_file_folder": str(modules.resolve())})
-        return folder
+        self.write_json("run.json", config.plain())
+        self.write_json("origin.json", {**origin(), "run_file_folder": str(modules.resolve())})
+
+    def abandon(self) -> None:
+        """Removes the folder of a run that failed before there was anything to keep; the log of a
+        server that did not start is kept beside it."""
+        for part in (self.rollouts, self.checkpoints, self.evals):
+            if any(part.iterdir()):
+                return
+        log = self.path / "vllm" / "server.log"
+        if log.is_file():
+            shutil.copyfile(log, self.path.with_name(f"{self.path.name}-server.log"))
+        shutil.rmtree(self.path, ignore_errors=True)
 
     @staticmethod
     def open(path: str | Path) -> RunFolder:
@@ -79,7 +94,7 @@ class RunFolder:
         """Returns the run's configuration, with overrides applied."""
         data = self.read_json("run.json")
         training = data.get("training", {})
-        if "micro_token_budget" in training and "max_seq_len" in training:
+        if training.get("micro_token_budget") and "max_seq_len" in training:
             # Folders from before this was refused hold a smaller one, and trained with the larger.
             budget = max(training["micro_token_budget"], training["max_seq_len"])
             training["micro_token_budget"] = budget
@@ -94,14 +109,29 @@ class RunFolder:
                 (self.path / stale).unlink(missing_ok=True)
         self.write_json("run.json", config.plain())
 
-    def weights(self) -> Path:
-        """Returns the model folder of the newest complete checkpoint, of the last stage
-        with one."""
-        for stage in ("rl", "sft"):
-            latest = self.checkpoints / stage / "latest"
-            if latest.is_file():
-                return latest.parent / latest.read_text(encoding="utf-8").strip() / "model"
-        raise ConfigError(f"{self.path} has no checkpoint yet")
+    def weights(self, which: str | None = None) -> Path:
+        """Returns the model folder of the newest complete checkpoint, of the last stage with one;
+        or of `which`: the stage `sft` or `rl`, or `step-40` of the last stage that has it."""
+        stages = [which] if which in ("sft", "rl") else ["rl", "sft"]
+        step = which if which and which not in stages else None
+        for stage in stages:
+            folder = self.checkpoints / stage
+            if step is not None:
+                found = folder / f"step-{int(step.removeprefix('step-')):08d}" / "model"
+                if found.is_dir():
+                    return found
+            elif (latest := folder / "latest").is_file():
+                return folder / latest.read_text(encoding="utf-8").strip() / "model"
+        there = [
+            f"{path.parent.name} step-{int(path.name.removeprefix('step-'))}"
+            for path in sorted(self.checkpoints.glob("*/step-*"))
+        ]
+        if which is None or not there:
+            raise ConfigError(f"{self.path} has no checkpoint yet")
+        raise ConfigError(
+            f"{self.path} has no checkpoint {which!r}; there are: {', '.join(there)} "
+            "(training.keep_checkpoints says how many stay)"
+        )
 
     def has(self, name: str) -> bool:
         """Whether the folder has this file."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ludic.given import remembered
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.group_relative import group_relative
 from ludic.training.losses.aggregation import Aggregation, token_mean
@@ -36,6 +37,7 @@ class CISPOLoss(PolicyLoss):
         return held * ratio.weights * ratio.logprobs, held != rho
 
 
+@remembered("cispo")
 def make_cispo(
     group_size: int = 8,
     kl_coeff: float = 0.0,

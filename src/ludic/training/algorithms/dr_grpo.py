@@ -10,12 +10,14 @@ The paper takes the longest answer allowed for L: set it so to compare learning 
 
 from __future__ import annotations
 
+from ludic.given import remembered
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.group_relative import group_relative
 from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss
 from ludic.training.losses.aggregation import Constant
 
 
+@remembered("dr_grpo")
 def make_dr_grpo(
     group_size: int = 8,
     *,

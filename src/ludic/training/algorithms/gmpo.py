@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ludic.given import remembered
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.group_relative import group_relative
 from ludic.training.losses.aggregation import Aggregation, SequenceMean, Unit, sequence_mean
@@ -41,6 +42,7 @@ class GMPOLoss(PolicyLoss):
         return ratio.geometric_mean(self.unit, held) * ratio.weights, held != log_ratio
 
 
+@remembered("gmpo")
 def make_gmpo(
     group_size: int = 8, *, clip: float = 0.4, unit: Unit = "turn", kl_coeff: float = 0.0
 ) -> RLAlgorithm:

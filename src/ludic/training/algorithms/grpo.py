@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ludic.given import remembered
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.group_relative import group_relative
 from ludic.training.losses.aggregation import Aggregation, sequence_mean
@@ -37,6 +38,7 @@ class TokenClippedSurrogateLoss(PolicyLoss):
         return torch.minimum(free, held), held < free
 
 
+@remembered("grpo")
 def make_grpo(
     group_size: int = 8,
     *,

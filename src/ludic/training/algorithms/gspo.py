@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ludic.given import remembered
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.group_relative import group_relative
 from ludic.training.losses.aggregation import Aggregation, SequenceMean, Unit, sequence_mean
@@ -42,6 +43,7 @@ class SequenceClippedSurrogateLoss(PolicyLoss):
         return torch.minimum(free, held), held < free
 
 
+@remembered("gspo")
 def make_gspo(
     group_size: int = 8, *, clip: Clip = CLIP, unit: Unit = "turn", kl_coeff: float = 0.0
 ) -> RLAlgorithm:

@@ -23,6 +23,7 @@ from typing import Literal
 from torch import Tensor
 
 from ludic.errors import ConfigError
+from ludic.given import remembered
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.reinforce import ReinforceLoss
 from ludic.training.credit_assignment.returns import ConstantCredit
@@ -52,6 +53,7 @@ class OnPolicyDistillationLoss(ReinforceLoss):
         return loss, {**stats, "kl_teacher": Stat.mean(gap)}
 
 
+@remembered("opd")
 def make_opd(
     *,
     reward_coeff: float = 0.0,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ludic.given import remembered
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.credit_assignment.returns import MonteCarloReturn
 from ludic.training.losses.aggregation import Aggregation, token_mean
@@ -34,6 +35,7 @@ class ReinforceLoss(PolicyLoss):
         return held * ratio.weights * ratio.logprobs, held < rho
 
 
+@remembered("reinforce")
 def make_reinforce(
     gamma: float = 1.0, *, cap: float = math.inf, aggregation: Aggregation = token_mean
 ) -> RLAlgorithm:

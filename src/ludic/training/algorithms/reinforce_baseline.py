@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ludic.given import remembered
 from ludic.saw.items import SAWBatch
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.reinforce import ReinforceLoss
@@ -30,6 +31,7 @@ class ReinforceBaselineLoss(ReinforceLoss):
         return subtract_mean(batch)
 
 
+@remembered("reinforce_baseline")
 def make_reinforce_baseline(
     gamma: float = 1.0, *, cap: float = math.inf, aggregation: Aggregation = token_mean
 ) -> RLAlgorithm:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from ludic.errors import ConfigError
+from ludic.given import remembered
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.group_relative import group_relative
 from ludic.training.losses.aggregation import Aggregation, sequence_mean
@@ -41,6 +42,7 @@ class SAPOLoss(PolicyLoss):
         return 4 / tau * torch.sigmoid(tau * (ratio.ratio - 1)) * ratio.weights, None
 
 
+@remembered("sapo")
 def make_sapo(
     group_size: int = 8, *, tau_pos: float = 1.0, tau_neg: float = 1.05, kl_coeff: float = 0.0
 ) -> RLAlgorithm:

@@ -13,6 +13,7 @@ tasks, forced ends of long answers, the asynchronous pipeline) is left to those 
 
 from __future__ import annotations
 
+from ludic.given import remembered
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.cispo import CISPOLoss
 from ludic.training.credit_assignment.returns import HybridNormalizedReturn
@@ -20,6 +21,7 @@ from ludic.training.losses.aggregation import Aggregation, group_mean
 from ludic.training.preprocess import drop_zero_variance_groups
 
 
+@remembered("scalerl")
 def make_scalerl(
     group_size: int = 8,
     filter_zvp: bool = True,

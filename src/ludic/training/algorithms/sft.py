@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ludic.given import remembered
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.credit_assignment.returns import ConstantCredit
 from ludic.training.losses.aggregation import Aggregation, token_mean
@@ -34,6 +35,7 @@ class MaskedCausalLMCrossEntropyLoss:
         return loss, {"nll": Stat.mean(-policy.logprobs)}
 
 
+@remembered("sft")
 def make_sft(*, aggregation: Aggregation = token_mean) -> RLAlgorithm:
     """Constant credit with the cross-entropy of the action tokens."""
     loss = MaskedCausalLMCrossEntropyLoss(aggregation=aggregation)

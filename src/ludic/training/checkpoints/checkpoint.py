@@ -56,8 +56,10 @@ class TrainerState:
 class Checkpointer:
     """Writes, finds, checks, loads and prunes the checkpoints of one run."""
 
-    def __init__(self, cfg: CheckpointConfig, world: World | None = None) -> None:
-        self.cfg, self.world = cfg, world or World()
+    def __init__(
+        self, cfg: CheckpointConfig, world: World | None = None, tokenizer: Any = None
+    ) -> None:
+        self.cfg, self.world, self._tokenizer = cfg, world or World(), tokenizer
         self.folder = Path(cfg.folder)
         self.last_step = -1
         self._writers = self.world  # the ranks that write a checkpoint together
@@ -73,7 +75,7 @@ class Checkpointer:
         pieces = _trainer_tensors(optimizer)
         if self.cfg.background:
             pieces = {k: t.detach().clone() for k, t in pieces.items()}
-        model_files = save_model(model, self.world)
+        model_files = save_model(model, self.world, self._tokenizer)
         fingerprint = model_fingerprint(model)
         rng = _rng_state(self.world.device)
         write = partial(self._write, name, pieces, model_files, fingerprint, rng, state)

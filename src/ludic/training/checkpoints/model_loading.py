@@ -18,10 +18,10 @@ from ludic.sharding.world import World
 _SAMPLED = 16
 
 
-def save_model(model: nn.Module, world: World) -> Callable[[Path], None]:
+def save_model(model: nn.Module, world: World, tokenizer: Any = None) -> Callable[[Path], None]:
     """Gathers the weights now (on every rank) and returns what writes them (on rank 0).
 
-    A PEFT model is saved as its adapter, any other as a whole.
+    A PEFT model is saved as its adapter, any other as a whole; the tokenizer, if any, beside it.
     """
     is_adapter = hasattr(model, "peft_config")
     state: dict[str, Tensor] = {}
@@ -38,6 +38,8 @@ def save_model(model: nn.Module, world: World) -> Callable[[Path], None]:
             raise CheckpointError(f"{type(model).__name__} has no save_pretrained")
         with no_progress_bar():
             save(str(folder), state_dict=state)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(folder))
 
     return write
 

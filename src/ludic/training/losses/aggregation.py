@@ -9,7 +9,7 @@ itself chooses.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from jaxtyping import Float
@@ -104,3 +104,13 @@ def make_aggregation(spec: str | Mapping[str, Any] | Aggregation) -> Aggregation
     if isinstance(spec, Aggregation):
         return spec
     return AGGREGATIONS.make_from(spec)  # type: ignore[no-any-return]
+
+
+def describe_aggregation(aggregation: Any) -> Any:
+    """The JSON from which `make_aggregation` makes this one again; one of another kind is returned
+    as it is."""
+    kind = AGGREGATIONS.builtin_name(type(aggregation))
+    if kind is None:
+        return aggregation
+    names = (field.name for field in fields(aggregation))
+    return {"kind": kind, **{name: getattr(aggregation, name) for name in names}}

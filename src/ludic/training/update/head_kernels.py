@@ -23,8 +23,8 @@ def _reduce_kernel(
     scale = tl.load(scales + row)
     base = row * vocab
     most = tl.full((), float("-inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    weighted = tl.zeros((), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    weighted = tl.full((), 0.0, tl.float32)
     for start in range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(logits + base + at, mask=at < vocab, other=float("-inf")) * scale
@@ -60,10 +60,13 @@ def reduce(
     entropies = torch.zeros_like(scales)
     cut = logits if mask is None else mask.view(torch.uint8)
     if rows:
-        _reduce_kernel[(rows,)](
-            logits.contiguous(), scales.contiguous(), cut, targets.contiguous(), lses, logprobs,
-            entropies, vocab, MASKED=mask is not None, ENTROPY=entropy, BLOCK=_BLOCK, num_warps=8,
-        )  # fmt: skip
+        # Triton launches on the thread's device, which need not be the tensors'.
+        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+            _reduce_kernel[(rows,)](
+                logits.contiguous(), scales.contiguous(), cut, targets.contiguous(), lses,
+                logprobs, entropies, vocab, MASKED=mask is not None, ENTROPY=entropy,
+                BLOCK=_BLOCK, num_warps=8,
+            )  # fmt: skip
     return lses, logprobs, entropies
 
 
@@ -106,9 +109,11 @@ def logit_gradient(
     grad = grad_logprobs.contiguous()
     more = grad if grad_entropies is None else grad_entropies.contiguous()
     if rows:
-        _gradient_kernel[(rows, triton.cdiv(vocab, _BLOCK))](
-            logits.contiguous(), scales.contiguous(), cut, targets.contiguous(), lse.contiguous(),
-            entropies.contiguous(), grad, more, out, vocab,
-            MASKED=mask is not None, ENTROPY=grad_entropies is not None, BLOCK=_BLOCK, num_warps=8,
-        )  # fmt: skip
+        with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+            _gradient_kernel[(rows, triton.cdiv(vocab, _BLOCK))](
+                logits.contiguous(), scales.contiguous(), cut, targets.contiguous(),
+                lse.contiguous(), entropies.contiguous(), grad, more, out, vocab,
+                MASKED=mask is not None, ENTROPY=grad_entropies is not None, BLOCK=_BLOCK,
+                num_warps=8,
+            )  # fmt: skip
     return out

@@ -96,6 +96,12 @@ class MasterAdamW:
         )
 
     @torch.no_grad()
+    def take_weights(self) -> None:
+        """Takes the module's weights as they are now: somebody else has trained it meanwhile."""
+        for parameter, master in self._narrow:
+            master.copy_(parameter)
+
+    @torch.no_grad()
     def accumulate(self) -> None:
         """Moves the gradients of the last backward pass into the masters, in float32."""
         fresh = [(p, m) for p, m in self._narrow if p.grad is not None and m.grad is None]

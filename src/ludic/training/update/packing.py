@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
+from heapq import heappop, heappush, heapreplace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -157,20 +158,20 @@ def _check_item(
     actions: NDArray[np.bool_],
     max_seq_len: int | None,
 ) -> None:
-    name = describe(item, index)
-    if max_seq_len is not None and int(keep.sum()) > max_seq_len:
-        raise BatchError(
-            f"{name} has {int(keep.sum())} tokens, over max_seq_len={max_seq_len}: raise the "
+    wrong = None
+    if max_seq_len is not None and len(keep) > max_seq_len and int(keep.sum()) > max_seq_len:
+        wrong = (
+            f" has {int(keep.sum())} tokens, over max_seq_len={max_seq_len}: raise the "
             "setting, or drop such samples with the filter drop_overlong()"
         )
-    if (actions & ~keep).any():
-        raise BatchError(f"{name}: an action token is hidden by the attention mask")
-    if actions[np.flatnonzero(keep)[0]]:
-        raise BatchError(f"{name}: its first token is an action, which nothing predicts")
-    if not item.temperature > 0:
-        raise BatchError(
-            f"{name}: temperature {item.temperature} is not a distribution to train on"
-        )
+    elif (actions & ~keep).any():
+        wrong = ": an action token is hidden by the attention mask"
+    elif actions[keep.argmax()]:
+        wrong = ": its first token is an action, which nothing predicts"
+    elif not item.temperature > 0:
+        wrong = f": temperature {item.temperature} is not a distribution to train on"
+    if wrong is not None:
+        raise BatchError(describe(item, index) + wrong)
 
 
 def _check_logprobs(items: Sequence[SAWItem]) -> None:
@@ -215,6 +216,8 @@ def plan_micro_batches(
     clusters = _clusters(layout, scope)
     sizes = [sum(layout.packed[i].input_ids.size for i in c) for c in clusters]
     for c, (members, size) in enumerate(zip(clusters, sizes, strict=True)):
+        if packs and size <= micro_token_budget:
+            continue
         name = describe(layout.items[members[0]], members[0])
         if size > micro_token_budget and len(members) == 1:
             raise BatchError(
@@ -256,15 +259,20 @@ def _fill(
 ) -> list[list[int]] | None:
     """Spreads clusters over `total` bins by cost, or None where they do not fit the budget."""
     bins: list[list[int]] = [[] for _ in range(total)]
-    used, load = np.zeros(total, dtype=np.int64), np.zeros(total)
+    used = [0] * total
+    by_load = [(0.0, b) for b in range(total)]  # a heap
     for cluster in order:
-        room = np.flatnonzero(used + sizes[cluster] <= budget)
-        if not room.size:
+        size, full = sizes[cluster], []
+        while by_load and used[by_load[0][1]] + size > budget:
+            full.append(heappop(by_load))
+        if not by_load:
             return None
-        best = int(room[np.argmin(load[room])])
+        load, best = by_load[0]
         bins[best].append(cluster)
-        used[best] += sizes[cluster]
-        load[best] += costs[cluster]
+        used[best] += size
+        heapreplace(by_load, (load + costs[cluster], best))
+        for bin_ in full:
+            heappush(by_load, bin_)
     return bins
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -16,11 +16,13 @@ from ludic.precision import float32_products
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch
 from ludic.seeding import derive_seed
+from ludic.sharding.model_parts import base_causal_lm
 from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
 from ludic.training.losses.policy_ratio import MAX_LOG_RATIO
 from ludic.training.metrics.stats import StatBuffer, policy_stats
 from ludic.training.types import Loss, Stat
+from ludic.training.update.budget import default_budget
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.packing import (
     Cost,
@@ -48,13 +50,20 @@ class Passes:
     cfg: TrainerConfig
     world: World
     cost: Cost
+    budget: int = field(init=False)
+    """The tokens of one forward pass: as `cfg` says, or as many as fit."""
+
+    def __post_init__(self) -> None:
+        said = self.cfg.micro_token_budget
+        fitting = said or default_budget(base_causal_lm(self.policy.model), self.cfg, self.world)
+        object.__setattr__(self, "budget", fitting)
 
     def plan(self, layout: Layout) -> Plan:
         """This rank's micro-batches, and whether each counts: a rank without work
         repeats a small one for nothing, since all must take part in the collectives."""
         plan = plan_micro_batches(
             layout,
-            micro_token_budget=self.cfg.micro_token_budget,
+            micro_token_budget=self.budget,
             scope=self.loss.scope,
             cost=self.cost,
             world_size=self.world.size,
@@ -107,7 +116,7 @@ class Passes:
         return OutOfMemoryError(
             f"out of memory on {self.world.device} with a micro-batch of {len(micro.input_ids)} "
             f"tokens ({len(micro.target_ids)} actions): lower micro_token_budget="
-            f"{self.cfg.micro_token_budget} (`ludic calibrate` finds the largest that fits), or "
+            f"{self.budget} (`ludic calibrate` finds the largest that fits), or "
             "set gradient_checkpointing=True"
         )
 

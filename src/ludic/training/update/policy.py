@@ -176,7 +176,7 @@ def check_split(model: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def check_packing(policy: Policy, device: torch.device, longest: int = 8192) -> None:
+def check_packing(policy: Policy, device: torch.device, longest: int = 2048) -> None:
     """Packs two random rows, and has rows computed one at a time where that changes log-probs.
 
     It does where the model's attention is of another kind than the packed one, and where a state

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -58,6 +59,8 @@ class PipelinedScheduler(Scheduler):
         self.batch, self.prefill = batch, prefill
         self._flights: deque[_Flight] = deque()
         self._steps_waited = 0
+        self._copies: dict[int, tuple[int, int]] = {}
+        """Of those being admitted: from which slot each takes its first tokens, and how many."""
 
     @contextmanager
     def in_thread(self) -> Iterator[None]:
@@ -212,6 +215,41 @@ class PipelinedScheduler(Scheduler):
         self.counters.wait_seconds += time.perf_counter() - begin
         tokens, logprobs = flight.tokens.tolist(), flight.logprobs.tolist()
         self._accept(flight.sequences, map(Outcome, tokens, logprobs))
+
+    # Sharing and keeping, in one copy for many: a launch takes as long as copying a short prompt.
+
+    def _admit(self) -> None:
+        try:
+            super()._admit()
+        finally:
+            copies, self._copies = self._copies, {}
+            if copies:
+                sources, lengths = zip(*copies.values(), strict=True)
+                where = to_device([list(copies), sources], self.batch.device)
+                part = self.batch.arena.kv[:, :, :, :, : max(lengths)]
+                part[:, :, where[0]] = part[:, :, where[1]]
+
+    def _copy_beginning(self, donor: Sequence, sequence: Sequence, tokens: int) -> None:
+        # Nobody leaves or moves before `_admit` ends. What is copied beyond `tokens` is computed
+        # before it is looked at. A donor that still waits for its own copy has nothing else yet.
+        source, _ = self._copies.get(donor.slot, (donor.slot, 0))
+        self._copies[sequence.slot] = source, tokens
+
+    def _keep(self, sequences: Seq[Sequence]) -> None:
+        if not self.store.max_tokens:
+            return
+        by_length = sorted(sequences, key=lambda s: s.computed)
+        while by_length:
+            # Those at least half as long as the longest left: an entry keeps its whole row.
+            longest = by_length[-1].computed
+            first = next(i for i, s in enumerate(by_length) if 2 * s.computed >= longest)
+            alike, by_length = by_length[first:], by_length[:first]
+            tokens = [s.known_tokens() for s in alike]
+            slots = to_device([s.slot for s in alike], self.batch.device)
+            most = max(map(len, tokens))
+            rows = self.batch.arena.kv[:, :, slots, :, :most].unbind(2)
+            for known, row in zip(tokens, rows, strict=True):
+                self.store.add(known, partial(row.narrow, 2, 0, len(known)))
 
     # Leaving. A step in flight computed one token too many for those that end. Whatever it wrote,
     # finite or not, must not meet the slot's next tenant.

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Self
+
+from torch import nn
 
 from ludic.envs import build_env
 from ludic.errors import ConfigError
 from ludic.interaction import Runtime
 from ludic.rollouts import Curriculum, FixedMix
-from ludic.runs.assemble import OpenPolicy, requests_of
+from ludic.runs.assemble import requests_of
 from ludic.runs.model import precision_of
 from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed
@@ -21,11 +22,20 @@ from ludic.training.batching.self_play import PastPolicies, SelfPlay
 
 @dataclass(frozen=True)
 class Seating:
-    """Which episodes to play, and with whom."""
+    """Which episodes to play, and with whom. Entered, its past policies can be sampled from."""
 
     runtime: Runtime
     curriculum: Curriculum
     pool: PastPolicies | None = None
+
+    async def __aenter__(self) -> Self:
+        if self.pool is not None:
+            await self.pool.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self.pool is not None:
+            await self.pool.__aexit__(*exc)
 
     async def train(self, trainer: Trainer, steps: int) -> None:
         """Trains up to `steps` in all; a pool of past policies is refreshed on the way."""
@@ -43,18 +53,17 @@ class Seating:
             goal = min(due, steps)
 
 
-@asynccontextmanager
-async def seating(config: RunConfig, policy: OpenPolicy, folder: Path) -> AsyncIterator[Seating]:
-    """Opens the run's players. Past policies are kept in `folder`/pool."""
+def seating(
+    config: RunConfig, model: nn.Module, tokenizer: Any, runtime: Runtime, folder: Path
+) -> Seating:
+    """Returns the run's players. Past policies are kept in `folder`/pool."""
     training = config.training
     if not training.past_opponents:
-        yield Seating(policy.runtime, FixedMix(requests_of(config), seed=_seed(config)))
-        return
-    curriculum = _self_play(config)
+        return Seating(runtime, FixedMix(requests_of(config), seed=_seed(config)))
     pool = PastPolicies(
-        policy.model,
-        policy.runtime,
-        policy.tokenizer,
+        model,
+        runtime,
+        tokenizer,
         folder / "pool",
         size=training.past_opponents,
         every=training.checkpoint_every,
@@ -63,8 +72,7 @@ async def seating(config: RunConfig, policy: OpenPolicy, folder: Path) -> AsyncI
         deterministic=config.inference.deterministic,
         precision=precision_of(config),
     )
-    async with pool:
-        yield Seating(replace(policy.runtime, others=pool.runtimes), curriculum, pool)
+    return Seating(replace(runtime, others=pool.runtimes), _self_play(config), pool)
 
 
 def check_seating(config: RunConfig) -> None:

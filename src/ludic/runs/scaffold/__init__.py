@@ -1,12 +1,9 @@
-"""`ludic init`: a package with an environment, its test, and a run file that trains at once."""
+"""A new package with an environment, its test, and a run file that trains at once."""
 
 from __future__ import annotations
 
 import keyword
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from ludic.errors import ConfigError
 from ludic.registry import list_envs
@@ -14,13 +11,6 @@ from ludic.registry import list_envs
 TEMPLATE = Path(__file__).parent / "new_package"
 """The package as it would be for the name `my_env`. What ends in `.txt` here is Python there, and
 is kept from being taken for code of this package."""
-
-
-def init(
-    name: Annotated[str, typer.Argument(help="The new package's name, such as my_env.")],
-) -> None:
-    """Write a small package: an environment, its test, and a run file that trains at once."""
-    print(write(name, Path.cwd()))
 
 
 def write(name: str, where: Path) -> str:

@@ -1,0 +1,155 @@
+"""The front door: `ludic.train` and its siblings, for scripts and notebooks.
+
+Each blocks until it is done, wherever it is called from. The command is a shell over the same
+functions.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ludic.envs import build_env
+from ludic.envs.running.play import play_by_hand
+from ludic.errors import ConfigError
+from ludic.eval import EvalReport
+from ludic.given import in_use
+from ludic.runs.assemble import bring_in
+from ludic.runs.evaluation import evaluate_model
+from ludic.runs.interruption import blocking
+from ludic.runs.locate import RUNS, find_run, locate
+from ludic.runs.playing import watch_model
+from ludic.runs.results.terminal import episode_text, say
+from ludic.runs.run import Run, given_again, read_arguments, script_folder
+from ludic.runs.settings import RunConfig
+from ludic.runs.settings.from_python import Tables
+from ludic.runs.storage.folder import RunFolder
+from ludic.types import EnvSpec, Rollout
+
+
+def train(env: Any, **settings: Any) -> Run:
+    """Trains an agent on `env`, and returns the finished run; its `report` says how it went.
+
+    `env` is an environment's class, a function that makes one, a name, an `EnvSpec`, or several of
+    them as a list or as a dict with their weights. `model` is "tiny", a name on the hub, a folder,
+    an earlier run's folder, or a loaded `(model, tokenizer)`. The other arguments are those of
+    `Run`.
+    """
+    return Run(env, **settings).go()
+
+
+def sft(env: Any, **settings: Any) -> Run:
+    """Only the supervised part of a run: give `sft={"teacher": …}` or `sft={"data": …}`. The other
+    arguments are those of `Run`."""
+    if settings.get("sft") is None:
+        raise ConfigError("give the cold start as sft={'teacher': function} or sft={'data': file}")
+    if settings.pop("steps", None):
+        raise ConfigError("steps are those of the reinforcement: set sft={'steps': …}")
+    return Run(env, **settings, steps=0).go()
+
+
+def resume(
+    folder: str | Path | Run,
+    *,
+    steps: int | None = None,
+    loggers: Sequence[str] | None = None,
+    **parts: Any,
+) -> Run:
+    """Goes on with a run that was stopped, or with a finished one for more `steps` in all.
+
+    Parts that were objects of a script, which its folder cannot hold, must be given again, under
+    the names they had: `env=`, `model=`, `algorithm=`, `parser=`, `protocol=`, `sft=`, `eval=`.
+    """
+    if isinstance(folder, Run):
+        parts = {**folder.parts, **parts}
+        folder = folder.folder.path
+    overrides = [] if steps is None else [f"training.steps={steps}"]
+    if loggers is not None:
+        overrides.append(f"logging.loggers={list(loggers)}")
+    return Run.from_folder(folder, overrides, **parts).go()
+
+
+def evaluate(run: Any, *, episodes: int | None = None, **settings: Any) -> EvalReport:
+    """Plays held-out episodes and returns the rates with their intervals.
+
+    `run` is a `Run`, a run folder or a run file; or an environment, and then the other arguments
+    are those of `Run`: `evaluate(Guess, model="runs/first", parser=…)`.
+    """
+    if isinstance(run, Run):
+        _refuse(settings, "the run")
+        config, weights, objects, name = run.config, _weights(run), run.objects, run.config.run.name
+    else:
+        config, weights, objects, name = _subject(run, settings)
+    if episodes is not None:
+        held_out = config.eval.model_copy(update={"episodes": episodes})
+        config = config.model_copy(update={"eval": held_out})
+    with in_use(objects):
+        return blocking(lambda: evaluate_model(config, weights, name=name))
+
+
+def play(env: Any, *, model: Any = None, seed: int = 0, **settings: Any) -> list[Rollout]:
+    """Lets you play `env` at the keyboard; or, with a run, its folder or any other `model`, shows
+    an episode that the model plays, and returns its rollouts."""
+    tables = Tables()
+    tables.put(env=env)
+    section = tables.data["env"][0]
+    spec = EnvSpec(section["kind"], section.get("kwargs") or {})
+    objects = dict(tables.objects)
+    with in_use(objects):
+        if model is None:
+            play_by_hand(build_env(spec), seed=seed)
+            return []
+        if isinstance(model, Run):
+            config, weights = model.config, _weights(model)
+            objects |= model.objects
+        elif isinstance(model, str | Path) and (Path(model) / "run.json").is_file():
+            config, weights, given, _ = _subject(model, {**settings, "env": env})
+            objects |= given
+        else:
+            config, given = read_arguments({**settings, "env": env, "model": model})
+            weights = None
+            objects |= given
+    with in_use(objects):
+        rollouts = blocking(lambda: watch_model(spec, config, weights, seed=seed))
+    for rollout in rollouts:
+        say(str(rollout.agent_id) if len(rollouts) > 1 else "")
+        say(episode_text(rollout))
+    return rollouts
+
+
+def _refuse(settings: dict[str, Any], run: str) -> None:
+    if settings:
+        raise ConfigError(f"{run} has its own settings: {min(settings)}= cannot be given, too")
+
+
+def _weights(run: Run) -> Path | None:
+    """The trained weights of a run; None before it began."""
+    return run.folder.weights() if (run.folder.path / "run.json").is_file() else None
+
+
+def _subject(
+    run: Any, settings: dict[str, Any]
+) -> tuple[RunConfig, Path | None, dict[str, Any], str]:
+    """What is to be evaluated: a run folder or file, or an environment with its settings."""
+    if isinstance(run, str | Path):
+        path = Path(run)
+        if (path / "run.json").is_file():
+            objects = given_again(RunFolder.open(path).config(), settings)
+            with in_use(objects):
+                return *locate(path), objects, str(run)
+        builtin = RUNS / f"{str(run).replace('_', '-')}.toml"
+        if path.suffix == ".toml" or (not settings and "-" in str(run) and builtin.is_file()):
+            _refuse(settings, str(run))
+            config, modules = find_run(str(run))
+            bring_in(config, modules)
+            return config, None, {}, str(run)
+    config, objects = read_arguments({"env": run, **settings})
+    with in_use(objects):
+        bring_in(config, script_folder())
+    return config, None, objects, config.run.name
+
+
+for _function in (train, sft):
+    _function.__signature__ = inspect.signature(Run)  # type: ignore[attr-defined]

@@ -1,0 +1,1 @@
+"""Who plays in a run besides the policy: teachers, opponents."""

@@ -1,0 +1,48 @@
+"""What a run's evaluations found, stage by stage."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+from ludic.errors import ConfigError
+from ludic.eval import EvalReport
+from ludic.runs.results.terminal import stages_table
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """The evaluations of a run by stage: `before`, `after_sft`, `after_rl`. Printed, it is a table
+    with 95 % intervals."""
+
+    stages: Mapping[str, EvalReport]
+    outcomes: Sequence[str] = field(default=(), repr=False)
+
+    @property
+    def before(self) -> EvalReport:
+        """The untrained policy."""
+        return self._stage(0)
+
+    @property
+    def after(self) -> EvalReport:
+        """The policy after the last stage."""
+        return self._stage(-1)
+
+    def _stage(self, index: int) -> EvalReport:
+        if not self.stages:
+            raise ConfigError("there is no evaluation yet: the run has not begun")
+        return list(self.stages.values())[index]
+
+    def __str__(self) -> str:
+        if not self.stages:
+            return "no evaluation yet"
+        text = io.StringIO()
+        Console(file=text, width=120, highlight=False).print(
+            stages_table(self.stages, self.outcomes)
+        )
+        return text.getvalue().rstrip()
+
+    __repr__ = __str__

@@ -1,0 +1,45 @@
+"""Paths that a run file names: relative to the file, and stored whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+KEYS = (("run", "folder"), ("sft", "data"), ("inference", "vllm_python"))
+
+
+def resolve_paths(data: dict[str, Any], folder: Path, overridden: Collection[str] = ()) -> None:
+    """Makes the paths in a run's tables absolute. Those of the file are relative to its `folder`,
+    or, as once upon a time, to the working directory if they are only there; those that were
+    `overridden` come from the command line, and are relative to the working directory."""
+    for table, key in KEYS:
+        value = data.get(table, {}).get(key) if isinstance(data.get(table), dict) else None
+        if isinstance(value, str) and (key != "vllm_python" or "/" in value):
+            data[table][key] = str(_found(value, folder, f"{table}.{key}" in overridden))
+    model = data.get("model")
+    if isinstance(model, dict) and isinstance(model.get("name"), str) and model["name"] != "tiny":
+        name, which = split_run(model["name"])
+        path = _found(name, folder, "model.name" in overridden)
+        if path.is_dir() or name.startswith((".", "~")):
+            model["name"] = f"{path}:{which}" if which else str(path)
+
+
+def _found(value: str, folder: Path, overridden: bool) -> Path:
+    here = Path(value).expanduser().absolute()
+    there = (folder / Path(value).expanduser()).absolute()
+    return here if overridden or (here.exists() and not there.exists()) else there
+
+
+def split_run(name: str) -> tuple[str, str | None]:
+    """Splits `first:sft` and `first:step-40` into the run's folder and which model of it."""
+    match = re.fullmatch(r"(.+):(sft|rl|step-\d+)", name)
+    return (match[1], match[2]) if match else (name, None)
+
+
+def earlier_run(name: str) -> tuple[Path, str | None] | None:
+    """Returns the run folder that `model.name` stands for, and which of its models; None if it is
+    none."""
+    path, which = split_run(name)
+    return (Path(path), which) if which or (Path(path) / "run.json").is_file() else None

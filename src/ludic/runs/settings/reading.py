@@ -1,0 +1,153 @@
+"""Reading a run, and saying what is wrong with it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ludic.errors import ConfigError
+from ludic.runs.settings.base import Section
+from ludic.runs.settings.paths import resolve_paths
+from ludic.runs.settings.run import SCHEMA, RunConfig
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads and checks a run file, with `section.key=value` overrides applied."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"cannot read the run file {path}: {exc.strerror or exc}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{path} is not a text file in UTF-8") from exc
+    return parse_run(text, overrides, source=str(path), folder=path.absolute().parent)
+
+
+def parse_run(
+    text: str,
+    overrides: Sequence[str] = (),
+    source: str = "run file",
+    folder: Path | None = None,
+) -> RunConfig:
+    """As `load_run`, from the text itself. Paths are taken from `folder`, if one is given."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as exc:
+        raise ConfigError(f"{source} is not valid TOML: {exc}") from exc
+    overridden = [apply_override(data, override) for override in overrides]
+    if folder is not None:
+        resolve_paths(data, folder, overridden)
+    return check_run(data, text, source, overridden)
+
+
+def check_run(
+    data: Mapping[str, Any],
+    text: str = "",
+    source: str = "run file",
+    overridden: Sequence[str] = (),
+) -> RunConfig:
+    """Validates a run's tables; errors name the line of `text` where there is one."""
+    version = data.get("schema", SCHEMA)
+    if isinstance(version, int) and version > SCHEMA:
+        raise ConfigError(
+            f"{source} has schema {version}; this version of Ludic reads up to {SCHEMA}: "
+            "upgrade with `pip install -U ludic-rl`"
+        )
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as exc:
+        problems = [_explain(error, data, text, overridden) for error in exc.errors()]
+        raise ConfigError(f"{source}: " + "; ".join(dict.fromkeys(problems))) from exc
+
+
+def override_key(override: str) -> str:
+    """Returns the `a.b` of `a.b=value`."""
+    key, equals, _ = override.partition("=")
+    if not equals or not re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", key.strip()):
+        raise ConfigError(
+            f"override {override!r} is not of the form section.key=value, "
+            "for example training.learning_rate=1e-5"
+        )
+    return key.strip()
+
+
+def apply_override(data: dict[str, Any], override: str) -> str:
+    """Puts `a.b=value` into `data` and returns `a.b`; the value is TOML, or else a string."""
+    key, raw = override_key(override), override.partition("=")[2].strip()
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    *tables, last = key.split(".")
+    table: Any = data
+    for name in tables:
+        table = table.setdefault(name, {})
+        if isinstance(table, list) and len(table) == 1:
+            table = table[0]  # a mix of one environment, as a resolved run has it
+        if not isinstance(table, dict):
+            raise ConfigError(f"override {override!r}: {name!r} is not a table")
+    table[last] = value
+    return key
+
+
+def _explain(error: Any, data: Mapping[str, Any], text: str, overridden: Sequence[str]) -> str:
+    path = [str(part) for part in error["loc"]]
+    if path[:2] == ["env", "0"] and not (
+        isinstance(data.get("env"), list) and len(data["env"]) > 1
+    ):
+        path = ["env", *path[2:]]  # the only one
+    key = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        known = _known_keys(path[:-1])
+        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
+        problem = f"unknown key {key!r}: {hint}"
+    elif error["type"] == "missing":
+        problem = f"{key!r} is missing"
+        if key == "env":
+            problem += ': name an environment, as in [env] kind = "tic_tac_toe"'
+    else:
+        problem = f"{key!r} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    if key in overridden:
+        return f"{problem} (from the command line)"
+    line = _line_of(path, text)
+    return f"{problem} (line {line})" if line else problem
+
+
+def _known_keys(path: Sequence[str]) -> list[str]:
+    model: Any = RunConfig
+    for part in path:
+        if part.isdigit():
+            continue
+        field = model.model_fields.get(part)
+        annotation = field.annotation if field else None
+        options = getattr(annotation, "__args__", None) or [annotation]
+        model = next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
+        if model is None:
+            return []
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _line_of(path: Sequence[str], text: str) -> int | None:
+    """Returns the line that sets `path`, or the header of the deepest table on the way to it."""
+    wanted = [part for part in path if not part.isdigit()]
+    table: list[str] = []
+    best: tuple[int, int] | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if header := re.match(r"\[{1,2}\s*([^\]]+?)\s*\]{1,2}", stripped):
+            table = [part.strip().strip("\"'") for part in header[1].split(".")]
+            here = table
+        elif assignment := re.match(r"([A-Za-z0-9_.\"'-]+)\s*=", stripped):
+            here = table + [part.strip("\"'") for part in assignment[1].split(".")]
+        else:
+            continue
+        if here == wanted[: len(here)] and (best is None or len(here) > best[0]):
+            best = (len(here), number)
+    return best[1] if best else None

@@ -1,0 +1,104 @@
+"""The stages of a run: cold start, reinforcement, evaluation."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from ludic.rollouts import LostMemberPolicy, RolloutEngine
+from ludic.runs.settings.base import Arguments, Section
+from ludic.runs.settings.parts import Envs, ProtocolSection
+from ludic.training.config import (
+    AttentionKind,
+    CheckpointConfig,
+    HeadKernels,
+    Schedule,
+    TrainerConfig,
+)
+
+TRAINER: dict[str, Any] = {field.name: field.default for field in fields(TrainerConfig)}
+CHECKPOINTS: dict[str, Any] = {field.name: field.default for field in fields(CheckpointConfig)}
+ENGINE: dict[str, Any] = {
+    name: argument.default for name, argument in inspect.signature(RolloutEngine).parameters.items()
+}
+"""What these classes do by default, and so a run."""
+
+
+class TrainingSection(Section):
+    """The optimisation, and how much is rolled out for each step of it, and how. `max_steps`,
+    `concurrency` and the deadlines hold for all episodes of the run, those of its evaluation and
+    its teacher too. `lost_member` is what becomes of a group when one of its episodes fails. With
+    `past_opponents`, a seat of a game of several is taken, in `past_share` of the episodes, by one
+    of that many earlier policies, the last of those at every `checkpoint_every` steps."""
+
+    steps: int = Field(default=100, ge=0)
+    rollouts_per_update: int = Field(default=64, ge=1)
+    max_steps: int = Field(default=16, ge=1)
+    concurrency: int = Field(default=64, ge=1)
+    step_timeout_s: float = Field(default=ENGINE["step_timeout_s"], gt=0)
+    episode_timeout_s: float = Field(default=ENGINE["episode_timeout_s"], gt=0)
+    lost_member: LostMemberPolicy = ENGINE["lost_member"]
+    learning_rate: float = Field(default=TRAINER["learning_rate"], gt=0)
+    betas: tuple[float, float] = TRAINER["betas"]
+    eps: float = Field(default=TRAINER["eps"], ge=0)
+    warmup_steps: int = Field(default=TRAINER["warmup_steps"], ge=0)
+    schedule: Schedule = TRAINER["schedule"]
+    final_lr_ratio: float = Field(default=TRAINER["final_lr_ratio"], ge=0, le=1)
+    weight_decay: float = Field(default=TRAINER["weight_decay"], ge=0)
+    # inf: no clipping
+    max_grad_norm: float = Field(default=TRAINER["max_grad_norm"], gt=0, allow_inf_nan=True)
+    micro_token_budget: int | None = Field(default=TRAINER["micro_token_budget"], ge=1)
+    max_seq_len: int = Field(default=TRAINER["max_seq_len"], ge=2)
+    mini_batches: int = Field(default=TRAINER["mini_batches"], ge=1)
+    epochs: int = Field(default=TRAINER["epochs"], ge=1)
+    overlap: bool = TRAINER["overlap"]
+    attention: AttentionKind = TRAINER["attention"]
+    gradient_checkpointing: bool = TRAINER["gradient_checkpointing"]
+    compile: bool = TRAINER["compile"]
+    head_kernels: HeadKernels = TRAINER["head_kernels"]
+    max_nonfinite_steps: int = Field(default=TRAINER["max_nonfinite_steps"], ge=0)
+    batch_timeout_s: float = Field(default=TRAINER["batch_timeout_s"], gt=0)
+    publish_timeout_s: float = Field(default=TRAINER["publish_timeout_s"], gt=0)
+    checkpoint_every: int = Field(default=CHECKPOINTS["every"], ge=0)
+    keep_checkpoints: int = Field(default=CHECKPOINTS["keep"], ge=1)
+    past_opponents: int = Field(default=0, ge=0)
+    past_share: float = Field(default=0.5, ge=0, le=1)
+
+
+class SFTSection(Section):
+    """Supervised steps before the reinforcement: on the rows of a file (`data`), or on episodes
+    that a scripted teacher plays (`teacher = "module:function"`, a function of the observation
+    and a `random.Random`). `aggregation` is as among an algorithm's arguments."""
+
+    data: str | None = None
+    teacher: str | None = None
+    examples: int = Field(default=1000, ge=1)
+    steps: int = Field(default=100, ge=0)
+    batch_size: int = Field(default=64, ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    aggregation: str | Arguments = "token_mean"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SFTSection:
+        if (self.data is None) == (self.teacher is None):
+            raise ValueError("give either a file as `data` or a function as `teacher`")
+        return self
+
+
+class EvalSection(Section):
+    """Held-out episodes; `every = 0` evaluates only at the stages' ends. `env` and `protocol` are
+    those of the training unless given: a player that learns from itself is measured against
+    others. `outcomes` are the endings to report, as the environment calls them, the one that
+    counts first."""
+
+    env: Envs = []
+    protocol: ProtocolSection | None = None
+    outcomes: list[str] = []
+    episodes: int = Field(default=400, ge=1)
+    every: int = Field(default=0, ge=0)
+    seed: int = 1_000_003
+    samples_per_task: int = Field(default=1, ge=1)
+    temperature: float | None = Field(default=None, ge=0)

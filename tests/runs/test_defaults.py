@@ -1,0 +1,56 @@
+"""One setting has one default, wherever it is said."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+
+from ludic.inference import LocalChatClient, SamplingConfig
+from ludic.rollouts import RolloutEngine
+from ludic.runs.assemble import inference_spec, trainer_config
+from ludic.runs.settings import (
+    InferenceSection,
+    RunConfig,
+    SamplingSection,
+    TrainingSection,
+    parse_run,
+)
+from ludic.runs.settings.reference import reference_table
+from ludic.training import CheckpointConfig, TrainerConfig
+
+RUN = parse_run('[env]\nkind = "tic_tac_toe"\n')
+OF_THE_RUN = {"total_steps", "seed", "checkpoint", "run_dir", "eval_every", "precision"}
+"""What a run sets itself, from other keys."""
+
+
+def test_a_run_that_says_nothing_trains_as_a_trainer_that_is_told_nothing() -> None:
+    made, default = trainer_config(RUN, "rl", Path("folder")), TrainerConfig()
+    for field in fields(TrainerConfig):
+        if field.name not in OF_THE_RUN:
+            assert getattr(made, field.name) == getattr(default, field.name), field.name
+    kept = CheckpointConfig("folder")
+    assert made.checkpoint is not None
+    assert (made.checkpoint.every, made.checkpoint.keep) == (kept.every, kept.keep)
+
+
+def test_a_run_file_can_say_everything_that_a_trainer_can_be_told() -> None:
+    keys = {field.name for field in fields(TrainerConfig)} - OF_THE_RUN
+    assert keys <= TrainingSection.model_fields.keys()
+
+
+def test_the_engines_have_the_runs_defaults() -> None:
+    engine = inspect.signature(RolloutEngine).parameters
+    for name in ("step_timeout_s", "episode_timeout_s", "lost_member"):
+        assert getattr(RUN.training, name) == engine[name].default
+    client = inspect.signature(LocalChatClient).parameters
+    assert InferenceSection().slots == client["max_slots"].default
+    for name in ("max_context_tokens", "deterministic"):
+        assert getattr(RUN.inference, name) == client[name].default
+    plain = SamplingConfig(max_tokens=SamplingSection().max_tokens)
+    assert inference_spec(RUN).sampling == plain
+
+
+def test_the_docs_table_is_that_of_the_settings(repo_root: Path) -> None:
+    page = (repo_root / "docs" / "run_file.md").read_text(encoding="utf-8")
+    assert reference_table(RunConfig) in page, "write it with: python -m ludic.runs.settings"
