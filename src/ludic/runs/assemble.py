@@ -56,7 +56,7 @@ def inference_spec(
     """Returns the run's sampling settings, optionally at another temperature. With `trained_on`,
     completions carry the ids that truncated sampling kept, which the trainer needs."""
     values = config.inference.sampling.model_dump()
-    values["stop"] = tuple(values["stop"])
+    values |= {key: tuple(values[key]) for key in ("stop", "stop_token_ids")}
     if temperature is not None:
         values["temperature"] = temperature
     sampling = SamplingConfig(**values)

@@ -24,6 +24,7 @@ from ludic.runs.assemble import (
     inference_spec,
     load_function,
     requests_of,
+    sample_filter_of,
     tool_parser_of,
     trainer_config,
 )
@@ -146,6 +147,12 @@ def _check_algorithm(config: RunConfig, algorithm: RLAlgorithm) -> None:
             f"training.rollouts_per_update={episodes} is not a multiple of group_size={size}: a "
             "batch holds whole groups"
         )
+    if config.training.dynamic_sampling and size == 1:
+        raise ConfigError(
+            f"training.dynamic_sampling is for an algorithm that compares groups, and "
+            f"{config.algorithm.name!r} does not: leave it out, or choose one such as 'grpo'"
+        )
+    sample_filter_of(config)
     check_scoring(config, algorithm, list(requests_of(config)))
 
 

@@ -181,11 +181,13 @@ class Tables:
                 return {"name": name, "kwargs": kwargs}
         if hasattr(value, "credit_assigner"):
             return {"name": self._give(lambda: value, value)}
-        table = {"name": value} if callable(value) else _table("algorithm", value)
-        if callable(table.get("name")):
-            table["name"] = self._named(table["name"], ALGORITHMS)
-        elif "name" in table and not isinstance(table["name"], str):
-            table |= self._algorithm(table["name"])
+        if callable(value):
+            return {"name": self._named(value, ALGORITHMS)}
+        if isinstance(value, Mapping) and "name" in value:
+            rest = {k: v for k, v in value.items() if k != "name"}
+            table = self._algorithm(value["name"]) | _table("algorithm", rest)
+        else:
+            table = _table("algorithm", value)
         if table.get("corrections"):
             table["corrections"] = [self._correction(c) for c in table["corrections"]]
         return table

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
 
 from ludic.runs.settings.base import Section
 
 
 class SamplingSection(Section):
-    """As in `SamplingConfig`; the defaults may be trained on."""
+    """As in `SamplingConfig`; the defaults may be trained on. A completion ends with a text in
+    `stop` or a token in `stop_token_ids`, or as the model ends it."""
 
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -18,6 +19,7 @@ class SamplingSection(Section):
     min_p: float = Field(default=0.0, ge=0, le=1)
     max_tokens: int | None = Field(default=64, ge=1)
     stop: list[str] = []
+    stop_token_ids: list[NonNegativeInt] = []
 
 
 class InferenceSection(Section):

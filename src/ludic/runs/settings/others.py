@@ -25,12 +25,11 @@ class OtherModelSection(KeyedSection):
     def _one_source(self) -> OtherModelSection:
         if (self.model is None) == (self.server is None):
             raise ValueError("give either a `model` (as model.name) or the address of a `server`")
-        if self.server is None:
-            said = self.model_fields_set & {"served_name", "api_key_env", "api_key_file"}
-            if said:
-                raise ValueError(f"{min(said)} belongs to a `server`, and this is a `model`")
-        elif said := self.model_fields_set & {"revision", "device", "kwargs"}:
-            raise ValueError(f"{min(said)} belongs to a `model`, and this is a `server`")
+        of_server = {"served_name", "api_key_env", "api_key_file"}
+        unfit = {"revision", "device", "kwargs"} if self.server is not None else of_server
+        if said := [name for name in sorted(unfit) if getattr(self, name)]:
+            this, other = ("model", "server") if self.server is None else ("server", "model")
+            raise ValueError(f"{said[0]} belongs to a `{other}`, and this is a `{this}`")
         return self
 
 

@@ -13,16 +13,18 @@ them, which is exact for the first step on a batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from ludic.arguments import nearest
 from ludic.errors import ConfigError, NotTrainableError
 from ludic.training.losses.aggregation import sequences
-from ludic.training.losses.composite import widest
+from ludic.training.losses.composite import SCOPES, widest
 from ludic.training.losses.policy_ratio import check_bounds, exp_bounded, mean_over
 from ludic.training.preprocess import preprocess_of
 from ludic.training.types import Loss, LossBatch, LossStats, Scope, Stat, TokenLogProbs
@@ -66,6 +68,8 @@ class TruncatedImportance:
 
     def __post_init__(self) -> None:
         check_bounds(self.lower, self.upper)
+        _check_choice(self, "level", SCOPES)
+        _check_choice(self, "mean", get_args(Mean))
 
     def factors(
         self, log_ratio: Float[Tensor, " tokens"], batch: LossBatch
@@ -91,6 +95,8 @@ class MaskedImportance:
 
     def __post_init__(self) -> None:
         check_bounds(self.lower, self.upper)
+        _check_choice(self, "level", SCOPES)
+        _check_choice(self, "mean", get_args(Mean))
 
     def factors(
         self, log_ratio: Float[Tensor, " tokens"], batch: LossBatch
@@ -100,6 +106,13 @@ class MaskedImportance:
         value = ratio if self.keep_ratio else torch.ones_like(ratio)
         factors = torch.where(inside, value, torch.zeros_like(ratio))
         return factors, _stats("masked", self.level, ratio, ~inside)
+
+
+def _check_choice(correction: object, name: str, choices: Sequence[str]) -> None:
+    value = getattr(correction, name)
+    if value not in choices:
+        said = f"{type(correction).__name__}({name}={value!r})"
+        raise ConfigError(f"{said}: no such {name}{nearest(str(value), choices)}")
 
 
 def _stats(
