@@ -111,6 +111,7 @@ REWARDS = Registry(
         "symbolic": Entry("ludic.rewards:symbolic_reward", "1 for an equal expression."),
         "format": Entry("ludic.rewards:format_reward", "1 for what a parser can read."),
         "length": Entry("ludic.rewards:length_reward", "1 for short answers, 0 for long ones."),
+        "judge": Entry("ludic.inference.judge:server_judge", "What a model behind a server says."),
     },
     "ludic.rewards",
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from hashlib import blake2b
 
 from ludic.errors import ConfigError, EnvError
+from ludic.inference.addresses import find_key
 from ludic.inference.client import ChatClient, TokenCompletionRequest
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.templates.chat_template import ChatTemplate
@@ -32,31 +34,75 @@ def judge_reward(
     The judge must end with `<score>n</score>`. When it does not, it is asked again, up to `tries`
     times; then an `EnvError` is raised, since no grade is not a grade of 0.
     """
+
+    async def ask(messages: list[Message], nth: int) -> str:
+        spec = inference or InferenceSpec(_sampling(nth))
+        sampling = replace(spec.sampling, seed=derive_seed(spec.sampling.seed or 0, nth))
+        response = await client.complete_tokens(
+            TokenCompletionRequest(
+                model,
+                tuple(chat_template.render(messages)),
+                sampling,
+                spec.returns,
+                timeout_s=timeout_s,
+                extensions=spec.extensions,
+            )
+        )
+        return chat_template.parse(response).message["content"]
+
+    return _judging(ask, model, rubric, max_score, tries)
+
+
+def server_judge(
+    *,
+    server: str,
+    model: str,
+    rubric: str,
+    max_score: int = 10,
+    tries: int = 2,
+    timeout_s: float = 60.0,
+    api_key_env: str | None = None,
+    api_key_file: str | None = None,
+) -> RewardFn:
+    """As `judge_reward`, with any OpenAI-compatible server: the reward "judge" of a run file. The
+    key, if the server wants one, is in an environment variable or a file.
+    """
+    from ludic.inference.openai.client import OpenAIChatClient
+
+    key = find_key(api_key_env, api_key_file, "judge")
+    client = OpenAIChatClient(server, api_key=key)
+
+    async def ask(messages: list[Message], nth: int) -> str:
+        sampling = replace(_sampling(nth), seed=nth)
+        response = await client.complete_messages(
+            messages, model=model, sampling=sampling, timeout_s=timeout_s
+        )
+        return response.text or ""
+
+    return _judging(ask, model, rubric, max_score, tries)
+
+
+def _sampling(nth: int) -> SamplingConfig:
+    """The first try is greedy; asking the same way again would get the same answer."""
+    return SamplingConfig(temperature=0.7 if nth else 0.0, max_tokens=512)
+
+
+def _judging(
+    ask: Callable[[list[Message], int], Awaitable[str]],
+    model: str,
+    rubric: str,
+    max_score: int,
+    tries: int,
+) -> RewardFn:
     if max_score < 1 or tries < 1:
         raise ConfigError(f"judge_reward(max_score={max_score}, tries={tries}): both must be >= 1")
     read_score = xml_parser("score")
 
     async def judge(attempt: Attempt) -> float:
         messages = _judge_messages(attempt, rubric, max_score)
-        prompt = tuple(chat_template.render(messages))
         said = ""
         for nth in range(tries):
-            spec = inference or InferenceSpec(
-                # The first try is greedy; asking the same way again would get the same answer.
-                SamplingConfig(temperature=0.7 if nth else 0.0, max_tokens=512)
-            )
-            sampling = replace(spec.sampling, seed=derive_seed(spec.sampling.seed or 0, nth))
-            response = await client.complete_tokens(
-                TokenCompletionRequest(
-                    model,
-                    prompt,
-                    sampling,
-                    spec.returns,
-                    timeout_s=timeout_s,
-                    extensions=spec.extensions,
-                )
-            )
-            said = chat_template.parse(response).message["content"]
+            said = await ask(messages, nth)
             grade = read_number(read_score(said).action or "")
             if grade is not None and 0 <= grade <= max_score:
                 return float(grade / max_score)

@@ -27,6 +27,7 @@ from ludic.registry import CORRECTIONS, FILTERS
 from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.runs.model import build_model, configuring, precision_of
 from ludic.runs.players.scoring import TEACHER, teachers_by_env
+from ludic.runs.players.seats import OtherPlayers
 from ludic.runs.settings import EnvSection, RunConfig
 from ludic.runs.settings.from_python import key_of
 from ludic.saw.filters import SampleFilter, combine
@@ -90,7 +91,10 @@ async def open_policy(
             from ludic.runs.vllm_backend import open_vllm
 
             client, publisher = await open_vllm(config, model, tokenizer, stack, folder)
-        yield OpenPolicy(model, tokenizer, runtime_of(config, client, tokenizer), publisher)
+        players = OtherPlayers(config, tokenizer, inference_spec(config, trained_on=False))
+        await stack.enter_async_context(players)
+        runtime = runtime_of(config, client, tokenizer, players.runtimes)
+        yield OpenPolicy(model, tokenizer, runtime, publisher)
 
 
 def local_client(config: RunConfig, model: nn.Module, tokenizer: Any) -> LocalChatClient:
@@ -107,10 +111,15 @@ def local_client(config: RunConfig, model: nn.Module, tokenizer: Any) -> LocalCh
     )
 
 
-def runtime_of(config: RunConfig, client: ChatClient, tokenizer: Any) -> Runtime:
-    """Returns what the run's agents talk to."""
+def runtime_of(
+    config: RunConfig,
+    client: ChatClient,
+    tokenizer: Any,
+    others: Mapping[str, Runtime] | None = None,
+) -> Runtime:
+    """Returns what the run's agents talk to; `others` are players that are not trained."""
     template = HFChatTemplate(tokenizer, tool_parser_of(config))
-    return Runtime(client, template, config.model.name, inference_spec(config))
+    return Runtime(client, template, config.model.name, inference_spec(config), others or {})
 
 
 def rollout_engine(config: RunConfig, runtime: Runtime, *, seed: int = 0) -> RolloutEngine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,6 +33,7 @@ from ludic.runs.model import build_model, check_device, configuring
 from ludic.runs.players.opponents import check_seating
 from ludic.runs.players.scoring import check_scoring
 from ludic.runs.settings import EnvSection, RunConfig
+from ludic.runs.settings.servers import read_key
 from ludic.training import RLAlgorithm, make_algorithm
 from ludic.training.credit_assignment.value_tracker import TrackedAdvantage
 from ludic.types import EnvSpec
@@ -50,7 +52,7 @@ def check_parts(config: RunConfig) -> None:
         _make_env(section)
     agents = _make_agents(config)
     _make_agents(config, held_out=True)
-    check_seating(config)
+    check_seating(config, algorithm)
     if config.sft is not None:
         _check_sft(config)
     _check_sampling(config)
@@ -76,6 +78,8 @@ def _make_agents(config: RunConfig, *, held_out: bool = False) -> list[Agent]:
     template = HFChatTemplate(tiny_tokenizer(), tool_parser_of(config))
     client = ScriptedChatClient([""], template)
     runtime = Runtime(client, template, config.model.name, inference_spec(config))
+    others = {player.name: replace(runtime, model=player.name) for player in config.player}
+    runtime = replace(runtime, others=others)
     found: list[Agent] = []
     for request, _ in requests_of(config, held_out=held_out).values():
         with configuring(f"protocol {request.protocol.kind!r}"):
@@ -114,6 +118,7 @@ def _check_sft(config: RunConfig) -> None:
 
 
 def _check_sampling(config: RunConfig) -> None:
+    read_key(config.inference, "inference")
     sampling, backend = config.inference.sampling, config.inference.backend
     taught = config.sft is not None and config.sft.teacher is not None
     if sampling.temperature == 0 and (taught or config.training.steps):
@@ -162,9 +167,10 @@ def _check_tracking(
     """Raises if tasks have no names, or if returns are known to leave the tracker's interval: from
     an environment's `return_range`, and from the parser's reward for an empty answer."""
     name, steps, (low, high) = config.algorithm.name, config.training.max_steps, credit.returns
+    named = config.curriculum.kind != "uncertain"  # it names them itself
     penalty = min((agent.parser("").reward for agent in agents), default=0.0)
     for section, env in zip(config.env, envs, strict=True):
-        if type(env).task_key is LudicEnv.task_key:
+        if named and type(env).task_key is LudicEnv.task_key:
             raise ConfigError(
                 f"algorithm {name!r} tracks a value per task, and environment {section.kind!r} "
                 "names none: define its task_key(), choose another algorithm, or write a script "

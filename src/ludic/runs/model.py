@@ -85,6 +85,17 @@ def _from_run(
     return (merge() if merge else model).to(dtype), tokenizer
 
 
+def load_tokenizer(name: str, where: str) -> Any:
+    """Returns the tokenizer of a folder or of a name on the hub."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as exc:
+        reason = shorten(str(exc), 600, placeholder=" …")
+        raise ConfigError(f"{where}: tokenizer={name!r} cannot be loaded: {reason}") from exc
+
+
 def load_weights(model: nn.Module, folder: Path) -> None:
     """Loads a checkpoint's weights; raises if they are of another model."""
     from safetensors.torch import load_file

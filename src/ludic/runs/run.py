@@ -24,6 +24,7 @@ from ludic.runs.assemble import (
     OpenPolicy,
     algorithm_of,
     bring_in,
+    inference_spec,
     local_client,
     rollout_engine,
     runtime_of,
@@ -37,6 +38,7 @@ from ludic.runs.model import build_model
 from ludic.runs.pieces import Piece
 from ludic.runs.players.opponents import Seating, seating
 from ludic.runs.players.scoring import Scoring
+from ludic.runs.players.seats import OtherPlayers
 from ludic.runs.results.report import RunReport
 from ludic.runs.settings import RunConfig, check_run, override_key
 from ludic.runs.settings.from_python import Tables, at, given_names
@@ -55,7 +57,7 @@ from ludic.training import (
 from ludic.training.metrics.loggers import Logger
 
 PARTS = (
-    *("env", "model", "algorithm", "parser", "protocol", "reference", "teacher"),
+    *("env", "model", "algorithm", "parser", "protocol", "reference", "teacher", "player"),
     *("training", "sft", "eval"),
 )
 
@@ -89,6 +91,8 @@ class Run:
         protocol: Any = None,
         reference: Any = None,
         teacher: Any = None,
+        player: Any = None,
+        curriculum: Any = None,
         training: Any = None,
         inference: Any = None,
         eval: Any = None,
@@ -229,13 +233,20 @@ class Run:
     tokenizer: Piece[Any] = Piece(lambda run: run._loaded[1], "_loaded")
     client: Piece[ChatClient] = Piece(lambda run: run._make_client(), "model", "tokenizer")
     publisher: Piece[PolicyPublisher | None] = Piece(lambda run: run._make_publisher(), "client")
+    players: Piece[OtherPlayers] = Piece(
+        lambda run: OtherPlayers(
+            run.config, run.tokenizer, inference_spec(run.config, trained_on=False)
+        ),
+        "tokenizer",
+    )
     runtime: Piece[Runtime] = Piece(
-        lambda run: runtime_of(run.config, run.client, run.tokenizer), "client", "tokenizer"
+        lambda run: runtime_of(run.config, run.client, run.tokenizer, run.players.runtimes),
+        *("client", "tokenizer", "players"),
     )
     algorithm: Piece[RLAlgorithm] = Piece(lambda run: algorithm_of(run.config))
     seating: Piece[Seating] = Piece(
-        lambda run: seating(run.config, run.model, run.tokenizer, run.runtime, run.folder.path),
-        *("runtime", "folder"),
+        lambda run: seating(run.config, run, run.folder.path),
+        *("model", "tokenizer", "runtime", "algorithm", "folder"),
     )
     scoring: Piece[Scoring] = Piece(
         lambda run: Scoring(run.config, run.model, run.tokenizer, run.folder.path),

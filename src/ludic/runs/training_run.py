@@ -140,6 +140,7 @@ class TrainingRun:
             elif hasattr(run.client, "__aenter__"):
                 opened: Any = run.client
                 await stack.enter_async_context(opened)
+            await stack.enter_async_context(run.players)
             await stack.enter_async_context(run.scoring)
             run._frozen = "the run has begun"
             yield

@@ -25,6 +25,7 @@ from ludic.precision import sampling_dtype
 from ludic.runs.model import precision_of
 from ludic.runs.results.terminal import say
 from ludic.runs.settings import RunConfig
+from ludic.runs.settings.servers import read_key
 from ludic.sharding.weights import plain_name
 from ludic.training.checkpoints.model_loading import no_progress_bar
 
@@ -46,7 +47,8 @@ async def open_vllm(
     if not servers:
         name = "policy"
         servers = [await _start(config, model, tokenizer, name, stack, folder)]
-    client = VLLMChatClient(servers, model=name)
+    key = read_key(config.inference, "inference")
+    client = VLLMChatClient(servers, model=name, api_key=key)
     await stack.enter_async_context(client)
     await client.connect(tokenizer=tokenizer)
     publisher: PolicyPublisher
@@ -76,7 +78,7 @@ async def _start(
     where = temporary if folder is None else folder / "vllm"
     where.mkdir(parents=True, exist_ok=True)
     adapter = config.inference.publish_lora == "adapter"
-    lora = config.model.lora
+    lora, own = config.model.lora, config.inference.vllm
     settings = ServerSettings(
         model=str(where),
         served_name=name,
@@ -85,6 +87,11 @@ async def _start(
         max_model_len=config.inference.max_context_tokens,
         max_num_seqs=config.inference.slots,
         max_lora_rank=lora.rank if adapter and lora is not None else None,
+        gpu_memory_utilization=own.gpu_memory,
+        eager=own.eager,
+        kv_cache_gib=own.kv_cache_gib,
+        extra=own.arguments(),
+        env=own.env,
     )
     server = VLLMServer(
         settings,

@@ -19,6 +19,7 @@ from ludic.errors import (
     NotTrainableError,
     RequestRejectedError,
 )
+from ludic.inference.addresses import split_user, without_user
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.http import Connections, UnreachableError, ask
 from ludic.inference.openai.wire import (
@@ -63,7 +64,7 @@ class OpenAIChatClient:
         reports_sampled_logprobs: bool = False,
     ) -> None:
         rules = (
-            (base_url.startswith(("http://", "https://")), "base_url", base_url, "an http(s) URL"),
+            (base_url.startswith(("http://", "https://")), "base_url", without_user(base_url), "an http(s) URL"),
             (prompts in ("token_ids", "text"), "prompts", prompts, "'token_ids' or 'text'"),
             (dialect in ("openai", "vllm"), "dialect", dialect, "'openai' or 'vllm'"),
             (max_concurrency >= 1, "max_concurrency", max_concurrency, ">= 1"),
@@ -75,8 +76,9 @@ class OpenAIChatClient:
                 raise ConfigError(f"OpenAIChatClient({name}={value!r}): must be {must}")
         if prompts == "text" and chat_template is None:
             raise ConfigError("prompts='text' needs a chat_template to decode the ids with")
-        self.base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        plain, headers = split_user(base_url)
+        self.base_url = plain.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else headers
         self._chat_template = chat_template
         self._prompts = prompts
         self._dialect: Literal["openai", "vllm"] = dialect

@@ -13,6 +13,7 @@ from ludic.errors import (
     PublishError,
     RequestRejectedError,
 )
+from ludic.inference.addresses import split_user, without_user
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.http import Connections, UnreachableError, ask
 from ludic.inference.retries import Backoff, within
@@ -64,7 +65,8 @@ class VLLMChatClient(VLLMServers):
         version: int = 0,
     ) -> None:
         urls = [servers] if isinstance(servers, str) else list(servers)
-        urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        users = [split_user(url)[1] for url in urls]
+        urls = [without_user(url).rstrip("/").removesuffix("/v1") for url in urls]
         rules = (
             (bool(urls), "servers", urls, "at least one address"),
             (len(set(urls)) == len(urls), "servers", urls, "different addresses"),
@@ -74,6 +76,7 @@ class VLLMChatClient(VLLMServers):
                 urls,
                 "http(s) addresses such as http://127.0.0.1:8000",
             ),
+            (all(u == users[0] for u in users), "servers", urls, "of one user and password"),
             (max_concurrency >= 1, "max_concurrency", max_concurrency, ">= 1"),
             (timeout_s > 0, "timeout_s", timeout_s, "> 0"),
             (connect_timeout_s > 0, "connect_timeout_s", connect_timeout_s, "> 0"),
@@ -86,7 +89,7 @@ class VLLMChatClient(VLLMServers):
             tuple(Replica(url, None, version, Serving(version=version)) for url in urls),
             model=model,
             version=version,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else users[0],
             backoff=backoff or Backoff(first_s=0.1, longest_s=5.0),
             connections=Connections(f"VLLMChatClient({urls})", max_concurrency, connect_timeout_s),
         )

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from torch import nn
 
 from ludic.envs import build_env
 from ludic.errors import ConfigError
 from ludic.interaction import Runtime
-from ludic.rollouts import Curriculum, FixedMix
+from ludic.rollouts import Curriculum
 from ludic.runs.assemble import requests_of
 from ludic.runs.model import precision_of
+from ludic.runs.players.curriculum import make_curriculum
+from ludic.runs.players.seats import check_players
 from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed
-from ludic.training import Trainer
+from ludic.training import RLAlgorithm, Trainer
 from ludic.training.batching.self_play import PastPolicies, SelfPlay
 
 
@@ -53,17 +55,29 @@ class Seating:
             goal = min(due, steps)
 
 
-def seating(
-    config: RunConfig, model: nn.Module, tokenizer: Any, runtime: Runtime, folder: Path
-) -> Seating:
+class HasPolicy(Protocol):
+    """What a run's players are made from."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def runtime(self) -> Runtime: ...
+    @property
+    def algorithm(self) -> RLAlgorithm: ...
+
+
+def seating(config: RunConfig, run: HasPolicy, folder: Path) -> Seating:
     """Returns the run's players. Past policies are kept in `folder`/pool."""
-    training = config.training
+    training, runtime = config.training, run.runtime
     if not training.past_opponents:
-        return Seating(runtime, FixedMix(requests_of(config), seed=_seed(config)))
+        curriculum = make_curriculum(config, run.algorithm, seed=_seed(config))
+        return Seating(runtime, curriculum)
     pool = PastPolicies(
-        model,
+        run.model,
         runtime,
-        tokenizer,
+        run.tokenizer,
         folder / "pool",
         size=training.past_opponents,
         every=training.checkpoint_every,
@@ -72,11 +86,14 @@ def seating(
         deterministic=config.inference.deterministic,
         precision=precision_of(config),
     )
-    return Seating(replace(runtime, others=pool.runtimes), _self_play(config), pool)
+    return Seating(replace(runtime, others={**runtime.others, **pool.runtimes}), _self_play(config), pool)
 
 
-def check_seating(config: RunConfig) -> None:
-    """Raises if the run asks for past opponents, and its other settings rule them out."""
+def check_seating(config: RunConfig, algorithm: RLAlgorithm) -> None:
+    """Raises if the run's players or its curriculum do not fit, or if it asks for past opponents
+    and its other settings rule them out."""
+    check_players(config)
+    make_curriculum(config, algorithm, seed=0)
     if config.training.past_opponents:
         _self_play(config)
 

@@ -5,9 +5,15 @@
 """
 
 from ludic.runs.settings.base import Arguments, PartSection, Section
+from ludic.runs.settings.curriculum import CurriculumSection, StageSection
 from ludic.runs.settings.inference import InferenceSection, SamplingSection
 from ludic.runs.settings.model import LoraSection, ModelSection
-from ludic.runs.settings.others import OtherModelSection, ReferenceSection, TeacherSection
+from ludic.runs.settings.others import (
+    OtherModelSection,
+    PlayerSection,
+    ReferenceSection,
+    TeacherSection,
+)
 from ludic.runs.settings.parts import AlgorithmSection, EnvSection, ProtocolSection
 from ludic.runs.settings.reading import apply_override, check_run, load_run, override_key, parse_run
 from ludic.runs.settings.run import SCHEMA, LoggingSection, RunConfig, RunSection
@@ -17,6 +23,7 @@ __all__ = [
     "SCHEMA",
     "AlgorithmSection",
     "Arguments",
+    "CurriculumSection",
     "EnvSection",
     "EvalSection",
     "InferenceSection",
@@ -25,6 +32,7 @@ __all__ = [
     "ModelSection",
     "OtherModelSection",
     "PartSection",
+    "PlayerSection",
     "ProtocolSection",
     "ReferenceSection",
     "RunConfig",
@@ -32,6 +40,7 @@ __all__ = [
     "SFTSection",
     "SamplingSection",
     "Section",
+    "StageSection",
     "TeacherSection",
     "TrainingSection",
     "apply_override",

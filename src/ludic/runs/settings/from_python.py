@@ -29,7 +29,7 @@ from ludic.types import EnvSpec, ProtocolSpec
 
 SECTIONS = (
     *("run", "model", "inference", "env", "protocol", "algorithm"),
-    *("reference", "teacher", "training", "sft", "eval", "logging"),
+    *("reference", "teacher", "player", "curriculum", "training", "sft", "eval", "logging"),
 )
 SHORTCUTS = {
     "parser": ("protocol", "kwargs", "parser"),
@@ -79,7 +79,7 @@ class Tables:
                 return self._protocol(value)
             case "reference":
                 return self._other(name, value)
-            case "teacher":
+            case "teacher" | "player":
                 return [
                     self._other(name, v) for v in (value if isinstance(value, list) else [value])
                 ]

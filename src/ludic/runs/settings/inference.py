@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator
+from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator, model_validator
 
-from ludic.runs.settings.base import Section
+from ludic.runs.settings.base import Arguments, Section
+from ludic.runs.settings.servers import Address, KeyedSection
 
 
 class SamplingSection(Section):
@@ -22,20 +24,96 @@ class SamplingSection(Section):
     stop_token_ids: list[NonNegativeInt] = []
 
 
-class InferenceSection(Section):
+OWN_FLAGS = {
+    "model": "model.name",
+    "served-model-name": "nothing: the run names it",
+    "host": "inference.servers, for a server that you start yourself",
+    "port": "inference.servers, for a server that you start yourself",
+    "dtype": "model.precision",
+    "max-model-len": "inference.max_context_tokens",
+    "max-num-seqs": "inference.slots",
+    "gpu-memory-utilization": "inference.vllm.gpu_memory",
+    "enforce-eager": "inference.vllm.eager",
+    "logprobs-mode": "nothing: training needs processed_logprobs",
+    "weight-transfer-config": "nothing: updates go through it",
+    "worker-extension-cls": "nothing: updates go through it",
+    "enable-lora": 'inference.publish_lora = "adapter"',
+    "max-lora-rank": "model.lora.rank",
+    "api-key": "nothing: a server that is started for the run listens on loopback alone",
+}
+"""Flags of vLLM that a run sets itself, and by which of its keys."""
+
+
+class VLLMSection(Section):
+    """For a vLLM server that is started for the run: `gpu_memory` is its share of the GPU's memory
+    (left out, vLLM takes 0.9 of it; beside a trainer on the same GPU that is too much), `eager`
+    leaves CUDA graphs out, and `kv_cache_gib` is the CPU build's cache. `flags` are any others of
+    vLLM by name, `{ max-num-batched-tokens = 8192, enable-prefix-caching = false }`, and `env` is
+    added to its environment."""
+
+    gpu_memory: float | None = Field(default=None, gt=0, le=1)
+    eager: bool | None = None
+    kv_cache_gib: int = Field(default=1, ge=1)
+    flags: dict[str, bool | int | float | str | Arguments] = {}
+    env: dict[str, str] = {}
+
+    @field_validator("flags")
+    @classmethod
+    def _not_the_runs_own(cls, flags: dict[str, Any]) -> dict[str, Any]:
+        for name in flags:
+            plain = flag_name(name)
+            own = plain if plain in OWN_FLAGS else plain.removeprefix("no-")
+            if own in OWN_FLAGS:
+                raise ValueError(f"{name} is set by the run: use {OWN_FLAGS[own]}")
+        return flags
+
+    def arguments(self) -> tuple[str, ...]:
+        """Returns the `flags` as vLLM's command takes them."""
+        found: list[str] = []
+        for name, value in self.flags.items():
+            plain = flag_name(name)
+            if isinstance(value, bool):
+                found.append(f"--{plain}" if value else f"--no-{plain}")
+            else:
+                text = json.dumps(value) if isinstance(value, dict) else str(value)
+                found += [f"--{plain}", text]
+        return tuple(found)
+
+
+def flag_name(name: str) -> str:
+    """Returns a flag as vLLM spells it: `max_num_seqs` and `--max-num-seqs` are `max-num-seqs`."""
+    return name.lstrip("-").replace("_", "-")
+
+
+class InferenceSection(KeyedSection):
     """Where tokens come from: the in-process engine, or vLLM. Without addresses in `servers`, a
     vLLM server is started for the run, by the Python in `vllm_python` (default: this one). With
     `publish_lora = "adapter"`, vLLM gets the LoRA adapter alone after each update, and not all
-    weights with the adapter merged into them."""
+    weights with the adapter merged into them. If the servers want a key, it is in the environment
+    variable `api_key_env` or in the file `api_key_file`; a run file holds no secret, and an address
+    neither user nor password."""
 
     backend: Literal["local", "vllm"] = "local"
-    servers: list[str] = []
+    servers: list[Address] = []
     vllm_python: str | None = None
     publish_lora: Literal["merged", "adapter"] = "merged"
     slots: int = Field(default=64, ge=1)
     max_context_tokens: int | None = Field(default=None, ge=8)
     deterministic: bool | None = None
     sampling: SamplingSection = SamplingSection()
+    vllm: VLLMSection = VLLMSection()
+
+    @model_validator(mode="after")
+    def _for_vllm(self) -> InferenceSection:
+        started = self.backend == "vllm" and not self.servers
+        if self.vllm != VLLMSection() and not started:
+            raise ValueError(
+                "[inference.vllm] is for a server that is started for the run: set backend = "
+                '"vllm" and name no servers'
+            )
+        if not self.servers and (self.api_key_env or self.api_key_file):
+            raise ValueError("api_key_env and api_key_file are for servers: name them in `servers`")
+        return self
 
     @field_validator("publish_lora")
     @classmethod

@@ -54,3 +54,27 @@ class TeacherSection(OtherModelSection):
 
 
 Teachers: TypeAlias = Annotated[list[TeacherSection], BeforeValidator(as_list)]
+
+
+class PlayerSection(OtherModelSection):
+    """Another model that plays in the run's episodes and is not trained: a seat of the protocol
+    takes it by its `name`, `client = "…"`. A `server` is vLLM (`api = "vllm"`), or any other with
+    OpenAI's completions, which is sent text; its `tokenizer` is named as a model is, or the run's.
+    `temperature` and `max_tokens` are those of the run unless given."""
+
+    name: str = Field(min_length=1)
+    api: Literal["vllm", "openai"] = "vllm"
+    tokenizer: str | None = None
+    temperature: float | None = Field(default=None, ge=0)
+    max_tokens: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _known_to_its_server(self) -> PlayerSection:
+        if self.api == "openai" and self.served_name is None:
+            raise ValueError('api = "openai" needs a `server` and its `served_name` of the model')
+        if self.tokenizer is not None and self.server is None:
+            raise ValueError("tokenizer belongs to a `server`; a `model` has its own")
+        return self
+
+
+Players: TypeAlias = Annotated[list[PlayerSection], BeforeValidator(as_list)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 KEYS = (("run", "folder"), ("sft", "data"), ("inference", "vllm_python"))
-OTHERS = ("reference", "teacher")
+OTHERS = ("reference", "teacher", "player")
 
 
 def resolve_paths(data: dict[str, Any], folder: Path, overridden: Collection[str] = ()) -> None:
@@ -19,6 +19,12 @@ def resolve_paths(data: dict[str, Any], folder: Path, overridden: Collection[str
         value = data.get(table, {}).get(key) if isinstance(data.get(table), dict) else None
         if isinstance(value, str) and (key != "vllm_python" or "/" in value):
             data[table][key] = str(_found(value, folder, f"{table}.{key}" in overridden))
+    for place in ("inference", *OTHERS):
+        tables = data.get(place)
+        for table in tables if isinstance(tables, list) else [tables]:
+            if isinstance(table, dict) and isinstance(table.get("api_key_file"), str):
+                given = f"{place}.api_key_file" in overridden
+                table["api_key_file"] = str(_found(table["api_key_file"], folder, given))
     for place, table, key in _models(data):
         if not isinstance(table, dict) or not isinstance(table.get(key), str):
             continue
@@ -35,6 +41,7 @@ def _models(data: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
         tables = data.get(place)
         for table in tables if isinstance(tables, list) else [tables]:
             yield place, table, "model"
+            yield place, table, "tokenizer"
 
 
 def _found(value: str, folder: Path, overridden: bool) -> Path:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from ludic.errors import ConfigError
 from ludic.runs.settings.base import Section
 from ludic.runs.settings.paths import resolve_paths
+from ludic.runs.settings.servers import check_no_secrets
 from ludic.runs.settings.run import SCHEMA, RunConfig
 
 
@@ -59,6 +60,7 @@ def check_run(
             f"{source} has schema {version}; this version of Ludic reads up to {SCHEMA}: "
             "upgrade with `pip install -U ludic-rl`"
         )
+    check_no_secrets(data, source)
     try:
         return RunConfig.model_validate(data)
     except ValidationError as exc:

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ludic.runs.settings.base import Section
+from ludic.runs.settings.curriculum import CurriculumSection
 from ludic.runs.settings.inference import InferenceSection
 from ludic.runs.settings.model import ModelSection
-from ludic.runs.settings.others import ReferenceSection, Teachers
+from ludic.runs.settings.others import Players, ReferenceSection, Teachers
 from ludic.runs.settings.parts import AlgorithmSection, Envs, ProtocolSection
 from ludic.runs.settings.stages import EvalSection, SFTSection, TrainingSection
 
@@ -47,6 +48,8 @@ class RunConfig(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     reference: ReferenceSection | None = None
     teacher: Teachers = []
+    player: Players = []
+    curriculum: CurriculumSection = CurriculumSection()
     training: TrainingSection = TrainingSection()
     sft: SFTSection | None = None
     eval: EvalSection = EvalSection()

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import Annotated, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, model_validator
 
 from ludic.errors import ConfigError
-from ludic.inference.addresses import without_user
+from ludic.inference.addresses import find_key, without_user
 from ludic.runs.settings.base import Section
 
 
 def _checked(address: str) -> str:
-    plain = without_user(address)
-    if plain != address:
-        raise ValueError(
-            "a user and a password would be stored with the run: leave them out, and name the "
-            "environment variable or the file that holds the server's key as api_key_env or "
-            "api_key_file"
-        )
     if not address.startswith(("http://", "https://")):
         raise ValueError(f"an address begins with http:// or https://; try http://{address}")
     return address
@@ -44,21 +36,22 @@ class KeyedSection(Section):
 
 def read_key(section: KeyedSection, where: str) -> str | None:
     """Returns the key that a table names; None if it names none. `where` is the table's name."""
-    if (variable := section.api_key_env) is not None:
-        if not (key := os.environ.get(variable, "").strip()):
-            raise ConfigError(
-                f"{where}.api_key_env={variable!r}: there is no such environment variable; give "
-                "its name, not the key itself"
-                if not variable.isidentifier()
-                else f"{where}.api_key_env={variable!r}: this environment variable is not set"
-            )
-        return key
-    if (file := section.api_key_file) is not None:
-        try:
-            key = Path(file).expanduser().read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as exc:
-            raise ConfigError(f"{where}.api_key_file={file!r} cannot be read: {exc}") from exc
-        if not key:
-            raise ConfigError(f"{where}.api_key_file={file!r} is empty")
-        return key
-    return None
+    return find_key(section.api_key_env, section.api_key_file, where)
+
+
+def check_no_secrets(data: Any, source: str, path: str = "") -> None:
+    """Raises if an address anywhere in a run's tables has a user or a password in it, which would
+    be stored with the run. The error shows neither."""
+    if isinstance(data, str) and without_user(data) != data:
+        raise ConfigError(
+            f"{source}: {path!r} has a user or a password in its address, which would be stored "
+            "with the run: leave them out, and name the environment variable or the file with the "
+            "server's key as api_key_env or api_key_file"
+        )
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(data, Mapping):
+        items = data.items()
+    elif isinstance(data, list):
+        items = enumerate(data)
+    for key, value in items:
+        check_no_secrets(value, source, f"{path}.{key}" if path else str(key))

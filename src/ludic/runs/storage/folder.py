@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.errors import ConfigError
+from ludic.inference.addresses import without_user
 from ludic.runs.machine import installed
 from ludic.runs.settings import RunConfig, apply_override, check_run
 
@@ -165,7 +166,7 @@ def origin() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **versions},
         "git": _git_state(),
         "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [Path(sys.argv[0]).name, *map(without_user, sys.argv[1:])],
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 
