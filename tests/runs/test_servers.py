@@ -110,7 +110,7 @@ def test_a_key_in_the_place_of_its_variable_is_not_repeated() -> None:
     ],
 )
 def test_a_run_file_holds_no_password(text: str) -> None:
-    with pytest.raises(ConfigError, match="user or a password.*api_key_env") as failed:
+    with pytest.raises(ConfigError, match=r"user or a password.*api_key_env") as failed:
         parse_run(RUN + text if text.startswith("backend") else RUN.replace("[inference]", text))
     assert "secret" not in str(failed.value)
 
@@ -154,7 +154,8 @@ async def test_a_runs_servers_are_asked_with_the_key_from_the_environment(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LUDIC_TEST_KEY", "secret")
     asked: list[str | None] = []
-    async with FakeVLLM(faults={"/v1/models": lambda r: asked.append(r.headers["Authorization"])}
+    async with FakeVLLM(
+        faults={"/v1/models": lambda r: asked.append(r.headers["Authorization"])}
     ).serving() as fake:
         inference = {
             **small()["inference"],

@@ -186,8 +186,10 @@ def sample_filter_of(config: RunConfig) -> SampleFilter | None:
     found: list[SampleFilter] = []
     for entry in config.training.filters:
         with configuring(f"training.filters: {entry!r}"):
-            own = isinstance(entry, str) and entry not in FILTERS.names()
-            found.append(FILTERS.get(entry) if own else FILTERS.make_from(entry))
+            if isinstance(entry, str) and entry not in FILTERS.names():
+                found.append(FILTERS.get(entry))
+            else:
+                found.append(FILTERS.make_from(entry))
     return combine(*found) if found else None
 
 

@@ -78,7 +78,7 @@ async def _start(
     where = temporary if folder is None else folder / "vllm"
     where.mkdir(parents=True, exist_ok=True)
     adapter = config.inference.publish_lora == "adapter"
-    lora, own = config.model.lora, config.inference.vllm
+    lora, vllm = config.model.lora, config.inference.vllm
     settings = ServerSettings(
         model=str(where),
         served_name=name,
@@ -87,11 +87,10 @@ async def _start(
         max_model_len=config.inference.max_context_tokens,
         max_num_seqs=config.inference.slots,
         max_lora_rank=lora.rank if adapter and lora is not None else None,
-        gpu_memory_utilization=own.gpu_memory,
-        eager=own.eager,
-        kv_cache_gib=own.kv_cache_gib,
-        extra=own.arguments(),
-        env=own.env,
+        gpu_memory_utilization=vllm.gpu_memory,
+        eager=vllm.eager,
+        kv_cache_gib=vllm.kv_cache_gib,
+        extra=vllm.arguments(),
     )
     server = VLLMServer(
         settings,

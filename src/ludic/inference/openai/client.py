@@ -64,7 +64,12 @@ class OpenAIChatClient:
         reports_sampled_logprobs: bool = False,
     ) -> None:
         rules = (
-            (base_url.startswith(("http://", "https://")), "base_url", without_user(base_url), "an http(s) URL"),
+            (
+                base_url.startswith(("http://", "https://")),
+                "base_url",
+                without_user(base_url),
+                "an http(s) URL",
+            ),
             (prompts in ("token_ids", "text"), "prompts", prompts, "'token_ids' or 'text'"),
             (dialect in ("openai", "vllm"), "dialect", dialect, "'openai' or 'vllm'"),
             (max_concurrency >= 1, "max_concurrency", max_concurrency, ">= 1"),

@@ -38,12 +38,12 @@ def check_other(section: OtherModelSection, where: str) -> None:
     folder = Path(name)
     if folder.is_absolute() and not folder.is_dir():
         beside = [p.name for p in folder.parent.glob("*")] if folder.parent.is_dir() else []
-        raise ConfigError(f"{where}.model={name!r}: there is no such folder{nearest(folder.name, beside)}")
+        raise ConfigError(
+            f"{where}.model={name!r}: there is no such folder{nearest(folder.name, beside)}"
+        )
 
 
-def load_other(
-    config: RunConfig, section: OtherModelSection, where: str
-) -> tuple[nn.Module, Any]:
+def load_other(config: RunConfig, section: OtherModelSection, where: str) -> tuple[nn.Module, Any]:
     """Returns another model and its tokenizer, in the run's precision and frozen."""
     other = ModelSection(
         name=section.model or "",

@@ -86,7 +86,9 @@ def seating(config: RunConfig, run: HasPolicy, folder: Path) -> Seating:
         deterministic=config.inference.deterministic,
         precision=precision_of(config),
     )
-    return Seating(replace(runtime, others={**runtime.others, **pool.runtimes}), _self_play(config), pool)
+    return Seating(
+        replace(runtime, others={**runtime.others, **pool.runtimes}), _self_play(config), pool
+    )
 
 
 def check_seating(config: RunConfig, algorithm: RLAlgorithm) -> None:

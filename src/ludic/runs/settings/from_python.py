@@ -145,7 +145,8 @@ class Tables:
         """Another model: its name, a loaded pair, or a table."""
         if isinstance(value, str | Path) and str(value).startswith(("http://", "https://")):
             return {"server": str(value)}
-        table = {"model": value} if isinstance(value, str | Path | tuple) else _table(name, value)
+        named = isinstance(value, str | Path | tuple)
+        table: dict[str, Any] = {"model": value} if named else _table(name, value)
         if isinstance(table.get("model"), tuple):
             table["model"] = self._pair(table["model"])
         elif isinstance(table.get("model"), Path):

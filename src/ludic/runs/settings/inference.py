@@ -39,6 +39,7 @@ OWN_FLAGS = {
     "worker-extension-cls": "nothing: updates go through it",
     "enable-lora": 'inference.publish_lora = "adapter"',
     "max-lora-rank": "model.lora.rank",
+    "hf-token": "the environment variable HF_TOKEN",
     "api-key": "nothing: a server that is started for the run listens on loopback alone",
 }
 """Flags of vLLM that a run sets itself, and by which of its keys."""
@@ -48,14 +49,12 @@ class VLLMSection(Section):
     """For a vLLM server that is started for the run: `gpu_memory` is its share of the GPU's memory
     (left out, vLLM takes 0.9 of it; beside a trainer on the same GPU that is too much), `eager`
     leaves CUDA graphs out, and `kv_cache_gib` is the CPU build's cache. `flags` are any others of
-    vLLM by name, `{ max-num-batched-tokens = 8192, enable-prefix-caching = false }`, and `env` is
-    added to its environment."""
+    vLLM by name, `{ max-num-batched-tokens = 8192, enable-prefix-caching = false }`."""
 
     gpu_memory: float | None = Field(default=None, gt=0, le=1)
     eager: bool | None = None
     kv_cache_gib: int = Field(default=1, ge=1)
     flags: dict[str, bool | int | float | str | Arguments] = {}
-    env: dict[str, str] = {}
 
     @field_validator("flags")
     @classmethod

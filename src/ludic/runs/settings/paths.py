@@ -15,10 +15,10 @@ def resolve_paths(data: dict[str, Any], folder: Path, overridden: Collection[str
     """Makes the paths in a run's tables absolute. Those of the file are relative to its `folder`,
     or, as once upon a time, to the working directory if they are only there; those that were
     `overridden` come from the command line, and are relative to the working directory."""
-    for table, key in KEYS:
-        value = data.get(table, {}).get(key) if isinstance(data.get(table), dict) else None
+    for section, key in KEYS:
+        value = data.get(section, {}).get(key) if isinstance(data.get(section), dict) else None
         if isinstance(value, str) and (key != "vllm_python" or "/" in value):
-            data[table][key] = str(_found(value, folder, f"{table}.{key}" in overridden))
+            data[section][key] = str(_found(value, folder, f"{section}.{key}" in overridden))
     for place in ("inference", *OTHERS):
         tables = data.get(place)
         for table in tables if isinstance(tables, list) else [tables]:

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from ludic.errors import ConfigError
 from ludic.runs.settings.base import Section
 from ludic.runs.settings.paths import resolve_paths
-from ludic.runs.settings.servers import check_no_secrets
 from ludic.runs.settings.run import SCHEMA, RunConfig
+from ludic.runs.settings.servers import check_no_secrets
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
