@@ -60,7 +60,8 @@ def resume(
     """Goes on with a run that was stopped, or with a finished one for more `steps` in all.
 
     Parts that were objects of a script, which its folder cannot hold, must be given again, under
-    the names they had: `env=`, `model=`, `algorithm=`, `parser=`, `protocol=`, `sft=`, `eval=`.
+    the names they had: `env=`, `model=`, `algorithm=`, `parser=`, `protocol=`, `reference=`,
+    `teacher=`, `player=`, `training=`, `sft=`, `eval=`.
     """
     if isinstance(folder, Run):
         parts = {**folder.parts, **parts}

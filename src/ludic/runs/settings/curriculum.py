@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from ludic.runs.settings.base import Section
+from ludic.runs.settings.parts import as_list
 
 
 class StageSection(Section):
@@ -30,7 +31,7 @@ class CurriculumSection(Section):
     tasks with a fixed seed each, and not one."""
 
     kind: Literal["mix", "stages", "target_solve_rate", "uncertain"] = "mix"
-    stage: list[StageSection] = []
+    stage: Annotated[list[StageSection], BeforeValidator(as_list)] = []
     tasks_per_env: int | None = Field(default=None, ge=1)
     target: float = Field(default=0.5, gt=0, lt=1)
     width: float = Field(default=0.2, gt=0)

@@ -24,7 +24,7 @@ class ProtocolSection(PartSection):
 
 
 def as_list(value: Any) -> Any:
-    """`[env]` is a list of one; `[[env]]` tables are a mix."""
+    """One table is a list of one: `[env]`, or several `[[env]]`."""
     return [value] if isinstance(value, dict) else value
 
 

@@ -100,10 +100,9 @@ def apply_override(data: dict[str, Any], override: str) -> str:
 
 def _explain(error: Any, data: Mapping[str, Any], text: str, overridden: Sequence[str]) -> str:
     path = [str(part) for part in error["loc"]]
-    if path[:2] == ["env", "0"] and not (
-        isinstance(data.get("env"), list) and len(data["env"]) > 1
-    ):
-        path = ["env", *path[2:]]  # the only one
+    tables = data.get(path[0]) if path else None
+    if path[1:2] == ["0"] and not (isinstance(tables, list) and len(tables) > 1):
+        path = [path[0], *path[2:]]  # the only one
     key = ".".join(path)
     if error["type"] == "extra_forbidden":
         known = _known_keys(path[:-1])
