@@ -9,9 +9,14 @@ import pytest
 
 import ludic
 from ludic.errors import LudicError
-from ludic.runs.run import Run, read_arguments
+from ludic.runs.run import read_arguments
 from ludic.saw.filters import Sample, drop_overlong, drop_truncated
-from ludic.training import CorrectedLoss, MaskedImportance, TruncatedImportance
+from ludic.training import (
+    CorrectedLoss,
+    MaskedImportance,
+    RolloutBatchSource,
+    TruncatedImportance,
+)
 from tests.runs.test_other_models import from_file, metrics
 from tests.runs.test_run import Letters, small
 
@@ -124,6 +129,7 @@ def test_a_bad_value_gets_a_sentence_with_the_nearest_right_one(
 
 
 def test_a_run_without_any_has_none() -> None:
-    run: Run = from_file("", "algorithm.kwargs.group_size=2")
-    assert run.source.sample_filter is None  # type: ignore[attr-defined]
-    assert run.source.resample is None  # type: ignore[attr-defined]
+    source = from_file("", "algorithm.kwargs.group_size=2", "training.steps=1").go().source
+    assert isinstance(source, RolloutBatchSource)
+    assert source.sample_filter is None
+    assert source.resample is None

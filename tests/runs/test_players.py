@@ -10,7 +10,8 @@ from aiohttp import web
 
 import ludic
 from ludic.errors import LudicError
-from ludic.rollouts import read_rollouts
+from ludic.rollouts import TargetSolveRate, read_rollouts
+from ludic.runs.players.curriculum import make_curriculum
 from ludic.runs.run import Run
 from ludic.types import StepOutcome
 from tests.inference.vllm.fake_server import FakeVLLM
@@ -153,11 +154,14 @@ def test_an_adaptive_curriculum_follows_what_is_solved() -> None:
     adaptive = STAGES[: STAGES.index("[[curriculum")].replace("stages", "target_solve_rate")
     more = ["training.steps=6", "curriculum.learning_rate=1.0", "curriculum.floor=0.0", STOPS]
     run = from_file(adaptive, GROUPS, *more, "curriculum.width=0.5").go()
-    rates = run.seating.curriculum.solve_rates  # type: ignore[attr-defined]
+    assert isinstance(run.seating.curriculum, TargetSolveRate)
+    rates = run.seating.curriculum.solve_rates
     assert rates.keys() == {"easy", "tests.runs.test_run:Letters"}
     assert rates["easy"] != 0.5
     fixed = from_file(adaptive, GROUPS, "curriculum.tasks_per_env=3", out="fixed")
-    assert len(fixed.seating.curriculum.probabilities()) == 6  # type: ignore[attr-defined]
+    curriculum = make_curriculum(fixed.config, fixed.algorithm, seed=0)
+    assert isinstance(curriculum, TargetSolveRate)
+    assert len(curriculum.probabilities()) == 6
 
 
 def test_spo_draws_the_least_certain_tasks() -> None:

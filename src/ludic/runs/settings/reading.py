@@ -114,7 +114,9 @@ def _explain(error: Any, data: Mapping[str, Any], text: str, overridden: Sequenc
         if key == "env":
             problem += ': name an environment, as in [env] kind = "tic_tac_toe"'
     else:
-        problem = f"{key!r} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+        said, given = error["msg"].removeprefix("Value error, "), error["input"]
+        shown = f"{key!r}" if isinstance(given, dict) else f"{key!r} = {given!r}"
+        problem = f"{shown}: {said[0].lower()}{said[1:]}"
     if key in overridden:
         return f"{problem} (from the command line)"
     line = _line_of(path, text)
