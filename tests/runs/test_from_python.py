@@ -225,7 +225,7 @@ def test_every_preset_is_there_under_its_short_name() -> None:
     from ludic.registry import ALGORITHMS
 
     # `ludic.sft` is the supervised part of a run. What a test registered has no place there.
-    presets = {n for n in ALGORITHMS.names() if ALGORITHMS.builtin_name(ALGORITHMS.get(n))}
+    presets = {n for n in ALGORITHMS.names() if ALGORITHMS.builtin_name(ALGORITHMS.get(n)) == n}
     assert len(presets) >= 12
     for name in presets - {"sft"}:
         assert getattr(ludic, name) is ALGORITHMS.get(name)
