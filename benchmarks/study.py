@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def page(args: argparse.Namespace) -> None:
-    """Writes the table as Markdown and the curves as a PNG."""
+    """Prints the table as Markdown, and writes the curves as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -165,7 +165,6 @@ def page(args: argparse.Namespace) -> None:
     args.target.mkdir(parents=True, exist_ok=True)
     figure.tight_layout()
     figure.savefig(args.target / "sums.png", dpi=120)
-    (args.target / "sums_table.md").write_text("\n".join(rows) + "\n")
     print("\n".join(rows))
 
 

@@ -24,7 +24,7 @@ from ludic.precision import (
 
 def tf32() -> bool:
     """torch's switch, which both of its names must agree on."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
+    allowed = bool(torch.backends.cuda.matmul.allow_tf32)
     assert (torch.backends.cuda.matmul.fp32_precision == "tf32") == allowed
     return allowed
 
@@ -101,7 +101,7 @@ def test_the_words_name_the_types_of_the_weights() -> None:
 def test_weights_of_another_type_than_the_word_says_are_refused() -> None:
     model = tiny_model(hidden_size=16, layers=1)
     for fits in ("mixed", "tf32", "float32", None):
-        check_precision(fits, model, "here")  # type: ignore[arg-type]
+        check_precision(fits, model, "here")
     with pytest.raises(ConfigError, match=r"here.precision='bfloat16' is for weights in torch.bf"):
         check_precision("bfloat16", model, "here")
     with pytest.raises(ConfigError, match=r"here.precision='float16': must be one of"):
@@ -111,7 +111,7 @@ def test_weights_of_another_type_than_the_word_says_are_refused() -> None:
 def test_only_mixed_precision_casts() -> None:
     a = torch.ones(2, 2)
     for precision in ("bfloat16", "tf32", "float32", None):
-        with autocast(precision, a.device):  # type: ignore[arg-type]
+        with autocast(precision, a.device):
             assert (a @ a).dtype == torch.float32
     with autocast("mixed", a.device):
         assert (a @ a).dtype == torch.bfloat16

@@ -62,13 +62,26 @@ def logprobs_of(answer: ChatResponse) -> Tensor:
     return torch.tensor(answer.trace.completion_logprobs, dtype=torch.float64)
 
 
+AT_ONCE = 12_288
+"""Tokens of a plain forward pass."""
+
+
 @torch.no_grad()
 def plain(model: Any, answer: ChatResponse) -> Tensor:
-    """The completion's log-probs by one forward pass without a cache."""
+    """The completion's log-probs by the module itself: in one forward pass, or for a long prompt in
+    a few with its own cache, since some of torch's kernels hold every score at once."""
     assert answer.trace is not None
     ids = torch.tensor([answer.trace.token_ids], device="cuda")
     new = len(answer.trace.completion_token_ids)
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=new + 1).logits[0, :-1]
+    cache = None
+    while ids.shape[1] - (done := cache.get_seq_length() if cache else 0) > AT_ONCE + new:
+        part = ids[:, done : done + AT_ONCE]
+        cache = model(input_ids=part, past_key_values=cache, use_cache=True).past_key_values
+    last = model(
+        input_ids=ids[:, done:], past_key_values=cache, use_cache=cache is not None,
+        logits_to_keep=new + 1,
+    )  # fmt: skip
+    logits = last.logits[0, :-1]
     logp = logits.double().log_softmax(-1).gather(1, ids[0, -new:, None])
     wanted: Tensor = logp[:, 0].cpu()
     return wanted

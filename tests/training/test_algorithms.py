@@ -144,17 +144,18 @@ def test_the_documentation_builds_an_algorithm_in_under_thirty_lines(repo_root: 
     page = (repo_root / "docs/add_an_algorithm.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
     assert "def make_rloo" in code
-    assert len(code.splitlines()) < 30
+    assert len([line for line in code.splitlines() if line.strip()]) < 30
 
 
 def test_what_is_exported_lazily_is_what_type_checkers_see() -> None:
     import ludic.training
 
-    source = Path(str(ludic.training.__file__)).read_text()
-    block = next(n for n in ast.parse(source).body if isinstance(n, ast.If))
-    seen = {alias.name for n in block.body if isinstance(n, ast.ImportFrom) for alias in n.names}
-    assert seen == set(ludic.training.__all__)
-    assert all(getattr(ludic.training, name) is not None for name in ludic.training.__all__)
+    stub = Path(str(ludic.training.__file__)).with_suffix(".pyi").read_text()
+    lines = [n for n in ast.parse(stub).body if isinstance(n, ast.ImportFrom)]
+    seen = {alias.asname for line in lines for alias in line.names}
+    listed = vars(ludic.training)["__all__"]
+    assert seen == set(listed)
+    assert all(getattr(ludic.training, name) is not None for name in listed)
 
 
 def test_listing_algorithms_imports_no_torch() -> None:

@@ -116,7 +116,11 @@ def test_masters_take_the_weights_that_somebody_else_trained_meanwhile() -> None
     with torch.no_grad():
         module.weight.add_(1)
     optimizer.take_weights()
-    assert torch.equal(optimizer.masters["weight"], module.weight.float())
+    master = optimizer.masters["weight"].clone()
+    assert torch.equal(master.bfloat16(), module.weight)
+    assert not torch.equal(master, module.weight.float())  # nor are they on the grid now
+    optimizer.take_weights()
+    assert torch.equal(optimizer.masters["weight"], master)
 
 
 def test_a_float32_module_takes_the_steps_of_plain_adamw() -> None:

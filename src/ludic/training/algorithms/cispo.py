@@ -5,16 +5,14 @@ No token loses its gradient, not even rare ones whose ratio ran away; they are o
 
     A = (R − mean_group) / (std_group + 1e-4), token_mean, cap 5 (a ratio), no floor, no KL
 
-Departures from the paper: it gives the cap as 1 + ε_high and tunes it; here it is the ratio
-itself. The KL term, absent there, is available as `kl_coeff`.
+Departures from the paper: its cap is 1 + ε_high, here the ratio itself; KL, as `kl_coeff`, is new.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ludic.given import remembered
-from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithm import RLAlgorithm, remembered
 from ludic.training.algorithms.group_relative import group_relative
 from ludic.training.losses.aggregation import Aggregation, token_mean
 from ludic.training.losses.policy_ratio import Objective, PolicyLoss, PolicyRatio, check_bounds

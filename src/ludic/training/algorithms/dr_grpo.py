@@ -10,8 +10,7 @@ The paper takes the longest answer allowed for L: set it so to compare learning 
 
 from __future__ import annotations
 
-from ludic.given import remembered
-from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithm import RLAlgorithm, remembered
 from ludic.training.algorithms.group_relative import group_relative
 from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss
 from ludic.training.losses.aggregation import Constant

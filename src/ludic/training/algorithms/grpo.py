@@ -4,9 +4,8 @@ Objective per token, to be maximised, with ρ = exp(logp − logp_behaviour):
 
     min(ρ·A, clip(ρ, 0.8, 1.2)·A),   A = (R − mean_group) / (std_group + 1e-4)
 
-as a mean within each sequence, then over sequences.
-Departures from the paper: a sequence is a turn (`aggregation=SequenceMean("rollout")` for whole
-rollouts); the KL term is off unless `kl_coeff` is set, and then carries sg(ρ).
+as a mean within each sequence, then over sequences. Departures from the paper: a sequence is a turn
+(`aggregation=SequenceMean("rollout")`: a rollout); KL is off unless `kl_coeff` is set (with sg(ρ)).
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ludic.given import remembered
-from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithm import RLAlgorithm, remembered
 from ludic.training.algorithms.group_relative import group_relative
 from ludic.training.losses.aggregation import Aggregation, sequence_mean
 from ludic.training.losses.policy_ratio import Clip, Objective, PolicyLoss, PolicyRatio, check_clip

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ludic.given import remembered
-from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithm import RLAlgorithm, remembered
 from ludic.training.algorithms.group_relative import group_relative
 from ludic.training.losses.aggregation import Aggregation, SequenceMean, Unit, sequence_mean
 from ludic.training.losses.policy_ratio import Clip, Objective, PolicyLoss, PolicyRatio, check_clip
@@ -38,9 +37,8 @@ class SequenceClippedSurrogateLoss(PolicyLoss):
         return self.unit
 
     def objective(self, ratio: PolicyRatio) -> Objective:
-        s = ratio.geometric_mean(self.unit)
-        free, held = s * ratio.weights, s.clamp(*self.clip) * ratio.weights
-        return torch.minimum(free, held), held < free
+        s, a = ratio.geometric_mean(self.unit), ratio.weights
+        return torch.minimum(s * a, held := s.clamp(*self.clip) * a), held < s * a
 
 
 @remembered("gspo")

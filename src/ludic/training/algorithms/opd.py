@@ -23,8 +23,7 @@ from typing import Literal
 from torch import Tensor
 
 from ludic.errors import ConfigError
-from ludic.given import remembered
-from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithm import RLAlgorithm, remembered
 from ludic.training.algorithms.reinforce import ReinforceLoss
 from ludic.training.credit_assignment.returns import ConstantCredit
 from ludic.training.losses.policy_ratio import mean_over, missing_logprobs

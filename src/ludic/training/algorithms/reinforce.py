@@ -12,8 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ludic.given import remembered
-from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithm import RLAlgorithm, remembered
 from ludic.training.credit_assignment.returns import MonteCarloReturn
 from ludic.training.losses.aggregation import Aggregation, token_mean
 from ludic.training.losses.policy_ratio import Objective, PolicyLoss, PolicyRatio, check_bounds

@@ -13,9 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ludic.given import remembered
 from ludic.saw.items import SAWBatch
-from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithm import RLAlgorithm, remembered
 from ludic.training.algorithms.reinforce import ReinforceLoss
 from ludic.training.credit_assignment.returns import MonteCarloReturn
 from ludic.training.losses.aggregation import Aggregation, token_mean

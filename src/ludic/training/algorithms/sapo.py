@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from ludic.errors import ConfigError
-from ludic.given import remembered
-from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithm import RLAlgorithm, remembered
 from ludic.training.algorithms.group_relative import group_relative
 from ludic.training.losses.aggregation import Aggregation, sequence_mean
 from ludic.training.losses.policy_ratio import Objective, PolicyLoss, PolicyRatio

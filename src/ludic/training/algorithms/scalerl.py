@@ -13,8 +13,7 @@ tasks, forced ends of long answers, the asynchronous pipeline) is left to those 
 
 from __future__ import annotations
 
-from ludic.given import remembered
-from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithm import RLAlgorithm, remembered
 from ludic.training.algorithms.cispo import CISPOLoss
 from ludic.training.credit_assignment.returns import HybridNormalizedReturn
 from ludic.training.losses.aggregation import Aggregation, group_mean

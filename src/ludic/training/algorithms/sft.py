@@ -11,8 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ludic.given import remembered
-from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithm import RLAlgorithm, remembered
 from ludic.training.credit_assignment.returns import ConstantCredit
 from ludic.training.losses.aggregation import Aggregation, token_mean
 from ludic.training.losses.policy_ratio import check_batch, reduce

@@ -16,8 +16,7 @@ Several rollouts of one task in a batch share the v̂ from before it, and forget
 
 from __future__ import annotations
 
-from ludic.given import remembered
-from ludic.training.algorithm import RLAlgorithm
+from ludic.training.algorithm import RLAlgorithm, remembered
 from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss
 from ludic.training.credit_assignment.value_tracker import BetaTracker, TrackedAdvantage
 from ludic.training.losses.aggregation import Aggregation, token_mean

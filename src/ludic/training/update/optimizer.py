@@ -69,9 +69,10 @@ class MasterAdamW:
         if not self.parameters:
             raise ConfigError("the model has no parameter that requires a gradient")
         self.masters: dict[str, Tensor] = {}
+        self._seed = cfg.seed
         for name, parameter in self.parameters.items():
             narrow = torch.finfo(parameter.dtype).bits < 32
-            key = derive_seed(cfg.seed, "masters", name)
+            key = self._key(name)
             self.masters[name] = dithered(parameter, key) if narrow else parameter
             if cfg.precision == "mixed" and parameter.ndim >= 2 and _is_rounded(parameter):
                 with torch.no_grad():
@@ -95,11 +96,17 @@ class MasterAdamW:
             fused=self._fused or None,
         )
 
+    def _key(self, name: str) -> int:
+        return derive_seed(self._seed, "masters", name)
+
     @torch.no_grad()
     def take_weights(self) -> None:
-        """Takes the module's weights as they are now: somebody else has trained it meanwhile."""
-        for parameter, master in self._narrow:
-            master.copy_(parameter)
+        """Takes the module's weights as they are now, where somebody else has trained it
+        meanwhile. Masters of weights that have not changed stay where they are."""
+        for name, parameter in self.parameters.items():
+            master = self.masters[name]
+            if master is not parameter and not torch.equal(master.to(parameter.dtype), parameter):
+                master.copy_(dithered(parameter, self._key(name)))
 
     @torch.no_grad()
     def accumulate(self) -> None:
