@@ -36,6 +36,11 @@ def say(text: str | Text) -> None:
     console.print(text, soft_wrap=True)
 
 
+def warn(sentence: str) -> None:
+    """Prints a warning, so that it stands out."""
+    say(Text.assemble(("warning:", "bold yellow"), f" {sentence}"))
+
+
 def print_names(names: Mapping[str, str]) -> None:
     """Prints names, each with one line about it."""
     width = max(map(len, names), default=0)
