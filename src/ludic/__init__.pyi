@@ -28,6 +28,19 @@ from ludic.runs.front_door import sft as sft
 from ludic.runs.front_door import train as train
 from ludic.runs.run import Run as Run
 from ludic.seeding import derive_seed as derive_seed
+from ludic.training.algorithms.cispo import make_cispo as cispo
+from ludic.training.algorithms.dr_grpo import make_dr_grpo as dr_grpo
+from ludic.training.algorithms.gmpo import make_gmpo as gmpo
+from ludic.training.algorithms.grpo import make_grpo as grpo
+from ludic.training.algorithms.gspo import make_gspo as gspo
+from ludic.training.algorithms.opd import make_opd as opd
+from ludic.training.algorithms.reinforce import make_reinforce as reinforce
+from ludic.training.algorithms.reinforce_baseline import (
+    make_reinforce_baseline as reinforce_baseline,
+)
+from ludic.training.algorithms.sapo import make_sapo as sapo
+from ludic.training.algorithms.scalerl import make_scalerl as scalerl
+from ludic.training.algorithms.spo import make_spo as spo
 from ludic.types import AgentStep as AgentStep
 from ludic.types import ChatResponse as ChatResponse
 from ludic.types import EnvironmentStep as EnvironmentStep
@@ -38,5 +51,60 @@ from ludic.types import Rollout as Rollout
 from ludic.types import Step as Step
 from ludic.types import StepOutcome as StepOutcome
 from ludic.types import TokenTrace as TokenTrace
+
+# A name that is imported as another counts as unused, and as not exported, unless it is here.
+__all__ = [
+    "AgentStep",
+    "ChatResponse",
+    "EnvSpec",
+    "EnvironmentStep",
+    "LudicEnv",
+    "Message",
+    "ProtocolSpec",
+    "Rollout",
+    "Run",
+    "SingleAgentEnv",
+    "Step",
+    "StepOutcome",
+    "TokenTrace",
+    "boxed_parser",
+    "cispo",
+    "compose_parsers",
+    "derive_seed",
+    "dr_grpo",
+    "evaluate",
+    "get_tool",
+    "gmpo",
+    "grpo",
+    "gspo",
+    "json_parser",
+    "list_agents",
+    "list_envs",
+    "list_protocols",
+    "list_tools",
+    "make_agent",
+    "make_env",
+    "make_protocol",
+    "opd",
+    "play",
+    "regex_parser",
+    "register_agent",
+    "register_algorithm",
+    "register_env",
+    "register_parser",
+    "register_protocol",
+    "register_tool",
+    "reinforce",
+    "reinforce_baseline",
+    "resume",
+    "sapo",
+    "scalerl",
+    "sft",
+    "spo",
+    "text_parser",
+    "think_prefix_parser",
+    "train",
+    "xml_parser",
+]
 
 __version__: str
