@@ -282,7 +282,7 @@ def test_what_another_process_cannot_import_cannot_run_in_one() -> None:
     class Isolated(Letters):
         isolation = "process"
 
-    with pytest.raises(ConfigError, match=r"cannot run in a process of its own.*top of a module"):
+    with pytest.raises(ConfigError, match=r"cannot run in a separate process.*top of a module"):
         ludic.Run(Isolated, **small(out="run"))
 
 

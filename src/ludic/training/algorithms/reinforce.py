@@ -16,6 +16,7 @@ from ludic.given import remembered
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.credit_assignment.returns import MonteCarloReturn
 from ludic.training.losses.aggregation import Aggregation, token_mean
+from ludic.training.losses.composite import with_entropy
 from ludic.training.losses.policy_ratio import Objective, PolicyLoss, PolicyRatio, check_bounds
 
 
@@ -37,8 +38,14 @@ class ReinforceLoss(PolicyLoss):
 
 @remembered("reinforce")
 def make_reinforce(
-    gamma: float = 1.0, *, cap: float = math.inf, aggregation: Aggregation = token_mean
+    gamma: float = 1.0,
+    *,
+    cap: float = math.inf,
+    aggregation: Aggregation = token_mean,
+    entropy_coeff: float = 0.0,
 ) -> RLAlgorithm:
     """Monte Carlo returns with the policy gradient."""
     loss = ReinforceLoss(cap=cap, aggregation=aggregation)
-    return RLAlgorithm("reinforce", MonteCarloReturn(gamma), loss)
+    return RLAlgorithm(
+        "reinforce", MonteCarloReturn(gamma), with_entropy(loss, entropy_coeff, aggregation)
+    )
