@@ -160,6 +160,8 @@ def test_a_stage_that_made_it_worse_is_named_with_its_setting() -> None:
     (worse,) = fallen(config(), {"before": good, "after_sft": bad, "after_rl": bad})
     assert "sft.learning_rate (now 0.002)" in worse
     assert fallen(config(), {"before": bad, "after_sft": good, "after_rl": good}) == []
+    silent, playing = report("a", [-0.1] * 60), report("b", [1.0] * 15 + [-1.0] * 45)
+    assert fallen(config(), {"before": silent, "after_sft": playing}) == []
     assert fallen(config(), {"before": good}) == fallen(config(), {}) == []
 
 

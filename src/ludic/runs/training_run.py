@@ -99,6 +99,9 @@ class TrainingRun:
             except Exception:
                 if not self.run.resumed:
                     self.folder.abandon()
+                if self.folder.path.exists():
+                    go_on = how_to_go_on(self.config, str(self.folder.path))
+                    say(f"what the run has so far stays; go on with: {go_on}")
                 raise
 
     async def _go(self) -> None:

@@ -136,10 +136,11 @@ def measured_alike(config: RunConfig, report: EvalReport | None) -> Estimate | N
 
 def fallen(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
     """Says for each stage whether its reward is lower than the stage before's, by a paired test
-    on the same seeds."""
+    on the same seeds. A cold start that turns silence into lost games, and some won, did not fail:
+    where more episodes succeed, nothing is said."""
     settings = {
-        "after_sft": "sft.learning_rate (now {}), and what the teacher or the data show",
-        "after_rl": "training.learning_rate (now {})",
+        "after_sft": "lower sft.learning_rate (now {}), or look at the teacher or the data",
+        "after_rl": "lower training.learning_rate (now {})",
     }
     rates = {
         "after_sft": config.sft.learning_rate if config.sft else None,
@@ -148,11 +149,13 @@ def fallen(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
     found = []
     for earlier, later in pairwise(reports):
         a, b = reports[earlier], reports[later]
-        test = compare(a, b)["reward"]
-        if test.difference.value < 0 and test.p_value < P_VALUE:
+        tests = compare(a, b)
+        test = tests["reward"]
+        fell = test.difference.value < 0 and test.p_value < P_VALUE
+        if fell and tests["success"].difference.value <= 0:
             found.append(
                 f"the held-out reward fell to {b.reward.value:+.2f} {_spoken(later)}, from "
-                f"{a.reward.value:+.2f} {_spoken(earlier)} (p = {test.p_value:.2g}): lower "
+                f"{a.reward.value:+.2f} {_spoken(earlier)} (p = {test.p_value:.2g}): "
                 + settings[later].format(f"{rates[later]:g}")
             )
     return found
