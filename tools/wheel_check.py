@@ -61,8 +61,9 @@ def main() -> None:
             sys.exit("wheel-check: the built-in run has no environment tic_tac_toe")
         if "tic_tac_toe" not in run(ludic, "envs", cwd=work):
             sys.exit("wheel-check: `ludic envs` does not list tic_tac_toe")
-        run(ludic, "init", "mine", cwd=work)
-        run(ludic, "train", "run.toml", "--dry-run", cwd=work / "mine")
+        for kind in ("single", "steps", "two-seats"):
+            run(ludic, "init", kind.replace("-", "_"), "--kind", kind, cwd=work)
+        run(ludic, "train", "run.toml", "--dry-run", cwd=work / "two_seats")
         (work / "guess.py").write_text(GUESS, encoding="utf-8")
         (work / "readme.py").write_text(script(where / "export" / "README.md"), encoding="utf-8")
         if "before" not in run(python, "readme.py", cwd=work):
