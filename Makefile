@@ -24,7 +24,7 @@ SOURCES := src tools benchmarks tests $(if $(wildcard examples/*.py examples/*/*
 # One thread per test process: small matrices are faster that way, and results repeat.
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS)
 
-.PHONY: help setup test test-slow test-gpu test-vllm vllm vllm-install lint format types docs bench demo constraints clean
+.PHONY: help setup test test-slow test-gpu test-vllm vllm vllm-install lint format types docs wheel-check bench demo constraints clean
 
 help:
 	@echo "make test        set up, then run the tests (ARGS='tests/envs -k win' to choose)"
@@ -35,6 +35,7 @@ help:
 	@echo "make lint        ruff: style and formatting;  make format puts it right"
 	@echo "make types       mypy, strict"
 	@echo "make docs        build the documentation into site/"
+	@echo "make wheel-check build the wheel of the last commit, and use it outside the checkout"
 	@echo "make bench       run the benchmarks that fit this machine"
 	@echo "make constraints write constraints.txt from what is installed"
 	@echo "make clean       remove what builds and tools leave behind (not $(VENV), not the model)"
@@ -93,6 +94,10 @@ types: $(READY)
 docs: $(READY)
 	@echo "==> documentation into site/"
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+wheel-check: $(READY)
+	@echo "==> the wheel of the last commit, in an environment outside the checkout"
+	@$(PY) -m tools.wheel_check
 
 bench: setup
 	@$(PY) -m benchmarks.run_all $(ARGS)

@@ -41,7 +41,7 @@ def test_a_name_without_a_place_says_where_it_would_be(monkeypatch: pytest.Monke
     import __main__
 
     script = type("Guess", (), {"__module__": "__main__"})
-    monkeypatch.setattr(__main__, "__file__", "/somewhere/guess.py")
+    monkeypatch.setattr(__main__, "__file__", "/somewhere/guess.py", raising=False)
     assert unplaced_name(script) == "object:guess:Guess"
     monkeypatch.delattr(__main__, "__file__")
     assert unplaced_name(script) == "object:__main__:Guess"

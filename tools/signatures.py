@@ -40,6 +40,7 @@ OF_ALGORITHMS = {
     "cap": "the largest importance ratio ρ that counts",
     "clip": "the lowest and the highest ratio within which a gain counts",
     "credit_assigner": "what an outcome is worth, where `reward_coeff` is not 0",
+    "entropy_coeff": "the weight of the entropy bonus, which keeps the policy exploring",
     "filter_zvp": "drop groups whose members all have the same return",
     "floor": "the smallest importance ratio ρ; empty: none",
     "gamma": "the discount of a reward for each turn that it comes later",

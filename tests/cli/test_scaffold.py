@@ -23,8 +23,14 @@ FEW = [
 ]
 
 
-def test_a_new_package_passes_its_own_tests(ludic: Ludic, tmp_path: Path) -> None:
-    done = ludic("init", "my_env")
+@pytest.mark.parametrize(
+    ("options", "tests"),
+    [([], 3), (["--kind", "steps"], 4), (["--kind", "two-seats"], 5)],
+)
+def test_a_new_package_passes_its_own_tests(
+    ludic: Ludic, tmp_path: Path, options: list[str], tests: int
+) -> None:
+    done = ludic("init", "my_env", *options)
     assert done.code == 0, done.err
     assert "cd my_env && ludic train run.toml" in done.out
     tested = subprocess.run(
@@ -37,7 +43,7 @@ def test_a_new_package_passes_its_own_tests(ludic: Ludic, tmp_path: Path) -> Non
         check=False,
     )
     assert tested.returncode == 0, tested.stdout
-    assert "3 passed" in tested.stdout
+    assert f"{tests} passed" in tested.stdout
 
 
 def test_a_new_package_trains_at_once(
@@ -50,6 +56,39 @@ def test_a_new_package_trains_at_once(
     summary = json.loads((tmp_path / "larger" / "first" / "summary.json").read_text())
     assert any(key.endswith("_after_rl") for key in summary)
     assert ludic("play", "larger:Larger", stdin="5\n").code == 0
+
+
+@pytest.mark.parametrize("kind", ["single", "steps", "two-seats"])
+def test_the_run_of_a_new_package_is_right_as_it_stands(
+    ludic: Ludic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    name = f"dry_{kind.replace('-', '_')}"
+    ludic("init", name, "--kind", kind)
+    monkeypatch.chdir(tmp_path / name)
+    done = ludic("train", "run.toml", "--dry-run")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["env"][0]["kind"].startswith(f"{name}:")
+    assert not (tmp_path / name / "runs").exists()
+
+
+@pytest.mark.parametrize("kind", ["steps", "two-seats"])
+def test_a_new_package_of_another_kind_trains_at_once(
+    ludic: Ludic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    name = f"walk_{kind.replace('-', '_')}"
+    ludic("init", name, "--kind", kind)
+    monkeypatch.chdir(tmp_path / name)
+    done = ludic("train", "run.toml", *FEW, "--out", "first")
+    assert done.code == 0, done.err
+    summary = json.loads((tmp_path / name / "first" / "summary.json").read_text())
+    assert any(key.endswith("_after_rl") for key in summary)
+
+
+def test_an_unknown_kind_is_refused_with_the_nearest_one(ludic: Ludic, tmp_path: Path) -> None:
+    done = ludic("init", "mine", "--kind", "two-seat")
+    assert done.code == 2
+    assert "'two-seats'" in done.err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

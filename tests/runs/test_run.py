@@ -282,7 +282,7 @@ def test_what_another_process_cannot_import_cannot_run_in_one() -> None:
     class Isolated(Letters):
         isolation = "process"
 
-    with pytest.raises(ConfigError, match=r"cannot run in a process of its own.*top of a module"):
+    with pytest.raises(ConfigError, match=r"cannot run in a separate process.*top of a module"):
         ludic.Run(Isolated, **small(out="run"))
 
 
@@ -304,3 +304,17 @@ def test_two_runs_of_one_name_each_keep_their_own_objects() -> None:
         run.go()
         (first, *_) = read_rollouts(run.folder.rollouts / "train.jsonl.gz")
         assert first.agent_steps[0].new_messages[-1]["content"] == word
+
+
+def test_a_run_that_goes_wrong_says_so_at_its_end_and_keeps_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = small(out=tmp_path / "cut", steps=4)
+    settings["inference"]["sampling"]["max_tokens"] = 1
+    run = ludic.train(Letters, **settings)
+    (sentence,) = (s for s in run.report.warnings if "of the completions" in s)
+    assert "inference.sampling.max_tokens (now 1)" in sentence
+    kept = json.loads((tmp_path / "cut" / "summary.json").read_text())["warnings"]
+    assert kept == list(run.report.warnings)
+    assert f"warning: {sentence}" in capsys.readouterr().out
+    assert f"warning: {sentence}" in str(run.report)

@@ -270,6 +270,7 @@ class Run:
 
     def updated(self, update: Update) -> None:
         """Tells the callbacks of an update."""
+        TrainingRun.of(self).updated(update)
         for callback in self.callbacks:
             callback(update)
 
@@ -308,7 +309,9 @@ class Run:
     @property
     def report(self) -> RunReport:
         """What the evaluations found, before and after each stage, with intervals."""
-        return RunReport(TrainingRun.of(self).reports, tuple(self.config.eval.outcomes))
+        stages = TrainingRun.of(self)
+        outcomes = tuple(self.config.eval.outcomes)
+        return RunReport(stages.reports, outcomes, tuple(stages.warnings()))
 
 
 def read_arguments(arguments: Mapping[str, Any]) -> tuple[RunConfig, dict[str, Any]]:

@@ -22,7 +22,8 @@ from ludic.runs.locate import how_to_go_on
 from ludic.runs.model import precision_of
 from ludic.runs.players.teacher import write_lessons
 from ludic.runs.results.conclusion import conclude
-from ludic.runs.results.terminal import console, episodes_bar, say
+from ludic.runs.results.terminal import console, episodes_bar, say, warn
+from ludic.runs.results.watch import REWARD, LearningWatch, doubtful, fallen, measured_alike
 from ludic.runs.settings import RunConfig
 from ludic.runs.storage.folder import RunFolder
 from ludic.runs.storage.lock import locked
@@ -72,6 +73,7 @@ class TrainingRun:
         self.run, self.config, self.folder = run, run.config, run.folder
         self.seed = run.config.run.seed
         self.reports: dict[str, EvalReport] = {}
+        self.watch = LearningWatch(run.config)
         self.stopped = False
         self._begun = False
         self._trainer: Trainer | None = None
@@ -103,6 +105,9 @@ class TrainingRun:
             except Exception:
                 if not self.run.resumed:
                     self.folder.abandon()
+                if self.folder.path.exists():
+                    go_on = how_to_go_on(self.config, str(self.folder.path))
+                    say(f"what the run has so far stays; go on with: {go_on}")
                 raise
 
     async def _go(self) -> None:
@@ -113,13 +118,17 @@ class TrainingRun:
                 size = sum(p.numel() for p in self.run.model.parameters())
                 backend = BACKENDS[self.config.inference.backend]
                 say(f"model: {self.config.model.name}, {size:,} parameters; sampled {backend}")
+                for doubt in doubtful(self.config):
+                    warn(doubt)
                 await self._stages()
                 if self.stopped:
                     say(f"stopped; go on with: {how_to_go_on(self.config, str(self.folder.path))}")
                     return
                 seconds = time.monotonic() - started
                 policy = self.run.policy
-                await conclude(self.config, self.folder, self.reports, policy, seconds)
+                await conclude(
+                    self.config, self.folder, self.reports, policy, seconds, self.warnings()
+                )
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[None]:
@@ -154,6 +163,20 @@ class TrainingRun:
         if self.config.training.steps and not self.stopped:
             await self._reinforce(version)
             await self._evaluate("after_rl")
+
+    def warnings(self) -> list[str]:
+        """Says what is wrong with the run so far, each with the setting to look at."""
+        fell = fallen(self.config, self.reports)
+        signs = self.watch.standing()
+        if fell:
+            signs.pop(REWARD, None)  # the held-out episodes say it better
+        return [*doubtful(self.config), *fell, *signs.values()]
+
+    def updated(self, update: Update) -> None:
+        """Warns once of each sign that the reinforcement does not learn."""
+        if update.stage == "rl":
+            for sentence in self.watch.take(update.metrics):
+                warn(f"update {update.step}: {sentence}")
 
     def stop(self) -> None:
         """Lets the run end after the current step, with a checkpoint."""
@@ -208,6 +231,9 @@ class TrainingRun:
             trainer.optimizer.take_weights()  # it may be older than the cold start
             trainer.version = version
             await trainer.start()
+            stage_before = self.reports.get("after_sft") or self.reports.get("before")
+            self.watch = LearningWatch(self.config, measured_alike(self.config, stage_before))
+            self.watch.take_file(self.folder.metrics, trainer.step)
             async with AsyncExitStack() as stack:
                 stack.enter_context(rare_collections())
                 if isinstance(source, ScoredBatchSource):

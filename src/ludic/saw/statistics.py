@@ -63,6 +63,8 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "cut_completion_rate": _rate(c.finish_reason is FinishReason.LENGTH for c in calls),
         "forks": dict(Counter(str(c.fork.reason) for c in calls if c.fork is not None)),
     }
+    if (same := _no_variance(done)) is not None:
+        stats["no_variance_group_rate"] = same
     for name, total in sorted(components.items()):
         stats[f"reward_{name}_mean"] = float(total) / n
     return stats
@@ -85,6 +87,17 @@ def item_statistics(items: Sequence[SAWItem]) -> dict[str, Any]:
     if known.size:
         stats |= {"version_max": int(known.max()), "version_min": int(known.min())}
     return stats
+
+
+def _no_variance(rollouts: Sequence[Rollout]) -> float | None:
+    """The share of groups in which every episode got the same reward, each role for itself; None
+    if there are no groups."""
+    rewards: dict[str, dict[str, list[float]]] = {}
+    for r in rollouts:
+        if r.group_id is not None:
+            rewards.setdefault(r.group_id, {}).setdefault(r.agent_id, []).append(r.total_reward)
+    groups = [g.values() for g in rewards.values() if any(len(role) > 1 for role in g.values())]
+    return _rate(all(len(set(v)) == 1 for v in group) for group in groups) if groups else None
 
 
 def _prompt_length(call: AgentStep) -> int:

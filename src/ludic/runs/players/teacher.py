@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from ludic.errors import RolloutError
 from ludic.inference import HFChatTemplate, ScriptedChatClient
 from ludic.interaction import Runtime
 from ludic.rollouts import FixedMix, RolloutWriter
@@ -42,6 +43,9 @@ async def write_lessons(config: RunConfig, tokenizer: Any, path: Path) -> None:
             concurrency=1,  # one after another, so that the teacher's choices come in one order
             on_progress=update,
         )
+    failed = [rollout.error for rollout in rollouts if rollout.error is not None]
+    if len(failed) == len(rollouts):
+        raise RolloutError(f"every episode of the teacher failed, the first with: {failed[0]}")
     temporary = path.with_name(f"{os.getpid()}-{path.name}")
     with RolloutWriter(temporary) as writer:
         for rollout in rollouts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ludic.eval import EvalReport
@@ -17,6 +17,7 @@ from ludic.runs.results.terminal import (
     plot_terminal,
     say,
     stages_table,
+    warn,
 )
 from ludic.runs.settings import RunConfig
 from ludic.runs.storage.folder import RunFolder
@@ -29,12 +30,13 @@ async def conclude(
     reports: Mapping[str, EvalReport],
     policy: OpenPolicy,
     seconds: float,
+    warnings: Sequence[str] = (),
 ) -> None:
     """Writes `summary.json` and `plot.png`, and prints the results."""
     outcomes, path = config.eval.outcomes, folder.path
     headline = outcomes[0] if outcomes else None
     summary = summary_of(reports, headline)
-    summary |= {"seconds": round(seconds, 1), "seed": config.run.seed}
+    summary |= {"seconds": round(seconds, 1), "seed": config.run.seed, "warnings": list(warnings)}
     folder.write_json("summary.json", summary)
     for section in config.eval.env or config.env:
         options = ", ".join(f"{k}={v}" for k, v in section.kwargs.items())
@@ -48,6 +50,10 @@ async def conclude(
     if chart:
         console.print("\n" + chart)
     drawn = plot_png(path / "plot.png", curve, summary)
+    if warnings:
+        say("")
+        for sentence in warnings:
+            warn(sentence)
     await _show_an_episode(config, reports, policy)
     say(f"\n{seconds:.0f} s. Everything is in {path}/ ({'plot.png, ' * drawn}summary.json)")
     _say_what_to_try(config.env[0].kind, path)

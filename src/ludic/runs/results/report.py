@@ -16,10 +16,11 @@ from ludic.runs.results.terminal import stages_table
 @dataclass(frozen=True)
 class RunReport:
     """The evaluations of a run by stage: `before`, `after_sft`, `after_rl`. Printed, it is a table
-    with 95 % intervals."""
+    with 95 % intervals. `warnings` say what went wrong, with the setting to look at."""
 
     stages: Mapping[str, EvalReport]
     outcomes: Sequence[str] = field(default=(), repr=False)
+    warnings: Sequence[str] = ()
 
     @property
     def before(self) -> EvalReport:
@@ -43,6 +44,7 @@ class RunReport:
         Console(file=text, width=120, highlight=False).print(
             stages_table(self.stages, self.outcomes)
         )
-        return text.getvalue().rstrip()
+        warnings = "".join(f"\nwarning: {sentence}" for sentence in self.warnings)
+        return text.getvalue().rstrip() + "\n" * bool(warnings) + warnings
 
     __repr__ = __str__

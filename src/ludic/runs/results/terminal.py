@@ -25,15 +25,21 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def command_name() -> str:
-    """Returns how to call this command from here: `ludic`, or the path to it."""
+    """Returns how to call this command from here: `ludic`, the path to it, or by its module."""
     if shutil.which("ludic"):
         return "ludic"
-    return os.path.relpath(Path(sys.executable).parent / "ludic")
+    script = Path(sys.executable).parent / "ludic"
+    return os.path.relpath(script) if script.is_file() else f"{sys.executable} -m ludic.cli"
 
 
 def say(text: str | Text) -> None:
     """Prints a line as it is, unwrapped, so that paths can be copied."""
     console.print(text, soft_wrap=True)
+
+
+def warn(sentence: str) -> None:
+    """Prints a warning, so that it stands out."""
+    say(Text.assemble(("warning:", "bold yellow"), f" {sentence}"))
 
 
 def print_names(names: Mapping[str, str]) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import keyword
 from pathlib import Path
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, UnknownNameError
 from ludic.registry import list_envs
 
-TEMPLATE = Path(__file__).parent / "new_package"
-"""The package as it would be for the name `my_env`. What ends in `.txt` here is Python there, and
-is kept from being taken for code of this package."""
+TEMPLATES = Path(__file__).parent
+"""The packages as they would be for the name `my_env`, a folder for each kind, and what they share.
+What ends in `.txt` here is Python there, and is kept from being taken for code of this package."""
+KINDS = {"single": "one question", "steps": "several steps", "two-seats": "two players"}
 
 
-def write(name: str, where: Path) -> str:
-    """Writes the package `name` under `where`; returns what to do next, for a person."""
+def write(name: str, where: Path, kind: str = "single") -> str:
+    """Writes the package `name` under `where`, with an environment of one of `KINDS`; returns what
+    to do next, for a person."""
+    if kind not in KINDS:
+        raise UnknownNameError("--kind", kind, KINDS)
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise ConfigError(f"{name!r} is no name for a Python package: use letters such as my_env")
     if name in list_envs():
@@ -32,7 +36,8 @@ def write(name: str, where: Path) -> str:
         )
 
     folder.mkdir(parents=True)
-    for file in TEMPLATE.iterdir():
+    own = TEMPLATES / kind.replace("-", "_")
+    for file in (*own.iterdir(), *(TEMPLATES / "shared").iterdir()):
         text = renamed(file.read_text(encoding="utf-8"))
         (folder / renamed(file.name).removesuffix(".txt")).write_text(text, encoding="utf-8")
     return (

@@ -44,7 +44,15 @@ def make_cispo(
     floor: float | None = None,
     aggregation: Aggregation = token_mean,
     normalize_adv: bool = True,
+    entropy_coeff: float = 0.0,
 ) -> RLAlgorithm:
     """Group-relative credit with capped importance weights."""
     loss = CISPOLoss(cap=cap, floor=floor, aggregation=aggregation)
-    return group_relative("cispo", group_size, loss, normalize_adv=normalize_adv, kl_coeff=kl_coeff)
+    return group_relative(
+        "cispo",
+        group_size,
+        loss,
+        normalize_adv=normalize_adv,
+        kl_coeff=kl_coeff,
+        entropy_coeff=entropy_coeff,
+    )

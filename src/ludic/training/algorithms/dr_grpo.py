@@ -23,7 +23,15 @@ def make_dr_grpo(
     clip: tuple[float, float] = (0.8, 1.2),
     max_completion_tokens: float = 1024,
     kl_coeff: float = 0.0,
+    entropy_coeff: float = 0.0,
 ) -> RLAlgorithm:
     """GRPO without the division by the group's std or by lengths."""
     loss = TokenClippedSurrogateLoss(clip=clip, aggregation=Constant(max_completion_tokens))
-    return group_relative("dr_grpo", group_size, loss, normalize_adv=False, kl_coeff=kl_coeff)
+    return group_relative(
+        "dr_grpo",
+        group_size,
+        loss,
+        normalize_adv=False,
+        kl_coeff=kl_coeff,
+        entropy_coeff=entropy_coeff,
+    )

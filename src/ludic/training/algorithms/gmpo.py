@@ -43,8 +43,13 @@ class GMPOLoss(PolicyLoss):
 
 @remembered("gmpo")
 def make_gmpo(
-    group_size: int = 8, *, clip: float = 0.4, unit: Unit = "turn", kl_coeff: float = 0.0
+    group_size: int = 8,
+    *,
+    clip: float = 0.4,
+    unit: Unit = "turn",
+    kl_coeff: float = 0.0,
+    entropy_coeff: float = 0.0,
 ) -> RLAlgorithm:
     """Group-relative credit with the geometric mean of clipped ratios."""
     loss = GMPOLoss(clip=clip, unit=unit, aggregation=SequenceMean(unit))
-    return group_relative("gmpo", group_size, loss, kl_coeff=kl_coeff)
+    return group_relative("gmpo", group_size, loss, kl_coeff=kl_coeff, entropy_coeff=entropy_coeff)

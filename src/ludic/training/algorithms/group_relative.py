@@ -1,9 +1,10 @@
-"""What the GRPO family has in common: credit relative to a group, and an optional KL term."""
+"""What the GRPO family has in common: credit relative to a group, and optional terms."""
 
 from __future__ import annotations
 
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.credit_assignment.returns import GroupNormalizedReturn
+from ludic.training.losses.composite import with_entropy
 from ludic.training.losses.kl import with_kl
 from ludic.training.losses.policy_ratio import PolicyLoss
 
@@ -15,7 +16,10 @@ def group_relative(
     *,
     normalize_adv: bool = True,
     kl_coeff: float = 0.0,
+    entropy_coeff: float = 0.0,
 ) -> RLAlgorithm:
-    """`loss` on group-relative credit, plus `kl_coeff` times k3, aggregated as the loss is."""
+    """`loss` on group-relative credit, plus `kl_coeff` times k3 and minus `entropy_coeff`
+    times the entropy, both aggregated as the loss is."""
     credit = GroupNormalizedReturn(group_size, normalize_adv=normalize_adv)
-    return RLAlgorithm(name, credit, with_kl(loss, kl_coeff, loss.aggregation))
+    whole = with_kl(loss, kl_coeff, loss.aggregation)
+    return RLAlgorithm(name, credit, with_entropy(whole, entropy_coeff, loss.aggregation))

@@ -44,7 +44,15 @@ def make_grpo(
     aggregation: Aggregation = sequence_mean,
     normalize_adv: bool = True,
     kl_coeff: float = 0.0,
+    entropy_coeff: float = 0.0,
 ) -> RLAlgorithm:
     """Group-relative credit with the clipped surrogate on tokens."""
     loss = TokenClippedSurrogateLoss(clip=clip, aggregation=aggregation)
-    return group_relative("grpo", group_size, loss, normalize_adv=normalize_adv, kl_coeff=kl_coeff)
+    return group_relative(
+        "grpo",
+        group_size,
+        loss,
+        normalize_adv=normalize_adv,
+        kl_coeff=kl_coeff,
+        entropy_coeff=entropy_coeff,
+    )

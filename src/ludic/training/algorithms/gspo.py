@@ -43,8 +43,13 @@ class SequenceClippedSurrogateLoss(PolicyLoss):
 
 @remembered("gspo")
 def make_gspo(
-    group_size: int = 8, *, clip: Clip = CLIP, unit: Unit = "turn", kl_coeff: float = 0.0
+    group_size: int = 8,
+    *,
+    clip: Clip = CLIP,
+    unit: Unit = "turn",
+    kl_coeff: float = 0.0,
+    entropy_coeff: float = 0.0,
 ) -> RLAlgorithm:
     """Group-relative credit with one clipped ratio per sequence."""
     loss = SequenceClippedSurrogateLoss(clip=clip, unit=unit, aggregation=SequenceMean(unit))
-    return group_relative("gspo", group_size, loss, kl_coeff=kl_coeff)
+    return group_relative("gspo", group_size, loss, kl_coeff=kl_coeff, entropy_coeff=entropy_coeff)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ludic.training.algorithm import RLAlgorithm, remembered
 from ludic.training.credit_assignment.returns import MonteCarloReturn
 from ludic.training.losses.aggregation import Aggregation, token_mean
+from ludic.training.losses.composite import with_entropy
 from ludic.training.losses.policy_ratio import Objective, PolicyLoss, PolicyRatio, check_bounds
 
 
@@ -36,8 +37,14 @@ class ReinforceLoss(PolicyLoss):
 
 @remembered("reinforce")
 def make_reinforce(
-    gamma: float = 1.0, *, cap: float = math.inf, aggregation: Aggregation = token_mean
+    gamma: float = 1.0,
+    *,
+    cap: float = math.inf,
+    aggregation: Aggregation = token_mean,
+    entropy_coeff: float = 0.0,
 ) -> RLAlgorithm:
     """Monte Carlo returns with the policy gradient."""
     loss = ReinforceLoss(cap=cap, aggregation=aggregation)
-    return RLAlgorithm("reinforce", MonteCarloReturn(gamma), loss)
+    return RLAlgorithm(
+        "reinforce", MonteCarloReturn(gamma), with_entropy(loss, entropy_coeff, aggregation)
+    )

@@ -18,6 +18,7 @@ from ludic.training.algorithm import RLAlgorithm, remembered
 from ludic.training.algorithms.reinforce import ReinforceLoss
 from ludic.training.credit_assignment.returns import MonteCarloReturn
 from ludic.training.losses.aggregation import Aggregation, token_mean
+from ludic.training.losses.composite import with_entropy
 from ludic.training.preprocess import subtract_mean
 
 
@@ -32,8 +33,16 @@ class ReinforceBaselineLoss(ReinforceLoss):
 
 @remembered("reinforce_baseline")
 def make_reinforce_baseline(
-    gamma: float = 1.0, *, cap: float = math.inf, aggregation: Aggregation = token_mean
+    gamma: float = 1.0,
+    *,
+    cap: float = math.inf,
+    aggregation: Aggregation = token_mean,
+    entropy_coeff: float = 0.0,
 ) -> RLAlgorithm:
     """Monte Carlo returns minus their mean over the batch, with the policy gradient."""
     loss = ReinforceBaselineLoss(cap=cap, aggregation=aggregation)
-    return RLAlgorithm("reinforce_baseline", MonteCarloReturn(gamma), loss)
+    return RLAlgorithm(
+        "reinforce_baseline",
+        MonteCarloReturn(gamma),
+        with_entropy(loss, entropy_coeff, aggregation),
+    )

@@ -43,8 +43,13 @@ class SAPOLoss(PolicyLoss):
 
 @remembered("sapo")
 def make_sapo(
-    group_size: int = 8, *, tau_pos: float = 1.0, tau_neg: float = 1.05, kl_coeff: float = 0.0
+    group_size: int = 8,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+    kl_coeff: float = 0.0,
+    entropy_coeff: float = 0.0,
 ) -> RLAlgorithm:
     """Group-relative credit with a soft gate on the ratio."""
     loss = SAPOLoss(tau_pos=tau_pos, tau_neg=tau_neg)
-    return group_relative("sapo", group_size, loss, kl_coeff=kl_coeff)
+    return group_relative("sapo", group_size, loss, kl_coeff=kl_coeff, entropy_coeff=entropy_coeff)

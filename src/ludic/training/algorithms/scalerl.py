@@ -17,6 +17,7 @@ from ludic.training.algorithm import RLAlgorithm, remembered
 from ludic.training.algorithms.cispo import CISPOLoss
 from ludic.training.credit_assignment.returns import HybridNormalizedReturn
 from ludic.training.losses.aggregation import Aggregation, group_mean
+from ludic.training.losses.composite import with_entropy
 from ludic.training.preprocess import drop_zero_variance_groups
 
 
@@ -28,11 +29,13 @@ def make_scalerl(
     cap: float = 5.0,
     floor: float | None = None,
     aggregation: Aggregation = group_mean,
+    entropy_coeff: float = 0.0,
 ) -> RLAlgorithm:
     """Hybrid-normalised credit with capped importance weights, every group weighing the same."""
+    loss = CISPOLoss(cap=cap, floor=floor, aggregation=aggregation)
     return RLAlgorithm(
         "scalerl",
         HybridNormalizedReturn(group_size, filter_zvp=filter_zvp),
-        CISPOLoss(cap=cap, floor=floor, aggregation=aggregation),
+        with_entropy(loss, entropy_coeff, aggregation),
         preprocess=drop_zero_variance_groups if filter_zvp else None,
     )

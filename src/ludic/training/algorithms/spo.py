@@ -20,6 +20,7 @@ from ludic.training.algorithm import RLAlgorithm, remembered
 from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss
 from ludic.training.credit_assignment.value_tracker import BetaTracker, TrackedAdvantage
 from ludic.training.losses.aggregation import Aggregation, token_mean
+from ludic.training.losses.composite import with_entropy
 
 
 @remembered("spo")
@@ -29,10 +30,11 @@ def make_spo(
     returns: tuple[float, float] = (0.0, 1.0),
     clip: tuple[float, float] = (0.8, 1.2),
     aggregation: Aggregation = token_mean,
+    entropy_coeff: float = 0.0,
 ) -> RLAlgorithm:
     """Tracked per-task values as baselines, with the clipped surrogate; no groups. A return
     outside `returns` is a `CreditError`."""
     loss = TokenClippedSurrogateLoss(clip=clip, aggregation=aggregation)
     # An empty tracker of the caller's is still the caller's: only None means a new one.
     credit = TrackedAdvantage(BetaTracker() if tracker is None else tracker, returns=returns)
-    return RLAlgorithm("spo", credit, loss)
+    return RLAlgorithm("spo", credit, with_entropy(loss, entropy_coeff, aggregation))

@@ -1,0 +1,179 @@
+"""Says when a run does not learn, or unlearns, and which setting to look at."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, variance
+
+from ludic.eval import Estimate, EvalReport, compare
+from ludic.runs.settings import RunConfig
+
+WINDOW = 10
+"""How many updates are averaged. While a run goes on, nothing is said before there are as many."""
+FEWEST = 4
+"""From how many updates on there is anything to say at the end of a run."""
+MOST = 0.5
+COLLAPSED = 0.1
+"""The share of the first updates' entropy below which it has collapsed."""
+SURE = 4.0
+"""How many standard errors a change must have: it is looked for after every update."""
+P_VALUE = 0.05
+
+REWARD, ENTROPY = "train/reward_mean", "train/entropy"
+SAME, CUT = "train/no_variance_group_rate", "train/cut_completion_rate"
+
+
+class LearningWatch:
+    """Looks at each update's metrics for signs that a run does not learn.
+
+    `before` is the reward of the stage before, if it was measured in the same way; without it, the
+    first updates stand for it. Little entropy and equal rewards in a group are also what a policy
+    has that solves its task, so they count only if the reward has not risen.
+    """
+
+    def __init__(self, config: RunConfig, before: Estimate | None = None) -> None:
+        self.config, self.before = config, before
+        self._values: dict[str, list[float]] = {key: [] for key in (REWARD, ENTROPY, SAME, CUT)}
+        self._said: set[str] = set()
+
+    def take(self, metrics: Mapping[str, float]) -> list[str]:
+        """Adds an update; returns what there is to say of it that has not been said before."""
+        for key, values in self._values.items():
+            value = metrics.get(key)
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                values.append(float(value))
+        found = self._found(WINDOW, self._enough(WINDOW))
+        new = [sentence for sign, sentence in found.items() if sign not in self._said]
+        self._said |= found.keys()
+        return new
+
+    def take_file(self, metrics: Path, steps: int) -> None:
+        """Adds the first `steps` updates of a run from its log, without a word."""
+        lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
+        for row in map(json.loads, lines):
+            if row.get("train/step", math.inf) <= steps:
+                self.take(row)
+
+    def standing(self) -> dict[str, str]:
+        """Returns what there is to say of the last updates, each by its metric."""
+        updates = max(map(len, self._values.values()))
+        if updates < FEWEST:
+            return {}
+        window = min(WINDOW, updates // 2)
+        return self._found(window, self._enough(window))
+
+    def _enough(self, window: int) -> set[str]:
+        return {key for key, values in self._values.items() if len(values) >= window}
+
+    def _found(self, window: int, keys: set[str]) -> dict[str, str]:
+        """Returns a sentence for each sign in the last `window` updates, by the sign's metric."""
+        sampling, training = self.config.inference.sampling, self.config.training
+        last = {key: self._values[key][-window:] for key in keys}
+        first = {
+            key: self._values[key][:window] for key in keys if len(self._values[key]) >= 2 * window
+        }
+        found: dict[str, str] = {}
+        change = self._reward_change(first.get(REWARD), last.get(REWARD))
+        if change is not None and change[1] < 0:
+            found[REWARD] = (
+                f"the reward of the training episodes fell to {fmean(last[REWARD]):+.2f}, from "
+                f"{change[0]:+.2f}: lower training.learning_rate (now {training.learning_rate:g})"
+            )
+        risen = change is not None and change[1] > 0
+        if SAME in last and fmean(last[SAME]) > MOST and not risen:
+            found[SAME] = (
+                f"in {fmean(last[SAME]):.0%} of the groups every episode got the same reward, "
+                "which teaches nothing: the tasks are too easy or too hard for this policy; look "
+                "at env.kwargs, algorithm.kwargs.group_size and inference.sampling.temperature "
+                f"(now {sampling.temperature:g})"
+            )
+        if ENTROPY in first and not risen:
+            now, then = fmean(last[ENTROPY]), fmean(first[ENTROPY])
+            if now < COLLAPSED * then:
+                found[ENTROPY] = (
+                    f"the entropy collapsed to {now:.3g} nats per token, from {then:.3g}, so there "
+                    "is hardly anything left to explore: set algorithm.kwargs.entropy_coeff (to "
+                    f"0.01, say), or lower training.learning_rate (now {training.learning_rate:g})"
+                )
+        if CUT in last and fmean(last[CUT]) > MOST:
+            found[CUT] = (
+                f"{fmean(last[CUT]):.0%} of the completions were cut off: raise "
+                f"inference.sampling.max_tokens{_now(sampling.max_tokens)} or "
+                f"inference.max_context_tokens{_now(self.config.inference.max_context_tokens)}"
+            )
+        return found
+
+    def _reward_change(
+        self, first: list[float] | None, last: list[float] | None
+    ) -> tuple[float, float] | None:
+        """The reward before, and by how much more than chance it changed; None if not known."""
+        if last is None or (first is None and self.before is None) or len(last) < 2:
+            return None
+        now, noise = fmean(last), variance(last) / len(last)
+        if self.before is not None:
+            then, low, high = self.before.value, self.before.low, self.before.high
+        else:
+            assert first is not None
+            then = low = high = fmean(first)
+            noise += variance(first) / len(first)
+        margin = SURE * math.sqrt(noise) + 1e-9
+        return then, min(now + margin - low, 0.0) + max(now - margin - high, 0.0)
+
+
+def measured_alike(config: RunConfig, report: EvalReport | None) -> Estimate | None:
+    """Returns an evaluation's reward if its episodes are like those of the training: the same
+    environments, protocol and temperature, and one agent."""
+    held_out, sampling = config.eval, config.inference.sampling
+    if report is None or held_out.env or held_out.protocol is not None or report.roles():
+        return None
+    same = held_out.temperature is None or held_out.temperature == sampling.temperature
+    return report.reward if same and len(config.env) == 1 else None
+
+
+def fallen(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
+    """Says for each stage whether its reward is lower than the stage before's, by a paired test
+    on the same seeds. A cold start that turns silence into lost games, and some won, did not fail:
+    where more episodes succeed, nothing is said."""
+    settings = {
+        "after_sft": "lower sft.learning_rate (now {}), or look at the teacher or the data",
+        "after_rl": "lower training.learning_rate (now {})",
+    }
+    rates = {
+        "after_sft": config.sft.learning_rate if config.sft else None,
+        "after_rl": config.training.learning_rate,
+    }
+    found = []
+    for earlier, later in pairwise(reports):
+        a, b = reports[earlier], reports[later]
+        tests = compare(a, b)
+        test = tests["reward"]
+        fell = test.difference.value < 0 and test.p_value < P_VALUE
+        if fell and tests["success"].difference.value <= 0:
+            found.append(
+                f"the held-out reward fell to {b.reward.value:+.2f} {_spoken(later)}, from "
+                f"{a.reward.value:+.2f} {_spoken(earlier)} (p = {test.p_value:.2g}): "
+                + settings[later].format(f"{rates[later]:g}")
+            )
+    return found
+
+
+def doubtful(config: RunConfig) -> list[str]:
+    """Says which settings do not go together, although each is right."""
+    if config.model.name == "tiny" and config.model.lora is not None:
+        return [
+            'model.name="tiny" has random weights, and [model.lora] leaves its embeddings as they '
+            "are, so it learns next to nothing: leave [model.lora] out, or name a trained model"
+        ]
+    return []
+
+
+def _now(value: int | None) -> str:
+    return "" if value is None else f" (now {value})"
+
+
+def _spoken(stage: str) -> str:
+    return {"before": "untrained", "after_sft": "after SFT", "after_rl": "after RL"}[stage]
