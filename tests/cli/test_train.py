@@ -80,7 +80,8 @@ def test_a_dry_run_prints_the_resolved_run_and_makes_nothing(
     resolved = json.loads(done.out)
     assert done.code == 0
     assert resolved["training"]["learning_rate"] == 1e-4
-    assert resolved["env"] == [{"kind": "letters:Letters", "kwargs": {}, "weight": 1.0}]
+    (env,) = resolved["env"]
+    assert env == {"kind": "letters:Letters", "kwargs": {}, "weight": 1.0, "name": None}
     assert resolved["eval"]["seed"] == 1_000_003
     made = {path.name for path in tmp_path.iterdir()} - before
     assert made <= {"__pycache__"}  # Python's own, of the run's environment

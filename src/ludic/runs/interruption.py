@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -54,11 +55,19 @@ def blocking(
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work())
+    # The work waits for its turn until an interrupt of this thread would be noticed below.
+    turn: SimpleQueue[bool] = SimpleQueue()
+
+    def in_turn() -> T:
+        if not turn.get():
+            raise asyncio.CancelledError
+        return asyncio.run(work())
+
     pool = ThreadPoolExecutor(1, thread_name_prefix="ludic-run")
     try:
-        context = contextvars.copy_context()
-        future = pool.submit(context.run, lambda: asyncio.run(work()))
+        future = pool.submit(contextvars.copy_context().run, in_turn)
         try:
+            turn.put(True)
             return future.result()
         except KeyboardInterrupt:
             if on_interrupt is None or future.done():
@@ -66,4 +75,5 @@ def blocking(
             on_interrupt()
             return future.result()
     finally:
+        turn.put(False)
         pool.shutdown(wait=False)
