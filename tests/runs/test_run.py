@@ -302,7 +302,7 @@ def test_two_runs_of_one_name_each_keep_their_own_objects() -> None:
 
     for run, word in zip(runs, ("A or B?", "user\n"), strict=True):
         run.go()
-        (first, *_) = read_rollouts(run.folder.rollouts / "train.jsonl.gz")
+        (first, *_) = read_rollouts(run.folder.rollouts / "train.jsonl.zst")
         assert first.agent_steps[0].new_messages[-1]["content"] == word
 
 
