@@ -70,8 +70,8 @@ def autocast(precision: Precision | None, device: torch.device) -> AbstractConte
 class _TF32:
     """Who holds torch's switch for TF32 products, which is one for the whole process.
 
-    The trainer's compute thread holds it for each of its passes and an engine's thread for all of
-    its life, at the same time. So the holders are counted, under a lock: the first one sets the
+    The trainer's compute thread holds it for each of its passes and an engine's thread for each of
+    its steps, at the same time. So the holders are counted, under a lock: the first one sets the
     switch, the last one puts it back, and nobody changes it in between, since a holder with
     another wish is refused. torch reads it when a product is launched, or captured in a graph.
     """

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import threading
 from copy import deepcopy
 from functools import cache
@@ -696,7 +697,8 @@ def normal(kind: str, text: str) -> list[str]:
     tags = ("<think>", "</think>", "<tool_call>", "</tool_call>")
     for mark in (*template_of(kind).codec.special_texts, *tags):
         text = text.replace(mark, f"\x00{mark}\x00")
-    return [part.strip() for part in text.split("\x00")]
+    parts = [part.strip() for part in text.split("\x00")]
+    return [re.sub(r"^assistant\s+", "assistant\n", part) for part in parts]
 
 
 @given(

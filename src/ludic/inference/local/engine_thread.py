@@ -179,10 +179,12 @@ class EngineThread:
     def _loop(self) -> None:
         with torch.inference_mode():
             try:
-                with float32_products(self._precision), self._scheduler.in_thread():
+                with self._scheduler.in_thread():
                     while self._next():
                         begin = time.perf_counter()
-                        self._scheduler.advance()
+                        # Not for the thread's life: an engine that is only there holds nothing.
+                        with float32_products(self._precision):
+                            self._scheduler.advance()
                         self.outbox.hand_over()
                         self._scheduler.counters.busy_seconds += time.perf_counter() - begin
             except BaseException as exc:
