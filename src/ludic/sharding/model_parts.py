@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ludic.errors import ConfigError
-from ludic.inference.local.base_model import base_causal_lm
+from ludic.inference.local.module.base_model import base_causal_lm
 
 __all__ = [
     "backbone_of",

@@ -19,14 +19,14 @@ from ludic.inference.local.cpu.row_sizes import (
     equal_row_sizes,
     with_random_values,
 )
-from ludic.inference.local.family_check import check_known_attention, check_same_logits
 from ludic.inference.local.forward import Forward
 from ludic.inference.local.gpu.device_batch import DeviceBatch
 from ludic.inference.local.gpu.fused_layer import fused_layers
 from ludic.inference.local.gpu.graphs import GraphCache
 from ludic.inference.local.gpu.pipelined import PipelinedScheduler
 from ludic.inference.local.gpu.prefill import Prefill
-from ludic.inference.local.module_view import check_servable, device_and_dtype, module_view
+from ludic.inference.local.module.family_check import check_known_attention, check_same_logits
+from ludic.inference.local.module.view import check_servable, device_and_dtype, module_view
 from ludic.inference.local.prefix_store import PrefixStore
 from ludic.inference.local.scheduler import Scheduler
 

@@ -14,7 +14,7 @@ from ludic.inference.local.cpu import row_sizes
 from ludic.inference.local.cpu.eager import EagerRunner
 from ludic.inference.local.cpu.eager_scheduler import EagerScheduler
 from ludic.inference.local.cpu.row_sizes import with_random_values
-from ludic.inference.local.module_view import module_view
+from ludic.inference.local.module.view import module_view
 from ludic.inference.tiny import tiny_model
 
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 from ludic.inference.local import LocalChatClient, build
 from ludic.inference.local.attention import rotate
-from ludic.inference.local.family_check import through_slots
 from ludic.inference.local.forward import Forward
 from ludic.inference.local.gpu.fused_layer import FusedLayer, fused_layers
-from ludic.inference.local.module_view import module_view
+from ludic.inference.local.module.family_check import through_slots
+from ludic.inference.local.module.view import module_view
 from ludic.inference.local.noise import keyed_uniform
 from ludic.inference.local.sampler import draw
 from ludic.inference.sampling import ReturnSpec

@@ -17,9 +17,9 @@ from ludic.errors import ConfigError
 from ludic.inference.local.arena import KVShape, SlotMemory
 from ludic.inference.local.attention import AttentionCall
 from ludic.inference.local.forward import Forward
-from ludic.inference.local.reference import WIDER, reference_logits
+from ludic.inference.local.module.reference import WIDER, reference_logits
+from ludic.inference.local.module.window_check import check_windows
 from ludic.inference.local.slot_layout import SlotLayout
-from ludic.inference.local.window_check import check_windows
 
 _TOKENS, _DECODED = 16, 4
 """How many tokens are compared, and how many of them are decoded: the later read the earlier."""

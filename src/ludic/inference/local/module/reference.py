@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ludic.inference.local.shared_copy import shared_copy
+from ludic.inference.local.module.shared_copy import shared_copy
 
 WIDER = {torch.float32: torch.float64}
 """The type that shows what rounding does to a type; float32 for all the others."""

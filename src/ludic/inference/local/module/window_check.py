@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError
-from ludic.inference.local.shared_copy import shared_copy
+from ludic.inference.local.module.shared_copy import shared_copy
 
 _NAME = "ludic_window_check"
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ludic.errors import ConfigError
 from ludic.inference.local.attention import ATTENTION_NAME
-from ludic.inference.local.shared_copy import same_kind, shared_copy
+from ludic.inference.local.module.shared_copy import same_kind, shared_copy
 
 
 def check_adapters(model: nn.Module) -> None:

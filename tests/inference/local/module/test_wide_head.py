@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ludic.inference.local import LocalChatClient
-from ludic.inference.local.module_view import module_view
+from ludic.inference.local.module.view import module_view
 from ludic.inference.tiny import tiny_model
 from ludic.training.update.packing import lay_out, pack
 from ludic.training.update.policy import Policy

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ludic.inference.local.shared_copy import shared_copy
+from ludic.inference.local.module.shared_copy import shared_copy
 
 
 class Shadow:
