@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ludic.inference.local import LocalChatClient
 from ludic.inference.local.module.reference import reference_logits, widened_by_layer
-from tests.inference.local.test_families import family
 from tests.inference.local.module.test_family_check import EXPERTS, tiny
+from tests.inference.local.test_families import family
 
 IDS = torch.tensor([[84, 104, 101, 32, 119, 101, 97, 116]])
 
