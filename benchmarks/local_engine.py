@@ -33,6 +33,21 @@ from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.types import ChatResponse
 
 
+def half_billion_config(vocab_size: int = 151_936) -> Qwen2Config:
+    """The shape of Qwen2.5-0.5B."""
+    return Qwen2Config(
+        vocab_size=vocab_size,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+
+
 @dataclass(frozen=True)
 class Load:
     """`lengths` [requests, turns]: sampled tokens. Each turn's prompt gains `new_tokens` tokens
@@ -148,20 +163,9 @@ def run_generate(model: Any, load: Load, vocab: int, turns: int) -> float:
 
 def half_billion() -> Any:
     """A Qwen2 of 0.5B parameters, random, in bfloat16 on the GPU."""
-    config = Qwen2Config(
-        vocab_size=151_936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    )
     with torch.device("cuda"), torch.random.fork_rng(devices=["cuda"]):
         torch.manual_seed(0)
-        return Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
+        return Qwen2ForCausalLM(half_billion_config()).to(torch.bfloat16).eval()
 
 
 def time_generate(model: Any, load: Load, *, turns: int, repeats: int) -> float:

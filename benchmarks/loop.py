@@ -35,6 +35,10 @@ from unittest import mock
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import torch
+from transformers import Qwen2ForCausalLM
+
+from benchmarks.local_engine import half_billion_config
 from benchmarks.trl_loop import trl_step_s
 from ludic.inference import load_tokenizer
 from ludic.inference.local.build import build_scheduler
@@ -74,7 +78,10 @@ def run_of(
             "sampling": {"max_tokens": args.max_tokens},
         },
         "env": {"kind": "benchmarks.sums:Sums", "kwargs": {"turns": turns}},
-        "protocol": {"kind": "single_agent", "kwargs": {"parser": "text"}},
+        "protocol": {
+            "kind": "single_agent",
+            "kwargs": {"parser": {"kind": "text", "error_reward": 0.0}},
+        },
         "algorithm": {"name": "grpo", "kwargs": {"group_size": args.group}},
         "training": {
             "steps": updates,
@@ -88,6 +95,16 @@ def run_of(
         "logging": {"loggers": ["console"], "keep_rollouts": not args.no_rollouts},
     }
     return check_run(run)
+
+
+def random_half_billion(folder: str) -> str:
+    """Returns a folder with random weights of Qwen2.5-0.5B's shape and `folder`'s tokenizer."""
+    tokenizer = load_tokenizer(folder)
+    model = Qwen2ForCausalLM(half_billion_config(vocab_size=len(tokenizer))).to(torch.bfloat16)
+    made = tempfile.mkdtemp()
+    model.save_pretrained(made)
+    tokenizer.save_pretrained(made)
+    return made
 
 
 class Stamps:
@@ -270,6 +287,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", default="tiny", help="tiny, or a folder")
+    parser.add_argument("--shape", choices=("0.5b",), help="random weights of Qwen2.5-0.5B's shape")
     parser.add_argument("--turns", type=int, choices=(1, 4), default=1)
     parser.add_argument("--episodes", type=int, default=512, help="per update")
     parser.add_argument("--group", type=int, default=16)
@@ -284,6 +302,8 @@ def main() -> None:
     parser.add_argument("--no-rollouts", action="store_true", help="rollouts are not written")
     parser.add_argument("--profile", type=int, choices=(1, 4), help="of the host, with such turns")
     args = parser.parse_args()
+    if args.shape:
+        args.model = random_half_billion(args.model)
     figures: dict[str, Any] = {"benchmark": "loop"} | {
         name: getattr(args, name) for name in ("device", "model", "turns", "episodes", "group")
     }

@@ -5,7 +5,7 @@
 
 Every run is the real command with a run file, one at a time. A reward is reached at the first
 update from which the mean of three is at least that; seconds count from the start of the first
-update, its compilation included. TRL counts a cut completion as a failure, as Ludic does.
+update, its compilation included. A cut completion is a failure with reward 0 for both.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ kind = "benchmarks.sums:Sums"
 [protocol]
 kind = "single_agent"
 [protocol.kwargs]
-parser = "text"
+parser = {{ kind = "text", error_reward = 0.0 }}
 [algorithm]
 name = "grpo"
 kwargs = {{ group_size = 16 }}

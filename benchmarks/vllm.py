@@ -26,6 +26,7 @@ from typing import Any
 import aiohttp
 import torch
 
+from benchmarks.local_engine import half_billion_config
 from benchmarks.publish import stage_medians, stage_table
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.inference.client import TokenCompletionRequest
@@ -85,19 +86,9 @@ class Results:
 def qwen2_half_billion(device: str) -> tuple[Any, Any]:
     """Random weights in the shape of Qwen2.5-0.5B, and a tokenizer that spells every id."""
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-    config = Qwen2Config(
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    )
+    config = half_billion_config()
     torch.manual_seed(0)
     with torch.device(device):
         model = Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
