@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.local_engine import half_billion_config
 from benchmarks.publish import stage_medians, stage_table
+from benchmarks.vllm_in_process import ids_of
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.sampling import SamplingConfig
@@ -134,7 +135,7 @@ def server_for(folder: str, cuda: bool, python: str | None) -> VLLMServer:
 
 def request(sizes: Sizes, n: int, vocabulary: int, tokens: int | None = None) -> Any:
     """The n-th request: ids of its own, so that no prefix is shared."""
-    ids = tuple(10 + (n * 7919 + i * 104729) % (vocabulary - 20) for i in range(sizes.prompt))
+    ids = tuple(ids_of(n, sizes.prompt, vocabulary))
     sampling = SamplingConfig(max_tokens=tokens or sizes.completion, seed=n)
     return TokenCompletionRequest(
         NAME, ids, sampling, timeout_s=200, extensions={"ignore_eos": True}
@@ -197,6 +198,33 @@ async def throughput(
                 f"tokens_s_{many}_rounds": {k: [round(v) for v in r] for k, r in rates.items()},
             }
         )
+
+
+async def in_process(
+    folder: str, python: str, sizes: Sizes, vocabulary: int, cuda: bool, results: Results
+) -> None:
+    """Tokens/s of vLLM's own `LLM` class on the same requests, in a process by itself."""
+    engine: dict[str, Any] = {
+        "dtype": "bfloat16" if cuda else "float32",
+        "max_model_len": 2048 if cuda else 512,
+        "max_num_seqs": 256 if cuda else 32,
+    }
+    if cuda:
+        engine |= {"gpu_memory_utilization": 0.3, "compilation_config": GRAPHS}
+    settings = {"folder": folder, "vocabulary": vocabulary, "engine": engine}
+    settings |= {n: getattr(sizes, n) for n in ("prompt", "completion", "concurrency", "rounds")}
+    command = [python, "-m", "benchmarks.vllm_in_process", json.dumps(settings)]
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode:
+        raise RuntimeError(f"vLLM's LLM failed: {err.decode()[-400:]}")
+    results.add(**json.loads(out.decode().splitlines()[-1]))
 
 
 async def publishes(
@@ -312,6 +340,13 @@ async def measure(
                     lambda: doctor(client, publisher, model, tokenizer, name, results),
                     120,
                 )
+            python = server.build.python
+        if sizes is not None:
+            await results.part(
+                f"{name}_in_process",
+                lambda: in_process(folder, python, sizes, vocabulary, cuda, results),
+                200,
+            )
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
