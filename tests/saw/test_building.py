@@ -145,6 +145,14 @@ def test_calls_at_different_temperatures_are_not_merged() -> None:
     assert [item.temperature for item in items] == [1.0, 0.5]
 
 
+def test_turns_after_one_in_which_the_agent_only_heard_are_trained_on() -> None:
+    rollout = Rollout("r", (outcome(0), call(1, (1,), (2,)), outcome(1, 1)))
+    drops: Counter[str] = Counter()
+    (item,) = build_items([rollout], {("r", 1): 1.0}, drops=drops)
+    assert item.turns[0].turn_index == 1
+    assert not drops
+
+
 def test_failed_rollouts_are_counted_and_not_trained_on() -> None:
     drops: Counter[str] = Counter()
     rollout = Rollout("r", (call(0, (1,), (2,)), outcome(0, 0)), error="the env raised")

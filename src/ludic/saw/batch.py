@@ -25,14 +25,14 @@ def make_batch(items: Iterable[SAWItem], meta: Mapping[str, Any] | None = None) 
 
 
 def count_items(items: Iterable[SAWItem]) -> BatchCounts:
-    """The counts of a macro-batch. A turn that forked into several items counts once, and a rollout
-    without a group counts as a group."""
+    """The counts of a macro-batch's items, as `make_batch` completes them. A turn that forked into
+    several items counts once, and a rollout without a group counts as a group."""
     tokens = 0
     turns: set[tuple[str, int]] = set()
     rollouts: set[str] = set()
     groups: set[tuple[bool, str]] = set()
     for item in items:
-        tokens += item.turns[-1].end if item.turns else int(item.action_mask.sum())
+        tokens += item.turns[-1].end
         turns.update((item.rollout_id, span.turn_index) for span in item.turns)
         rollouts.add(item.rollout_id)
         grouped = item.group_id is not None
