@@ -7,12 +7,9 @@ python -m tools.engine_families --write     writes the table into docs/local_eng
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -24,10 +21,9 @@ from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local import LocalChatClient
 from ludic.inference.sampling import SamplingConfig
 from ludic.types import ChatResponse
-from tools.families import SMALL, families, short, tiny
+from tools.families import SMALL, families, tiny
+from tools.family_table import FamilyTable
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "local_engine.md"
-BEGIN, END = "<!-- table: python -m tools.engine_families --write -->", "<!-- end of the table -->"
 WINDOW = 24
 """Longer than the text of the engine's own check, shorter than what is sampled here."""
 SIZES = SMALL | dict.fromkeys(("sliding_window", "attention_window_size"), WINDOW)
@@ -66,7 +62,7 @@ def tried(name: str) -> Verdict:
         except ConfigError as exc:
             if deterministic and "set deterministic=False" in str(exc):
                 continue
-            return Verdict("refused", str(exc))
+            return Verdict("refused", _reason(str(exc)))
         except Exception as exc:
             return Verdict("wrong", f"{type(exc).__name__}: {exc}")
         gap = max(_gap(model, answer) for answer in answers)
@@ -101,29 +97,6 @@ def _gap(model: Any, answer: ChatResponse) -> float:
     return float((own - torch.tensor(answer.trace.completion_logprobs)).abs().max())
 
 
-HEADINGS: dict[How, str] = {
-    "served": "Served",
-    "fast mode only": "Served in fast mode only",
-    "refused": "Refused by the engine",
-    "not built": "Not tried with the engine",
-}
-
-
-def table(verdicts: Mapping[str, Verdict]) -> str:
-    """The page's table: families by what the engine does with them, and why it refuses some."""
-    lines = []
-    for how, heading in HEADINGS.items():
-        names = [name for name, verdict in verdicts.items() if verdict.how == how]
-        lines += [f"### {heading} ({len(names)})", ""]
-        if how == "refused":
-            lines += ["| family | why |", "|---|---|"]
-            lines += [f"| `{name}` | {short(_reason(verdicts[name].why))} |" for name in names]
-        else:
-            lines.append(", ".join(f"`{name}`" for name in names))
-        lines.append("")
-    return "\n".join(lines)
-
-
 def _reason(why: str) -> str:
     """Without the way out, which is the same for all and stands above the table."""
     for way_out in ("; sample through", ": sample through", "; the in-process engine serves"):
@@ -131,44 +104,21 @@ def _reason(why: str) -> str:
     return why
 
 
-def written() -> dict[str, How]:
-    """What the page says of each family."""
-    found: dict[str, How] = {}
-    how: How = "wrong"
-    page = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    for line in page.splitlines():
-        if line.startswith("### "):
-            heading = line[4:].rpartition(" (")[0]
-            how = next(h for h, text in HEADINGS.items() if text == heading)
-        elif line.startswith("`"):
-            found |= dict.fromkeys((name.strip("` ") for name in line.split(",")), how)
-        elif line.startswith("| `"):
-            found[line.split("`")[1]] = how
-    return found
-
-
-def write(verdicts: Mapping[str, Verdict]) -> None:
-    """Puts the table between the page's two marks."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(verdicts)}{END}{after}", encoding="utf-8")
-
-
-def main(arguments: Iterable[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="families; none: all of them")
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE.name}")
-    chosen = parser.parse_args(None if arguments is None else list(arguments))
-    verdicts = {}
-    for name in chosen.names or families():
-        verdicts[name] = tried(name)
-        print(f"{name:32} {verdicts[name].how:16} {short(verdicts[name].why)}", flush=True)
-    if chosen.write:
-        write(verdicts)
+TABLE = FamilyTable(
+    "engine_families",
+    "local_engine.md",
+    "###",
+    {
+        "served": "Served",
+        "fast mode only": "Served in fast mode only",
+        "refused": "Refused by the engine",
+        "not built": "Not tried with the engine",
+    },
+    reasons=("refused",),
+)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    main()
+    TABLE.command(tried, families, __doc__)

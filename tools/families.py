@@ -7,13 +7,11 @@ python -m tools.families --write     writes the table into docs/families.md
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -27,9 +25,8 @@ from ludic.training.algorithms.sft import make_sft
 from ludic.training.config import TrainerConfig
 from ludic.training.trainer import Trainer
 from ludic.training.update.passes import score_batch
+from tools.family_table import FamilyTable
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
-BEGIN, END = "<!-- table: python -m tools.families --write -->", "<!-- end of the table -->"
 LENGTHS = (9, 21)
 """Rows that are tried: the second is longer than every window and threshold in `SMALL`."""
 MOST_PARAMETERS = 10_000_000
@@ -272,76 +269,21 @@ def _own_logprobs(model: Any, item: SAWItem) -> np.ndarray[Any, Any]:
     return logp.numpy()
 
 
-def table(verdicts: Mapping[str, Verdict]) -> str:
-    """The page's table: families by what becomes of them, and reasons for those refused."""
-    lines = []
-    headings: dict[How, str] = {
+TABLE = FamilyTable(
+    "families",
+    "families.md",
+    "##",
+    {
         "packed": "Packed",
         "one row at a time": "One row at a time",
         "refused": "Refused",
         "not built": "Not tried",
-    }
-    for how, heading in headings.items():
-        names = [name for name, verdict in verdicts.items() if verdict.how == how]
-        lines += [f"## {heading} ({len(names)})", ""]
-        if how in ("packed", "one row at a time"):
-            lines += [", ".join(f"`{name}`" for name in names), ""]
-            continue
-        lines += ["| family | why |", "|---|---|"]
-        lines += [f"| `{name}` | {short(verdicts[name].why)} |" for name in names]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def short(why: str) -> str:
-    """A reason as a table's cell."""
-    line = " ".join(why.split()).replace("|", "\\|").replace("<", "&lt;")
-    return line if len(line) <= 160 else f"{line[:157]}…"
-
-
-def written() -> dict[str, How]:
-    """What the page says of each family."""
-    found: dict[str, How] = {}
-    how: How = "wrong"
-    page = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    headings: dict[str, How] = {
-        "Packed": "packed",
-        "One": "one row at a time",
-        "Refused": "refused",
-        "Not": "not built",
-    }
-    for line in page.splitlines():
-        if line.startswith("## "):
-            how = headings[line.split()[1]]
-        elif line.startswith("`"):
-            found |= dict.fromkeys((name.strip("` ") for name in line.split(",")), how)
-        elif line.startswith("| `"):
-            found[line.split("`")[1]] = how
-    return found
-
-
-def write(verdicts: Mapping[str, Verdict]) -> None:
-    """Puts the table between the page's two marks."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(verdicts)}{END}{after}", encoding="utf-8")
-
-
-def main(arguments: Iterable[str] | None = None) -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", help="families; none: all of them")
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE.name}")
-    chosen = parser.parse_args(None if arguments is None else list(arguments))
-    verdicts = {}
-    for name in chosen.names or families():
-        verdicts[name] = tried(name)
-        print(f"{name:32} {verdicts[name].how:20} {short(verdicts[name].why)}", flush=True)
-    if chosen.write:
-        write(verdicts)
+    },
+    reasons=("refused", "not built"),
+)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    main()
+    TABLE.command(tried, families, __doc__)

@@ -7,7 +7,7 @@ import torch
 
 from ludic.errors import ConfigError
 from ludic.training.update.policy import Policy, check_packing, check_split
-from tools.families import VARIANTS, families, tiny, tried, written
+from tools.families import TABLE, VARIANTS, families, tiny, tried
 
 QUICK = (
     "llama",
@@ -29,7 +29,7 @@ QUICK = (
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_family_is_trained_as_the_page_says(name: str) -> None:
-    assert tried(name).how == written()[name]
+    assert tried(name).how == TABLE.written()[name]
 
 
 @pytest.mark.slow
@@ -37,11 +37,11 @@ def test_a_family_is_trained_as_the_page_says(name: str) -> None:
 def test_every_family_is_trained_as_the_page_says() -> None:
     found = {name: tried(name).how for name in families()}
     assert "wrong" not in found.values()
-    assert written() == found
+    assert TABLE.written() == found
 
 
 def test_the_page_lists_every_family_of_the_installed_transformers() -> None:
-    assert written().keys() == set(families())
+    assert TABLE.written().keys() == set(families())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
