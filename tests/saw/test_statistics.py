@@ -1,11 +1,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
-from ludic.saw import rollout_statistics
-from ludic.types import EnvironmentStep
+from ludic.saw import SampleAttachments, SAWItem, item_statistics, rollout_statistics
+from ludic.types import (
+    AgentStep,
+    EnvironmentStep,
+    FinishReason,
+    Fork,
+    ForkReason,
+    Rollout,
+    Step,
+    TruncationReason,
+)
 from tests.oracles.rollouts import make_rollout
 
 
@@ -47,3 +58,83 @@ def test_the_parts_of_the_reward_are_averaged_over_rollouts() -> None:
     stats = rollout_statistics([replace(rollout, steps=steps), make_rollout("b", [0.0])])
     assert stats["reward_env_mean"] == pytest.approx(1.5)
     assert stats["reward_parser_mean"] == pytest.approx(0.5)
+
+
+def last_step(rollout: Rollout, **changes: Any) -> Rollout:
+    return replace(rollout, steps=(*rollout.steps[:-1], replace(rollout.steps[-1], **changes)))
+
+
+def first_call(rollout: Rollout, **changes: Any) -> Rollout:
+    return replace(rollout, steps=(replace(rollout.steps[0], **changes), *rollout.steps[1:]))
+
+
+def test_every_figure_of_four_rollouts_counted_by_hand() -> None:
+    ended = last_step(make_rollout("a", [1.0, 2.0, 3.0]), terminated=True)
+    cut = last_step(
+        make_rollout("b", [-1.0]), truncated=True, truncation_reason=TruncationReason.MAX_STEPS
+    )
+    cut = first_call(cut, finish_reason=FinishReason.LENGTH)
+    wrong = last_step(make_rollout("c", [0.5, 0.5]), stepped=False, info={"parse_error": True})
+    wrong = first_call(wrong, fork=Fork(ForkReason.TOOLS_CHANGED))
+    failed = make_rollout("d", [9.0], error="the env raised")
+    assert rollout_statistics([ended, cut, wrong, failed]) == {
+        "rollouts_sampled": 4,
+        "episodes": 4,
+        "failed_episodes": 1,
+        "failed_rate": 1 / 4,
+        "reward_mean": pytest.approx((6 - 1 + 1) / 3),
+        "reward_std": pytest.approx(np.std([6.0, -1.0, 1.0])),
+        "reward_min": -1.0,
+        "reward_max": 6.0,
+        "turns_mean": 2.0,
+        "calls_mean": 2.0,
+        "completion_tokens": 12,
+        "completion_tokens_mean": 4.0,
+        "completion_tokens_max": 6,
+        "prompt_tokens_max": 9,
+        "terminated_rate": 1 / 3,
+        "truncated_rate": 1 / 3,
+        "parse_error_rate": 1 / 6,
+        "cut_completion_rate": 1 / 6,
+        "forks": {"tools_changed": 1},
+    }
+
+
+def test_several_calls_of_a_turn_are_one_turn_and_several_calls() -> None:
+    rollout = make_rollout("a", [1.0])
+    call, outcome = rollout.steps
+    assert isinstance(call, AgentStep)
+    assert isinstance(outcome, EnvironmentStep)
+    steps: tuple[Step, ...] = (call, call, replace(outcome, agent_steps=(0, 1)))
+    stats = rollout_statistics([replace(rollout, steps=steps)])
+    assert (stats["turns_mean"], stats["calls_mean"]) == (1.0, 2.0)
+
+
+def test_seats_of_one_episode_count_as_one_episode() -> None:
+    seats = [replace(make_rollout(seat, [1.0], agent=seat), episode_id="e") for seat in "XO"]
+    assert rollout_statistics(seats)["episodes"] == 1
+
+
+def test_where_nothing_was_sampled_or_all_failed_only_the_counts_are_there() -> None:
+    assert rollout_statistics([]) == {"rollouts_sampled": 0}
+    assert rollout_statistics([make_rollout("d", [9.0], error="no")]) == {
+        "rollouts_sampled": 1,
+        "episodes": 1,
+        "failed_episodes": 1,
+        "failed_rate": 1.0,
+    }
+
+
+def test_items_are_counted_in_tokens_and_versions_that_are_known() -> None:
+    def item(length: int, versions: list[int] | None) -> SAWItem:
+        mask = np.ones(length, np.int8)
+        known = None if versions is None else np.array(versions)
+        return SAWItem(
+            np.arange(length), mask, mask, 1.0, attachments=SampleAttachments(versions=known)
+        )
+
+    assert item_statistics([]) == {"items": 0, "tokens": 0}
+    sizes = {"items": 2, "tokens": 7, "item_tokens_mean": 3.5, "item_tokens_max": 5}
+    assert item_statistics([item(5, None), item(2, [-1, -1])]) == sizes
+    spans = {"version_min": 3, "version_max": 8}
+    assert item_statistics([item(5, [-1, 3, 4, 5, 8]), item(2, None)]) == sizes | spans
