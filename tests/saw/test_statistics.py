@@ -125,6 +125,13 @@ def test_where_nothing_was_sampled_or_all_failed_only_the_counts_are_there() -> 
     }
 
 
+def test_an_agent_that_never_acted_has_no_calls_to_count() -> None:
+    stats = rollout_statistics([make_rollout("a", [], heard=[-1.0])])
+    assert stats["reward_mean"] == -1.0
+    for name in ("turns_mean", "calls_mean", "prompt_tokens_max", "parse_error_rate"):
+        assert stats[name] == 0
+
+
 def test_items_are_counted_in_tokens_and_versions_that_are_known() -> None:
     def item(length: int, versions: list[int] | None) -> SAWItem:
         mask = np.ones(length, np.int8)
