@@ -98,14 +98,21 @@ def reached(points: Sequence[Point], goal: float) -> tuple[int, float] | None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs every setting with every seed, and writes `study.json` after each."""
+    """Runs every setting with every seed, and writes `study.json` after each. A run that is there
+    already is not done again."""
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "sums.toml").write_text(RUN_FILE.format(model=args.model, device=args.device))
     settings = dict(setting.partition("=")[::2] for setting in args.setting)
+    file = args.out / "study.json"
     found: dict[str, Any] = {"updates": args.updates, "runs": []}
+    if file.is_file():
+        found = json.loads(file.read_text())
+    done = {(run["name"], run["seed"]) for run in found["runs"]}
     deadline = time.monotonic() + args.limit_s
     for seed in range(args.seeds):
         for name, overrides in settings.items():
+            if (name, seed) in done:
+                continue
             begin = time.monotonic()
             if begin > deadline:
                 print("out of time")
@@ -116,7 +123,7 @@ def run(args: argparse.Namespace) -> None:
             else:
                 points = ludic(args.out, name, overrides.split(), seed, args.updates)
             found["runs"].append({"name": name, "seed": seed, "points": points})
-            (args.out / "study.json").write_text(json.dumps(found))
+            file.write_text(json.dumps(found))
             marks = {goal: reached(points, goal) for goal in GOALS}
             step = statistics.median(b.seconds - a.seconds for a, b in itertools.pairwise(points))
             print(f"{name} seed {seed}: {step:.3f} s an update, {marks}, ", end="")
