@@ -18,8 +18,8 @@ from ludic.training import (
     MonteCarloReturn,
     PerStepReward,
 )
-from ludic.training.credit_assignment.returns import rollout_return
-from ludic.types import Rollout
+from ludic.training.credit_assignment.returns import rollout_return, turn_rewards
+from ludic.types import AgentStep, EnvironmentStep, FinishReason, Message, Rollout, Step
 from tests.oracles import credit as oracle
 from tests.oracles.rollouts import make_rollout
 
@@ -59,6 +59,20 @@ def test_what_an_agent_heard_without_ever_acting_counts_in_its_group(
     same = assigner.compute([*played, make_rollout("c", [-1.0], group="g")])
     assert credit == {key: weight for key, weight in same.items() if key[0] != "c"}
     assert rollout_return(lost_unmoved) == lost_unmoved.total_reward == -1.0
+
+
+def test_a_turn_without_a_call_counts_to_the_turn_before_or_to_the_first() -> None:
+    said = Message(role="assistant", content="move")
+
+    def acted(turn: int, reward: float) -> tuple[Step, Step]:
+        outcome = EnvironmentStep(turn, (0,), "", "move", "", reward)
+        return AgentStep(turn, (), said, FinishReason.STOP), outcome
+
+    def heard(turn: int, reward: float) -> Step:
+        return EnvironmentStep(turn, (), "", None, "", reward)
+
+    steps = (heard(0, 1.0), heard(1, 2.0), *acted(2, 4.0), *acted(3, 8.0), heard(4, 16.0))
+    assert turn_rewards(Rollout("a", steps)) == [(2, 7.0), (3, 24.0)]
 
 
 def test_a_reward_heard_without_acting_must_be_finite() -> None:
