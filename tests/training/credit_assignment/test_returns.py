@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,7 @@ from ludic.training import (
     PerStepReward,
 )
 from ludic.training.credit_assignment.returns import rollout_return, turn_rewards
-from ludic.types import AgentStep, EnvironmentStep, FinishReason, Message, Rollout, Step
+from ludic.types import AgentStep, EnvironmentStep, FinishReason, Message, Rollout
 from tests.oracles import credit as oracle
 from tests.oracles.rollouts import make_rollout
 
@@ -62,16 +63,20 @@ def test_what_an_agent_heard_without_ever_acting_counts_in_its_group(
 
 
 def test_a_turn_without_a_call_counts_to_the_turn_before_or_to_the_first() -> None:
-    said = Message(role="assistant", content="move")
+    call = AgentStep(2, (), Message(role="assistant", content="move"), FinishReason.STOP)
 
-    def acted(turn: int, reward: float) -> tuple[Step, Step]:
-        outcome = EnvironmentStep(turn, (0,), "", "move", "", reward)
-        return AgentStep(turn, (), said, FinishReason.STOP), outcome
+    def outcome(turn: int, calls: tuple[int, ...], reward: float) -> EnvironmentStep:
+        return EnvironmentStep(turn, calls, "", "move" if calls else None, "", reward)
 
-    def heard(turn: int, reward: float) -> Step:
-        return EnvironmentStep(turn, (), "", None, "", reward)
-
-    steps = (heard(0, 1.0), heard(1, 2.0), *acted(2, 4.0), *acted(3, 8.0), heard(4, 16.0))
+    steps = (
+        outcome(0, (), 1.0),
+        outcome(1, (), 2.0),
+        call,
+        outcome(2, (2,), 4.0),
+        replace(call, turn_index=3),
+        outcome(3, (4,), 8.0),
+        outcome(4, (), 16.0),
+    )
     assert turn_rewards(Rollout("a", steps)) == [(2, 7.0), (3, 24.0)]
 
 
@@ -170,9 +175,10 @@ def test_any_number_of_sub_agents_is_compared_within_the_role() -> None:
 
 
 def test_a_group_with_a_missing_member_is_an_error_that_names_it() -> None:
+    whole = [make_rollout(f"whole-{i}", [1.0], group="g6") for i in range(4)]
     rollouts = [make_rollout(str(i), [1.0], group="g7") for i in range(3)]
     with pytest.raises(CreditError, match=r"group 'g7' has 3 rollouts .* group_size=4"):
-        GroupNormalizedReturn(4).compute(rollouts)
+        GroupNormalizedReturn(4).compute([*whole, *rollouts])
 
 
 def test_a_partial_group_may_be_allowed_and_one_left_alone_gets_zero() -> None:
@@ -184,9 +190,10 @@ def test_a_partial_group_may_be_allowed_and_one_left_alone_gets_zero() -> None:
 
 
 def test_a_group_that_is_too_large_is_an_error_even_where_partial_ones_are_allowed() -> None:
+    alone = make_rollout("alone", [1.0], group="partial")
     rollouts = [make_rollout(str(i), [1.0], group="g") for i in range(3)]
     with pytest.raises(CreditError, match="3 rollouts"):
-        GroupNormalizedReturn(2, allow_partial=True).compute(rollouts)
+        GroupNormalizedReturn(2, allow_partial=True).compute([alone, *rollouts])
 
 
 def test_a_rollout_without_a_group_is_an_error_that_says_what_to_do() -> None:

@@ -88,6 +88,20 @@ def test_advantages_are_against_the_value_from_before_the_batch_and_normalised()
     assert credit.tracker.value("t") > 0.5 > credit.tracker.value("u")
 
 
+def test_each_task_is_measured_against_its_own_value() -> None:
+    tracker = BetaTracker(1.0, prior_value=0.5, prior_count=1.0)
+    tracker.update([("easy", 1.0), ("hard", 0.0)])
+    assert (tracker.value("easy"), tracker.value("hard")) == (0.75, 0.25)
+    rollouts = [make_rollout("a", [1.0], task="easy"), make_rollout("b", [1.0], task="hard")]
+    credit = TrackedAdvantage(tracker, normalize=False).compute(rollouts)
+    assert credit == {("a", 0): pytest.approx(0.25), ("b", 0): pytest.approx(0.75)}
+
+
+def test_a_single_advantage_is_not_normalised() -> None:
+    credit = TrackedAdvantage().compute([make_rollout("a", [1.0], task="t")])
+    assert credit == {("a", 0): 0.5}
+
+
 def test_returns_are_mapped_from_their_interval_and_others_are_refused() -> None:
     plain, mapped = TrackedAdvantage(), TrackedAdvantage(returns=(-1.0, 3.0))
     places = {"a": 0.0, "b": 1.0, "c": 0.25}
@@ -133,8 +147,12 @@ def test_what_the_tracker_cannot_take_is_refused() -> None:
         BetaTracker(0.0)
     with pytest.raises(ConfigError):
         BetaTracker().observe_drift(math.nan)
-    with pytest.raises(ConfigError):
-        DriftForgetting(lower=0.9, upper=0.8)
+    for bounds in ({"lower": 0.9, "upper": 0.8}, {"upper": 1.5}, {"lower": -0.1}):
+        with pytest.raises(ConfigError, match="lower <= upper"):
+            DriftForgetting(**bounds)
+    for prior in ({"prior_value": 1.5}, {"prior_value": -0.5}, {"prior_count": 0.0}):
+        with pytest.raises(ConfigError, match="prior_value in"):
+            BetaTracker(**prior)
 
 
 def tasks(names: str) -> dict[str, RolloutRequest]:
