@@ -35,8 +35,8 @@ from ludic.training.config import TrainerConfig
 from ludic.training.losses.aggregation import token_mean
 from ludic.training.metrics.perf import ModelFlops
 from ludic.training.metrics.stats import StatBuffer
+from ludic.training.update.layout import lay_out
 from ludic.training.update.optimizer import MasterAdamW
-from ludic.training.update.packing import lay_out
 from ludic.training.update.passes import Passes
 from ludic.training.update.policy import Policy, attention_cost
 
@@ -342,7 +342,7 @@ def dense_mfu(bench: Bench, size: str, sequences: int, per_pass: int) -> float:
     batch = dense(sequences, length, bench.shape.vocab)
     seconds, peak = bench.time(lambda: bench.update(passes, optimizer, batch), warm=True, repeats=3)
     flops = ModelFlops(model)
-    work = flops.of([length] * sequences, batch.counts.tokens)
+    work = flops.of(sequences * length, sequences * length**2, batch.counts.tokens)
     mfu = work / seconds / H200_FLOPS
     tokens = sequences * length
     shares = {
