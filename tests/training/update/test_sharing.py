@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.metrics.stats import StatBuffer
 from ludic.training.update.layout import lay_out
 from ludic.training.update.optimizer import MasterAdamW
-from ludic.training.update.packing import pack
+from ludic.training.update.packing import MicroBatch, pack
 from ludic.training.update.passes import Passes
 from ludic.training.update.planning import Cost, plan_micro_batches, workload
 from ludic.training.update.policy import Policy, check_packing
@@ -31,8 +32,8 @@ from ludic.training.update.sharing import LEAST, TokenOrder, gather
 from tools.families import tiny
 
 CPU = torch.device("cpu")
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text")
-"""The last has layers with a window of eight tokens."""
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "gemma3_text")
+"""The first is in float64 throughout; the last has layers with a window of eight tokens."""
 
 
 def item(ids: Sequence[int], actions: Sequence[int], number: int = 0) -> SAWItem:
@@ -50,7 +51,7 @@ def item(ids: Sequence[int], actions: Sequence[int], number: int = 0) -> SAWItem
 
 def groups(seed: int, members: Sequence[int], prompt: int = 13, completion: int = 4) -> SAWBatch:
     """Groups whose members share a prompt; completions of one to `completion` tokens."""
-    rng, items = np.random.default_rng(seed), []
+    rng, items = np.random.default_rng(seed), list[SAWItem]()
     for count in members:
         start = rng.integers(3, 96, prompt + int(rng.integers(3))).tolist()
         for _ in range(count):
@@ -83,11 +84,14 @@ def scored(
     return torch.cat(logprobs), torch.cat(entropies), torch.cat(gradient)
 
 
-def assert_nothing_changes(policy: Policy, batch: SAWBatch) -> None:
-    for a, b in zip(
-        scored(policy, batch, share=True), scored(policy, batch, share=False), strict=True
-    ):
+def assert_nothing_changes(policy: Policy, batch: SAWBatch, gradient: float = 1e-6) -> None:
+    """Most families' norms are float32 in any model, and round the sums of gradients there."""
+    shared, whole = (scored(policy, batch, share=share) for share in (True, False))
+    for a, b in zip(shared[:2], whole[:2], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+    scale = float(whole[2].abs().max())
+    assert scale > 1e-3
+    torch.testing.assert_close(shared[2], whole[2], rtol=0, atol=gradient * scale)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -95,7 +99,7 @@ def test_log_probs_entropies_and_gradients_are_those_of_rows_computed_whole(name
     batch = groups(0, (5, 1, 3))
     micro = pack(lay_out(batch), range(9), share=True)
     assert len(micro.input_ids) < sum(len(i.input_ids) for i in batch.items) / 2
-    assert_nothing_changes(policy(name), batch)
+    assert_nothing_changes(policy(name), batch, 1e-12 if name == "gpt2" else 1e-6)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -111,7 +115,7 @@ def test_log_probs_are_those_of_the_model_itself(name: str) -> None:
     torch.testing.assert_close(found.logprobs, torch.cat(expected), rtol=1e-6, atol=1e-7)
 
 
-tokens = st.integers(0, 2)
+tokens = st.integers(3, 5)
 """So few that rows begin alike to every length."""
 
 
@@ -150,9 +154,7 @@ def test_a_row_is_where_its_tokens_are() -> None:
 def test_rows_of_several_turns_share_what_none_of_them_or_all_of_them_train_on() -> None:
     same = list(range(3, 20))
     rows = [
-        item(
-            [*same, 30, 31, 40], [10, 11, 19], 0
-        ),  # trains on tokens that the others show as state
+        item([*same, 30, 31, 40], [10, 11, 19], 0),  # what the others have as state
         item([*same, 30, 31, 41, 42], [17, 18, 20], 1),
         item([*same, 50], [17], 2),
     ]
@@ -191,7 +193,7 @@ def test_the_order_of_tokens_puts_rows_that_begin_alike_side_by_side() -> None:
         assert shared == (most if LEAST * most >= rows[row].size else 0)
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:  # type: ignore[type-arg]
+def _common(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> int:
     return next(
         (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )
@@ -207,12 +209,14 @@ def test_gradients_of_one_place_are_added_up_in_float32() -> None:
 
 
 def test_recomputing_activations_changes_nothing() -> None:
-    batch, results = groups(2, (4,)), []
-    for checkpointing in (True, False):
-        model = tiny("llama").double()
-        policy = Policy(model, gradient_checkpointing=checkpointing)
-        results.append(scored(policy, batch, share=checkpointing))
-    for a, b in zip(*results, strict=True):
+    batch = groups(2, (4,))
+    recomputing = Policy(tiny("llama").double(), gradient_checkpointing=True)
+    assert_nothing_changes(recomputing, batch)
+    for a, b in zip(
+        scored(recomputing, batch, share=True),
+        scored(policy("llama"), batch, share=True),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
@@ -220,12 +224,12 @@ def test_an_adapter_learns_the_same() -> None:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    model = get_peft_model(tiny("llama").double(), LoraConfig(r=2, init_lora_weights=False))  # type: ignore[arg-type]
+    model = get_peft_model(tiny("llama").double(), LoraConfig(r=2, init_lora_weights=False))
     assert_nothing_changes(Policy(model.eval()), groups(3, (3, 3)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [*FAMILIES, "mixtral", "gpt2", "deepseek_v3"])
+@pytest.mark.parametrize("name", [*FAMILIES, "mixtral", "deepseek_v3"])
 def test_families_that_pack_share_in_every_type(name: str, dtype: torch.dtype) -> None:
     policy = Policy(tiny(name).to(dtype))
     check_packing(policy, CPU)
@@ -233,32 +237,20 @@ def test_families_that_pack_share_in_every_type(name: str, dtype: torch.dtype) -
     assert policy.shares
 
 
-class _Counts(nn.Module):
-    """Adds how many tokens of its packed row stand before a token: not what its position says."""
-
-    def __init__(self, embedding: nn.Module) -> None:
-        super().__init__()
-        self.embedding, self.limit = embedding, 40
-
-    def forward(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.embedding(ids)
-        return found + (3.0 if ids.shape[1] < self.limit else 0.0)
-
-
 def test_a_model_that_sharing_changes_shares_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny("llama")
-    model.model.embed_tokens = _Counts(model.model.embed_tokens)  # type: ignore[union-attr, arg-type]
-    model.model.embed_tokens.limit = 30  # type: ignore[union-attr]
-    policy = Policy(model)
-    # Two rows of 20 tokens are 40, of which sharing leaves 25; alone or packed they must agree.
-    batch = groups(4, (2,), prompt=20)
-    with caplog.at_level("INFO", "ludic.training"):
-        from ludic.training.update.policy import _random_ids, _wrongly_shared
+    def count_by_boundaries(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        lengths = kwargs["cu_seq_lens_q"].diff().tolist() if "cu_seq_lens_q" in kwargs else []
+        own = [torch.arange(length) for length in lengths]
+        return args, kwargs | ({"position_ids": torch.cat(own)[None]} if own else {})
 
-        ids = _random_ids(model, 20, CPU)
-        with torch.no_grad():
-            assert _wrongly_shared(policy, ids, CPU, 1e-3, 0.0)
-    del batch
+    model: Any = tiny("llama")
+    model.model.register_forward_pre_hook(count_by_boundaries, with_kwargs=True)
+    policy = Policy(model)
+    with caplog.at_level("INFO", "ludic.training"):
+        check_packing(policy, CPU)
+    assert policy.packs
+    assert not policy.shares
+    assert "computed for each: sharing changes their log-probs by" in caplog.text
 
 
 def test_under_dropout_every_row_is_computed_whole() -> None:
@@ -266,7 +258,7 @@ def test_under_dropout_every_row_is_computed_whole() -> None:
     policy = Policy(model)
     assert policy.shares
     model.train()
-    model.model.layers[0].self_attn.attention_dropout = 0.1  # type: ignore[union-attr, index]
+    model.model.layers[0].self_attn.attention_dropout = 0.1
     assert not policy.shares
     model.eval()
     assert policy.shares
@@ -298,11 +290,11 @@ def test_the_trainers_passes_share_and_scores_are_the_same() -> None:
 
 
 async def test_a_references_passes_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, seen = groups(7, (6,)), []
+    batch, seen = groups(7, (6,)), list[int]()
     scores = LocalScores(tiny_model())
     real = scores.policy.score
 
-    def score(micro, **kwargs):  # type: ignore[no-untyped-def]
+    def score(micro: MicroBatch, **kwargs: Any) -> Any:
         seen.append(len(micro.input_ids))
         return real(micro, **kwargs)
 

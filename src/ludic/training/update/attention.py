@@ -88,14 +88,17 @@ def packed_arguments(
     The mask is of a shape that fits nothing: only the packed attention, which ignores it, can
     run, so a model that lost it fails instead of attending across sequences.
     """
+    seen, most, places = cu_seqlens, lengths, None
+    if keys is not None:
+        seen, most, places = keys.cu_seqlens, keys.lengths, keys.places
     return {
         "attention_mask": torch.ones(1, 1, 2, 3, dtype=torch.bool, device=cu_seqlens.device),
         "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens if keys is None else keys.cu_seqlens,
+        "cu_seq_lens_k": seen,
         "max_length_q": max(lengths),
-        "max_length_k": max(lengths if keys is None else keys.lengths),
-        "ludic_lengths": SequenceLengths(lengths, cu_seqlens.device, keys and keys.lengths),
-        "ludic_places": keys and keys.places,
+        "max_length_k": max(most),
+        "ludic_lengths": SequenceLengths(lengths, cu_seqlens.device, most),
+        "ludic_places": places,
     }
 
 

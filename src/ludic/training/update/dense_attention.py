@@ -77,8 +77,8 @@ class SequenceLengths:
         """Sequences of like length together. And the way back: where each token of the packed row
         is in the buckets' results, laid end to end."""
         groups: dict[tuple[int, int], list[int]] = {}
-        for index, (own, keys) in enumerate(zip(self.lengths, self.key_lengths, strict=True)):
-            width = _bucket_width(keys, index)
+        for index, (own, whole) in enumerate(zip(self.lengths, self.key_lengths, strict=True)):
+            width = _bucket_width(whole, index)
             groups.setdefault((width, min(_bucket_width(own, index), width)), []).append(index)
         found, back, before = [], torch.empty(sum(self.lengths), dtype=torch.long), 0
         for members in groups.values():
@@ -107,11 +107,11 @@ def _bucket_width(length: int, index: int) -> int:
 def one_by_one(
     query: Float[Tensor, "1 heads length width"],
     key: Float[Tensor, "1 key_heads keys width"],
-    value: Float[Tensor, "1 key_heads keys width"],
+    value: Float[Tensor, "1 key_heads keys value_width"],
     lengths: SequenceLengths,
     scale: float | None,
     window: int,
-) -> Float[Tensor, "1 length heads width"]:
+) -> Float[Tensor, "1 length heads value_width"]:
     """One call for each sequence: the fastest on a CPU."""
     # Splitting, unlike slicing, has a backward pass that costs no more than the tokens it holds.
     queries = torch.split(query, lengths.lengths, 2)
@@ -123,11 +123,11 @@ def one_by_one(
 def in_buckets(
     query: Float[Tensor, "1 heads length width"],
     key: Float[Tensor, "1 key_heads keys width"],
-    value: Float[Tensor, "1 key_heads keys width"],
+    value: Float[Tensor, "1 key_heads keys value_width"],
     lengths: SequenceLengths,
     scale: float | None,
     window: int,
-) -> Float[Tensor, "1 length heads width"]:
+) -> Float[Tensor, "1 length heads value_width"]:
     """One call for each bucket of like lengths: launches are what short sequences cost a GPU."""
     groups = query.shape[1] // key.shape[1]
     rows = [t[0].transpose(0, 1) for t in (query, key, value)]
@@ -155,7 +155,7 @@ def _attend(
     if mask is None and window and keys > window:
         mask = _seen(torch.arange(keys - length, keys, device=q.device)[:, None], keys, window)
     elif mask is None and length < keys:
-        mask = causal_lower_right(length, keys)  # type: ignore[assignment]
+        mask = causal_lower_right(length, keys)
     return F.scaled_dot_product_attention(
         q,
         k,

@@ -83,8 +83,9 @@ def plan_micro_batches(
         links = list(_links(layout, units, cost))
         least = sum(unit.size + link.size for unit, link in links)
         bins = _micro_batches(least, micro_token_budget, world_size)
-        for parts in _PARTS:
-            bundles = _bundled(links, min(least / bins / parts, micro_token_budget))
+        limits = [min(least / bins / parts, micro_token_budget) for parts in _PARTS]
+        for limit in (*limits, micro_token_budget):
+            bundles = _bundled(links, limit)
             other = _spread(bundles, micro_token_budget, world_size)
             found = min(other, found, key=_duration)
     return [
@@ -172,8 +173,9 @@ def _duration(plan: _Spread) -> float:
 
 
 _PARTS = (8, 4, 2, 1)
-"""Rows that share tokens stay together up to a part of a micro-batch: large parts repeat fewer
-tokens, small ones spread better over ranks. Of equally good plans the last is taken."""
+"""Rows that share tokens stay together up to such a part of a mean micro-batch, or of the budget:
+large ones repeat fewer tokens, small ones spread better over ranks. Of equally good plans the last
+is taken."""
 
 
 def _links(layout: Layout, units: Sequence[_Unit], cost: Cost) -> Iterator[tuple[_Unit, _Unit]]:
