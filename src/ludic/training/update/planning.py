@@ -78,16 +78,17 @@ def plan_micro_batches(
         if size > micro_token_budget or not packs:
             sizes[c] = micro_token_budget  # a separate micro-batch
     units = [_Unit(*unit) for unit in zip(clusters, sizes, costs, strict=True)]
-    found = _spread(units, micro_token_budget, world_size)
+    arrangements = [units]
     if shares:
         links = list(_links(layout, units, cost))
-        least = sum(unit.size + link.size for unit, link in links)
-        bins = _micro_batches(least, micro_token_budget, world_size)
-        limits = [min(least / bins / parts, micro_token_budget) for parts in _PARTS]
-        for limit in (*limits, micro_token_budget):
-            bundles = _bundled(links, limit)
-            other = _spread(bundles, micro_token_budget, world_size)
-            found = min(other, found, key=_duration)
+        arrangements = [_bundled(links, micro_token_budget)]
+        if world_size > 1:
+            least = sum(unit.size + link.size for unit, link in links)
+            mean = least / _micro_batches(least, micro_token_budget, world_size)
+            arrangements += [_bundled(links, min(mean / n, micro_token_budget)) for n in _PARTS]
+            arrangements.append(units)
+    plans = (_spread(each, micro_token_budget, world_size) for each in arrangements)
+    found = min(plans, key=_duration)
     return [
         [tuple(sorted(i for unit in bin_ for i in unit.items)) for bin_ in rank] for rank in found
     ]
@@ -172,10 +173,9 @@ def _duration(plan: _Spread) -> float:
     return sum(max(map(_load, together)) for together in zip(*plan, strict=True))
 
 
-_PARTS = (8, 4, 2, 1)
-"""Rows that share tokens stay together up to such a part of a mean micro-batch, or of the budget:
-large ones repeat fewer tokens, small ones spread better over ranks. Of equally good plans the last
-is taken."""
+_PARTS = (1, 2, 4, 8)
+"""Rows that share tokens stay together up to the budget or, on several ranks, up to such a part of
+a mean micro-batch: large ones repeat fewer tokens, small ones spread better."""
 
 
 def _links(layout: Layout, units: Sequence[_Unit], cost: Cost) -> Iterator[tuple[_Unit, _Unit]]:

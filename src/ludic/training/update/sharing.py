@@ -43,7 +43,7 @@ class TokenOrder:
 
     lengths: tuple[int, ...]
     ranks: tuple[int, ...]
-    common: NDArray[np.int64]
+    common: tuple[int, ...]
 
     @classmethod
     def of(cls, rows: Sequence[NDArray[np.int64]]) -> TokenOrder:
@@ -54,17 +54,17 @@ class TokenOrder:
         for rank, row in enumerate(order):
             ranks[row] = rank
         common = [0, *(_in_common(rows[a], rows[b]) for a, b in pairwise(order))]
-        return cls(tuple(row.size for row in rows), tuple(ranks), np.array(common, np.int64))
+        return cls(tuple(row.size for row in rows), tuple(ranks), tuple(common))
 
     def shared(self, before: int, row: int) -> int:
         """How many tokens `row` shares with `before`, a row in front of it: 0 for too few."""
-        found = int(self.common[self.ranks[before] + 1 : self.ranks[row] + 1].min())
+        found = min(self.common[self.ranks[before] + 1 : self.ranks[row] + 1])
         return found if LEAST * found >= self.lengths[row] else 0
 
     def arrange(self, members: Sequence[int], *, share: bool = True) -> list[tuple[int, int]]:
         """The order in which `members` are laid end to end, each with the number of tokens that it
         shares with the one before it. Rows that share nothing stay in the order given."""
-        if share:
+        if share and len(members) > 1:
             rows = sorted(members, key=self.ranks.__getitem__)
             shared = [0, *(self.shared(a, b) for a, b in pairwise(rows))]
             if any(shared):
