@@ -61,7 +61,7 @@ def test_the_packed_kernel_takes_queries_as_the_last_tokens_of_their_sequence(wi
         out = packed_attention(
             torch.nn.Identity(),
             *leaves,
-            kind=kind,  # type: ignore[arg-type]
+            kind=kind,
             cu_seq_lens_q=bounds(OWN),
             cu_seq_lens_k=bounds(WHOLE),
             max_length_q=max(OWN),

@@ -40,11 +40,8 @@ class Bucket:
         if (window, dtype) not in self._masks:
             column = torch.arange(self.queries.shape[1])
             last = self.offsets[:, None] + torch.minimum(column, self.lengths[:, None] - 1)
-            width = -(-self.keys.shape[1] // 8) * 8  # the kernel wants aligned rows
-            seen = _seen(last[..., None].to(self.keys.device), width, window)
-            term = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-            term = term.masked_fill_(~seen, -torch.inf)[:, None, :, : self.keys.shape[1]]
-            self._masks[window, dtype] = term
+            last = last.to(self.keys.device)[:, None, :, None]
+            self._masks[window, dtype] = _term(last, self.keys.shape[1], window, dtype)
         return self._masks[window, dtype]
 
 
@@ -71,6 +68,18 @@ class SequenceLengths:
     ) -> None:
         self.lengths, self.device = list(lengths), device
         self.key_lengths = self.lengths if key_lengths is None else list(key_lengths)
+        self._masks: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
+
+    def mask(self, own: int, keys: int, window: int, dtype: torch.dtype) -> Tensor | None:
+        """What the last `own` of `keys` tokens see, as a term for their scores; None where all are
+        asked, and where it would be large."""
+        if own == keys or keys > _ALONE:
+            return None
+        kind = own, keys, window, dtype
+        if kind not in self._masks:
+            last = torch.arange(keys - own, keys, device=self.device)[:, None]
+            self._masks[kind] = _term(last, keys, window, dtype)
+        return self._masks[kind]
 
     @cached_property
     def buckets(self) -> tuple[list[Bucket], Int[Tensor, " length"]]:
@@ -116,7 +125,10 @@ def one_by_one(
     # Splitting, unlike slicing, has a backward pass that costs no more than the tokens it holds.
     queries = torch.split(query, lengths.lengths, 2)
     keys, values = (torch.split(t, lengths.key_lengths, 2) for t in (key, value))
-    parts = [_attend(q, k, v, scale, window) for q, k, v in zip(queries, keys, values, strict=True)]
+    parts = []
+    for q, k, v in zip(queries, keys, values, strict=True):
+        mask = lengths.mask(q.shape[2], k.shape[2], window, q.dtype)
+        parts.append(_attend(q, k, v, scale, window, mask))
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
@@ -165,6 +177,15 @@ def _attend(
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
+
+
+def _term(
+    last: Int[Tensor, "*queries 1"], keys: int, window: int, dtype: torch.dtype
+) -> Float[Tensor, "*queries keys"]:
+    """`_seen` as what is added to scores, in rows as a GPU's kernel wants them aligned."""
+    seen = _seen(last, -(-keys // 8) * 8, window)
+    term = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+    return term.masked_fill_(~seen, -torch.inf)[..., :keys]
 
 
 def _seen(last: Int[Tensor, "*queries 1"], keys: int, window: int) -> Bool[Tensor, "*queries keys"]:
