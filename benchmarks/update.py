@@ -35,8 +35,8 @@ from ludic.training.config import TrainerConfig
 from ludic.training.losses.aggregation import token_mean
 from ludic.training.metrics.perf import ModelFlops
 from ludic.training.metrics.stats import StatBuffer
+from ludic.training.update.layout import lay_out
 from ludic.training.update.optimizer import MasterAdamW
-from ludic.training.update.packing import lay_out
 from ludic.training.update.passes import Passes
 from ludic.training.update.policy import Policy, attention_cost
 
@@ -150,15 +150,16 @@ class Bench:
         peak = torch.cuda.max_memory_allocated() / 1e9 if self.device.type == "cuda" else None
         return best, peak
 
-    def update(self, passes: Passes, optimizer: MasterAdamW, batch: SAWBatch) -> dict[str, float]:
-        """What a trainer's step does with a batch, less waiting and publishing."""
+    def update(self, passes: Passes, optimizer: MasterAdamW, batch: SAWBatch) -> int:
+        """What a trainer's step does with a batch, less waiting and publishing. Returns how many
+        tokens it computed."""
         stats = StatBuffer()
         layout = lay_out(batch, max_seq_len=passes.cfg.max_seq_len)
-        passes.accumulate(layout, optimizer, stats, version=0, proximal=None)
+        work = passes.accumulate(layout, optimizer, stats, version=0, proximal=None)
         metrics = stats.reduce(None, optimizer.gradient_norm())
         norm = metrics["train/grad_norm"]
         optimizer.step(passes.cfg.learning_rate, min(1.0, 1.0 / norm) if norm else 1.0)
-        return metrics
+        return work.tokens
 
 
 def _small_shape() -> Shape:
@@ -221,24 +222,27 @@ def ragged(bench: Bench) -> dict[str, Measure]:
     budget = max(bench.args.budget or 0, longest)
     found: dict[str, Measure] = {}
 
-    def ludic(name: str, batch: SAWBatch, *, recompute: bool, repeats: int) -> None:
+    def ludic(name: str, batch: SAWBatch, *, recompute: bool = False, share: bool = True) -> None:
         model = bench.model()
         passes = bench.passes(model, bench.config(budget, recompute=recompute))
+        passes.policy.sharing = share
         optimizer = MasterAdamW(model.named_parameters(), passes.cfg)
+        tokens = bench.update(passes, optimizer, batch)  # and warm
         seconds, peak = bench.time(
-            lambda: bench.update(passes, optimizer, batch), warm=True, repeats=repeats
+            lambda: bench.update(passes, optimizer, batch), warm=False, repeats=bench.repeats
         )
-        tokens = sum(len(i.input_ids) for i in batch.items)
         note = f"micro_token_budget {budget}" + (", recomputing" if recompute else "")
         found[name] = Measure(name, seconds, peak, tokens, note)
         report(found[name])
 
-    ludic("ludic", merged, recompute=False, repeats=bench.repeats)
+    ludic("ludic", merged)
+    bench.fresh()
+    ludic("ludic, not sharing", merged, share=False)
     bench.fresh()
     if bench.device.type == "cuda":
-        ludic("ludic, recomputing", merged, recompute=True, repeats=bench.repeats)
+        ludic("ludic, recomputing", merged, recompute=True)
         bench.fresh()
-    ludic("ludic unmerged", unmerged, recompute=False, repeats=bench.repeats)
+    ludic("ludic unmerged", unmerged)
     bench.fresh()
     if bench.args.trl:
         found["trl"] = fastest_trl(bench, merged)
@@ -342,7 +346,7 @@ def dense_mfu(bench: Bench, size: str, sequences: int, per_pass: int) -> float:
     batch = dense(sequences, length, bench.shape.vocab)
     seconds, peak = bench.time(lambda: bench.update(passes, optimizer, batch), warm=True, repeats=3)
     flops = ModelFlops(model)
-    work = flops.of([length] * sequences, batch.counts.tokens)
+    work = flops.of(sequences * length, sequences * length**2, batch.counts.tokens)
     mfu = work / seconds / H200_FLOPS
     tokens = sequences * length
     shares = {
@@ -431,6 +435,7 @@ def ratios(measures: dict[str, Measure]) -> dict[str, float | None]:
         "speedup_vs_padded": loop.seconds / own.seconds,
         "speedup_unmerged_vs_padded": loop.seconds / measures["ludic unmerged"].seconds,
         "memory_vs_trl": memory,
+        "speedup_shared": measures["ludic, not sharing"].seconds / measures["ludic"].seconds,
     }
 
 

@@ -28,7 +28,9 @@ from ludic.training.update.passes import score_batch
 from tools.family_table import FamilyTable
 
 LENGTHS = (9, 21)
-"""Rows that are tried: the second is longer than every window and threshold in `SMALL`."""
+"""Rows that are tried: the second is longer than every window and threshold in `SMALL`. A third
+begins like it."""
+SHARED = 13
 MOST_PARAMETERS = 10_000_000
 How = Literal["packed", "one row at a time", "refused", "wrong", "not built"]
 
@@ -250,12 +252,14 @@ def _in(cfg: TrainerConfig, folder: str) -> TrainerConfig:
 
 def _batch(model: nn.Module) -> SAWBatch:
     rng = np.random.default_rng(0)
+    rows = [rng.integers(3, 96, length) for length in LENGTHS]
+    rows.append(np.concatenate([rows[1][:SHARED], rng.integers(3, 96, LENGTHS[1] - SHARED)]))
     items = []
-    for length in LENGTHS:
-        mask = np.ones(length, np.int8)
+    for row in rows:
+        mask = np.ones(len(row), np.int8)
         actions = mask.copy()
         actions[0] = 0
-        items.append(SAWItem(rng.integers(3, 96, length), mask, actions, 1.0))
+        items.append(SAWItem(row, mask, actions, 1.0))
     return make_batch(items)
 
 

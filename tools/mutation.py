@@ -56,7 +56,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "training/losses/corrections.py": ("tests/training/losses",),
     "training/losses/kl.py": ("tests/training/losses",),
     "training/losses/policy_ratio.py": ("tests/training/losses",),
+    "training/update/layout.py": ("tests/training/update",),
     "training/update/packing.py": ("tests/training/update",),
+    "training/update/planning.py": ("tests/training/update",),
+    "training/update/sharing.py": ("tests/training/update",),
     "training/update/passes.py": ("tests/training/test_trainer.py", "tests/training/test_drift.py"),
     "training/update/optimizer.py": ("tests/training/update/test_optimizer.py",),
     "training/update/schedule.py": (

@@ -35,6 +35,7 @@ from ludic.training.stateful import KeepsRecord
 from ludic.training.types import BatchSource, Stateful, WorksAhead
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes, mean_kl, mini_batches, pick, score_batch
+from ludic.training.update.planning import Work
 from ludic.training.update.policy import Policy, attention_cost, check_packing, check_split
 from ludic.training.update.schedule import curve, describe_change, learning_rate
 
@@ -186,7 +187,7 @@ class Trainer:
         several, watched = len(parts) > 1, self.algo.watches_drift
         before = await self._run(score_batch, self.passes, batch) if several or watched else None
         stats, stepped = StatBuffer(), False
-        lines, skipped = list[Metrics](), list[Metrics]()
+        lines, skipped, work = list[Metrics](), list[Metrics](), list[Work]()
         rate = learning_rate(self.cfg, self.step)
         for part in parts:
             clock.lap("perf/other_s")
@@ -198,7 +199,7 @@ class Trainer:
                 version=self.version,
                 proximal=pick(before, part.members) if several else None,
             )
-            await self._run(accumulate)
+            work.append(await self._run(accumulate))
             norm = await self._run(self.optimizer.gradient_norm)
             line = await self._run(stats.reduce, self.world.group, norm)
             clock.lap("perf/forward_backward_s")
@@ -232,7 +233,7 @@ class Trainer:
             "train/learning_rate": rate,
             "train/nonfinite_steps": float(self.nonfinite_steps),
             **_batch_metrics(batch),
-            **self.perf.metrics(batch, clock, passes=self.cfg.epochs),
+            **self.perf.metrics(batch, clock, work, passes=self.cfg.epochs),
             "perf/checkpoint_s": self._saving_s,
         }
         self.log.write(metrics, step=self.step)

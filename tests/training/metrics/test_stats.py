@@ -109,7 +109,7 @@ def test_operations_are_six_per_parameter_used_and_attention() -> None:
     flops = ModelFlops(model)
     head = model.lm_head.weight.numel()
     rest = sum(p.numel() for p in model.parameters()) - head
-    assert flops.of([10, 20], 7) == 6 * rest * 30 + 6 * head * 7 + 6 * 2 * 64 * (100 + 400)
+    assert flops.of(30, 100 + 400, 7) == 6 * rest * 30 + 6 * head * 7 + 6 * 2 * 64 * (100 + 400)
 
 
 def test_laps_add_up_to_the_elapsed_time() -> None:

@@ -1,7 +1,9 @@
-"""Merging, packing, order and micro-batch size change neither an algorithm's loss nor gradient.
+"""Merging, packing, sharing, order and micro-batch size change neither an algorithm's loss nor
+gradient.
 
 Rollouts of several turns go through the real building, packing and policy; every preset must give
-the same numbers for one row per turn and for merged rows, in one micro-batch and in many.
+the same numbers for one row per turn and for merged rows, in one micro-batch and in many, with the
+tokens that rows begin with computed for each or once.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from ludic.training import (
     TruncatedImportance,
     make_algorithm,
 )
-from ludic.training.update.packing import lay_out, pack, plan_micro_batches
+from ludic.training.update.layout import lay_out
+from ludic.training.update.packing import pack
+from ludic.training.update.planning import plan_micro_batches
 from ludic.training.update.policy import Policy
 from ludic.types import AgentStep, Rollout, Step
 from tests.oracles.rollouts import make_rollout
@@ -98,7 +102,12 @@ def algorithm(name: str) -> RLAlgorithm:
 
 
 def loss_and_gradient(
-    name: str, *, merge: bool, budget: int = 10_000, shuffled: bool = False
+    name: str,
+    *,
+    merge: bool,
+    budget: int = 10_000,
+    shuffled: bool = False,
+    share: bool = False,
 ) -> tuple[float, Tensor]:
     chosen, found = algorithm(name), list(rollouts())
     if shuffled:
@@ -112,11 +121,13 @@ def loss_and_gradient(
         items.append(replace(item, attachments=attached))
     batch = chosen.prepare(make_batch(items, batch.meta))
     layout = lay_out(batch)
-    (plan,) = plan_micro_batches(layout, micro_token_budget=budget, scope=chosen.loss.scope)
+    (plan,) = plan_micro_batches(
+        layout, micro_token_budget=budget, scope=chosen.loss.scope, shares=share
+    )
     policy().zero_grad()
     total = 0.0
     for members in filter(None, plan):
-        micro = pack(layout, members)
+        micro = pack(layout, members, share=share)
         loss, _ = chosen.loss.compute(policy().score(micro), micro.loss)
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
@@ -150,6 +161,9 @@ def test_no_rearrangement_changes_the_loss_or_the_gradient(name: str) -> None:
         {"merge": True, "budget": 40},
         {"merge": False, "budget": 40},
         {"merge": True, "budget": 60, "shuffled": True},
+        {"merge": True, "share": True},
+        {"merge": False, "share": True},
+        {"merge": False, "budget": 40, "share": True},
     )
     for arrangement in arrangements:
         other, slopes = loss_and_gradient(name, **arrangement)

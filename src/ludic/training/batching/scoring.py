@@ -73,8 +73,9 @@ class LocalScores:
 
     def _score(self, items: Sequence[SAWItem]) -> Scores:
         from ludic.sharding.world import World
-        from ludic.training.update.packing import lay_out, plan_micro_batches
+        from ludic.training.update.layout import lay_out
         from ludic.training.update.passes import score_layout
+        from ludic.training.update.planning import plan_micro_batches
 
         layout = lay_out(make_batch(items))
         longest = max(p.input_ids.size for p in layout.packed)
@@ -82,6 +83,7 @@ class LocalScores:
             layout,
             micro_token_budget=max(self.micro_token_budget, longest),
             packs=self.policy.packs,
+            shares=self.policy.shares,
         )
         world = World(device=next(self.policy.parameters()).device)
         with self._adapter_off():

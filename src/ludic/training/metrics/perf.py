@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from ludic.saw.items import SAWBatch
 from ludic.sharding.model_parts import base_causal_lm, config_facts, head_of
 from ludic.sharding.world import World
+from ludic.training.update.planning import Work
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "L40S": 362e12}
 """Dense bfloat16 operations per second, from the makers' data sheets."""
@@ -54,13 +55,10 @@ class ModelFlops:
         width = heads * head_dim or facts.get("hidden_size") or 0
         self.attention = 6 * (facts.get("num_hidden_layers") or 0) * width
 
-    def of(self, lengths: list[int], actions: int) -> float:
-        """Operations of forward and backward over sequences of these lengths."""
-        return (
-            self.backbone * sum(lengths)
-            + self.head * actions
-            + self.attention * sum(n * n for n in lengths)
-        )
+    def of(self, tokens: int, pairs: int, actions: int) -> float:
+        """Operations of forward and backward over so many tokens; `pairs` is the sum of the
+        sequences' squared lengths, less the squares of what they share."""
+        return self.backbone * tokens + self.attention * pairs + self.head * actions
 
 
 class PerfMeter:
@@ -76,21 +74,32 @@ class PerfMeter:
         self._started = clock.start if self._started is None else self._started
         return clock
 
-    def metrics(self, batch: SAWBatch, clock: Clock, *, passes: int = 1) -> Mapping[str, float]:
-        """Tokens per second, share of the device's arithmetic, memory, and the laps themselves."""
-        lengths = [int(i.attention_mask.sum()) for i in batch.items]
+    def metrics(
+        self, batch: SAWBatch, clock: Clock, work: Sequence[Work], *, passes: int = 1
+    ) -> Mapping[str, float]:
+        """Tokens per second, share of the device's arithmetic, memory, and the laps themselves.
+
+        `work` is what was computed for each optimizer step: tokens that rows share count once in
+        it, and in the arithmetic, while the batch's tokens are those of its rows.
+        """
+        tokens = sum(int(i.attention_mask.sum()) for i in batch.items)
         computing = clock.laps.get("perf/forward_backward_s", 0.0)
         computing = max(computing + clock.laps.get("perf/optimizer_s", 0.0), 1e-9)
         result = {
             **clock.laps,
             "perf/step_s": clock.elapsed,
             "perf/elapsed_s": time.perf_counter() - (self._started or clock.start),
-            "perf/tokens_per_s": passes * sum(lengths) / computing,
-            "perf/tokens": float(sum(lengths)),
+            "perf/tokens_per_s": passes * tokens / computing,
+            "perf/tokens": float(tokens),
+            "perf/tokens_computed": float(sum(w.tokens for w in work)) / passes,
         }
         if self.peak:
-            work = passes * self.flops.of(lengths, batch.counts.tokens)
-            result["perf/mfu"] = work / computing / (self.peak * self.world.size)
+            operations = self.flops.of(
+                sum(w.tokens for w in work),
+                sum(w.pairs for w in work),
+                passes * batch.counts.tokens,
+            )
+            result["perf/mfu"] = operations / computing / (self.peak * self.world.size)
         if self.world.device.type == "cuda":
             result["perf/gpu_mem_alloc_mb"] = torch.cuda.memory_allocated(self.world.device) / 2**20
             result["perf/gpu_mem_peak_mb"] = (

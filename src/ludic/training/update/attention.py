@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ludic.errors import ConfigError
 from ludic.training.config import AttentionKind
 from ludic.training.update.dense_attention import SequenceLengths, in_buckets, one_by_one
+from ludic.training.update.sharing import SharedKeys, gather
 
 PREFIX = "ludic_packed_"
 
@@ -77,20 +78,27 @@ def _own_name(name: str) -> str:
     return name.removeprefix(PREFIX).split(":")[-1]
 
 
-def packed_arguments(cu_seqlens: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
+def packed_arguments(
+    cu_seqlens: Tensor, lengths: Sequence[int], keys: SharedKeys | None = None
+) -> dict[str, Any]:
     """What a model's forward pass must be given for its sequences to stay apart: their boundaries,
-    and their lengths as the host knows them, so that no layer has to ask the device.
+    and their lengths as the host knows them, so that no layer has to ask the device. And what they
+    attend to, where that is more than themselves.
 
     The mask is of a shape that fits nothing: only the packed attention, which ignores it, can
     run, so a model that lost it fails instead of attending across sequences.
     """
+    seen, most, places = cu_seqlens, lengths, None
+    if keys is not None:
+        seen, most, places = keys.cu_seqlens, keys.lengths, keys.places
     return {
         "attention_mask": torch.ones(1, 1, 2, 3, dtype=torch.bool, device=cu_seqlens.device),
         "cu_seq_lens_q": cu_seqlens,
-        "cu_seq_lens_k": cu_seqlens,
+        "cu_seq_lens_k": seen,
         "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
-        "ludic_lengths": SequenceLengths(lengths, cu_seqlens.device),
+        "max_length_k": max(most),
+        "ludic_lengths": SequenceLengths(lengths, cu_seqlens.device, most),
+        "ludic_places": places,
     }
 
 
@@ -103,15 +111,21 @@ def packed_attention(
     kind: AttentionKind,
     cu_seq_lens_q: Tensor,
     max_length_q: int,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_k: int | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     ludic_lengths: SequenceLengths | None = None,
+    ludic_places: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Causal attention within each sequence. In: 1 x heads x length x width; out: transposed."""
+    """Causal attention within each sequence. In: 1 x heads x length x width; out: transposed.
+
+    With `ludic_places`, keys and values are taken from there, sequence after sequence.
+    """
     if softcap is not None or s_aux is not None:
         raise CannotPack(f"{type(module).__name__} has a soft cap or sinks")
     if dropout:
@@ -128,11 +142,33 @@ def packed_attention(
             f"attention='varlen' computes in bfloat16 and float16, not in {query.dtype}: load the "
             "model in one of them, or leave attention='auto'"
         )
+    if ludic_places is not None:
+        key, value = (_at(t, ludic_places) for t in (key, value))
     if kind == "varlen":
-        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window or 0)
+        bounds = _Bounds(
+            cu_seq_lens_q,
+            max_length_q,
+            cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k,
+            max_length_k or max_length_q,
+        )
+        return _varlen(query, key, value, bounds, scaling, sliding_window or 0)
     lengths = ludic_lengths or SequenceLengths(cu_seq_lens_q.diff().tolist(), query.device)
     by = in_buckets if query.is_cuda else one_by_one
     return by(query, key, value, lengths, scaling, sliding_window or 0)
+
+
+def _at(heads: Tensor, places: Tensor) -> Tensor:
+    """Keys or values at `places`: 1 x heads x length x width, in and out."""
+    return gather(heads[0].transpose(0, 1), places).transpose(0, 1)[None]
+
+
+class _Bounds(NamedTuple):
+    """Where sequences begin and end among the queries and among the keys, and the longest."""
+
+    queries: Tensor
+    most_queries: int
+    keys: Tensor
+    most_keys: int
 
 
 @cache
@@ -143,20 +179,21 @@ def _varlen_parameters() -> frozenset[str]:
 
 
 def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu: Tensor, longest: int, scale: Any, window: int
+    query: Tensor, key: Tensor, value: Tensor, bounds: _Bounds, scale: Any, window: int
 ) -> Tensor:
     """torch's own kernel for sequences of different lengths."""
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and not _grouped_varlen_works(q.device):
         k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
-    return _call_varlen(q, k, v, cu, longest, scale, window).unsqueeze(0)
+    return _call_varlen(q, k, v, bounds, scale, window).unsqueeze(0)
 
 
 def _call_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float | None, window: int
+    q: Tensor, k: Tensor, v: Tensor, bounds: _Bounds, scale: float | None, window: int
 ) -> Tensor:
-    """The call in the words of the torch that is installed; they differ between versions."""
+    """The call in the words of the torch that is installed; they differ between versions. Fewer
+    queries than keys are the last tokens of their sequence."""
     from torch.nn.attention.varlen import varlen_attn
 
     known, extra = _varlen_parameters(), {}
@@ -172,7 +209,16 @@ def _call_varlen(
         extra["scale"] = scale  # type: ignore[assignment]
     elif scale is not None:
         q = q * (scale * q.shape[-1] ** 0.5)
-    return varlen_attn(q, k, v, cu, cu, longest, longest, **extra)  # type: ignore[arg-type, return-value]
+    return varlen_attn(  # type: ignore[return-value]
+        q,
+        k,
+        v,
+        bounds.queries,
+        bounds.keys,
+        bounds.most_queries,
+        bounds.most_keys,
+        **extra,  # type: ignore[arg-type]
+    )
 
 
 @cache
@@ -195,7 +241,7 @@ def _grouped_varlen_works(device: torch.device) -> bool:
         )
         try:
             with torch.enable_grad():
-                out = _call_varlen(leaves[0], keys, values, cu, 32, None, 0)
+                out = _call_varlen(leaves[0], keys, values, _Bounds(cu, 32, cu, 32), None, 0)
                 (out * q).sum().backward()  # type: ignore[no-untyped-call]
         except (RuntimeError, ValueError):
             return False

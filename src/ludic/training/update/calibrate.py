@@ -20,9 +20,10 @@ from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.stats import StatBuffer
 from ludic.training.types import Loss
+from ludic.training.update.layout import lay_out
 from ludic.training.update.optimizer import MasterAdamW
-from ludic.training.update.packing import Cost, lay_out
 from ludic.training.update.passes import Passes
+from ludic.training.update.planning import Cost
 from ludic.training.update.policy import Policy, check_packing
 
 if TYPE_CHECKING:

@@ -23,15 +23,10 @@ from ludic.training.losses.policy_ratio import MAX_LOG_RATIO
 from ludic.training.metrics.stats import StatBuffer, policy_stats
 from ludic.training.types import Loss, Stat
 from ludic.training.update.budget import default_budget
+from ludic.training.update.layout import Layout, lay_out
 from ludic.training.update.optimizer import MasterAdamW
-from ludic.training.update.packing import (
-    Cost,
-    Layout,
-    MicroBatch,
-    lay_out,
-    pack,
-    plan_micro_batches,
-)
+from ludic.training.update.packing import MicroBatch, pack
+from ludic.training.update.planning import Cost, Work, plan_micro_batches, workload
 from ludic.training.update.policy import Policy
 
 Plan = list[tuple[tuple[int, ...], bool]]
@@ -61,6 +56,11 @@ class Passes:
     def plan(self, layout: Layout) -> Plan:
         """This rank's micro-batches, and whether each counts: a rank without work
         repeats a small one for nothing, since all must take part in the collectives."""
+        return self._plan(layout)[0]
+
+    def _plan(self, layout: Layout) -> tuple[Plan, Work]:
+        """The plan, and the work of all ranks that counts."""
+        shares = self.policy.shares
         plan = plan_micro_batches(
             layout,
             micro_token_budget=self.budget,
@@ -68,10 +68,14 @@ class Passes:
             cost=self.cost,
             world_size=self.world.size,
             packs=self.policy.packs,
+            shares=shares,
         )
-        everyone = [m for rank in plan for m in rank if m]
-        spare = min(everyone, key=lambda m: sum(layout.packed[i].input_ids.size for i in m))
-        return [(m, True) if m else (spare, False) for m in plan[self.world.rank]]
+        works = {
+            m: workload(layout, m, self.cost, shares=shares) for rank in plan for m in rank if m
+        }
+        spare = min(works, key=lambda m: works[m].tokens)
+        own = [(m, True) if m else (spare, False) for m in plan[self.world.rank]]
+        return own, sum(works.values(), Work())
 
     def accumulate(
         self,
@@ -81,10 +85,14 @@ class Passes:
         *,
         version: int,
         proximal: Scores | None,
-    ) -> None:
-        """Adds the batch's gradient to the optimizer, one micro-batch after another."""
-        for indices, counted in self.plan(layout):
-            micro = pack(layout, indices, proximal_logprobs=proximal).to(self.world.device)
+    ) -> Work:
+        """Adds the batch's gradient to the optimizer, one micro-batch after another. Returns what
+        all ranks computed for it."""
+        plan, work = self._plan(layout)
+        for indices, counted in plan:
+            micro = pack(layout, indices, proximal_logprobs=proximal, share=self.policy.shares).to(
+                self.world.device
+            )
             try:
                 with float32_products(self.policy.precision):
                     self._one(micro, counted, optimizer, stats, version)
@@ -94,6 +102,7 @@ class Passes:
                 if "can't allocate memory" not in str(exc):
                     raise
                 raise self._out_of_memory(micro) from exc
+        return work
 
     def _one(
         self,
@@ -131,7 +140,7 @@ def score_layout(policy: Policy, layout: Layout, plan: Plan, world: World) -> Sc
     places = np.concatenate([[0], np.cumsum([p.actions.size for p in layout.packed])])
     values = torch.zeros(int(places[-1]), device=world.device)
     for indices, counted in plan:
-        micro = pack(layout, indices).to(world.device)
+        micro = pack(layout, indices, share=policy.shares).to(world.device)
         with float32_products(policy.precision):
             scored = policy.score(micro).logprobs.float()
         if counted:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ludic.errors import ConfigError
+from ludic.inference.local.module.view import active_dropout
 from ludic.precision import Precision, autocast, sampling_dtype
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWItem
@@ -36,12 +37,15 @@ from ludic.training.update.attention import (
     packed_arguments,
     restore_attention,
 )
+from ludic.training.update.layout import lay_out
 from ludic.training.update.logprobs import (
     LogitRule,
     action_logits,
     token_logprobs,
 )
-from ludic.training.update.packing import Cost, MicroBatch, lay_out, pack
+from ludic.training.update.packing import MicroBatch, pack
+from ludic.training.update.planning import Cost
+from ludic.training.update.sharing import gather
 
 _log = logging.getLogger("ludic.training")
 _scoring: ContextVar[bool] = ContextVar("ludic_scoring", default=False)
@@ -68,7 +72,7 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.packs = True
+        self.packs = self.sharing = True
         self.precision, self.head_kernels = precision, head_kernels
         causal = base_causal_lm(model)
         self.rule = logit_rule(causal)
@@ -87,7 +91,10 @@ class Policy(nn.Module):
         causal = base_causal_lm(self.model)
         with _scoring_pass(), autocast(self.precision, micro.input_ids.device):
             hidden = self._hidden(micro)
-        actions = hidden.index_select(0, micro.action_positions)
+        if micro.keys is None:
+            actions = hidden.index_select(0, micro.action_positions)
+        else:  # one place may predict the actions of several rows
+            actions = gather(hidden, micro.action_positions)
         head = head_of(causal)
         narrow = torch.bfloat16 if self.precision == "mixed" else None
         logprobs, entropies = token_logprobs(
@@ -115,13 +122,21 @@ class Policy(nn.Module):
                 input_ids=micro.input_ids[None],
                 position_ids=micro.position_ids[None],
                 use_cache=False,
-                **packed_arguments(micro.cu_seqlens, micro.lengths),
+                **packed_arguments(micro.cu_seqlens, micro.lengths, micro.keys),
             )[0][0]
+        if micro.keys is not None:
+            raise ValueError("rows that are computed one at a time cannot share tokens")
         hidden = []
         for row in torch.split(micro.input_ids, list(micro.lengths)):
             forget_longer_rows(backbone)
             hidden.append(backbone(input_ids=row[None], use_cache=False)[0][0])
         return torch.cat(hidden)
+
+    @property
+    def shares(self) -> bool:
+        """Whether tokens that several rows begin with may be computed once: not under dropout,
+        which every row draws for itself."""
+        return self.packs and self.sharing and active_dropout(self.model) is None
 
     def one_at_a_time(self, why: object) -> None:
         """From now on computes rows alone, by the model's own attention, and says why."""
@@ -183,7 +198,7 @@ def check_packing(policy: Policy, device: torch.device, longest: int = 2048) -> 
     runs along the sequence past its boundaries (convolutions, recurrences): then a row's log-probs
     depend on the row before it. What rounding may do is measured on the model itself. A rotary
     embedding that depends on the longest row is told by the configuration; `longest` is the longest
-    there will be.
+    there will be. Rows that begin alike are tried too, and share nothing where that goes wrong.
     """
     why = _leak(policy, device, longest) if policy.packs else None
     if why:
@@ -191,6 +206,9 @@ def check_packing(policy: Policy, device: torch.device, longest: int = 2048) -> 
     reshard = getattr(policy, "reshard", None)  # under FSDP2, which waits for a backward pass
     if reshard is not None:
         reshard()
+
+
+_FAILURES = (CannotPack, TypeError, ValueError, RuntimeError, IndexError, AttributeError)
 
 
 def _leak(policy: Policy, device: torch.device, longest: int) -> str | None:
@@ -212,7 +230,7 @@ def _leak(policy: Policy, device: torch.device, longest: int) -> str | None:
         found, beside_another = (policy.score(rows).logprobs for rows in (packed, shifted))
     except torch.OutOfMemoryError:
         raise
-    except (CannotPack, TypeError, ValueError, RuntimeError, IndexError, AttributeError) as exc:
+    except _FAILURES as exc:
         return f"{type(exc).__name__}: {exc}"
     policy.packs = False
     own_first, own_second, own_longer = (policy.score(row).logprobs for row in alone)
@@ -232,6 +250,42 @@ def _leak(policy: Policy, device: torch.device, longest: int) -> str | None:
     leaked = _mean_gap(found[first - 1 :], beside_another[first - 1 :])
     if leaked > max(eps, 3 * rounding):
         return f"packed, a row's log-probs change by {leaked:.2g} with what stands before it"
+    if why := _wrongly_shared(policy, ids[1], device, eps, rounding):
+        policy.sharing = False
+        name = type(causal).__name__
+        _log.info("%s: tokens that rows begin with are computed for each: %s", name, why)
+    return None
+
+
+def _wrongly_shared(
+    policy: Policy, ids: Tensor, device: torch.device, eps: float, rounding: float
+) -> str | None:
+    """How log-probs change where rows share what they begin with; None where they do not."""
+    own = min(5, len(ids) - 1)
+    rows = [ids.clone() for _ in range(3)]
+    rows[1][-own:] += 1
+    rows[2][-own:] += 2
+    for row, first in zip(rows, (0, 1, 0), strict=True):  # the second row comes last in their order
+        row %= vocabulary_size(base_causal_lm(policy.model))
+        row[-own] = first
+    layout = lay_out(make_batch(map(_item, rows)))
+    whole = policy.score(pack(layout, (0, 1)).to(device)).logprobs
+    try:
+        found, beside_another = (
+            policy.score(pack(layout, pair, share=True).to(device)).logprobs
+            for pair in ((0, 1), (2, 1))
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except _FAILURES as exc:
+        return f"{type(exc).__name__}: {exc}"
+    apart = _mean_gap(found, whole)
+    if apart > 8 * max(eps, rounding):
+        return f"sharing changes their log-probs by {apart:.2g} on average"
+    second = len(ids) - 1
+    leaked = _mean_gap(found[second:], beside_another[second:])
+    if leaked > max(eps, 3 * rounding):
+        return f"a row's log-probs change by {leaked:.2g} with the end of another"
     return None
 
 
