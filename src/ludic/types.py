@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from ludic.errors import DataError
+from ludic.frozen import changed, quick
 from ludic.json_codec import ByKind, JsonObject, check_json, from_json, to_json
 
 __all__ = [
@@ -115,6 +116,7 @@ class Fork:
     detail: str = ""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """The policy version that sampled the completion's tokens `start` to `end` (exclusive)."""
@@ -124,6 +126,7 @@ class VersionSpan:
     version: int
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class TokenTrace:
     """The exact tokens of one model call: what went in, what was sampled, how likely it was.
@@ -179,6 +182,7 @@ class TokenTrace:
         )
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ChatResponse:
     """An inference backend's response to one request, in one form for all backends.
@@ -193,6 +197,7 @@ class ChatResponse:
     info: Info = field(default_factory=dict)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What the environment tells one agent after a step.
@@ -209,6 +214,7 @@ class StepOutcome:
     reward_components: Mapping[str, float] = field(default_factory=dict)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class AgentStep:
     """One model call: the prompt as tokens, the assistant's message, and its tools' results.
@@ -231,6 +237,7 @@ class AgentStep:
     kind: Literal["agent"] = "agent"
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class EnvironmentStep:
     """One transition as one agent saw it.
@@ -283,6 +290,7 @@ class ProtocolSpec:
     kwargs: JsonObject = field(default_factory=dict)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The model calls that led to one environment step, and that step."""
@@ -300,6 +308,7 @@ class Turn:
         return own + sum(step.reward for step in self.outcomes)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One agent's perspective on one episode.
@@ -341,13 +350,7 @@ class Rollout:
 
     def labelled(self, **labels: Any) -> Rollout:
         """The same steps under other labels: any field but `steps`, which are not checked again."""
-        made = object.__new__(Rollout)
-        for name in Rollout.__slots__:
-            value = labels.pop(name) if name in labels else getattr(self, name)
-            object.__setattr__(made, name, value)
-        if labels:
-            raise TypeError(f"a rollout has no {', '.join(labels)}")
-        return made
+        return changed(self, **labels)
 
     @property
     def agent_steps(self) -> tuple[AgentStep, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ludic.context.base import ContextStrategy
 from ludic.errors import AgentError, DeadlineError, InferenceError
+from ludic.frozen import quick
 from ludic.inference.client import ChatClient, TokenCompletionRequest
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.templates.chat_template import ChatTemplate, ParsedCompletion
@@ -30,6 +31,7 @@ _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingConfig))
 CUT_FEEDBACK = "Your reply was cut off at its length limit. Answer again, and more briefly."
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ActResult:
     """One turn of an agent: every model call of it, and what its last one was read as.
@@ -43,6 +45,7 @@ class ActResult:
     truncation: TruncationReason | None = None
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ModelCall:
     """One model call before its tools have run: what `AgentStep` is made of."""

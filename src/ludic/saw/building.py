@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.errors import CreditError, NotTrainableError
+from ludic.frozen import quick
 from ludic.saw.filters import Sample, SampleFilter
 from ludic.saw.items import SampleAttachments, SAWItem, TurnSpan
 from ludic.saw.trainable import check_sampling
@@ -28,6 +29,7 @@ UNKNOWN_VERSION = -1
 """The value in `SampleAttachments.versions` of a token whose policy version was not recorded."""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class _Call:
     """One model call that is trained on."""
