@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from ludic.context.base import ContextStrategy
@@ -287,6 +288,7 @@ class Agent:
         return ActResult(tuple(self._steps), parse, TruncationReason.CONTEXT_WINDOW)
 
 
+@lru_cache(maxsize=64)
 def _as_json(sampling: SamplingConfig) -> Mapping[str, Any]:
     values = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}

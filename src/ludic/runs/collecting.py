@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _YOUNG = 200_000
-"""So many more objects made than freed before the young ones are looked through: more than a batch of
-hundreds of episodes holds, all of which would be looked at in vain. Python's own figure is 700."""
+"""So many more objects made than freed before the young ones are looked through. A batch of hundreds
+of episodes holds fewer, and looking through them while it is made frees nothing. Python's own
+figure is 700."""
 
 
 @contextmanager

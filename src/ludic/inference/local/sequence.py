@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.inference.local.arena import Tenant
-from ludic.inference.local.prefix_store import token_key
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
 
@@ -41,7 +41,7 @@ class Sequence(Tenant):
     versions: list[tuple[int, int]] = field(default_factory=list)
     kept: list[tuple[int, ...]] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
-    prompt: NDArray[np.int64] = field(init=False)
+    prompt: NDArray[np.uint32] = field(init=False)
     """The tokens that it came with, as an array, for finding a common beginning quickly."""
     prompt_key: bytes = field(init=False)
     started: bool = False
@@ -51,8 +51,8 @@ class Sequence(Tenant):
     admitted_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self.prompt = np.asarray(self.tokens, dtype=np.int64)
-        self.prompt_key = token_key(self.prompt)
+        self.prompt_key = struct.pack(f">{len(self.tokens)}I", *self.tokens)  # as `token_key`
+        self.prompt = np.frombuffer(self.prompt_key, dtype=">u4")
 
     @property
     def completion(self) -> list[int]:
