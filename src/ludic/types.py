@@ -147,6 +147,8 @@ class TokenTrace:
         # A list would never equal a tuple, so a prompt that extends another would look forked.
         for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs"):
             value = getattr(self, name)
+            if type(value) is tuple:
+                continue
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
             elif value is not None and not isinstance(value, tuple):
@@ -158,9 +160,11 @@ class TokenTrace:
             value = getattr(self, name)
             if value is not None and len(value) != n:
                 raise DataError(f"TokenTrace.{name} has {len(value)} entries for {n} tokens")
-        starts = [span.start for span in self.version_spans]
-        ends = [0, *(span.end for span in self.version_spans)]
-        if starts and (starts != ends[:-1] or ends != sorted(ends) or ends[-1] != n):
+        covered, in_order = 0, True
+        for span in self.version_spans:
+            in_order = in_order and span.start == covered <= span.end
+            covered = span.end
+        if self.version_spans and not (in_order and covered == n):
             found = ", ".join(f"{s.start}-{s.end}" for s in self.version_spans)
             raise DataError(
                 f"TokenTrace: the version spans {found} do not cover the {n} completion tokens, "

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _YOUNG = 200_000
-"""So many more objects made than freed before the young ones are looked through. A batch of hundreds
-of episodes holds fewer, and looking through them while it is made frees nothing. Python's own
+"""So many more objects made than freed before the young ones are looked through. A batch of many
+episodes holds fewer, and looking through them while it is made frees nothing. Python's own
 figure is 700."""
 
 
