@@ -65,7 +65,7 @@ def quick(cls: type[T]) -> type[T]:
     made: Any = known["__init__"]
     made.__annotations__ = cls.__init__.__annotations__
     made.__qualname__ = f"{cls.__qualname__}.__init__"
-    cls.__init__ = made  # type: ignore[misc]
+    cls.__init__ = made  # type: ignore[method-assign]
     _copiers[cls] = known["copy"]
     return cls
 
