@@ -95,8 +95,8 @@ def remembered(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         @functools.wraps(make)
         def made(*args: P.args, **kwargs: P.kwargs) -> T:
             thing = make(*args, **kwargs)
-            arguments = inspect.signature(make).bind(*args, **kwargs).arguments
-            object.__setattr__(thing, _RECIPE, (name, dict(arguments)))
+            # Reading a signature is dear, and few ask: `recipe_of` does it.
+            object.__setattr__(thing, _RECIPE, (name, make, args, kwargs))
             return thing
 
         return made
@@ -106,5 +106,7 @@ def remembered(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 def recipe_of(thing: Any) -> tuple[str, dict[str, Any]] | None:
     """The name and arguments that a `remembered` factory made `thing` with, if one did."""
-    recipe: tuple[str, dict[str, Any]] | None = getattr(thing, _RECIPE, None)
-    return recipe
+    if (recipe := getattr(thing, _RECIPE, None)) is None:
+        return None
+    name, make, args, kwargs = recipe
+    return name, dict(inspect.signature(make).bind(*args, **kwargs).arguments)

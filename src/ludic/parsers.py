@@ -22,10 +22,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ludic.errors import ConfigError
+from ludic.frozen import quick
 from ludic.given import remembered
 from ludic.registry import PARSERS
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ParseResult:
     """The action, or None with feedback in `obs`; `reward` is for the format alone."""

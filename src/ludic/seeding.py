@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from hashlib import blake2b
 
 from ludic.errors import ConfigError
@@ -21,10 +22,16 @@ def derive_seed(root: int, *path: int | str) -> int:
     spelled = b""
     for part in (root, *path):
         if isinstance(part, str):
-            data = b"s" + part.encode("utf-8", "surrogatepass")
+            spelled += _spelled_text(part)
         elif isinstance(part, int) and not isinstance(part, bool):
             data = b"i%d" % part
+            spelled += len(data).to_bytes(4, "little") + data
         else:
             raise ConfigError(f"a seed is derived from integers and text, not from {part!r}")
-        spelled += len(data).to_bytes(4, "little") + data
     return int.from_bytes(blake2b(spelled, digest_size=8).digest(), "little") >> 1
+
+
+@lru_cache(maxsize=1024)
+def _spelled_text(part: str) -> bytes:
+    data = b"s" + part.encode("utf-8", "surrogatepass")
+    return len(data).to_bytes(4, "little") + data

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from ludic.errors import DataError
+from ludic.frozen import changed, quick
 from ludic.json_codec import ByKind, JsonObject, check_json, from_json, to_json
 
 __all__ = [
@@ -115,6 +116,7 @@ class Fork:
     detail: str = ""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """The policy version that sampled the completion's tokens `start` to `end` (exclusive)."""
@@ -124,6 +126,7 @@ class VersionSpan:
     version: int
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class TokenTrace:
     """The exact tokens of one model call: what went in, what was sampled, how likely it was.
@@ -144,6 +147,8 @@ class TokenTrace:
         # A list would never equal a tuple, so a prompt that extends another would look forked.
         for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs"):
             value = getattr(self, name)
+            if type(value) is tuple:
+                continue
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
             elif value is not None and not isinstance(value, tuple):
@@ -155,9 +160,11 @@ class TokenTrace:
             value = getattr(self, name)
             if value is not None and len(value) != n:
                 raise DataError(f"TokenTrace.{name} has {len(value)} entries for {n} tokens")
-        starts = [span.start for span in self.version_spans]
-        ends = [0, *(span.end for span in self.version_spans)]
-        if starts and (starts != ends[:-1] or ends != sorted(ends) or ends[-1] != n):
+        covered, in_order = 0, True
+        for span in self.version_spans:
+            in_order = in_order and span.start == covered <= span.end
+            covered = span.end
+        if self.version_spans and not (in_order and covered == n):
             found = ", ".join(f"{s.start}-{s.end}" for s in self.version_spans)
             raise DataError(
                 f"TokenTrace: the version spans {found} do not cover the {n} completion tokens, "
@@ -179,6 +186,7 @@ class TokenTrace:
         )
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ChatResponse:
     """An inference backend's response to one request, in one form for all backends.
@@ -193,6 +201,7 @@ class ChatResponse:
     info: Info = field(default_factory=dict)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """What the environment tells one agent after a step.
@@ -209,6 +218,7 @@ class StepOutcome:
     reward_components: Mapping[str, float] = field(default_factory=dict)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class AgentStep:
     """One model call: the prompt as tokens, the assistant's message, and its tools' results.
@@ -231,6 +241,7 @@ class AgentStep:
     kind: Literal["agent"] = "agent"
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class EnvironmentStep:
     """One transition as one agent saw it.
@@ -283,6 +294,7 @@ class ProtocolSpec:
     kwargs: JsonObject = field(default_factory=dict)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The model calls that led to one environment step, and that step."""
@@ -300,6 +312,7 @@ class Turn:
         return own + sum(step.reward for step in self.outcomes)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """One agent's perspective on one episode.
@@ -341,13 +354,7 @@ class Rollout:
 
     def labelled(self, **labels: Any) -> Rollout:
         """The same steps under other labels: any field but `steps`, which are not checked again."""
-        made = object.__new__(Rollout)
-        for name in Rollout.__slots__:
-            value = labels.pop(name) if name in labels else getattr(self, name)
-            object.__setattr__(made, name, value)
-        if labels:
-            raise TypeError(f"a rollout has no {', '.join(labels)}")
-        return made
+        return changed(self, **labels)
 
     @property
     def agent_steps(self) -> tuple[AgentStep, ...]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from ludic.context.base import ContextStrategy
 from ludic.errors import AgentError, DeadlineError, InferenceError
+from ludic.frozen import quick
 from ludic.inference.client import ChatClient, TokenCompletionRequest
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.templates.chat_template import ChatTemplate, ParsedCompletion
@@ -30,6 +32,7 @@ _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingConfig))
 CUT_FEEDBACK = "Your reply was cut off at its length limit. Answer again, and more briefly."
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ActResult:
     """One turn of an agent: every model call of it, and what its last one was read as.
@@ -43,6 +46,7 @@ class ActResult:
     truncation: TruncationReason | None = None
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ModelCall:
     """One model call before its tools have run: what `AgentStep` is made of."""
@@ -284,6 +288,7 @@ class Agent:
         return ActResult(tuple(self._steps), parse, TruncationReason.CONTEXT_WINDOW)
 
 
+@lru_cache(maxsize=64)
 def _as_json(sampling: SamplingConfig) -> Mapping[str, Any]:
     values = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}

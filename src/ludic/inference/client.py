@@ -15,10 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from ludic.frozen import quick
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.types import ChatResponse
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class TokenCompletionRequest:
     """One model call. `conversation_id` keeps a dialogue's calls together, so that a backend can

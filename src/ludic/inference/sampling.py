@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral
 
 from ludic.errors import ConfigError
+from ludic.frozen import changed, quick
 from ludic.saw.trainable import check_sampling
 from ludic.types import Info
 
@@ -23,6 +24,7 @@ def _is_text(value: object) -> bool:
     return bool(value) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
     """The sampled distribution, and where a completion stops.
@@ -73,11 +75,7 @@ class SamplingConfig:
         """The same settings for one call. What is not given anew was checked already."""
         if max_tokens is not self.max_tokens:
             return replace(self, seed=seed, max_tokens=max_tokens)
-        made = object.__new__(SamplingConfig)  # in a third of the time that `copy` takes
-        for name in _SAMPLING_FIELDS:
-            object.__setattr__(made, name, getattr(self, name))
-        object.__setattr__(made, "seed", seed)
-        return made
+        return changed(self, seed=seed)
 
     @property
     def truncates(self) -> bool:
@@ -92,9 +90,6 @@ class SamplingConfig:
     def check_trainable(self, *, kept_ids_recorded: bool) -> None:
         """Raises `NotTrainableError` when the trainer could not reproduce this distribution."""
         check_sampling(asdict(self), kept_ids_recorded=kept_ids_recorded, where="a completion")
-
-
-_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingConfig))
 
 
 @dataclass(frozen=True, slots=True)

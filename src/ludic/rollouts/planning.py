@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ludic.errors import ConfigError
+from ludic.frozen import quick
 from ludic.rollouts.requests import RolloutRequest
 from ludic.seeding import derive_seed
 from ludic.types import Rollout
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class PlannedEpisode:
     """One episode to run; `attempt` counts the retries."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ludic.errors import ConfigError
+from ludic.frozen import quick
 from ludic.inference.sampling import InferenceSpec
 from ludic.types import EnvSpec, Info, ProtocolSpec
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
     """Asks for `num_episodes` episodes of one environment under one protocol.

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 from ludic.errors import SerializationError
+from ludic.frozen import changed, quick
 from ludic.types import AgentStep, Rollout, TokenTrace
 
-T = TypeVar("T", Rollout, AgentStep, TokenTrace)
 
-
+@quick
 @dataclass(frozen=True, slots=True)
 class StoredRollout:
     """A rollout whose prompts lack their beginnings. `shared` says, for each model call that has a
@@ -63,27 +62,12 @@ def _traces(rollout: Rollout) -> list[TokenTrace]:
 
 def _with_prompts(rollout: Rollout, prompts: Iterable[tuple[int, ...]]) -> Rollout:
     following = iter(prompts)
-    return _changed(
+    return changed(
         rollout,
         steps=tuple(
-            _changed(step, trace=_changed(step.trace, prompt_token_ids=next(following)))
+            changed(step, trace=changed(step.trace, prompt_token_ids=next(following)))
             if isinstance(step, AgentStep) and step.trace is not None
             else step
             for step in rollout.steps
         ),
     )
-
-
-@cache
-def _names(cls: Any) -> list[str]:
-    return [field.name for field in fields(cls)]
-
-
-def _changed(value: T, **changes: Any) -> T:
-    """What `dataclasses.replace` returns, without repeating the checks that `value` has passed: a
-    tuple with other tokens in a prompt's place passes them, too."""
-    kind: Any = type(value)
-    new: T = object.__new__(kind)
-    for name in _names(kind):
-        object.__setattr__(new, name, changes[name] if name in changes else getattr(value, name))
-    return new

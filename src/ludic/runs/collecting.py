@@ -6,8 +6,10 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_YOUNG = 20_000
-"""So many new objects before the young ones are looked through; Python's own figure is 700."""
+_YOUNG = 200_000
+"""So many more objects made than freed before the young ones are looked through. A batch of many
+episodes holds fewer, and looking through them while it is made frees nothing. Python's own
+figure is 700."""
 
 
 @contextmanager

@@ -12,13 +12,13 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ludic.errors import CreditError, NotTrainableError
+from ludic.frozen import quick
 from ludic.saw.filters import Sample, SampleFilter
 from ludic.saw.items import SampleAttachments, SAWItem, TurnSpan
 from ludic.saw.trainable import check_sampling
@@ -28,6 +28,7 @@ UNKNOWN_VERSION = -1
 """The value in `SampleAttachments.versions` of a token whose policy version was not recorded."""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class _Call:
     """One model call that is trained on."""
@@ -150,66 +151,56 @@ def _item_meta(rollout: Rollout) -> Mapping[str, Any]:
 
 
 def _make_item(row: Sequence[_Call], rollout: Rollout, meta: Mapping[str, Any]) -> SAWItem:
-    last = row[-1].trace
-    input_ids = np.array(last.token_ids, dtype=np.int64)
+    input_ids = np.array(row[-1].trace.token_ids, dtype=np.int64)
+    attention_mask = np.empty(len(input_ids), dtype=np.int8)
+    attention_mask.fill(1)
     action_mask = np.zeros(len(input_ids), dtype=np.int8)
-    lengths = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+    spans: list[TurnSpan] = []
+    end = 0
     for call in row:
-        start, count = len(call.trace.prompt_token_ids), len(call.trace.completion_token_ids)
+        trace = call.trace
+        start, count = len(trace.prompt_token_ids), len(trace.completion_token_ids)
         action_mask[start : start + count] = 1
-        lengths.append(count)
-    spans = tuple(_turn_spans(row))
+        logprobs += trace.completion_logprobs or ()
+        versions += _versions(trace)
+        begin, end = end, end + count
+        if spans and spans[-1].turn_index == call.turn_index:
+            begin = spans.pop().start
+        spans.append(TurnSpan(begin, end, call.turn_index, call.weight))
     one_weight = len(spans) == 1
+    known = any(call.trace.version_spans for call in row)
     return SAWItem(
         input_ids=input_ids,
-        attention_mask=np.ones(len(input_ids), dtype=np.int8),
+        attention_mask=attention_mask,
         action_mask=action_mask,
         weight=spans[0].weight if one_weight else math.nan,
         meta=meta,
         attachments=SampleAttachments(
-            behavior_logprobs=_logprobs(row),
-            token_weights=None
-            if one_weight
-            else np.repeat(np.array([c.weight for c in row], dtype=np.float32), lengths),
-            versions=_versions(row),
+            # All calls of a row have log-probs, or none has.
+            behavior_logprobs=np.array(logprobs, dtype=np.float32) if logprobs else None,
+            token_weights=None if one_weight else _token_weights(spans),
+            versions=np.array(versions, dtype=np.int64) if known else None,
             kept_token_ids=_kept_ids(row),
         ),
-        turns=spans,
+        turns=tuple(spans),
         rollout_id=rollout.id,
         group_id=rollout.group_id,
         temperature=float(row[0].temperature),
     )
 
 
-def _turn_spans(row: Sequence[_Call]) -> Iterator[TurnSpan]:
-    start = 0
-    for turn_index, calls in groupby(row, key=lambda call: call.turn_index):
-        members = list(calls)
-        end = start + sum(len(call.trace.completion_token_ids) for call in members)
-        yield TurnSpan(start, end, turn_index, members[0].weight)
-        start = end
+def _versions(trace: TokenTrace) -> list[int]:
+    """The policy version of every sampled token."""
+    if not trace.version_spans:
+        return [UNKNOWN_VERSION] * len(trace.completion_token_ids)
+    return [span.version for span in trace.version_spans for _ in range(span.start, span.end)]
 
 
-def _logprobs(row: Sequence[_Call]) -> NDArray[np.float32] | None:
-    flat: list[float] = []
-    for call in row:
-        if call.trace.completion_logprobs is None:
-            return None
-        flat.extend(call.trace.completion_logprobs)
-    return np.array(flat, dtype=np.float32)
-
-
-def _versions(row: Sequence[_Call]) -> NDArray[np.int64] | None:
-    if not any(call.trace.version_spans for call in row):
-        return None
-    total = sum(len(call.trace.completion_token_ids) for call in row)
-    versions = np.full(total, UNKNOWN_VERSION, dtype=np.int64)
-    offset = 0
-    for call in row:
-        for span in call.trace.version_spans:
-            versions[offset + span.start : offset + span.end] = span.version
-        offset += len(call.trace.completion_token_ids)
-    return versions
+def _token_weights(spans: Sequence[TurnSpan]) -> NDArray[np.float32]:
+    weights = np.array([span.weight for span in spans], dtype=np.float32)
+    return np.repeat(weights, [span.end - span.start for span in spans])
 
 
 def _kept_ids(row: Sequence[_Call]) -> tuple[NDArray[np.int64], ...] | None:

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ludic.frozen import quick
 
+
+@quick
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleAttachments:
     """Data per action token; each field has length `sum(action_mask)` or is None.
@@ -26,6 +29,7 @@ class SampleAttachments:
     kept_token_ids: Sequence[NDArray[np.int64]] | None = None
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class TurnSpan:
     """Which action tokens of an item (`start` to `end`, counted in action tokens) belong to which
@@ -37,6 +41,7 @@ class TurnSpan:
     weight: float
 
 
+@quick
 @dataclass(frozen=True, slots=True, eq=False)
 class SAWItem:
     """One training sequence: token ids, which of them are actions, and their weight.

@@ -42,8 +42,7 @@ def scheduler(*, step_rows: int, max_slots: int) -> EagerScheduler:
 def sequence(prompt: Seq[int], limit: int, answers: list[Any] | None = None) -> Sequence:
     """A request whose answer is appended to `answers`."""
     return Sequence(
-        tokens=list(prompt),
-        prompt_len=len(prompt),
+        prompt_token_ids=tuple(prompt),
         limit=limit,
         sampling=SamplingConfig(),
         returns=ReturnSpec(),

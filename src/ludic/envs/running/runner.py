@@ -162,7 +162,9 @@ class EnvRunner:
             return
         self._state = "closed"
         try:
-            if self.env.blocking:
+            # An environment without a `close` has nothing that could block.
+            inherited = getattr(self.env.close, "__func__", None) is LudicEnv.close
+            if self.env.blocking and not inherited:
                 result = await self._threads.run(
                     self.env.close, what="close", whom=self.name, timeout_s=_CLOSE_S
                 )

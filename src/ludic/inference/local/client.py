@@ -278,8 +278,7 @@ class LocalChatClient:
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
         eos = frozenset() if request.extensions.get("ignore_eos") else self._eos
         return Sequence(
-            tokens=list(request.prompt_token_ids),
-            prompt_len=len(request.prompt_token_ids),
+            prompt_token_ids=request.prompt_token_ids,
             limit=limit,
             sampling=sampling,
             returns=request.returns,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from ludic.errors import RequestRejectedError
 from ludic.inference.client import TokenCompletionRequest
 
+_INT = frozenset({int})
+
 
 def completion_limit(request: TokenCompletionRequest, *, vocab: int, context: int) -> int:
     """How many tokens the completion may have. Raises `RequestRejectedError` for what cannot be
@@ -17,7 +19,7 @@ def completion_limit(request: TokenCompletionRequest, *, vocab: int, context: in
             f"a prompt of {len(ids)} tokens leaves no room for a completion within "
             f"max_context_tokens={context}: shorten the prompt, or raise the limit"
         )
-    if set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= vocab:
+    if not _INT.issuperset(map(type, ids)) or min(ids) < 0 or max(ids) >= vocab:
         i, token = next(
             (i, t) for i, t in enumerate(ids) if type(t) is not int or not 0 <= t < vocab
         )

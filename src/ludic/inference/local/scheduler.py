@@ -60,6 +60,7 @@ class Scheduler:
         self, memory: SlotMemory, store: PrefixStore, tokenizer: Any, *, version: int = 0
     ) -> None:
         self.memory, self.store, self.tokenizer = memory, store, tokenizer
+        self._decode = _decoder(tokenizer)
         self.version = version
         self.admitting = True
         self.waiting: deque[Sequence] = deque()
@@ -109,11 +110,11 @@ class Scheduler:
 
     def decode(self, ids: list[int]) -> str:
         """The text of a completion: without the tokens that end a turn."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self._decode(ids, skip_special_tokens=True))
 
     def spell(self, ids: list[int]) -> str:
         """Every token spelled out, for stop strings."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+        return str(self._decode(ids, skip_special_tokens=False))
 
     # Admission
 
@@ -324,6 +325,20 @@ def chunks(prompts: Iterable[Sequence], room: int) -> list[Work]:
         work.append(Work(sequence, count))
         room -= count
     return work
+
+
+def _decoder(tokenizer: Any) -> Callable[..., str]:
+    """The tokenizer's `decode`. That of `transformers` looks at its argument for ten times as long
+    as decoding takes: where nothing else is done with the text, the backend decodes."""
+    methods = [getattr(type(tokenizer), name, None) for name in ("decode", "_decode")]
+    ordinary = all(
+        getattr(method, "__module__", "").startswith("transformers.tokenization_utils")
+        for method in methods
+    )
+    if ordinary and getattr(tokenizer, "clean_up_tokenization_spaces", True) is False:
+        tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    decode: Callable[..., str] = tokenizer.decode
+    return decode
 
 
 def _not_finite(what: str) -> InferenceError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.inference.local.arena import Tenant
-from ludic.inference.local.prefix_store import token_key
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
 
@@ -27,8 +27,7 @@ class Sequence(Tenant):
     it never goes back, so the engine may look at it without a lock and at worst a step late.
     """
 
-    tokens: list[int]
-    prompt_len: int
+    prompt_token_ids: tuple[int, ...]
     limit: int
     sampling: SamplingConfig
     returns: ReturnSpec
@@ -41,7 +40,9 @@ class Sequence(Tenant):
     versions: list[tuple[int, int]] = field(default_factory=list)
     kept: list[tuple[int, ...]] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
-    prompt: NDArray[np.int64] = field(init=False)
+    tokens: list[int] = field(init=False)
+    prompt_len: int = field(init=False)
+    prompt: NDArray[np.uint32] = field(init=False)
     """The tokens that it came with, as an array, for finding a common beginning quickly."""
     prompt_key: bytes = field(init=False)
     started: bool = False
@@ -51,8 +52,9 @@ class Sequence(Tenant):
     admitted_at: float = 0.0
 
     def __post_init__(self) -> None:
-        self.prompt = np.asarray(self.tokens, dtype=np.int64)
-        self.prompt_key = token_key(self.prompt)
+        self.tokens, self.prompt_len = list(self.prompt_token_ids), len(self.prompt_token_ids)
+        self.prompt_key = struct.pack(f">{self.prompt_len}I", *self.tokens)  # as `token_key`
+        self.prompt = np.frombuffer(self.prompt_key, dtype=">u4")
 
     @property
     def completion(self) -> list[int]:
@@ -119,14 +121,13 @@ class Sequence(Tenant):
 
     def response(self, text: str, info: dict[str, Any]) -> ChatResponse:
         """The finished sequence as what the client returns."""
-        n = self.generated
-        ends = [start for start, _ in self.versions[1:]] + [n]
+        ends = [start for start, _ in self.versions[1:]] + [self.generated]
         spans = tuple(
             VersionSpan(start, end, version)
             for (start, version), end in zip(self.versions, ends, strict=True)
         )
         trace = TokenTrace(
-            prompt_token_ids=tuple(self.tokens[: self.prompt_len]),
+            prompt_token_ids=self.prompt_token_ids,
             completion_token_ids=tuple(self.completion),
             completion_logprobs=tuple(self.logprobs) if self.returns.logprobs else None,
             version_spans=spans,

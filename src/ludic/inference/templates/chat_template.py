@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from ludic.frozen import quick
 from ludic.types import ChatResponse, Fork, Message, TokenTrace, ToolCall
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ParsedCompletion:
     """A completion read as the assistant's message. Malformed tool calls are reported in

@@ -17,6 +17,7 @@ from hashlib import blake2b
 from typing import Any, cast
 
 from ludic.errors import ConfigError, TemplateError
+from ludic.frozen import quick
 from ludic.inference.templates.chat_template import ParsedCompletion
 from ludic.inference.templates.jinja import JinjaTemplate
 from ludic.inference.templates.openings import Openings, spelling
@@ -41,6 +42,7 @@ NO_TOOLS = (
 _REMEMBERED_CHARS = 64_000_000
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class _Rendered:
     """A prompt that was made before: from which messages and tools, and its text (guarded)."""

@@ -41,9 +41,12 @@ class JinjaTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            # What `template.render` does, without its rewriting of tracebacks and second copy of
-            # the variables.
-            context = template.new_context(variables, shared=True)
+            # What `template.render` does, without its rewriting of tracebacks, second copy of the
+            # variables, and list of globals, which only imported templates need.
+            environment = template.environment
+            context = environment.context_class(
+                environment, variables, template.name, template.blocks
+            )
             return "".join(template.root_render_func(context))
         except Exception as exc:
             roles = [str(m.get("role")) for m in messages]

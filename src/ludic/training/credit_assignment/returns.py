@@ -42,9 +42,10 @@ def turn_rewards(rollout: Rollout) -> list[tuple[int, float]]:
 
 def rollout_return(rollout: Rollout) -> float:
     """R: the undiscounted sum of the rollout's rewards, whether or not the agent ever acted."""
-    for step in rollout.env_steps:
+    steps = rollout.env_steps
+    for step in steps:
         _check_finite(rollout, step.turn_index, step.reward)
-    return math.fsum(step.reward for step in rollout.env_steps)
+    return math.fsum([step.reward for step in steps])
 
 
 def _check_finite(rollout: Rollout, turn_index: int, reward: float) -> None:
