@@ -40,13 +40,17 @@ def run_ranks(script: str, *args: object, ranks: int = 2) -> str:
 
 
 def train_alone(
-    folder: Path, steps: int, dtype: torch.dtype, checkpoints: Path | None = None
+    folder: Path,
+    steps: int,
+    dtype: torch.dtype,
+    checkpoints: Path | None = None,
+    prompt: int = 0,
 ) -> dict[str, torch.Tensor]:
     checkpoint = CheckpointConfig(checkpoints, every=2) if checkpoints else None
     trainer = Trainer(
         model=tiny_model().to(dtype),
         algo=reinforce(),
-        batch_source=SyntheticSource(),
+        batch_source=SyntheticSource(prompt=prompt),
         cfg=TrainerConfig(
             learning_rate=1e-3,
             max_seq_len=64,
@@ -55,6 +59,7 @@ def train_alone(
             checkpoint=checkpoint,
         ),
     )
+    trainer.policy.sharing = not prompt
     trainer.train_sync(steps)
     trainer.close()
     return {name: p.detach() for name, p in trainer.model.named_parameters()}
@@ -75,6 +80,24 @@ def test_two_ranks_reach_the_weights_of_one(tmp_path: Path) -> None:
     for a, b in zip(ours, one, strict=True):
         for key in ("train/loss", "train/grad_norm", "train/entropy", "train/mismatch_abs"):
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
+
+
+def test_two_ranks_that_share_prompts_reach_the_weights_of_one_that_does_not(
+    tmp_path: Path,
+) -> None:
+    run_ranks("two_ranks.py", tmp_path / "two.safetensors", 3, "float64", "-", "-", 24)
+    alone = train_alone(tmp_path / "alone", 3, torch.float64, prompt=24)
+    two = load_file(tmp_path / "two.safetensors")
+    start = dict(tiny_model().double().named_parameters())
+    gap = torch.cat([(two[name] - tensor).flatten() for name, tensor in alone.items()])
+    moved = torch.cat([(alone[name] - start[name].detach()).flatten() for name in alone])
+    assert gap.norm() < 1e-3 * moved.norm()
+    ours = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    one = [json.loads(line) for line in (tmp_path / "alone/metrics.jsonl").open()]
+    for a, b in zip(ours, one, strict=True):
+        for key in ("train/loss", "train/grad_norm", "train/entropy", "train/mismatch_abs"):
+            assert a[key] == pytest.approx(b[key], rel=1e-4), key
+        assert a["perf/tokens_computed"] < a["perf/tokens"] == b["perf/tokens_computed"]
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_back(tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ from ludic.training.trainer import Trainer
 from tests.training.synthetic import RecordingPublisher, SyntheticSource, reinforce
 
 
-def main(out: Path, steps: int, dtype: str, checkpoints: str, init_from: str = "-") -> None:
+def main(
+    out: Path, steps: int, dtype: str, checkpoints: str, init_from: str = "-", prompt: str = "0"
+) -> None:
     torch.set_num_threads(1)
     mesh = init_mesh("cpu", timeout_s=60)
     world = World.of(mesh, torch.device("cpu"))
@@ -32,7 +34,7 @@ def main(out: Path, steps: int, dtype: str, checkpoints: str, init_from: str = "
     trainer = Trainer(
         model=model,
         algo=reinforce(),
-        batch_source=SyntheticSource() if world.leads else None,
+        batch_source=SyntheticSource(prompt=int(prompt)) if world.leads else None,
         publisher=Rank0OnlyPublisher(inner if world.leads else None, world),
         cfg=TrainerConfig(
             learning_rate=1e-3,

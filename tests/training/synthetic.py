@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,24 +50,39 @@ def synthetic_item(rng: np.random.Generator, rollout: str, group: str, turns: in
     )
 
 
-def synthetic_batch(seed: int, rollouts: int = 6) -> SAWBatch:
+def with_prompt(item: SAWItem, length: int) -> SAWItem:
+    """The item behind tokens that depend on its group alone."""
+    ids = np.random.default_rng(derive_seed(0, str(item.group_id))).integers(0, VOCAB, length)
+    return replace(
+        item,
+        input_ids=np.concatenate([ids, item.input_ids]),
+        attention_mask=np.concatenate([np.ones(length, np.int8), item.attention_mask]),
+        action_mask=np.concatenate([np.zeros(length, np.int8), item.action_mask]),
+    )
+
+
+def synthetic_batch(seed: int, rollouts: int = 6, prompt: int = 0) -> SAWBatch:
+    """Groups of two, with as many more tokens in front that the members of a group share."""
     rng = np.random.default_rng(seed)
     items = [
         synthetic_item(rng, f"{seed}-r{i}", f"{seed}-g{i // 2}", int(rng.integers(1, 4)))
         for i in range(rollouts)
     ]
+    if prompt:
+        items = [with_prompt(item, prompt) for item in items]
     return make_batch(items, {"train/reward": float(rng.normal())})
 
 
 class SyntheticSource:
     """Gives batch after batch, and remembers how many."""
 
-    def __init__(self, seed: int = 0, rollouts: int = 6) -> None:
-        self.seed, self.rollouts, self.count = seed, rollouts, 0
+    def __init__(self, seed: int = 0, rollouts: int = 6, prompt: int = 0) -> None:
+        self.seed, self.rollouts, self.prompt, self.count = seed, rollouts, prompt, 0
 
     async def next_batch(self) -> SAWBatch:
         self.count += 1
-        return synthetic_batch(derive_seed(self.seed, self.count) % 2**31, self.rollouts)
+        seed = derive_seed(self.seed, self.count) % 2**31
+        return synthetic_batch(seed, self.rollouts, self.prompt)
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"count": self.count}
