@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -126,3 +127,8 @@ def token_key(tokens: NDArray[np.int64]) -> bytes:
     """The tokens as bytes in the same order."""
     # The highest byte first: bytes then stand in the order of the tokens.
     return tokens.astype(">u4").tobytes()
+
+
+def key_of_ids(token_ids: Sequence[int]) -> bytes:
+    """`token_key` of plain integers."""
+    return struct.pack(f">{len(token_ids)}I", *token_ids)
