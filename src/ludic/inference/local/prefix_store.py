@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from torch import Tensor
 
 _WORTH_KEEPING = 8
 T = TypeVar("T")
+Tokens: TypeAlias = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +26,7 @@ class Prefix:
     kv: Tensor
 
 
-def common_prefix(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
+def common_prefix(a: Tokens, b: Tokens) -> int:
     """How many tokens two sequences share at their beginning."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
@@ -80,7 +82,7 @@ class PrefixStore:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, tokens: NDArray[np.int64]) -> tuple[Prefix | None, int]:
+    def find(self, tokens: Tokens) -> tuple[Prefix | None, int]:
         """The entry that shares the most tokens with these, and how many; less than
         `_WORTH_KEEPING` shared tokens are not worth finding."""
         best, length = None, 0
@@ -122,7 +124,12 @@ class PrefixStore:
         self.tokens -= len(entry.tokens)
 
 
-def token_key(tokens: NDArray[np.int64]) -> bytes:
+def token_key(tokens: Tokens) -> bytes:
     """The tokens as bytes in the same order."""
     # The highest byte first: bytes then stand in the order of the tokens.
     return tokens.astype(">u4").tobytes()
+
+
+def key_of_ids(token_ids: Sequence[int]) -> bytes:
+    """`token_key` of plain integers."""
+    return struct.pack(f">{len(token_ids)}I", *token_ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.inference.local.arena import Tenant
+from ludic.inference.local.prefix_store import key_of_ids
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
 
@@ -53,7 +53,7 @@ class Sequence(Tenant):
 
     def __post_init__(self) -> None:
         self.tokens, self.prompt_len = list(self.prompt_token_ids), len(self.prompt_token_ids)
-        self.prompt_key = struct.pack(f">{self.prompt_len}I", *self.tokens)  # as `token_key`
+        self.prompt_key = key_of_ids(self.prompt_token_ids)
         self.prompt = np.frombuffer(self.prompt_key, dtype=">u4")
 
     @property
