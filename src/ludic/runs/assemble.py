@@ -180,6 +180,13 @@ def algorithm_of(config: RunConfig) -> RLAlgorithm:
     return algorithm.with_partial_groups() if keep else algorithm
 
 
+def sft_algorithm(config: RunConfig) -> RLAlgorithm:
+    """Returns what the cold start learns by."""
+    assert config.sft is not None
+    with configuring(f"sft.aggregation={config.sft.aggregation!r}"):
+        return make_algorithm("sft", aggregation=config.sft.aggregation)
+
+
 def sample_filter_of(config: RunConfig) -> SampleFilter | None:
     """Returns the run's filters as one, if it has any. A function by its place is the filter
     itself; a name, or a table with arguments, is what makes one."""

@@ -12,6 +12,7 @@ from ludic.runs.results.terminal import command_name
 from ludic.runs.settings import RunConfig, load_run
 from ludic.runs.settings.from_python import given_names
 from ludic.runs.storage.folder import RunFolder
+from ludic.sharding.ranks import launched
 
 RUNS = Path(__file__).parent / "files"
 
@@ -65,7 +66,11 @@ def check_given(config: RunConfig, run: str) -> None:
 def how_to_go_on(config: RunConfig, run: str) -> str:
     """Returns how to resume a run: by the command, or from Python where it needs its objects."""
     given = given_names(config.plain())
-    return _resuming(run, given) if given else f"{command_name()} train --resume {run}"
+    if given:
+        return _resuming(run, given)
+    ranks = launched().size
+    command = command_name() if ranks == 1 else "torchrun … -m ludic"
+    return f"{command} train --resume {run}"
 
 
 def _resuming(run: str, paths: Iterable[str]) -> str:
