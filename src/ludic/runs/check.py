@@ -33,6 +33,7 @@ from ludic.runs.assemble import (
 from ludic.runs.model import build_model, check_device, configuring
 from ludic.runs.players.opponents import check_seating
 from ludic.runs.players.scoring import check_scoring
+from ludic.runs.publishing import check_publishing
 from ludic.runs.ranks import check_ranks
 from ludic.runs.settings import EnvSection, RunConfig
 from ludic.runs.settings.servers import read_key
@@ -59,6 +60,7 @@ def check_parts(config: RunConfig) -> None:
     if config.sft is not None:
         _check_sft(config)
     _check_sampling(config)
+    check_publishing(config)
     if config.training.steps:
         _check_training(config)
         _check_algorithm(config, algorithm)

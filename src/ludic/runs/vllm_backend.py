@@ -23,9 +23,11 @@ from ludic.inference.client import ChatClient
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
 from ludic.precision import sampling_dtype
 from ludic.runs.model import precision_of
+from ludic.runs.publishing import plane_of
 from ludic.runs.results.terminal import say
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.servers import read_key
+from ludic.sharding.ranks import launched
 from ludic.sharding.weights import plain_name
 from ludic.training.checkpoints.model_loading import no_progress_bar
 
@@ -57,7 +59,9 @@ async def open_vllm(
         stack.push_async_callback(lent.close)
     else:
         budget = MismatchBudget.for_dtype(precision_of(config))
-        publisher = BroadcastPolicyPublisher(client, budget=budget)
+        device = next(model.parameters()).device
+        plane = await plane_of(config, client, device, gathered=launched().size > 1)
+        publisher = BroadcastPolicyPublisher(client, plane=plane, budget=budget)
     if adapter or config.inference.servers:
         await publisher.publish(ModelWeights(model), client.first_version)
     return client, publisher

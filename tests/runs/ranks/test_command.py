@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -21,18 +22,30 @@ from tests.examples.test_with_a_server import PlayingServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
-TEACHER = '''\
+LESSONS = """\
 import os
 import re
+from dataclasses import dataclass, replace
+
+from ludic.errors import ConfigError
+from ludic.training import TokenClippedSurrogateLoss, make_grpo
 
 
 def teacher(obs, rng):
     return f"<move>{rng.choice(re.findall('[ABC][123]', obs.rpartition('Free:')[2]))}</move>"
 
 
-def breaks(sample):
-    raise RuntimeError("this filter breaks")
-'''
+@dataclass(frozen=True, kw_only=True)
+class FailsOnRank1(TokenClippedSurrogateLoss):
+    def objective(self, ratio):
+        if os.environ["RANK"] == "1":
+            raise ConfigError("no memory left")
+        return super().objective(ratio)
+
+
+def fails_on_rank_1(group_size, kl_coeff):
+    return replace(make_grpo(group_size), loss=FailsOnRank1())
+"""
 
 RUN = """\
 [model]
@@ -83,7 +96,7 @@ async def served(where: Path) -> AsyncIterator[PlayingServer]:
     folder = where / "model"
     tiny_model(hidden_size=32, heads=2, kv_heads=1, layers=1).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    (where / "lessons.py").write_text(TEACHER)
+    (where / "lessons.py").write_text(LESSONS)
     async with PlayingServer(folder=folder).serving() as server:
         (where / "run.toml").write_text(RUN.format(model=folder, url=server.url))
         yield server
@@ -116,41 +129,80 @@ async def run(where: Path, *arguments: str) -> tuple[int | None, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_two_ranks_train_what_one_does_and_only_one_talks(tmp_path: Path) -> None:
+async def test_two_ranks_train_and_resume_and_only_one_talks(tmp_path: Path) -> None:
     async with served(tmp_path) as server:
         code, out, err = await run(tmp_path, "train", "run.toml", "--out", "two")
         assert code == 0, out + err
-    assert "sharded over 2 ranks" in out
-    assert out.count("run folder:") == out.count("Try next:") == 1
-    assert "ludic" not in err
-    assert server.version == "4"
-    folder = tmp_path / "two"
+        assert server.version == "4"
+        check_trained(tmp_path / "two", server)
+        assert "sharded over 2 ranks" in out
+        assert out.count("run folder:") == out.count("Try next:") == 1
+        assert "ludic" not in err
+        code, out, err = await run(tmp_path, "train", "--resume", "two", "training.steps=3")
+        assert code == 0, out + err
+        assert server.version == "5"
+    lines = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").open()]
+    assert [line["train/step"] for line in lines if "train/step" in line] == [1, 2, 3]
+
+
+def check_trained(folder: Path, server: PlayingServer) -> None:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     trained = [line for line in lines if "train/step" in line]
     assert [line["train/version"] for line in trained] == [3, 4]
     # The server scores with the weights it was sent, the ranks with their shards of them.
     assert all(line["train/mismatch_max"] < 1e-3 for line in trained)
     assert all(line["train/staleness_max"] == 0 for line in trained)
-    assert trained[0]["train/kl_loss" if "train/kl_loss" in trained[0] else "train/kl"] == (
-        pytest.approx(0.0, abs=1e-5)
-    )  # the reference is the policy after the cold start
+    # The reference is the policy after the cold start, which is where the first update begins.
+    first, second = (line["train/kl_reference_k3"] for line in trained)
+    assert first == pytest.approx(0.0, abs=1e-5)
+    assert second > 1e-4
     assert {p.name for p in (folder / "eval").iterdir()} == {
         *("before.json", "after_sft.json", "after_rl.json", "step-1.json", "step-2.json")
     }
-    manifest = json.loads((folder / "checkpoints/rl/step-00000002/manifest.json").read_text())
-    assert manifest["world_size"] == 2
-    saved = load_file(folder / "checkpoints/rl/step-00000002/model/model.safetensors")
-    served_weights = dict(server.model.named_parameters())
-    assert all(torch.equal(saved[name], served_weights[name]) for name in saved)
+    checkpoint = folder / "checkpoints/rl/step-00000002"
+    assert json.loads((checkpoint / "manifest.json").read_text())["world_size"] == 2
+    saved, held = load_file(checkpoint / "model/model.safetensors"), server.model.state_dict()
+    assert all(torch.equal(saved[name], held[name]) for name in saved)
 
 
-async def test_a_run_of_two_ranks_is_resumed_by_two(tmp_path: Path) -> None:
-    async with served(tmp_path) as server:
-        less = ["eval.every=0", "sft.steps=1"]
-        code, out, err = await run(tmp_path, "train", "run.toml", *less, "--out", "two")
-        assert code == 0, out + err
-        code, out, err = await run(tmp_path, "train", "--resume", "two", "training.steps=3")
-        assert code == 0, out + err
-    assert server.version == "4"
-    lines = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").open()]
-    assert [line["train/step"] for line in lines if "train/step" in line] == [1, 2, 3]
+def reports(err: str) -> list[str]:
+    """What Ludic itself said; `torchrun` says much more."""
+    return re.findall(r"^ludic(?: \(rank \d\))?: .*", err, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        # On all ranks alike, before there is a folder.
+        (["inference.backend=local", "inference.servers=[]"], "the in-process engine cannot"),
+        # On rank 0, while the others wait for word.
+        (["inference.servers=['http://127.0.0.1:9']"], "127.0.0.1:9"),
+        # On rank 1 alone, in the middle of an update.
+        (["sft.steps=0", "algorithm.name='lessons:fails_on_rank_1'"], "(rank 1): no memory left"),
+    ],
+)
+async def test_a_failure_ends_all_ranks_with_one_report(
+    tmp_path: Path, settings: list[str], said: str
+) -> None:
+    async with served(tmp_path):
+        small = ["eval.episodes=1", "eval.every=0", *settings]
+        code, out, err = await run(tmp_path, "train", "run.toml", *small, "--out", "two")
+    assert code != 0, out
+    (report,) = reports(err)
+    assert said in report, err
+    assert (tmp_path / "two").exists() == ("rank 1" in said)
+
+
+async def test_ctrl_c_ends_all_ranks_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+    async with served(tmp_path):
+        small = ["sft.steps=0", "eval.episodes=1", "eval.every=0", "training.steps=1000"]
+        async with ranks(tmp_path, "train", "run.toml", *small, "--out", "two") as process:
+            first = tmp_path / "two/checkpoints/rl/latest"
+            while not first.exists() and process.returncode is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            out, err = await asyncio.wait_for(process.communicate(), 120)
+    assert b"stopped; go on with: torchrun" in out, err.decode()
+    steps = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").open()]
+    assert first.read_text() == f"step-{len(steps):08d}"
+    assert not reports(err.decode())
