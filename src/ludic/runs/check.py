@@ -23,7 +23,6 @@ from ludic.rollouts import RolloutRequest
 from ludic.runs.assemble import (
     algorithm_of,
     inference_spec,
-    load_function,
     requests_of,
     sample_filter_of,
     sft_algorithm,
@@ -33,6 +32,7 @@ from ludic.runs.assemble import (
 from ludic.runs.model import build_model, check_device, configuring
 from ludic.runs.players.opponents import check_seating
 from ludic.runs.players.scoring import check_scoring
+from ludic.runs.players.teacher import load_teacher
 from ludic.runs.publishing import check_publishing
 from ludic.runs.ranks import check_ranks
 from ludic.runs.settings import EnvSection, RunConfig
@@ -114,7 +114,7 @@ def _check_sft(config: RunConfig) -> None:
     assert sft is not None
     sft_algorithm(config)
     if sft.teacher is not None:
-        load_function(sft.teacher)
+        load_teacher(sft.teacher)
     elif not Path(sft.data or "").is_file():
         raise ConfigError(f"sft.data={sft.data!r}: there is no such file")
     if sft.steps:

@@ -79,8 +79,9 @@ class TrainingSection(Section):
 
 class SFTSection(Section):
     """Supervised steps before the reinforcement: on the rows of a file (`data`), or on episodes
-    that a scripted teacher plays (`teacher = "module:function"`, a function of the observation
-    and a `random.Random`). `aggregation` is as among an algorithm's arguments."""
+    that a scripted teacher plays (`teacher = "module:function"`, a function of the observation,
+    a `random.Random` and, if it wants it, the `history`). `aggregation` is as among an algorithm's
+    arguments."""
 
     data: str | None = None
     teacher: str | None = None
