@@ -55,9 +55,11 @@ def tiny_server(folder: Path, log: Path, **settings: Any) -> VLLMServer:
 def two_servers(
     model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[VLLMServer, VLLMServer]]:
-    """Two servers that start at the same time. Only `test_replicas.py` may end the second."""
+    """Two servers that start at the same time, the second with room for a judge's long prompts.
+    Only `test_zz_replicas.py` may end the second."""
     logs = tmp_path_factory.mktemp("logs")
-    first, second = (tiny_server(model_folder, logs / f"{n}.log") for n in ("first", "second"))
+    first = tiny_server(model_folder, logs / "first.log")
+    second = tiny_server(model_folder, logs / "second.log", max_model_len=1024)
     try:
         first.start()
         second.start()

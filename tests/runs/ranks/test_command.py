@@ -78,14 +78,14 @@ model = "start"
 kwargs = {{ group_size = 4, kl_coeff = 0.01 }}
 
 [training]
-steps = 2
+steps = 1000
 rollouts_per_update = 8
 learning_rate = 0.01
 max_seq_len = 1024
 checkpoint_every = 1
 
 [eval]
-episodes = 4
+episodes = 2
 every = 1
 """
 
@@ -129,37 +129,45 @@ async def run(where: Path, *arguments: str) -> tuple[int | None, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_two_ranks_train_and_resume_and_only_one_talks(tmp_path: Path) -> None:
+async def test_two_ranks_train_stop_and_go_on_and_only_one_talks(tmp_path: Path) -> None:
     async with served(tmp_path) as server:
-        code, out, err = await run(tmp_path, "train", "run.toml", "--out", "two")
+        latest = tmp_path / "two/checkpoints/rl/latest"
+        async with ranks(tmp_path, "train", "run.toml", "--out", "two") as process:
+            while not latest.exists() and process.returncode is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            out, err = (
+                text.decode() for text in await asyncio.wait_for(process.communicate(), 120)
+            )
+        assert out.count("stopped; go on with: torchrun") == 1, out + err
+        assert out.count("run folder:") == out.count("sharded over 2 ranks") == 1
+        assert not reports(err)
+        done = int(latest.read_text().removeprefix("step-"))
+        assert 0 < done < 1000
+        goal = f"training.steps={done + 1}"
+        code, out, err = await run(tmp_path, "train", "--resume", "two", goal)
         assert code == 0, out + err
-        assert server.version == "4"
-        check_trained(tmp_path / "two", server)
-        assert "sharded over 2 ranks" in out
-        assert out.count("run folder:") == out.count("Try next:") == 1
-        assert "ludic" not in err
-        code, out, err = await run(tmp_path, "train", "--resume", "two", "training.steps=3")
-        assert code == 0, out + err
-        assert server.version == "5"
-    lines = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").open()]
-    assert [line["train/step"] for line in lines if "train/step" in line] == [1, 2, 3]
+        assert out.count("Try next:") == 1
+        check_trained(tmp_path / "two", server, steps=done + 1)
 
 
-def check_trained(folder: Path, server: PlayingServer) -> None:
+def check_trained(folder: Path, server: PlayingServer, steps: int) -> None:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     trained = [line for line in lines if "train/step" in line]
-    assert [line["train/version"] for line in trained] == [3, 4]
+    assert [line["train/step"] for line in trained] == list(range(1, steps + 1))
+    # The cold start had two updates of its own.
+    assert [line["train/version"] for line in trained] == list(range(3, steps + 3))
+    assert server.version == str(steps + 2)
     # The server scores with the weights it was sent, the ranks with their shards of them.
     assert all(line["train/mismatch_max"] < 1e-3 for line in trained)
     assert all(line["train/staleness_max"] == 0 for line in trained)
     # The reference is the policy after the cold start, which is where the first update begins.
-    first, second = (line["train/kl_reference_k3"] for line in trained)
+    first, second = (line["train/kl_reference_k3"] for line in trained[:2])
     assert first == pytest.approx(0.0, abs=1e-5)
     assert second > 1e-4
-    assert {p.name for p in (folder / "eval").iterdir()} == {
-        *("before.json", "after_sft.json", "after_rl.json", "step-1.json", "step-2.json")
-    }
-    checkpoint = folder / "checkpoints/rl/step-00000002"
+    kept = {path.name for path in (folder / "eval").iterdir()}
+    assert kept >= {"before.json", "after_sft.json", "after_rl.json", "step-1.json"}
+    checkpoint = folder / f"checkpoints/rl/step-{steps:08d}"
     assert json.loads((checkpoint / "manifest.json").read_text())["world_size"] == 2
     saved, held = load_file(checkpoint / "model/model.safetensors"), server.model.state_dict()
     assert all(torch.equal(saved[name], held[name]) for name in saved)
@@ -173,8 +181,6 @@ def reports(err: str) -> list[str]:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        # On all ranks alike, before there is a folder.
-        (["inference.backend=local", "inference.servers=[]"], "the in-process engine cannot"),
         # On rank 0, while the others wait for word.
         (["inference.servers=['http://127.0.0.1:9']"], "127.0.0.1:9"),
         # On rank 1 alone, in the middle of an update.
@@ -191,18 +197,3 @@ async def test_a_failure_ends_all_ranks_with_one_report(
     (report,) = reports(err)
     assert said in report, err
     assert (tmp_path / "two").exists() == ("rank 1" in said)
-
-
-async def test_ctrl_c_ends_all_ranks_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
-    async with served(tmp_path):
-        small = ["sft.steps=0", "eval.episodes=1", "eval.every=0", "training.steps=1000"]
-        async with ranks(tmp_path, "train", "run.toml", *small, "--out", "two") as process:
-            first = tmp_path / "two/checkpoints/rl/latest"
-            while not first.exists() and process.returncode is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-            process.send_signal(signal.SIGINT)
-            out, err = await asyncio.wait_for(process.communicate(), 120)
-    assert b"stopped; go on with: torchrun" in out, err.decode()
-    steps = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").open()]
-    assert first.read_text() == f"step-{len(steps):08d}"
-    assert not reports(err.decode())
