@@ -164,7 +164,8 @@ class Run:
         """Assembles what is left of the run in a folder. Only a few settings may change: with any
         other it would be another run. `parts` are those that were objects of a script."""
         found = RunFolder.open(folder)
-        free = {"training.steps", "training.checkpoint_every", "logging.loggers"}
+        free = {"training.steps", "training.checkpoint_every", "training.rank_timeout_s"}
+        free.add("logging.loggers")
         if found.config().training.past_opponents:
             free.remove("training.checkpoint_every")  # it also says when a past opponent is taken
         for key in map(override_key, overrides):
@@ -227,15 +228,14 @@ class Run:
 
     def sft_trainer(self, model: torch.nn.Module, source: BatchSource | None) -> Trainer:
         """Returns the trainer of the cold start; only rank 0 has a `source`."""
-        sft = self.config.sft
-        assert sft is not None
-        return self._trainer_of("sft", model, sft_algorithm(self.config), source)
+        algorithm = sft_algorithm(self.config) if source is None else None  # or the source's own
+        return self._trainer_of("sft", model, algorithm, source)
 
     def _trainer_of(
         self,
         stage: Stage,
         model: torch.nn.Module,
-        algorithm: RLAlgorithm,
+        algorithm: RLAlgorithm | None,
         source: BatchSource | None,
         evaluate: Evaluate | None = None,
     ) -> Trainer:

@@ -22,11 +22,15 @@ from transformers import Qwen2ForCausalLM
 
 import ludic
 from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.envs import LudicEnv
 from ludic.errors import LudicError
-from ludic.inference.judge import server_judge
+from ludic.inference.judge import _judge_messages, server_judge
+from ludic.inference.tiny import tiny_tokenizer
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server import VLLMServer, free_port
 from ludic.rewards import Attempt
+from ludic.rollouts import read_rollouts
+from ludic.runs.storage.rollout_log import rollout_file
 from ludic.sharding.weights import ModelWeights
 from tests.inference.vllm.asking import PATIENT, largest_gap, request, scored, trace_of
 from tests.inference.vllm.conftest import NAME, ROOT, server_model
@@ -148,7 +152,8 @@ def small(url: str, **changes: Any) -> dict[str, Any]:
             "backend": "vllm",
             "servers": [url],
             "api_key_env": "LUDIC_TEST_KEY",
-            "sampling": {"max_tokens": 8},
+            # A random model ends its answers only by one of these.
+            "sampling": {"max_tokens": 32, "stop_token_ids": list(range(0, 256, 4))},
         },
         "steps": 1,
         "eval": {"episodes": 2},
@@ -162,66 +167,105 @@ def metrics(run: ludic.Run) -> dict[str, float]:
     return dict(line)
 
 
+class Talk(LudicEnv[Any, Any, Any]):
+    """Two seats say something in turn, whatever it is; the second one's length is its reward."""
+
+    blocking = False
+
+    @property
+    def agent_ids(self) -> tuple[str, ...]:
+        return ("first", "second")
+
+    @property
+    def active_agents(self) -> tuple[str, ...]:
+        return (self.agent_ids[len(self.said)],)
+
+    def reset(self, *, seed: int | None = None) -> dict[str, Any]:
+        self.said: list[str] = []
+        return {"first": ("Begin.", {})}
+
+    def step(self, actions: Any) -> dict[str, Any]:
+        self.said += actions.values()
+        if len(self.said) == 1:
+            answer = ludic.StepOutcome(f"It said {self.said[0]!r}.", 0.0)
+            return {"first": ludic.StepOutcome("", 0.0), "second": answer}
+        end = ludic.StepOutcome("", float(len(self.said[1])), terminated=True)
+        return dict.fromkeys(self.agent_ids, end)
+
+    def current_obs(self) -> dict[str, str]:
+        return dict.fromkeys(self.agent_ids, "Begin.")
+
+
+async def give(server: VLLMServer, model: Qwen2ForCausalLM) -> None:
+    async with VLLMChatClient(server.url, model=NAME) as client:
+        await BroadcastPolicyPublisher(client, **PATIENT).publish(ModelWeights(model), 1)
+
+
 async def test_a_reference_and_an_opponent_behind_servers_with_keys(
-    two_servers: Servers, tmp_path: Path, key_file: str, monkeypatch: pytest.MonkeyPatch
+    two_servers: Servers,
+    tmp_path: Path,
+    key_file: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LUDIC_TEST_KEY", KEY)
     first, second = two_servers
-    other = server_model(seed=3)
-    async with VLLMChatClient(second.url, model=NAME) as client:
-        await BroadcastPolicyPublisher(client, **PATIENT).publish(ModelWeights(other), 1)
+    await give(second, server_model(seed=3))
     async with guarded(first.url) as here, guarded(second.url) as there:
         run = ludic.Run(
-            "tic_tac_toe_two_player",
+            Talk,
             out=tmp_path / "run",
-            algorithm=ludic.grpo(group_size=2, kl_coeff=0.1),
+            algorithm=ludic.grpo(group_size=4, kl_coeff=0.1),
             protocol={
                 "kind": "multi_agent",
                 "kwargs": {
-                    "parser": {"kind": "xml", "tag": "move"},
-                    "seats": {"O": {"client": "rival"}},
+                    "parser": {"kind": "text"},
+                    "seats": {"first": {"client": "rival"}},
                 },
             },
             reference={"server": there, "api_key_env": "LUDIC_TEST_KEY"},
             player={"name": "rival", "server": there, "api_key_file": key_file},
-            training={"rollouts_per_update": 2, "max_steps": 2, "max_seq_len": 1024},
+            training={"rollouts_per_update": 4, "max_steps": 12, "max_seq_len": 1024},
             **small(here),
         )
         await run.go_async()
     found = metrics(run)
     assert found["train/mismatch_max"] <= 1e-3
     assert found["train/kl_reference_k3"] > 1e-3  # another model, and not the policy
+    rollouts = list(read_rollouts(rollout_file(run.folder.rollouts, "train")))
+    assert {rollout.agent_id for rollout in rollouts} == {"second"}
+    for rollout in rollouts:
+        assert "It said" in rollout.agent_steps[0].new_messages[-1]["content"]
     stored = "".join(p.read_text() for p in (tmp_path / "run").rglob("*.json"))
     assert KEY not in stored
 
 
 def judge_model() -> Qwen2ForCausalLM:
-    """A model that always gives the score 7, whatever it is asked."""
-    from ludic.inference.judge import _judge_messages
-    from ludic.inference.tiny import tiny_tokenizer
-
+    """A model that gives every answer the score 7."""
     model, tokenizer, rng = server_model().train(), tiny_tokenizer(), Random(0)
     said = [*tokenizer.encode("<score>7</score>"), tokenizer.eos_token_id]
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for step in range(80):
-        answer = "".join(chr(rng.randint(33, 126)) for _ in range(8))
+    for step in range(100):
+        answer = "".join(chr(rng.randint(33, 126)) for _ in range(rng.randint(0, 32)))
         asked = _judge_messages(Attempt(answer, "4", "2 + 2?", {}), "Be right.", 10)
         prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-        prompt = prompt if step % 8 == 0 else prompt[-48:]
+        prompt = prompt if step % 4 == 0 else prompt[-48:]
         logits = model(input_ids=torch.tensor([prompt + said])).logits[0, len(prompt) - 1 : -1]
+        loss: Any = torch.nn.functional.cross_entropy(logits, torch.tensor(said))
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(logits, torch.tensor(said)).backward()
+        loss.backward()
         optimizer.step()
     return model.eval()
 
 
 async def test_a_teacher_and_a_judge_behind_a_server_with_a_key(
-    two_servers: Servers, tmp_path: Path, key_file: str, monkeypatch: pytest.MonkeyPatch
+    two_servers: Servers,
+    tmp_path: Path,
+    key_file: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LUDIC_TEST_KEY", KEY)
     first, second = two_servers
-    async with VLLMChatClient(second.url, model=NAME) as client:
-        await BroadcastPolicyPublisher(client, **PATIENT).publish(ModelWeights(judge_model()), 2)
+    await give(second, judge_model())
     (tmp_path / "rows.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n')
     async with guarded(first.url) as here, guarded(second.url) as there:
         judge = {"kind": "judge", "server": f"{there}/v1", "model": NAME, "rubric": "Be right."}

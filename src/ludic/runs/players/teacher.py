@@ -38,8 +38,7 @@ def load_teacher(name: str) -> Teacher:
         with_history = "history" in signature(function).parameters
     except (TypeError, ValueError):  # some callables written in C have none
         with_history = False
-    options = {"history": []} if with_history else {}
-    if why := misfit(function, ("", Random(0)), options):
+    if why := misfit(function, ("", Random(0)), {"history": []} if with_history else {}):
         raise ConfigError(
             f"sft.teacher={name!r} is called with the observation, a random.Random and, if it has "
             f"an argument `history`, the messages before: {why}"

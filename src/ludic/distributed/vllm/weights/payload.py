@@ -28,8 +28,8 @@ class WeightsPayload(Payload):
     """All of a model's weights, over a data plane."""
 
     def __init__(self, plane: PlaneName | DataPlane) -> None:
-        chosen = isinstance(plane, str) and plane != "auto"
-        self._plane: str | DataPlane = make_plane(plane) if chosen else plane
+        named = isinstance(plane, str) and plane != "auto"
+        self._plane: str | DataPlane = make_plane(str(plane)) if named else plane
 
     def gather(self, weights: Weights) -> dict[str, Tensor]:
         tensors = {name: tensor.detach() for name, tensor in named_tensors(weights)}
