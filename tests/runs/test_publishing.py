@@ -11,8 +11,8 @@ import torch
 from ludic.distributed.vllm.planes import BroadcastPlane, SharedMemoryPlane
 from ludic.errors import ConfigError
 from ludic.inference import VLLMChatClient
-from ludic.runs.publishing import check_publishing, is_here, own_address, plane_of
 from ludic.runs.settings import parse_run
+from ludic.runs.vllm_backend import check_publishing, is_here, own_address, plane_of
 from tests.inference.vllm.fake_server import FakeVLLM
 
 ENV = '[env]\nkind = "tic_tac_toe"\n[model]\ndevice = "cpu"\n[inference]\nbackend = "vllm"\n'
@@ -90,7 +90,7 @@ def test_a_port_that_is_taken_is_said_with_a_free_one() -> None:
 
 def test_ipc_is_refused_on_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("ludic.runs.publishing.check_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("ludic.runs.vllm_backend.check_device", lambda _: torch.device("cuda"))
     with pytest.raises(ConfigError, match="on 2 ranks the weights are gathered on the CPU"):
         check_publishing(parse_run(ENV + 'publish_plane = "ipc"\n'))
 

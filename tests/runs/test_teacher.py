@@ -100,6 +100,11 @@ async def test_a_teacher_of_two_arguments_is_called_as_before(tmp_path: Path) ->
     assert not any(rollout.error for rollout in rollouts)
 
 
+def test_a_misspelt_teacher_gets_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'halving'"):
+        load_teacher("tests.runs.test_teacher:halvin")
+
+
 def test_a_teacher_that_cannot_be_called_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"is called with the observation.*'memory'"):
         load_teacher("tests.runs.test_teacher:too_much")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from ludic.arguments import nearest
 from ludic.distributed import PolicyPublisher
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.errors import ConfigError
@@ -234,7 +235,13 @@ def load_function(name: str) -> Callable[..., Any]:
     try:
         function = resolve(name)
     except (ImportError, AttributeError, TypeError, ValueError) as exc:
-        raise ConfigError(f"{name!r} names no function in the form module:function: {exc}") from exc
+        near = ""
+        if isinstance(exc, AttributeError) and exc.name is not None:
+            there = [n for n, f in vars(exc.obj).items() if callable(f) and not n.startswith("_")]
+            near = nearest(exc.name, there)
+        raise ConfigError(
+            f"{name!r} names no function in the form module:function: {exc}{near}"
+        ) from exc
     if not callable(function):
         raise ConfigError(f"{name!r} is not a function")
     return function  # type: ignore[no-any-return]

@@ -33,10 +33,10 @@ from ludic.runs.model import build_model, check_device, configuring
 from ludic.runs.players.opponents import check_seating
 from ludic.runs.players.scoring import check_scoring
 from ludic.runs.players.teacher import load_teacher
-from ludic.runs.publishing import check_publishing
 from ludic.runs.ranks import check_ranks
 from ludic.runs.settings import EnvSection, RunConfig
 from ludic.runs.settings.servers import read_key
+from ludic.runs.vllm_backend import check_publishing
 from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment.value_tracker import TrackedAdvantage
 from ludic.types import EnvSpec

@@ -56,11 +56,18 @@ def check_given(config: RunConfig, run: str) -> None:
         path: name for path, name in given_names(config.plain()).items() if not is_in_use(name)
     }
     if missing:
+        places = ", ".join(_as_written(missing, config))
         raise ConfigError(
             f"{run} was started from a script with Python objects that no file holds "
-            f"({', '.join(missing)}): go on from Python and give them again, as in "
+            f"({places}): go on from Python and give them again, as in "
             f"{_resuming(run, missing)}"
         )
+
+
+def _as_written(paths: Iterable[str], config: RunConfig) -> list[str]:
+    """The places of settings as a run file has them: the only environment has no number."""
+    alone = len(config.env) == 1
+    return [p.replace("env.0.", "env.", 1) if alone else p for p in paths]
 
 
 def how_to_go_on(config: RunConfig, run: str) -> str:
