@@ -92,20 +92,7 @@ async def _start(
     where = temporary if folder is None else folder / "vllm"
     where.mkdir(parents=True, exist_ok=True)
     adapter = config.inference.publish_lora == "adapter"
-    lora, vllm = config.model.lora, config.inference.vllm
-    settings = ServerSettings(
-        model=str(where),
-        served_name=name,
-        port=free_port(),
-        dtype=str(sampling_dtype(precision_of(config))).removeprefix("torch."),
-        max_model_len=config.inference.max_context_tokens,
-        max_num_seqs=config.inference.slots,
-        max_lora_rank=lora.rank if adapter and lora is not None else None,
-        gpu_memory_utilization=vllm.gpu_memory,
-        eager=vllm.eager,
-        kv_cache_gib=vllm.kv_cache_gib,
-        extra=vllm.arguments(),
-    )
+    settings = server_settings(config, where, name)
     server = VLLMServer(
         settings,
         python=config.inference.vllm_python,
@@ -126,6 +113,25 @@ async def _start(
     server.start()
     await asyncio.to_thread(server.wait_until_healthy)
     return server.url
+
+
+def server_settings(config: RunConfig, model: Path, name: str) -> ServerSettings:
+    """Returns how a server is started for the run: the model in a folder, under a name."""
+    adapter = config.inference.publish_lora == "adapter"
+    lora, vllm = config.model.lora, config.inference.vllm
+    return ServerSettings(
+        model=str(model),
+        served_name=name,
+        port=free_port(),
+        dtype=str(sampling_dtype(precision_of(config))).removeprefix("torch."),
+        max_model_len=config.inference.max_context_tokens,
+        max_num_seqs=config.inference.slots,
+        max_lora_rank=lora.rank if adapter and lora is not None else None,
+        gpu_memory_utilization=vllm.gpu_memory,
+        eager=vllm.eager,
+        kv_cache_gib=vllm.kv_cache_gib,
+        extra=vllm.arguments(),
+    )
 
 
 def save_for_vllm(model: nn.Module, where: Path, *, merged: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -105,6 +106,16 @@ async def test_two_ranks_sample_from_the_server_and_publish_to_it(
     trace = trace_of(await client.complete_tokens(request()))
     assert {span.version for span in trace.version_spans} == {2}
     assert largest_gap(scored(trained, trace), trace.completion_logprobs) <= 1e-3
+
+
+def test_a_run_files_settings_reach_a_server(two_servers: Servers) -> None:
+    _, second = two_servers
+    (taken,) = re.findall("non-default args: .*", second.log.read_text())
+    for setting in (
+        *("'max_num_batched_tokens': 2048", "'max_logprobs': 25", "'enforce_eager': True"),
+        *("'max_model_len': 1024", "'max_num_seqs': 32", "'dtype': 'float32'"),
+    ):
+        assert setting in taken
 
 
 @asynccontextmanager
