@@ -20,7 +20,7 @@ from ludic.inference.vllm.server import free_port
 from tests.cli.conftest import environment
 from tests.examples.test_with_a_server import PlayingServer
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
 
 LESSONS = """\
 import os
@@ -125,7 +125,7 @@ async def ranks(where: Path, *arguments: str) -> AsyncIterator[asyncio.subproces
 
 async def run(where: Path, *arguments: str) -> tuple[int | None, str, str]:
     async with ranks(where, *arguments) as process:
-        out, err = await asyncio.wait_for(process.communicate(), 300)
+        out, err = await asyncio.wait_for(process.communicate(), 900)
     return process.returncode, out.decode(), err.decode()
 
 
@@ -137,7 +137,7 @@ async def test_two_ranks_train_stop_and_go_on_and_only_one_talks(tmp_path: Path)
                 await asyncio.sleep(0.1)
             process.send_signal(signal.SIGINT)
             out, err = (
-                text.decode() for text in await asyncio.wait_for(process.communicate(), 120)
+                text.decode() for text in await asyncio.wait_for(process.communicate(), 600)
             )
         assert out.count("stopped; go on with: torchrun") == 1, out + err
         assert out.count("run folder:") == out.count("sharded over 2 ranks") == 1
