@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ludic.runs.settings import EvalSection
 from tests.cli.conftest import Ludic, environment
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -67,7 +68,9 @@ def test_the_run_of_a_new_package_is_right_as_it_stands(
     monkeypatch.chdir(tmp_path / name)
     done = ludic("train", "run.toml", "--dry-run")
     assert done.code == 0, done.err
-    assert json.loads(done.out)["env"][0]["kind"].startswith(f"{name}:")
+    resolved = json.loads(done.out)
+    assert resolved["env"][0]["kind"].startswith(f"{name}:")
+    assert resolved["eval"]["seed"] != EvalSection().seed  # its settings were chosen by those
     assert not (tmp_path / name / "runs").exists()
 
 

@@ -16,12 +16,31 @@ def main() -> None:
         sys.argv.remove("--debug")
     try:
         app()
-    except (LudicError, OSError) as exc:
-        if debug:
+    except Exception as exc:
+        if not _tells(exc):
+            sys.exit(2)
+        if debug or not isinstance(exc, LudicError | OSError):
             raise
         sentence = str(exc) if isinstance(exc, LudicError) else _explained(exc)
-        print(f"ludic: {' '.join(sentence.split())}", file=sys.stderr)
+        print(f"ludic{_rank()}: {' '.join(sentence.split())}", file=sys.stderr)
         sys.exit(2)
+
+
+def _tells(exc: Exception) -> bool:
+    """Whether this process is to report a failure: of several ranks, one does."""
+    from ludic.sharding.ranks import launched, tells_of_failure
+
+    if launched().size == 1:
+        return True
+    from ludic.sharding.world import PeerError
+
+    return tells_of_failure(told_of_it=isinstance(exc, PeerError))
+
+
+def _rank() -> str:
+    from ludic.sharding.ranks import launched
+
+    return "" if launched().leads else f" (rank {launched().rank})"
 
 
 def _explained(exc: OSError) -> str:

@@ -40,7 +40,9 @@ def train(
 
 def print_or_go(run: Run, dry_run: bool) -> None:
     """Prints a resolved run where only that was asked for, and trains it otherwise."""
-    if dry_run:
-        print(json.dumps(run.config.plain(), indent=2))
-    else:
+    from ludic.sharding.ranks import launched
+
+    if not dry_run:
         run.go()
+    elif launched().leads:
+        print(json.dumps(run.config.plain(), indent=2))

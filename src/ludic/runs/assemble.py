@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from ludic.arguments import nearest
 from ludic.distributed import PolicyPublisher
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.errors import ConfigError
@@ -180,6 +181,13 @@ def algorithm_of(config: RunConfig) -> RLAlgorithm:
     return algorithm.with_partial_groups() if keep else algorithm
 
 
+def sft_algorithm(config: RunConfig) -> RLAlgorithm:
+    """Returns what the cold start learns by."""
+    assert config.sft is not None
+    with configuring(f"sft.aggregation={config.sft.aggregation!r}"):
+        return make_algorithm("sft", aggregation=config.sft.aggregation)
+
+
 def sample_filter_of(config: RunConfig) -> SampleFilter | None:
     """Returns the run's filters as one, if it has any. A function by its place is the filter
     itself; a name, or a table with arguments, is what makes one."""
@@ -227,7 +235,13 @@ def load_function(name: str) -> Callable[..., Any]:
     try:
         function = resolve(name)
     except (ImportError, AttributeError, TypeError, ValueError) as exc:
-        raise ConfigError(f"{name!r} names no function in the form module:function: {exc}") from exc
+        near = ""
+        if isinstance(exc, AttributeError) and exc.name is not None:
+            there = [n for n, f in vars(exc.obj).items() if callable(f) and not n.startswith("_")]
+            near = nearest(exc.name, there)
+        raise ConfigError(
+            f"{name!r} names no function in the form module:function: {exc}{near}"
+        ) from exc
     if not callable(function):
         raise ConfigError(f"{name!r} is not a function")
     return function  # type: ignore[no-any-return]

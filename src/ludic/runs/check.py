@@ -23,18 +23,21 @@ from ludic.rollouts import RolloutRequest
 from ludic.runs.assemble import (
     algorithm_of,
     inference_spec,
-    load_function,
     requests_of,
     sample_filter_of,
+    sft_algorithm,
     tool_parser_of,
     trainer_config,
 )
 from ludic.runs.model import build_model, check_device, configuring
 from ludic.runs.players.opponents import check_seating
 from ludic.runs.players.scoring import check_scoring
+from ludic.runs.players.teacher import load_teacher
+from ludic.runs.ranks import check_ranks
 from ludic.runs.settings import EnvSection, RunConfig
 from ludic.runs.settings.servers import read_key
-from ludic.training import RLAlgorithm, make_algorithm
+from ludic.runs.vllm_backend import check_publishing
+from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment.value_tracker import TrackedAdvantage
 from ludic.types import EnvSpec
 
@@ -44,6 +47,7 @@ Env: TypeAlias = LudicEnv[Any, Any, Any]
 def check_parts(config: RunConfig) -> None:
     """Raises if a part of the run is missing, does not fit, or could never train."""
     check_device(config.model)
+    check_ranks(config)
     if config.model.name == "tiny":  # any other takes too long to load twice
         build_model(config)
     algorithm = algorithm_of(config)
@@ -56,6 +60,7 @@ def check_parts(config: RunConfig) -> None:
     if config.sft is not None:
         _check_sft(config)
     _check_sampling(config)
+    check_publishing(config)
     if config.training.steps:
         _check_training(config)
         _check_algorithm(config, algorithm)
@@ -107,10 +112,9 @@ def _agents_of(request: RolloutRequest, runtime: Runtime) -> list[Agent]:
 def _check_sft(config: RunConfig) -> None:
     sft = config.sft
     assert sft is not None
-    with configuring(f"sft.aggregation={sft.aggregation!r}"):
-        make_algorithm("sft", aggregation=sft.aggregation)
+    sft_algorithm(config)
     if sft.teacher is not None:
-        load_function(sft.teacher)
+        load_teacher(sft.teacher)
     elif not Path(sft.data or "").is_file():
         raise ConfigError(f"sft.data={sft.data!r}: there is no such file")
     if sft.steps:

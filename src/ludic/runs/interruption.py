@@ -18,8 +18,8 @@ NOTICE = b"\nstopping after this step, with a checkpoint; press Ctrl-C again to 
 
 
 @contextmanager
-def interruptible(stop: Callable[[], None]) -> Iterator[None]:
-    """The first Ctrl-C calls `stop` in the event loop; the second ends the process.
+def interruptible(stop: Callable[[], None], notice: bytes = NOTICE) -> Iterator[None]:
+    """The first Ctrl-C says so and calls `stop` in the event loop; the second ends the process.
 
     The first one restores the signal's default action, so that the second needs neither the event
     loop nor the interpreter: an environment may be blocking either.
@@ -28,7 +28,7 @@ def interruptible(stop: Callable[[], None]) -> Iterator[None]:
 
     def on_interrupt(*_: object) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.write(2, NOTICE)  # print is not reentrant, and may be what was interrupted
+        os.write(2, notice)  # print is not reentrant, and may be what was interrupted
         loop.call_soon_threadsafe(stop)
 
     try:

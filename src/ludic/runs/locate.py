@@ -12,6 +12,7 @@ from ludic.runs.results.terminal import command_name
 from ludic.runs.settings import RunConfig, load_run
 from ludic.runs.settings.from_python import given_names
 from ludic.runs.storage.folder import RunFolder
+from ludic.sharding.ranks import launched
 
 RUNS = Path(__file__).parent / "files"
 
@@ -55,17 +56,28 @@ def check_given(config: RunConfig, run: str) -> None:
         path: name for path, name in given_names(config.plain()).items() if not is_in_use(name)
     }
     if missing:
+        places = ", ".join(_as_written(missing, config))
         raise ConfigError(
             f"{run} was started from a script with Python objects that no file holds "
-            f"({', '.join(missing)}): go on from Python and give them again, as in "
+            f"({places}): go on from Python and give them again, as in "
             f"{_resuming(run, missing)}"
         )
+
+
+def _as_written(paths: Iterable[str], config: RunConfig) -> list[str]:
+    """The places of settings as a run file has them: the only environment has no number."""
+    alone = len(config.env) == 1
+    return [p.replace("env.0.", "env.", 1) if alone else p for p in paths]
 
 
 def how_to_go_on(config: RunConfig, run: str) -> str:
     """Returns how to resume a run: by the command, or from Python where it needs its objects."""
     given = given_names(config.plain())
-    return _resuming(run, given) if given else f"{command_name()} train --resume {run}"
+    if given:
+        return _resuming(run, given)
+    ranks = launched().size
+    command = command_name() if ranks == 1 else "torchrun … -m ludic"
+    return f"{command} train --resume {run}"
 
 
 def _resuming(run: str, paths: Iterable[str]) -> str:

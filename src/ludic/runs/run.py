@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ludic.distributed import BroadcastPolicyPublisher, PolicyPublisher
+from ludic.distributed import BroadcastPolicyPublisher, PolicyPublisher, Rank0OnlyPublisher
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.errors import ConfigError
 from ludic.given import in_use, is_given
@@ -29,6 +29,7 @@ from ludic.runs.assemble import (
     rollout_engine,
     runtime_of,
     sample_filter_of,
+    sft_algorithm,
     trainer_config,
 )
 from ludic.runs.check import check_parts
@@ -39,12 +40,13 @@ from ludic.runs.pieces import Piece
 from ludic.runs.players.opponents import Seating, seating
 from ludic.runs.players.scoring import Scoring
 from ludic.runs.players.seats import OtherPlayers
+from ludic.runs.ranks import Crew
 from ludic.runs.results.report import RunReport
 from ludic.runs.settings import RunConfig, check_run, override_key
 from ludic.runs.settings.from_python import Tables, at, given_names
 from ludic.runs.settings.paths import resolve_paths
 from ludic.runs.storage.folder import RunFolder
-from ludic.runs.training_run import TrainingRun, Update, make_loggers
+from ludic.runs.training_run import Stage, TrainingRun, Update, make_loggers
 from ludic.seeding import derive_seed
 from ludic.training import (
     BatchSource,
@@ -55,6 +57,7 @@ from ludic.training import (
     Trainer,
 )
 from ludic.training.metrics.loggers import Logger
+from ludic.training.trainer import Evaluate
 
 PARTS = (
     *("env", "model", "algorithm", "parser", "protocol", "reference", "teacher", "player"),
@@ -161,7 +164,8 @@ class Run:
         """Assembles what is left of the run in a folder. Only a few settings may change: with any
         other it would be another run. `parts` are those that were objects of a script."""
         found = RunFolder.open(folder)
-        free = {"training.steps", "training.checkpoint_every", "logging.loggers"}
+        free = {"training.steps", "training.checkpoint_every", "training.rank_timeout_s"}
+        free.add("logging.loggers")
         if found.config().training.past_opponents:
             free.remove("training.checkpoint_every")  # it also says when a past opponent is taken
         for key in map(override_key, overrides):
@@ -179,6 +183,7 @@ class Run:
     # The pieces
 
     def _load(self) -> tuple[torch.nn.Module, Any]:
+        _ = self.crew  # which says what this rank's GPU is
         if self.config.run.threads is not None:
             torch.set_num_threads(self.config.run.threads)
         return build_model(self.config)
@@ -215,18 +220,55 @@ class Run:
         return ScoredBatchSource(source, scorers) if scorers else source
 
     def _make_trainer(self) -> Trainer:
+        if self.crew.several and self._frozen is None:
+            raise ConfigError("on several ranks there is a trainer once the run goes")
+        source = self.source if self.crew.world.leads else None
+        evaluate = TrainingRun.of(self).evaluate_during
+        return self._trainer_of("rl", self.model, self.algorithm, source, evaluate)
+
+    def sft_trainer(self, model: torch.nn.Module, source: BatchSource | None) -> Trainer:
+        """Returns the trainer of the cold start; only rank 0 has a `source`."""
+        algorithm = sft_algorithm(self.config) if source is None else None  # or the source's own
+        return self._trainer_of("sft", model, algorithm, source)
+
+    def _trainer_of(
+        self,
+        stage: Stage,
+        model: torch.nn.Module,
+        algorithm: RLAlgorithm | None,
+        source: BatchSource | None,
+        evaluate: Evaluate | None = None,
+    ) -> Trainer:
+        cfg = trainer_config(self.config, stage, self.folder.path)
+        if not self.crew.world.leads:
+            published = "publisher" not in self._replaced or self.publisher is not None
+            return Trainer(
+                model=model,
+                algo=algorithm,
+                batch_source=None,
+                publisher=Rank0OnlyPublisher(None, self.crew.world) if published else None,
+                cfg=cfg,
+                mesh=self.crew.mesh,
+                evaluate=evaluate,
+            )
+        publisher = self.publisher
+        if self.crew.several and publisher is not None:
+            publisher = Rank0OnlyPublisher(publisher, self.crew.world)
+        rl = stage == "rl"
         return Trainer(
-            model=self.model,
-            algo=self.algorithm,
-            batch_source=self.source,
-            publisher=self.publisher,
-            cfg=trainer_config(self.config, "rl", self.folder.path),
-            loggers=self.loggers,
-            evaluate=lambda step: TrainingRun.of(self).evaluate_during(step),
+            model=model,
+            algo=algorithm,
+            batch_source=source,
+            publisher=publisher,
+            cfg=cfg,
+            loggers=self.loggers if rl else make_loggers(self.config, self.folder, stage),
+            mesh=self.crew.mesh,
+            evaluate=evaluate,
             tokenizer=copy.deepcopy(self.tokenizer),
-            callbacks=[lambda step, metrics: self.updated(Update("rl", step, metrics))],
+            callbacks=[lambda step, metrics: self.updated(Update(stage, step, metrics))],
         )
 
+    crew: Piece[Crew] = Piece(lambda run: Crew.assembled(run.config))
     folder: Piece[RunFolder] = Piece(lambda run: RunFolder.planned(run.config))
     _loaded: Piece[tuple[torch.nn.Module, Any]] = Piece(lambda run: run._load())
     model: Piece[torch.nn.Module] = Piece(lambda run: run._loaded[0], "_loaded")
@@ -249,7 +291,9 @@ class Run:
         *("model", "tokenizer", "runtime", "algorithm", "folder"),
     )
     scoring: Piece[Scoring] = Piece(
-        lambda run: Scoring(run.config, run.model, run.tokenizer, run.folder.path),
+        lambda run: Scoring(
+            run.config, run.model, run.tokenizer, run.folder.path, sharded=run.crew.several
+        ),
         *("model", "tokenizer", "folder"),
     )
     source: Piece[BatchSource] = Piece(

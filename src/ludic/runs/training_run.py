@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ludic.errors import ConfigError, RolloutError
 from ludic.eval import EvalReport
 from ludic.precision import float32_products
-from ludic.runs.assemble import trainer_config
+from ludic.runs.assemble import sft_algorithm
 from ludic.runs.collecting import rare_collections
 from ludic.runs.evaluation import evaluate_policy
 from ludic.runs.interruption import interruptible
 from ludic.runs.locate import how_to_go_on
 from ludic.runs.model import precision_of
 from ludic.runs.players.teacher import write_lessons
+from ludic.runs.ranks import cold_start_copy, follow
 from ludic.runs.results.conclusion import conclude
 from ludic.runs.results.terminal import console, episodes_bar, say, warn
 from ludic.runs.results.watch import REWARD, LearningWatch, doubtful, fallen, measured_alike
@@ -34,7 +34,6 @@ from ludic.training import (
     RolloutBatchSource,
     ScoredBatchSource,
     Trainer,
-    make_algorithm,
 )
 from ludic.training.metrics.loggers import (
     ConsoleLogger,
@@ -94,21 +93,26 @@ class TrainingRun:
                 f"this run has been carried out: go on with ludic.resume({str(self.folder.path)!r})"
             )
         self.folder = self.run.folder
-        if not self.run.resumed:
-            self.folder.make(self.config, modules=self.run.modules)
-        with locked(self.folder.path):
+        if not self.run.crew.world.leads:
             self._begun = True
-            if self.run.resumed:
-                self.folder.take_up(self.config)
-            try:
-                await self._go()
-            except Exception:
-                if not self.run.resumed:
-                    self.folder.abandon()
-                if self.folder.path.exists():
-                    go_on = how_to_go_on(self.config, str(self.folder.path))
-                    say(f"what the run has so far stays; go on with: {go_on}")
-                raise
+            await follow(self.run)
+            return
+        async with self.run.crew.leading():
+            if not self.run.resumed:
+                self.folder.make(self.config, modules=self.run.modules)
+            with locked(self.folder.path):
+                self._begun = True
+                if self.run.resumed:
+                    self.folder.take_up(self.config)
+                try:
+                    await self._go()
+                except Exception:
+                    if not self.run.resumed:
+                        self.folder.abandon()
+                    if self.folder.path.exists():
+                        go_on = how_to_go_on(self.config, str(self.folder.path))
+                        say(f"what the run has so far stays; go on with: {go_on}")
+                    raise
 
     async def _go(self) -> None:
         started = time.monotonic()
@@ -117,7 +121,10 @@ class TrainingRun:
             async with self._opened():
                 size = sum(p.numel() for p in self.run.model.parameters())
                 backend = BACKENDS[self.config.inference.backend]
-                say(f"model: {self.config.model.name}, {size:,} parameters; sampled {backend}")
+                ranks = self.run.crew.world.size
+                sharded = f", sharded over {ranks} ranks" if ranks > 1 else ""
+                name = self.config.model.name
+                say(f"model: {name}, {size:,} parameters{sharded}; sampled {backend}")
                 for doubt in doubtful(self.config):
                     warn(doubt)
                 await self._stages()
@@ -199,25 +206,18 @@ class TrainingRun:
                 if self.stopped:
                     return 0
         say(f"supervised cold start: {sft.steps} steps on {path.name}")
-        algorithm = make_algorithm("sft", aggregation=sft.aggregation)
         source = OfflineBatchSource(
             path,
             chat_template=policy.runtime.chat_template,
-            algorithm=algorithm,
+            algorithm=sft_algorithm(self.config),
             batch_size=sft.batch_size,
             seed=derive_seed(self.seed, "sft"),
         )
-        trainer = Trainer(
-            model=policy.model,
-            algo=algorithm,
-            batch_source=source,
-            publisher=policy.publisher,
-            cfg=trainer_config(self.config, "sft", self.folder.path),
-            loggers=make_loggers(self.config, self.folder, "sft"),
-            tokenizer=copy.deepcopy(policy.tokenizer),
-            callbacks=[lambda step, metrics: self.run.updated(Update("sft", step, metrics))],
-        )
-        await self._train(trainer, trainer.train(sft.steps))
+        crew = self.run.crew
+        async with crew.stage("sft", self.folder):
+            with cold_start_copy(policy.model, crew) as model:
+                trainer = self.run.sft_trainer(model, source)
+                await self._train(trainer, trainer.train(sft.steps))
         return trainer.version
 
     async def _reinforce(self, version: int) -> None:
@@ -226,7 +226,8 @@ class TrainingRun:
             f"reinforcement: {training.steps} updates of {training.rollouts_per_update} episodes, "
             f"{run.algorithm.name}"
         )
-        async with run.seating as seats:
+        await asyncio.to_thread(run.scoring.take_start)
+        async with run.seating as seats, run.crew.stage("rl", self.folder, version):
             trainer, source = run.trainer, run.source
             trainer.optimizer.take_weights()  # it may be older than the cold start
             trainer.version = version

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,3 +77,21 @@ class World:
             raise error
         if failed.item():
             raise PeerError("another rank failed; its own message says why")
+
+
+@contextmanager
+def hearing_of_peers(world: World) -> Iterator[None]:
+    """Turns what a collective raises when another rank is gone, or late, into a `PeerError`."""
+    try:
+        yield
+    except RuntimeError as exc:
+        reason = str(exc).partition("\n")[0]
+        if world.group is None or not (isinstance(exc, dist.DistError) or "gloo/" in reason):
+            raise
+        raise PeerError(f"rank {world.rank} lost the other ranks: {reason}") from exc
+
+
+def work_on(device: torch.device) -> None:
+    """For a new thread, which begins on the first GPU whichever its rank's is."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)

@@ -25,8 +25,8 @@ class CheckpointConfig:
     """Where and how often the whole state is saved; the newest `keep` are kept.
 
     With `background` the disk is written while training goes on, and a checkpoint counts only
-    once it is complete; waiting longer than `write_timeout_s` for it is an error. With `resume` a
-    trainer starts from `latest` where there is one.
+    once it is complete. Waiting longer than `write_timeout_s` for one is an error, in either case.
+    With `resume` a trainer starts from `latest` where there is one.
     """
 
     folder: str | Path

@@ -22,7 +22,7 @@ from ludic.precision import check_precision, float32_products
 from ludic.saw.codec import batch_from_dict, batch_to_dict
 from ludic.saw.items import SAWBatch
 from ludic.sharding.weights import ModelWeights
-from ludic.sharding.world import World
+from ludic.sharding.world import World, work_on
 from ludic.training.algorithm import RLAlgorithm, one_algorithm
 from ludic.training.batching.ahead import SamplingAhead
 from ludic.training.checkpoints.checkpoint import Checkpointer, TrainerState
@@ -30,7 +30,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.metrics.loggers import Logger, MetricLog
 from ludic.training.metrics.perf import PerfMeter
 from ludic.training.metrics.publish_log import PublishLog
-from ludic.training.metrics.stats import StatBuffer, over_steps
+from ludic.training.metrics.stats import StatBuffer, batch_metrics, over_steps
 from ludic.training.stateful import KeepsRecord
 from ludic.training.types import BatchSource, Stateful, WorksAhead
 from ludic.training.update.optimizer import MasterAdamW
@@ -123,7 +123,9 @@ class Trainer:
             Checkpointer(cfg.checkpoint, self.world, tokenizer) if cfg.checkpoint else None
         )
         self._publish_log = PublishLog()
-        self._compute = ThreadPoolExecutor(1, thread_name_prefix="ludic-train")
+        self._compute = ThreadPoolExecutor(
+            1, "ludic-train", initializer=work_on, initargs=(self.world.device,)
+        )
         self._saving_s = 0.0  # time of the previous save, logged with the next step
         self._states_before_ahead: dict[str, Any] | None = None
         self._asked = self._taken = 0  # steps in this process; a resumed `step` may be ahead
@@ -150,7 +152,7 @@ class Trainer:
         self._goal = self._asked if num_steps is not None else None
         try:
             with suppress(StopAsyncIteration):  # the source has no more batches
-                while not self._stopping and (self._goal is None or self.step < self._goal):
+                while await self._goes_on():
                     await self.train_step()
             if self._checkpoints and self._checkpoints.last_step != self.step:
                 await self._save()
@@ -160,8 +162,16 @@ class Trainer:
             if self._checkpoints is not None:
                 await self._run(self._checkpoints.finish)
 
+    async def _goes_on(self) -> bool:
+        """Whether there is another step. Rank 0 says so for all: only there `stop` counts."""
+        on = not self._stopping and (self._goal is None or self.step < self._goal)
+        if self.world.size > 1:
+            on = bool((await self._run(self.world.share, {"on": on}))["on"])
+        return on
+
     def stop(self) -> None:
-        """Lets `train` end after the current step, with a checkpoint if checkpoints are on."""
+        """Lets `train` end after the current step, with a checkpoint if checkpoints are on. On
+        several ranks, rank 0 has to be told."""
         self._stopping = True
 
     async def start(self) -> None:
@@ -232,7 +242,7 @@ class Trainer:
             "train/version": float(self.version),
             "train/learning_rate": rate,
             "train/nonfinite_steps": float(self.nonfinite_steps),
-            **_batch_metrics(batch),
+            **batch_metrics(batch),
             **self.perf.metrics(batch, clock, work, passes=self.cfg.epochs),
             "perf/checkpoint_s": self._saving_s,
         }
@@ -396,16 +406,3 @@ class Trainer:
             raise
         except TimeoutError as exc:
             raise DeadlineError(what, whom, seconds) from exc
-
-
-def _batch_metrics(batch: SAWBatch) -> Metrics:
-    """The numbers among the batch's `meta`, and how much is trained on."""
-    numbers = {k: v for k, v in batch.meta.items() if isinstance(v, (int, float))}
-    counts = batch.counts
-    return {
-        **{k if "/" in k else f"train/{k}": float(v) for k, v in numbers.items()},
-        "train/samples": float(len(batch.items)),
-        "train/action_tokens": float(counts.tokens),
-        "train/turns": float(counts.turns),
-        "train/rollouts": float(counts.rollouts),
-    }

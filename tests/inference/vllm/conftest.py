@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
+from ludic.runs.settings import check_run
+from ludic.runs.vllm_backend import server_settings
 from ludic.sharding.weights import ModelWeights
 from tests.inference.vllm.asking import PATIENT
 
 ROOT = Path(__file__).resolve().parents[3]
 VLLM_PYTHON = os.environ.get("LUDIC_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
 NAME = "tiny"
+# Threads that are bound to cores wait for whoever else has them.
+ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
 
 
 def server_model(seed: int = 0) -> Qwen2ForCausalLM:
@@ -44,10 +49,18 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Pa
 def tiny_server(folder: Path, log: Path, **settings: Any) -> VLLMServer:
     """A server of the tiny model, not started."""
     wanted: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 32, "port": free_port()}
-    # Threads that are bound to cores wait for whoever else has them.
-    env = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-    wanted |= {"env": env, **settings}
+    wanted |= {"env": ENV, **settings}
     found = ServerSettings(str(folder), served_name=NAME, **wanted)
+    return VLLMServer(found, python=VLLM_PYTHON, log=log, start_timeout_s=1800)
+
+
+def server_of_a_run(folder: Path, log: Path) -> VLLMServer:
+    """The same, with the settings that a run file gives a server which is started for it."""
+    own = {"eager": True, "flags": {"max_num_batched_tokens": 2048, "max-logprobs": 25}}
+    inference = {"backend": "vllm", "max_context_tokens": 1024, "slots": 32, "vllm": own}
+    model = {"precision": "float32"}
+    config = check_run({"env": {"kind": "key_door"}, "model": model, "inference": inference})
+    found = replace(server_settings(config, folder, NAME), env=ENV)
     return VLLMServer(found, python=VLLM_PYTHON, log=log, start_timeout_s=1800)
 
 
@@ -55,9 +68,11 @@ def tiny_server(folder: Path, log: Path, **settings: Any) -> VLLMServer:
 def two_servers(
     model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[VLLMServer, VLLMServer]]:
-    """Two servers that start at the same time. Only `test_replicas.py` may end the second."""
+    """Two servers that start at the same time, the second with room for a judge's long prompts.
+    Only `test_zz_replicas.py` may end the second."""
     logs = tmp_path_factory.mktemp("logs")
-    first, second = (tiny_server(model_folder, logs / f"{n}.log") for n in ("first", "second"))
+    first = tiny_server(model_folder, logs / "first.log")
+    second = server_of_a_run(model_folder, logs / "second.log")
     try:
         first.start()
         second.start()

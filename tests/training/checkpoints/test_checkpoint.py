@@ -375,10 +375,11 @@ def test_a_full_disk_is_an_error_and_the_last_good_checkpoint_stays(
     assert_equal(run(make(tmp_path), 4), straight)
 
 
+@pytest.mark.parametrize("background", [True, False])
 def test_a_disk_that_hangs_is_an_error_at_the_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
-    trainer = make(tmp_path, background=True, write_timeout_s=0.2)
+    trainer = make(tmp_path, background=background, write_timeout_s=0.2)
     writing, answers = threading.Event(), threading.Event()
 
     def hangs(tensors: Any, path: Path, **kwargs: Any) -> None:

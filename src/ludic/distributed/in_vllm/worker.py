@@ -1,4 +1,4 @@
-"""What vLLM's workers say of the weights and adapters that they hold.
+"""What vLLM's workers say of themselves, and of the weights and adapters that they hold.
 
 vLLM's own routes answer "success": nothing in that says what arrived. This class is added to its
 workers by `--worker-extension-cls`.
@@ -7,11 +7,14 @@ workers by `--worker-extension-cls`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ludic.distributed.vllm.checksums import receipt
+from ludic.distributed.vllm.placement import Place
 from ludic.inference.vllm.names import BACKEND
 
 
@@ -26,6 +29,10 @@ class WorkerExtension:
             return {"error": f"the server was started without the weight transfer {BACKEND!r}"}
         tensors = engine.receipt()
         return {"tensors": tensors, "applied": engine.applied, "seconds": engine.seconds}
+
+    def ludic_place(self) -> dict[str, Any]:
+        """Where this worker is: whose shared memory it sees, and its GPU."""
+        return asdict(Place.of(torch.device(getattr(self, "device", None) or "cpu")))
 
     def ludic_adapter_limits(self) -> dict[str, Any]:
         """Which adapters this worker takes; `enabled` is False where it takes none."""

@@ -95,18 +95,24 @@ class IPCPlane(DataPlane):
 class BroadcastPlane(DataPlane):
     """A broadcast from the trainer to every worker: NCCL between GPUs, gloo between CPUs.
 
-    `host` is an address of the trainer that the servers reach. Each worker holds the new weights
-    beside the old ones until they are checked.
+    `host` is an address of the trainer that the servers reach, `port` one that is open to them
+    (None: any that is free). Each worker holds the new weights beside the old ones until they are
+    checked.
     """
 
     name = "broadcast"
 
     def __init__(
-        self, *, backend: str = "nccl", host: str = "127.0.0.1", device: str | None = None
+        self,
+        *,
+        backend: str = "nccl",
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        device: str | None = None,
     ) -> None:
         if backend not in ("nccl", "gloo"):
             raise ConfigError(f"BroadcastPlane(backend={backend!r}): must be 'nccl' or 'gloo'")
-        self.backend, self.host = backend, host
+        self.backend, self.host, self._wanted_port = backend, host, port
         self.device = torch.device(device or ("cuda" if backend == "nccl" else "cpu"))
         self._size = 0
         self._port = 0
@@ -136,7 +142,8 @@ class BroadcastPlane(DataPlane):
         self.abandon()
         self._size, self._timeout_s = workers + 1, timeout_s
         with socket.socket() as free:
-            free.bind((self.host, 0))
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind((self.host, self._wanted_port or 0))
             self._port = int(free.getsockname()[1])
         return {
             "host": self.host,
@@ -167,3 +174,16 @@ def plane_for(weights: Mapping[str, Tensor]) -> DataPlane:
     """IPC for weights on a GPU, shared memory for others: both for servers on this machine."""
     first = next(iter(weights.values()))
     return IPCPlane() if first.device.type == "cuda" else SharedMemoryPlane()
+
+
+def make_plane(name: str) -> DataPlane:
+    """Returns a plane by name, with its defaults."""
+    if name == "shared_memory":
+        return SharedMemoryPlane()
+    if name == "ipc":
+        return IPCPlane()
+    if name in ("nccl", "gloo"):
+        return BroadcastPlane(backend=name)
+    raise ConfigError(
+        f"unknown data plane {name!r}: one of auto, shared_memory, ipc, nccl, gloo, or your own"
+    )

@@ -49,8 +49,17 @@ TEACHER = "teacher"
 class Scoring:
     """A run's scorers. Entered, their servers are connected; before, they cannot score."""
 
-    def __init__(self, config: RunConfig, model: nn.Module, tokenizer: Any, folder: Path) -> None:
-        self._config, self._tokenizer = config, tokenizer
+    def __init__(
+        self,
+        config: RunConfig,
+        model: nn.Module,
+        tokenizer: Any,
+        folder: Path,
+        *,
+        sharded: bool = False,
+    ) -> None:
+        self._config, self._tokenizer, self._sharded = config, tokenizer, sharded
+        self._start: StartScores | None = None
         self._servers: list[_ServerScores] = []
         self.scorers: list[BatchScorer] = []
         if not config.training.steps:
@@ -82,10 +91,19 @@ class Scoring:
     def _of_start(self, model: nn.Module, folder: Path) -> TokenScores:
         config, precision = self._config, precision_of(self._config)
         untouched = config.sft is None or not config.sft.steps
-        if config.model.lora is not None and untouched and not config.training.overlap:
+        alone = not config.training.overlap and not self._sharded
+        if config.model.lora is not None and untouched and alone:
             # Nobody samples while a batch is scored, and a new adapter changes nothing.
             return LocalScores(model, without_adapter=True, precision=precision)
-        return StartScores(model, folder / "reference" / "weights.safetensors", precision)
+        file = folder / "reference" / "weights.safetensors"
+        self._start = StartScores(model, file, precision)
+        return self._start
+
+    def take_start(self) -> None:
+        """Keeps the policy as it is now, where the reference is the policy at the start: once it is
+        sharded, no rank could read it alone."""
+        if self._start is not None:
+            self._start.take()
 
     async def __aenter__(self) -> Self:
         self._stack = AsyncExitStack()
@@ -113,14 +131,15 @@ class StartScores:
 
     async def logprobs(self, items: Sequence[SAWItem]) -> Scores:
         """The log-probs of the starting policy."""
-        if not self._taken:
-            await asyncio.to_thread(self._take)
-            self._taken = True
+        await asyncio.to_thread(self.take)
         return await self._scores.logprobs(items)
 
-    def _take(self) -> None:
+    def take(self) -> None:
+        """Takes the weights, unless they were taken before."""
         from safetensors.torch import load_file, save_file
 
+        if self._taken:
+            return
         trained = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
         if not self._file.is_file():
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -137,6 +156,7 @@ class StartScores:
         with torch.no_grad():
             for name, weight in weights.items():
                 mine[name].copy_(weight)
+        self._taken = True
 
 
 class _ServerScores:

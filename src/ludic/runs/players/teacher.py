@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeAlias
 
-from ludic.errors import RolloutError
+from ludic.arguments import misfit
+from ludic.errors import ConfigError, RolloutError
 from ludic.inference import HFChatTemplate, ScriptedChatClient
 from ludic.interaction import Runtime
 from ludic.rollouts import FixedMix, RolloutWriter
@@ -24,17 +27,41 @@ from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed
 from ludic.types import Fork, Message, TokenTrace
 
+Teacher: TypeAlias = Callable[[Sequence[Message], Random], str]
+
+
+def load_teacher(name: str) -> Teacher:
+    """Returns a run's teacher as a function of the conversation and a random generator. The user's
+    is given the last message's text, and those before it if it has an argument `history`."""
+    function = load_function(name)
+    try:
+        with_history = "history" in signature(function).parameters
+    except (TypeError, ValueError):  # some callables written in C have none
+        with_history = False
+    if why := misfit(function, ("", Random(0)), {"history": []} if with_history else {}):
+        raise ConfigError(
+            f"sft.teacher={name!r} is called with the observation, a random.Random and, if it has "
+            f"an argument `history`, the messages before: {why}"
+        )
+
+    def teach(shown: Sequence[Message], rng: Random) -> str:
+        *before, last = shown
+        options = {"history": [copy.deepcopy(message) for message in before]}
+        return str(function(last["content"], rng, **(options if with_history else {})))
+
+    return teach
+
 
 async def write_lessons(config: RunConfig, tokenizer: Any, path: Path) -> None:
     """Plays the run's examples with its teacher instead of the model, and writes them to
     `path`, all or none."""
     assert config.sft is not None
     assert config.sft.teacher is not None
-    teacher = load_function(config.sft.teacher)
+    teacher = load_teacher(config.sft.teacher)
     seed = derive_seed(config.run.seed, "lessons")
     rng = Random(derive_seed(seed, "teacher"))
     template = _Overheard(tokenizer, tool_parser_of(config))
-    client = ScriptedChatClient(lambda _: str(teacher(template.last, rng)), template)
+    client = ScriptedChatClient(lambda _: teacher(template.shown, rng), template)
     runtime = Runtime(client, template, "teacher", inference_spec(config))
     with episodes_bar(f"synthetic data by {config.sft.teacher}") as update:
         rollouts = await rollout_engine(config, runtime, seed=seed).generate_rollouts(
@@ -54,14 +81,14 @@ async def write_lessons(config: RunConfig, tokenizer: Any, path: Path) -> None:
 
 
 class _Overheard(HFChatTemplate):
-    """A template that remembers the last message it rendered, for a teacher that reads text."""
+    """A template that remembers the conversation it rendered, for a teacher that reads text."""
 
-    last = ""
+    shown: Sequence[Message] = ()
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
-        self.last = messages[-1]["content"]
+        self.shown = messages
         return super().render(messages, tools)
 
     def extend(
@@ -70,5 +97,5 @@ class _Overheard(HFChatTemplate):
         previous: TokenTrace,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int] | Fork:
-        self.last = messages[-1]["content"]
+        self.shown = messages
         return super().extend(messages, previous, tools)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator, model_validator
 
+from ludic.distributed.vllm.placement import PlaneName
 from ludic.runs.settings.base import Arguments, Section
 from ludic.runs.settings.servers import Address, KeyedSection
 
@@ -84,11 +85,17 @@ def flag_name(name: str) -> str:
     return name.lstrip("-").replace("_", "-")
 
 
+PUBLISHING = ("publish_plane", "publish_address", "publish_port")
+
+
 class InferenceSection(KeyedSection):
     """Where tokens come from: the in-process engine, or vLLM. Without addresses in `servers`, a
     vLLM server is started for the run, by the Python in `vllm_python` (default: this one). With
     `publish_lora = "adapter"`, vLLM gets the LoRA adapter alone after each update, and not all
-    weights with the adapter merged into them. If the servers want a key, it is in the environment
+    weights with the adapter merged into them. `publish_plane` is the way that the weights take;
+    left out, it follows from where the servers are. A broadcast (`"nccl"` between GPUs, `"gloo"`)
+    meets at `publish_address` and `publish_port` of this machine, which the servers must reach;
+    left out, any address and port that will do. If the servers want a key, it is in the environment
     variable `api_key_env` or in the file `api_key_file`; a run file holds no secret, and an address
     neither user nor password."""
 
@@ -96,6 +103,9 @@ class InferenceSection(KeyedSection):
     servers: list[Address] = []
     vllm_python: str | None = None
     publish_lora: Literal["merged", "adapter"] = "merged"
+    publish_plane: PlaneName = "auto"
+    publish_address: str | None = None
+    publish_port: int | None = Field(default=None, ge=1, le=65535)
     slots: int = Field(default=64, ge=1)
     max_context_tokens: int | None = Field(default=None, ge=8)
     deterministic: bool | None = None
@@ -109,6 +119,21 @@ class InferenceSection(KeyedSection):
             raise ValueError(
                 "[inference.vllm] is for a server that is started for the run: set backend = "
                 '"vllm" and name no servers'
+            )
+        said = [key for key in PUBLISHING if getattr(self, key) not in (None, "auto")]
+        if said and self.backend != "vllm":
+            raise ValueError(
+                f'{said[0]} is for backend = "vllm"; the in-process engine shares the weights'
+            )
+        if said and self.publish_lora == "adapter":
+            raise ValueError(
+                f'{said[0]} is for whole weights, and publish_lora = "adapter" sends a '
+                "folder: leave one of them out"
+            )
+        if self.publish_plane in ("shared_memory", "ipc") and said[1:]:
+            raise ValueError(
+                f'{said[1]} belongs to a broadcast: set publish_plane = "nccl" or '
+                '"gloo", or leave it out'
             )
         if not self.servers and (self.api_key_env or self.api_key_file):
             raise ValueError("api_key_env and api_key_file are for servers: name them in `servers`")

@@ -116,6 +116,10 @@ def _explain(error: Any, data: Mapping[str, Any], text: str, overridden: Sequenc
     else:
         said, given = error["msg"].removeprefix("Value error, "), error["input"]
         shown = f"{key!r}" if isinstance(given, dict) else f"{key!r} = {given!r}"
+        if error["type"] == "literal_error" and isinstance(given, str):
+            options = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+            near = difflib.get_close_matches(given, options, n=1, cutoff=0.5)
+            said += f"; did you mean {near[0]!r}?" if near else ""
         problem = f"{shown}: {said[0].lower()}{said[1:]}"
     if key in overridden:
         return f"{problem} (from the command line)"

@@ -36,7 +36,9 @@ class TrainingSection(Section):
     (`"module:function"`). With `dynamic_sampling`, groups without variance in their rewards are
     dropped and others sampled in their place, in at most that many rounds in all. With
     `past_opponents`, a seat of a game of several is taken, in `past_share` of the episodes, by one
-    of that many earlier policies, the last of those at every `checkpoint_every` steps."""
+    of that many earlier policies, the last of those at every `checkpoint_every` steps. On several
+    ranks (`torchrun -m ludic train …`) none waits longer than `rank_timeout_s` for the others; it
+    must be more than rank 0 takes for a batch or an evaluation."""
 
     steps: int = Field(default=100, ge=0)
     rollouts_per_update: int = Field(default=64, ge=1)
@@ -66,6 +68,7 @@ class TrainingSection(Section):
     max_nonfinite_steps: int = Field(default=TRAINER["max_nonfinite_steps"], ge=0)
     batch_timeout_s: float = Field(default=TRAINER["batch_timeout_s"], gt=0)
     publish_timeout_s: float = Field(default=TRAINER["publish_timeout_s"], gt=0)
+    rank_timeout_s: float = Field(default=7200.0, gt=0)
     checkpoint_every: int = Field(default=CHECKPOINTS["every"], ge=0)
     keep_checkpoints: int = Field(default=CHECKPOINTS["keep"], ge=1)
     filters: list[str | Arguments] = []
@@ -76,8 +79,9 @@ class TrainingSection(Section):
 
 class SFTSection(Section):
     """Supervised steps before the reinforcement: on the rows of a file (`data`), or on episodes
-    that a scripted teacher plays (`teacher = "module:function"`, a function of the observation
-    and a `random.Random`). `aggregation` is as among an algorithm's arguments."""
+    that a scripted teacher plays (`teacher = "module:function"`, a function of the observation,
+    a `random.Random` and, if it wants it, the `history`). `aggregation` is as among an algorithm's
+    arguments."""
 
     data: str | None = None
     teacher: str | None = None

@@ -79,10 +79,9 @@ class Checkpointer:
         fingerprint = model_fingerprint(model)
         rng = _rng_state(self.world.device)
         write = partial(self._write, name, pieces, model_files, fingerprint, rng, state)
-        if self.cfg.background:
-            self._background.start(write)
-        else:
-            write()
+        self._background.start(write)
+        if not self.cfg.background:
+            self.finish()
         self.last_step = state.step
 
     def finish(self) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ludic.saw.building import UNKNOWN_VERSION
+from ludic.saw.items import SAWBatch
 from ludic.training.types import LossBatch, Stat, TokenLogProbs
 
 PREFIXES = ("train/", "eval/", "perf/")
@@ -119,3 +120,16 @@ def policy_stats(policy: TokenLogProbs, batch: LossBatch, version: int) -> dict[
         stats["mismatch_kl"] = Stat.mean(-gap)
         stats["mismatch_ratio"] = Stat.mean(gap.exp())
     return stats
+
+
+def batch_metrics(batch: SAWBatch) -> dict[str, float]:
+    """The numbers among the batch's `meta`, and how much is trained on."""
+    numbers = {k: v for k, v in batch.meta.items() if isinstance(v, (int, float))}
+    counts = batch.counts
+    return {
+        **{k if "/" in k else f"train/{k}": float(v) for k, v in numbers.items()},
+        "train/samples": float(len(batch.items)),
+        "train/action_tokens": float(counts.tokens),
+        "train/turns": float(counts.turns),
+        "train/rollouts": float(counts.rollouts),
+    }

@@ -6,37 +6,30 @@ import asyncio
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from ludic.distributed.interfaces import Weights, named_tensors
 from ludic.distributed.vllm.canary import differences
 from ludic.distributed.vllm.delivery import Delivery, Job, Payload
-from ludic.distributed.vllm.planes import (
-    BroadcastPlane,
-    DataPlane,
-    IPCPlane,
-    SharedMemoryPlane,
-    Shipment,
-    plane_for,
-)
+from ludic.distributed.vllm.placement import PlaneName
+from ludic.distributed.vllm.planes import DataPlane, Shipment, make_plane, plane_for
 from ludic.distributed.vllm.timing import together
 from ludic.distributed.vllm.trainer_checks import TrainerChecks
 from ludic.distributed.vllm.weights.server import WeightsServer
-from ludic.errors import ConfigError, PublishError
+from ludic.errors import PublishError
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.http import UnreachableError
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
-
-PlaneName = Literal["auto", "shared_memory", "ipc", "nccl", "gloo"]
 
 
 class WeightsPayload(Payload):
     """All of a model's weights, over a data plane."""
 
     def __init__(self, plane: PlaneName | DataPlane) -> None:
-        self._plane = _make_plane(plane)
+        named = isinstance(plane, str) and plane != "auto"
+        self._plane: str | DataPlane = make_plane(str(plane)) if named else plane
 
     def gather(self, weights: Weights) -> dict[str, Tensor]:
         tensors = {name: tensor.detach() for name, tensor in named_tensors(weights)}
@@ -45,7 +38,8 @@ class WeightsPayload(Payload):
         return tensors
 
     def delivery(self, job: Job) -> Delivery[WeightsServer]:
-        self._plane = self._plane or plane_for(job.tensors)
+        if isinstance(self._plane, str):
+            self._plane = plane_for(job.tensors)
         return WeightsDelivery(job, self._plane)
 
 
@@ -184,22 +178,6 @@ class WeightsDelivery(Delivery[WeightsServer]):
 def _free(made: asyncio.Task[Shipment]) -> None:
     if not made.cancelled() and made.exception() is None:
         made.result().close()
-
-
-def _make_plane(plane: str | DataPlane) -> DataPlane | None:
-    if not isinstance(plane, str):
-        return plane
-    if plane == "auto":
-        return None
-    if plane == "shared_memory":
-        return SharedMemoryPlane()
-    if plane == "ipc":
-        return IPCPlane()
-    if plane in ("nccl", "gloo"):
-        return BroadcastPlane(backend=plane)
-    raise ConfigError(
-        f"unknown data plane {plane!r}: one of auto, shared_memory, ipc, nccl, gloo, or your own"
-    )
 
 
 def _first_ranks(servers: list[WeightsServer]) -> Iterator[tuple[WeightsServer, int]]:

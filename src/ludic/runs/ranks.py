@@ -1,0 +1,188 @@
+"""A run on several ranks, each a process that `torchrun` starts.
+
+Rank 0 carries the run out and talks: terminal, folder, servers, episodes. The others take part in
+the training of its sharded model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import warnings
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ludic.errors import ConfigError
+from ludic.precision import float32_products
+from ludic.runs.interruption import interruptible
+from ludic.runs.model import check_device, precision_of
+from ludic.runs.settings import RunConfig
+from ludic.runs.storage.folder import RunFolder
+from ludic.sharding.ranks import Launched, launched
+from ludic.sharding.weights import whole
+from ludic.sharding.world import PeerError, World, hearing_of_peers
+from ludic.training import Trainer
+
+if TYPE_CHECKING:
+    from ludic.runs.run import Run
+
+
+class Crew:
+    """The ranks of a run. Rank 0 tells the others what comes next; alone, that does nothing."""
+
+    def __init__(self, mesh: DeviceMesh | None = None, device: torch.device | None = None) -> None:
+        self.mesh, self.world = mesh, World.of(mesh, device or torch.device("cpu"))
+        self._listening = True
+        """Whether the others wait for word; in the middle of a stage they do not."""
+
+    @staticmethod
+    def assembled(config: RunConfig) -> Crew:
+        """Joins the other ranks, if `torchrun` started any."""
+        here = launched()
+        if here.size == 1:
+            return Crew()
+        from ludic.sharding.fsdp import init_mesh
+
+        if not here.leads:
+            _be_silent()
+        device = check_device(config.model)
+        mesh = init_mesh(device.type, timeout_s=config.training.rank_timeout_s)
+        if device.type == "cuda":
+            device = torch.device("cuda", here.local_rank)
+        return Crew(mesh, device)
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one rank."""
+        return self.world.size > 1
+
+    async def tell(self, **word: Any) -> None:
+        """Sends a word to the ranks that listen."""
+        await asyncio.to_thread(self.world.share, word)
+
+    async def hear(self) -> dict[str, Any]:
+        """Waits for rank 0's next word; raises a `PeerError` if it is that rank 0 failed."""
+        return await asyncio.to_thread(self.world.share, None)
+
+    @asynccontextmanager
+    async def leading(self) -> AsyncIterator[None]:
+        """Tells the others of the end, good or bad. Those that take part in a collective cannot
+        hear it: they notice that this rank is gone, or `torchrun` ends them."""
+        try:
+            with hearing_of_peers(self.world):
+                yield
+        except Exception as exc:
+            if self._listening and not isinstance(exc, PeerError):
+                with suppress(RuntimeError):
+                    await self.tell(error=f"{type(exc).__name__}: {exc}")
+            raise
+        await self.tell(stage="end")
+
+    @asynccontextmanager
+    async def stage(self, name: str, folder: RunFolder, version: int = 0) -> AsyncIterator[None]:
+        """Inside, all ranks train."""
+        await self.tell(stage=name, folder=str(folder.path.absolute()), version=version)
+        self._listening = False
+        yield
+        self._listening = True
+
+
+async def follow(run: Run) -> None:
+    """Trains along with rank 0 until that says it is over. A first Ctrl-C is rank 0's matter."""
+    crew = run.crew
+    precision = precision_of(run.config)
+    with (
+        interruptible(lambda: None, b""),
+        float32_products(precision),
+        hearing_of_peers(crew.world),
+    ):
+        _ = run.model  # loaded while rank 0 prepares
+        run._frozen = "the run has begun"
+        while (word := await crew.hear())["stage"] != "end":
+            run._built["folder"] = RunFolder(Path(word["folder"]))
+            if word["stage"] == "sft":
+                with cold_start_copy(run.model, crew) as model:
+                    await _take_part(run.sft_trainer(model, None), word["version"])
+            else:
+                await _take_part(run.trainer, word["version"])
+
+
+async def _take_part(trainer: Trainer, version: int) -> None:
+    trainer.version = version
+    try:
+        await trainer.train()
+    finally:
+        trainer.close()
+
+
+@contextmanager
+def cold_start_copy(model: nn.Module, crew: Crew) -> Iterator[nn.Module]:
+    """Yields what the cold start trains: on several ranks a copy, since a module can be sharded
+    once only, and the reinforcement shards the model. At the end the model has what was learnt."""
+    if not crew.several:
+        yield model
+        return
+    trained = copy.deepcopy(model)
+    device = next(model.parameters()).device
+    model.to("cpu")
+    yield trained
+    with torch.no_grad():
+        for own, learnt in zip(model.parameters(), trained.parameters(), strict=True):
+            own.copy_(whole(learnt))
+    model.to(device)
+
+
+def check_ranks(config: RunConfig, here: Launched | None = None) -> None:
+    """Raises if the run cannot be trained on as many ranks as there are."""
+    here = here or launched()
+    if here.size == 1:
+        return
+    where, training = f"on {here.size} ranks", config.training
+    if config.inference.backend == "local":
+        raise ConfigError(
+            f"{where} the model is sharded, and the in-process engine cannot sample from it: set "
+            'inference.backend = "vllm", with the addresses in inference.servers if servers run '
+            "already"
+        )
+    if config.inference.publish_lora == "adapter":
+        raise ConfigError(
+            f'{where} inference.publish_lora = "adapter" does not work: leave it out, and the '
+            "adapter is published merged into the weights"
+        )
+    if training.past_opponents:
+        raise ConfigError(
+            f"{where} training.past_opponents does not work, since earlier policies play in one "
+            "process: set it to 0, or train on one rank"
+        )
+    if training.rank_timeout_s <= training.batch_timeout_s:
+        raise ConfigError(
+            f"training.rank_timeout_s={training.rank_timeout_s:g} would end the run while rank 0 "
+            f"may still sample a batch: set it above training.batch_timeout_s="
+            f"{training.batch_timeout_s:g}, or lower that"
+        )
+    device = check_device(config.model)
+    if device.type != "cuda":
+        return
+    if device.index is not None:
+        raise ConfigError(
+            f"model.device={config.model.device!r} would put all {here.size} ranks on one GPU: set "
+            "model.device=cuda, and each takes its own"
+        )
+    if here.local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {here.rank} has no GPU: this machine has {torch.cuda.device_count()}; start "
+            "torchrun with a smaller --nproc-per-node, or set model.device=cpu"
+        )
+
+
+def _be_silent() -> None:
+    """Rank 0 says everything that all of them would."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
