@@ -77,7 +77,8 @@ class BubblewrapSandbox(WorkerSandbox):
                     {
                         "mode": "nested" if nested else "single",
                         "folder": FOLDER,
-                        "filter": build_filter("program").hex(),
+                        # In one PID namespace with its worker, it must not send it signals.
+                        "filter": build_filter("program" if nested else "plain").hex(),
                         "environment": ENVIRONMENT,
                     },
                     pass_fds=[filter_r],

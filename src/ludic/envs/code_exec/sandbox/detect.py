@@ -20,7 +20,7 @@ SANDBOXES: dict[str, type[BubblewrapSandbox] | type[PlainSandbox]] = {
 
 
 def make_sandbox(name: str = DEFAULT_SANDBOX, *, warm: bool = True) -> Sandbox:
-    """The sandbox of that name, and never another: `SandboxUnavailableError` where it cannot run."""
+    """The sandbox of that name, and never another; `SandboxUnavailableError` if it cannot run."""
     if name not in SANDBOXES:
         raise UnknownNameError("sandbox", name, SANDBOXES)
     try:

@@ -132,7 +132,7 @@ class WorkerProcess:
     def _hello(self, settings: Mapping[str, Any]) -> None:
         sources = {
             name: (_FOLDER / f"{name}.py").read_text(encoding="utf-8")
-            for name in ("confine", "program", "worker")
+            for name in ("confine", "tree", "program", "worker")
         }
         first = json.dumps(
             {"modules": sources, "settings": {**settings, "own_pid": OWN_PID}}

@@ -180,6 +180,4 @@ def probe(sandbox: WorkerSandbox) -> None:
         raise SandboxUnavailableError(str(error)) from error
     if result.status is not RunStatus.OK or result.stdout != b"42\n":
         said = result.stderr.decode("utf-8", "replace").strip()[-500:]
-        raise SandboxUnavailableError(
-            f"a program that prints 42 ended with {result.status}: {said}"
-        )
+        raise SandboxUnavailableError(f"printing 42 ended with {result.status}: {said}")

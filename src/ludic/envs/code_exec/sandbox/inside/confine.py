@@ -96,8 +96,9 @@ def private_folders(writable: str, disk_bytes: int, files: int) -> None:
         mount(shared, "/dev/shm", "", MS_BIND)
 
 
-def set_limits(limits: Mapping[str, float]) -> None:
-    """Resource limits of this process and of each that it starts."""
+def set_limits(limits: Mapping[str, float], others: int = 0) -> None:
+    """Resource limits of this process and of each that it starts. The limit on processes is on
+    all of the user's; `others` are those that were there before."""
     cpu = max(1, int(limits["cpu_s"] + 0.999))
     memory = int(limits["memory_bytes"])
     values: Sequence[tuple[int, int]] = (
@@ -105,7 +106,8 @@ def set_limits(limits: Mapping[str, float]) -> None:
         # Address space is not memory: the watch over the whole tree sees what is really used.
         (resource.RLIMIT_AS, 2 * memory + (256 << 20)),
         (resource.RLIMIT_FSIZE, int(limits["file_bytes"])),
-        (resource.RLIMIT_NPROC, int(limits["processes"])),
+        # A few more than allowed, so that the watch sees who goes beyond.
+        (resource.RLIMIT_NPROC, int(limits["processes"]) + 8 + others),
         (resource.RLIMIT_NOFILE, int(limits["open_files"])),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),

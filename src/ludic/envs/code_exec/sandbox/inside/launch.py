@@ -15,9 +15,12 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import confine
+if TYPE_CHECKING:
+    from ludic.envs.code_exec.sandbox.inside import confine
+else:
+    import confine
 
 
 def main() -> NoReturn:

@@ -7,9 +7,16 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import confine
+if TYPE_CHECKING:
+    from ludic.envs.code_exec.sandbox.inside import confine
+else:
+    import confine
+
+
+# A program may replace what `os` has, and must not change how its own end is told.
+_exit, _write_to = os._exit, os.write
 
 
 def become_init(
@@ -68,7 +75,7 @@ def _become_program(request: Mapping[str, Any], fds: Sequence[int]) -> NoReturn:
                 signal.signal(number, signal.SIG_DFL)
         os.environ.clear()
         os.environ.update(request["environment"])
-        confine.set_limits(request["limits"])
+        confine.set_limits(request["limits"], request["others"])
         confine.prctl(confine.PR_SET_NO_NEW_PRIVS, 1)
         confine.prctl(confine.PR_SET_DUMPABLE, 1)
         own = os.getpid().to_bytes(4, sys.byteorder)
@@ -94,7 +101,7 @@ def _run_here(argv: list[str]) -> NoReturn:
     sys.argv = argv
     sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
     main = ModuleType("__main__")
-    for name in ("confine", "program", "worker"):
+    for name in ("confine", "tree", "program", "worker"):
         sys.modules.pop(name, None)
     sys.modules["__main__"] = main
     main.__dict__.update(__file__=argv[0], __builtins__=__builtins__)
@@ -131,7 +138,7 @@ def _finish(code: int) -> NoReturn:
             stream.flush()
         except BaseException:
             code = code or 120
-    os._exit(code)
+    _exit(code)
 
 
 def _show(error: BaseException) -> None:
@@ -144,11 +151,11 @@ def _show(error: BaseException) -> None:
             frames = frames.tb_next
         _say("".join(traceback.format_exception(type(error), error, frames)))
     except BaseException:  # the program has broken what is needed for it
-        os.write(2, f"{type(error).__name__}\n".encode())
+        _write_to(2, f"{type(error).__name__}\n".encode())
 
 
 def _say(text: str) -> None:
     try:
         sys.stdout.flush()
     finally:
-        os.write(2, text.encode("utf-8", "backslashreplace"))
+        _write_to(2, text.encode("utf-8", "backslashreplace"))

@@ -21,10 +21,14 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import confine
-import program
+if TYPE_CHECKING:
+    from ludic.envs.code_exec.sandbox.inside import confine, program, tree
+else:
+    import confine
+    import program
+    import tree
 
 CHUNK = 65536
 FIRST_LOOK_S, LOOK_S = 0.01, 0.02
@@ -136,6 +140,7 @@ class Running:
         """Moves input and output, and looks after the limits, until the program is over."""
         deadline = self.started + self.limits["wall_s"]
         look = self.started + FIRST_LOOK_S
+        self._take_frames()  # some may have come with the request
         while self.status is None and self.stopped is None:
             now = time.monotonic()
             if now >= deadline:
@@ -212,12 +217,12 @@ class Running:
 
     def _look(self) -> None:
         """The memory, processes and CPU time of the whole tree."""
-        found = tree_usage(self.request["mode"])
+        found = tree.usage(self.request["mode"])
         self.peak_bytes = max(self.peak_bytes, found["memory"])
         self.cpu_s = max(self.cpu_s, found["cpu"])
         if found["memory"] > self.limits["memory_bytes"]:
             self.stopped = "memory"
-        elif found["tasks"] > self.limits["processes"]:
+        elif found["tasks"] - 1 > self.limits["processes"]:  # its init is not its own
             self.stopped = "processes"
         elif found["cpu"] > self.limits["cpu_s"]:
             self.stopped = "cpu"
@@ -227,7 +232,7 @@ class Running:
         if self.status is None:
             with suppress(BlockingIOError):
                 self.status = os.read(self.status_fd, 4096)
-        kill_tree(self.request["mode"], self.init)
+        tree.kill(self.request["mode"], self.init)
         drained = time.monotonic() + DRAIN_S
         while (self.stdout >= 0 or self.stderr >= 0) and time.monotonic() < drained:
             if self.stopped is not None and self.stopped != "killed":
@@ -262,77 +267,6 @@ class Running:
 def _closed(fd: int) -> int:
     os.close(fd)
     return -1
-
-
-def others(mode: str) -> list[int]:
-    """The processes of the program. In a sandbox they are all but the worker and the first; on
-    the plain system, the worker's descendants."""
-    own = os.getpid()
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    if mode != "plain":
-        return [pid for pid in pids if pid not in (1, own)]
-    children: dict[int, list[int]] = {}
-    for pid in pids:
-        with suppress(OSError, ValueError, LookupError):
-            children.setdefault(int(_stat(pid)[1]), []).append(pid)
-    found: list[int] = []
-    fresh = [own]
-    while fresh:
-        fresh = [child for pid in fresh for child in children.get(pid, [])]
-        found += fresh
-    return found
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the third on: the state, the parent, …"""
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].decode().split()
-
-
-def tree_usage(mode: str) -> dict[str, Any]:
-    """What the program's processes use together. Pages that several share count for each."""
-    memory, cpu, tasks = 0, 0.0, 0
-    for pid in others(mode):
-        with suppress(OSError, ValueError, LookupError):
-            fields = _stat(pid)
-            if fields[0] in "ZX":
-                continue
-            cpu += sum(map(int, fields[11:15])) / TICKS
-            tasks += int(fields[17])
-            with open(f"/proc/{pid}/status", "rb") as file:
-                rows = dict(line.split(b":", 1) for line in file if b":" in line)
-            used = sum(int(rows[key].split()[0]) for key in (b"RssAnon", b"RssShmem"))
-            memory += max(0, used * 1024 - OWN_BYTES)
-    return {"memory": memory, "cpu": cpu, "tasks": tasks}
-
-
-def own_bytes() -> int:
-    """This worker's own memory, which every fork of it seems to have too."""
-    with open("/proc/self/status", "rb") as file:
-        rows = dict(line.split(b":", 1) for line in file if b":" in line)
-    return 1024 * int(rows[b"RssAnon"].split()[0])
-
-
-def kill_tree(mode: str, init: int) -> None:
-    """Ends the program's processes, and returns when none is left."""
-    if mode == "nested" and init:
-        with suppress(ProcessLookupError):
-            os.kill(init, signal.SIGKILL)  # the kernel ends its whole namespace with it
-    deadline = time.monotonic() + 10.0
-    while True:
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        left = others(mode)
-        if not left:
-            return
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"processes {left[:8]} cannot be ended")
-        if mode != "nested":
-            for pid in left:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-        time.sleep(0.0005)
 
 
 def empty(folder: str) -> None:
@@ -371,6 +305,7 @@ def main(settings: Mapping[str, Any]) -> NoReturn:
             end = 4 + int.from_bytes(content[:4], "big")
             request = json.loads(content[4:end])
             request.update(settings)
+            request["others"] = tree.tasks_of_user() if mode == "plain" else 0
             blobs: dict[str, bytes] = {}
             for name, size in request["blobs"]:
                 blobs[name] = content[end : end + size]
@@ -388,11 +323,7 @@ def main(settings: Mapping[str, Any]) -> NoReturn:
     finally:
         if mode == "plain":
             with suppress(Exception):
-                kill_tree(mode, 0)
+                tree.kill(mode, 0)
                 empty(folder)
                 os.rmdir(folder)
         os._exit(0)
-
-
-TICKS = os.sysconf("SC_CLK_TCK")
-OWN_BYTES = own_bytes()
