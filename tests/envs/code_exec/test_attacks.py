@@ -18,7 +18,8 @@ from ludic.envs.code_exec.sandbox import (
     RunStatus,
     SandboxPool,
 )
-from tests.envs.code_exec.attacks import ATTACKS, PRELUDE, Attack
+from tests.envs.code_exec import attacks_on_resources, attacks_on_the_host
+from tests.envs.code_exec.attack import Attack
 
 pytestmark = [
     pytest.mark.integration,
@@ -29,6 +30,7 @@ pytestmark = [
 LIMITS = Limits(
     wall_s=4, cpu_s=3, memory_mb=256, processes=24, file_mb=8, disk_mb=16, files=512, output_kb=256
 )
+ATTACKS = [*attacks_on_resources.ATTACKS, *attacks_on_the_host.ATTACKS]
 SECRET = "the-expected" + "-outputs"
 
 
@@ -70,7 +72,7 @@ def command_lines() -> list[bytes]:
 
 
 def run(pool: SandboxPool, attack: Attack, host: Host, token: str) -> RunResult:
-    program = attack.program.format(
+    program = attack.source(
         secret=host.folder / "expected.txt",
         outside=host.folder / "outside",
         host_pid=os.getpid(),
@@ -78,7 +80,7 @@ def run(pool: SandboxPool, attack: Attack, host: Host, token: str) -> RunResult:
         abstract=host.abstract.replace("\0", "\\0"),
         token=token,
     )
-    return pool.run({"main.py": (PRELUDE + program).encode()}, ["python", "main.py"], b"", LIMITS)
+    return pool.run({"main.py": program}, ["python", "main.py"], b"", LIMITS)
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
