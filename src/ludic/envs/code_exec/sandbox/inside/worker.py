@@ -31,7 +31,7 @@ else:
     import tree
 
 CHUNK = 65536
-FIRST_LOOK_S, LOOK_S = 0.01, 0.02
+FIRST_LOOK_S, LOOK_S, IDLE_LOOK_S = 0.01, 0.02, 0.2
 DRAIN_S = 2.0
 
 
@@ -92,6 +92,7 @@ class Running:
         self.status: bytes | None = None
         self.peak_bytes = 0
         self.cpu_s = 0.0
+        self.look_s = LOOK_S
         self.started = time.monotonic()
         stdin_r, self.stdin = os.pipe()
         self.stdout, stdout_w = os.pipe()
@@ -146,8 +147,7 @@ class Running:
             if now >= deadline:
                 self.stopped = "wall"
             elif now >= look:
-                look = now + LOOK_S
-                self._look()
+                look = now + self._look()
             self._poll(max(0.0, min(deadline, look) - now))
         self._end()
 
@@ -215,9 +215,12 @@ class Running:
             self.stopped = self.stopped or "output"
         return fd
 
-    def _look(self) -> None:
-        """The memory, processes and CPU time of the whole tree."""
+    def _look(self) -> float:
+        """The memory, processes and CPU time of the whole tree; when to look again. A session
+        that waits for input is looked at less often."""
         found = tree.usage(self.request["mode"])
+        idle = self.interactive and found["cpu"] == self.cpu_s and not self.input
+        self.look_s = min(self.look_s * 1.5, IDLE_LOOK_S) if idle else LOOK_S
         self.peak_bytes = max(self.peak_bytes, found["memory"])
         self.cpu_s = max(self.cpu_s, found["cpu"])
         if found["memory"] > self.limits["memory_bytes"]:
@@ -226,6 +229,7 @@ class Running:
             self.stopped = "processes"
         elif found["cpu"] > self.limits["cpu_s"]:
             self.stopped = "cpu"
+        return self.look_s
 
     def _end(self) -> None:
         """Ends every process of the program, and takes what it still wrote."""
