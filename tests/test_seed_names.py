@@ -324,7 +324,6 @@ STILL_TO_COME: dict[str, str] = {
     "examples/pipeline_rl/run_trainer.py": "the examples",
     "ludic.pipeline:PipelineBatchSource": "actors and trainer joined by Redis",
     "src/ludic/cli/push.py": "the command line",
-    "src/ludic/envs/code_exec/": "code execution environments",
 }
 
 

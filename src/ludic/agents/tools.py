@@ -122,8 +122,9 @@ def tools_by_name(tools: Sequence[ToolFunction | Tool]) -> dict[str, Tool]:
     a new one."""
     named: dict[str, Tool] = {}
     for entry in tools:
-        stateful = isinstance(entry, type) and callable(getattr(entry, "close", None))
-        tool = Tool.of(entry() if stateful else entry)
+        if isinstance(entry, type) and callable(getattr(entry, "close", None)):
+            entry = entry()
+        tool = Tool.of(entry)
         if tool.name in named:
             raise ToolError(f"two tools are named {tool.name!r}: rename one with Tool.of(name=...)")
         named[tool.name] = tool

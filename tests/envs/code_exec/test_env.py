@@ -249,7 +249,7 @@ async def test_a_sandbox_that_is_missing_stops_the_run_with_its_name(
 
     monkeypatch.setattr(detect, "check_bubblewrap", missing)
     monkeypatch.setattr("ludic.envs.code_exec.sandbox.pool._shared", {})
-    with pytest.raises(SandboxUnavailableError, match="no bwrap here.*asked for by name"):
+    with pytest.raises(SandboxUnavailableError, match=r"no bwrap here.*asked for by name"):
         await rollouts([RIGHT])
 
 

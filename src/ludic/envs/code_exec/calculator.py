@@ -20,8 +20,16 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+
+
+def _round(value: float, digits: int = 0) -> int | float:
+    if not isinstance(digits, int) or abs(digits) > 300:
+        raise ValueError("round takes up to 300 digits")
+    return round(value, digits) if digits else round(value)
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": abs, "round": round, "min": min, "max": max, "sqrt": math.sqrt, "exp": math.exp,
+    "abs": abs, "round": _round, "min": min, "max": max, "sqrt": math.sqrt, "exp": math.exp,
     "log": math.log, "log2": math.log2, "log10": math.log10, "sin": math.sin, "cos": math.cos,
     "tan": math.tan, "asin": math.asin, "acos": math.acos, "atan": math.atan, "floor": math.floor,
     "ceil": math.ceil, "gcd": math.gcd,

@@ -110,7 +110,7 @@ def make_verifier(spec: str | Mapping[str, Any] | Verifier) -> Verifier:
     `{"kind": "float", "rel": 1e-4}`, `{"kind": "checker", "program": "…"}`."""
     if not isinstance(spec, str | Mapping):
         return spec
-    options = {"kind": spec} if isinstance(spec, str) else dict(spec)
+    options: dict[str, Any] = {"kind": spec} if isinstance(spec, str) else dict(spec)
     name = options.pop("kind", None)
     kinds: dict[str, type[Any]] = {
         "exact": ExactVerifier,

@@ -21,6 +21,8 @@ from ludic.envs.code_exec.sandbox import (
 )
 
 _FOLDER = Path(__file__).parent
+_SERVE = f"from {__package__}.serve_solution import main\nmain()\n".encode()
+_TESTS = f"from {__package__}.run_tests import main\nmain()\n".encode()
 _SLACK_S = 10.0
 _TRAFFIC_KB = 16 * 1024
 
@@ -64,11 +66,16 @@ def run_function_tests(
 def _run(
     boxes: Sequence[Sandbox], solution: bytes, job: dict[str, Any], limits: Limits
 ) -> FunctionResults:
-    shared = {name: _source(name) for name in ("tagged.py", "serve_solution.py")}
+    shared = _package()
     known = {name: job[name] for name in ("entry_point", "setup")}  # never the tests
     solver = boxes[0].open(
-        {**shared, "solution.py": solution, "job.json": json.dumps(known).encode()},
-        ["python", "serve_solution.py"],
+        {
+            **shared,
+            "main.py": _SERVE,
+            "solution.py": solution,
+            "job.json": json.dumps(known).encode(),
+        },
+        ["python", "main.py"],
         replace(limits, output_kb=max(limits.output_kb, _TRAFFIC_KB)),
     )
     deadline = time.monotonic() + limits.wall_s + _SLACK_S
@@ -79,12 +86,8 @@ def _run(
             result = result or solver.kill()
             return _not_loaded(told, result)
         tester = boxes[1].open(
-            {
-                **shared,
-                "run_tests.py": _source("run_tests.py"),
-                "job.json": json.dumps(job).encode(),
-            },
-            ["python", "run_tests.py"],
+            {**shared, "main.py": _TESTS, "job.json": json.dumps(job).encode()},
+            ["python", "main.py"],
             Limits(wall_s=limits.wall_s + _SLACK_S, cpu_s=limits.wall_s, output_kb=_TRAFFIC_KB),
         )
         return _relay(solver, tester, len(job["tests"]), deadline)
@@ -154,5 +157,10 @@ def _end(program: Program) -> None:
 
 
 @cache
-def _source(name: str) -> bytes:
-    return (_FOLDER / name).read_bytes()
+def _package() -> dict[str, bytes]:
+    """This package's files for the sandboxes, in packages that hold nothing else."""
+    folders = __package__.split(".")
+    files = {"/".join([*folders[:n], "__init__.py"]): b"" for n in range(1, len(folders) + 1)}
+    for name in ("tagged.py", "serve_solution.py", "run_tests.py"):
+        files["/".join([*folders, name])] = (_FOLDER / name).read_bytes()
+    return files

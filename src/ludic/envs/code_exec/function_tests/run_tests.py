@@ -6,14 +6,10 @@ import builtins
 import json
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
-if TYPE_CHECKING:
-    from ludic.envs.code_exec.function_tests import tagged
-    from ludic.envs.code_exec.function_tests.serve_solution import last_line, load_setup
-else:
-    import tagged
-    from serve_solution import last_line, load_setup
+from ludic.envs.code_exec.function_tests import tagged
+from ludic.envs.code_exec.function_tests.serve_solution import last_line, load_setup
 
 
 class SolutionError(Exception):
@@ -84,7 +80,3 @@ def change(mine: Any, theirs: Any) -> None:
     elif isinstance(mine, dict | set) and type(mine) is type(theirs):
         mine.clear()
         mine.update(theirs)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ludic.envs.code_exec.function_tests import tagged
-else:
-    import tagged
+from ludic.envs.code_exec.function_tests import tagged
 
 
 def main() -> None:
@@ -80,8 +76,3 @@ def answer(call: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
 
 def last_line(error: BaseException) -> str:
     return traceback.format_exception_only(type(error), error)[-1].strip()[:1000]
-
-
-if __name__ == "__main__":
-    main()
-    sys.stdout.flush()

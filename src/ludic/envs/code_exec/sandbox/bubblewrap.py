@@ -27,6 +27,7 @@ from ludic.envs.code_exec.sandbox.base import (
     SandboxUnavailableError,
 )
 from ludic.envs.code_exec.sandbox.cgroups import Cgroup
+from ludic.envs.code_exec.sandbox.inside import LOADER, sources
 from ludic.envs.code_exec.sandbox.seccomp import build_filter
 from ludic.envs.code_exec.sandbox.unprivileged import interpreter, readable_by_all, spare_user
 from ludic.envs.code_exec.sandbox.worker_process import BOOTSTRAP, WorkerProcess
@@ -139,21 +140,14 @@ def launched(
     command: list[str], uid: int | None, binds: list[tuple[str, str]], cgroup: Cgroup | None
 ) -> list[str]:
     """The command behind a launcher that gives up root first, and looks after the cgroup."""
-    folder = Path(__file__).parent / "inside"
-    sources = {n: (folder / f"{n}.py").read_text(encoding="utf-8") for n in ("confine", "launch")}
+    modules = sources("confine", "launch")
     settings = {
         "command": command,
         "uid": uid,
         "binds": binds,
         "cgroup": None if cgroup is None else str(cgroup.path),
     }
-    start = (
-        "import sys, types\n"
-        f"for name, source in {sources!r}.items():\n"
-        "    sys.modules[name] = module = types.ModuleType(name)\n"
-        "    exec(source, module.__dict__)\n"
-        "sys.modules['launch'].main()\n"
-    )
+    start = f"{LOADER}\nload({modules!r})\nsys.modules[{list(modules)[-1]!r}].main()\n"
     return [interpreter().executable, "-I", "-S", "-c", start, json.dumps(settings)]
 
 

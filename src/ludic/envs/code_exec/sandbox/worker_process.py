@@ -10,9 +10,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from ludic.envs.code_exec.sandbox.base import (
@@ -22,17 +22,17 @@ from ludic.envs.code_exec.sandbox.base import (
     RunStatus,
     SandboxError,
 )
-from ludic.envs.code_exec.sandbox.inside import OWN_PID
+from ludic.envs.code_exec.sandbox.inside import LOADER, OWN_PID, sources
 from ludic.errors import ConfigError
 
 START_S = 20.0
 SLACK_S = 15.0
 """How much longer than a program's wall time its worker may take before it counts as broken."""
 _REAP_S = 10.0
-_FOLDER = Path(__file__).parent / "inside"
 
-BOOTSTRAP = """\
-import json, os, site, sys, types
+BOOTSTRAP = f"""\
+{LOADER}
+import json, os, site
 def _read(count):
     data = b""
     while len(data) < count:
@@ -43,10 +43,8 @@ def _read(count):
     return data
 _first = json.loads(_read(int.from_bytes(_read(4), "big")))
 sys.path[:] = [entry for entry in sys.path if entry]
-for _name, _source in _first["modules"].items():
-    sys.modules[_name] = _module = types.ModuleType(_name)
-    exec(compile(_source, f"<ludic {_name}>", "exec", dont_inherit=True), _module.__dict__)
-sys.modules["worker"].main(_first["settings"])
+load(_first["modules"])
+sys.modules[_first["main"]].main(_first["settings"])
 """
 
 _STOPPED = {
@@ -77,7 +75,9 @@ class _Starter:
             if self._thread is None or self._pid != os.getpid():
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="ludic-sandbox")
                 self._pid = os.getpid()
-            starting = self._thread.submit(subprocess.Popen, command, **options)
+            starting: Future[subprocess.Popen[bytes]] = self._thread.submit(
+                lambda: subprocess.Popen(command, **options)
+            )
         return starting.result(timeout=START_S)
 
 
@@ -130,12 +130,13 @@ class WorkerProcess:
         return self._child.pid
 
     def _hello(self, settings: Mapping[str, Any]) -> None:
-        sources = {
-            name: (_FOLDER / f"{name}.py").read_text(encoding="utf-8")
-            for name in ("confine", "tree", "program", "worker")
-        }
+        modules = sources("confine", "tree", "program", "worker")
         first = json.dumps(
-            {"modules": sources, "settings": {**settings, "own_pid": OWN_PID}}
+            {
+                "modules": modules,
+                "main": list(modules)[-1],
+                "settings": {**settings, "own_pid": OWN_PID},
+            }
         ).encode()
         deadline = time.monotonic() + START_S
         self._send(len(first).to_bytes(4, "big") + first, deadline)
@@ -181,7 +182,7 @@ class WorkerProcess:
             return None
         kind, content = got
         if kind == b"O":
-            return content
+            return bytes(content)
         self.busy = False
         if kind == b"X":
             raise SandboxError(f"the sandbox failed: {content.decode('utf-8', 'replace')}")

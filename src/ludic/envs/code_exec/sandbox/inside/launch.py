@@ -15,12 +15,9 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-if TYPE_CHECKING:
-    from ludic.envs.code_exec.sandbox.inside import confine
-else:
-    import confine
+from ludic.envs.code_exec.sandbox.inside import confine
 
 
 def main() -> NoReturn:

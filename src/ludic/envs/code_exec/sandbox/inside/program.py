@@ -7,13 +7,9 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-if TYPE_CHECKING:
-    from ludic.envs.code_exec.sandbox.inside import confine
-else:
-    import confine
-
+from ludic.envs.code_exec.sandbox.inside import confine
 
 # A program may replace what `os` has, and must not change how its own end is told.
 _exit, _write_to = os._exit, os.write
@@ -101,8 +97,8 @@ def _run_here(argv: list[str]) -> NoReturn:
     sys.argv = argv
     sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
     main = ModuleType("__main__")
-    for name in ("confine", "tree", "program", "worker"):
-        sys.modules.pop(name, None)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ludic"]:
+        del sys.modules[name]
     sys.modules["__main__"] = main
     main.__dict__.update(__file__=argv[0], __builtins__=__builtins__)
     code = 1

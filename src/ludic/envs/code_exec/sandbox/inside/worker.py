@@ -21,14 +21,9 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-if TYPE_CHECKING:
-    from ludic.envs.code_exec.sandbox.inside import confine, program, tree
-else:
-    import confine
-    import program
-    import tree
+from ludic.envs.code_exec.sandbox.inside import confine, program, tree
 
 CHUNK = 65536
 FIRST_LOOK_S, LOOK_S, IDLE_LOOK_S = 0.01, 0.02, 0.2
@@ -265,7 +260,7 @@ class Running:
         }
         text = json.dumps(head).encode()
         size = len(text).to_bytes(4, "big")
-        self.channel.send(b"D", size, text, self.outputs[1], self.outputs[2])
+        self.channel.send(b"D", size, text, bytes(self.outputs[1]), bytes(self.outputs[2]))
 
 
 def _closed(fd: int) -> int:
