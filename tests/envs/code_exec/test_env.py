@@ -53,7 +53,7 @@ def test_all_or_nothing_and_partial_credit() -> None:
     outcome = answered(env_of(reward="partial"), ONE_RIGHT)
     assert outcome.reward == pytest.approx(1 / 3)
     assert outcome.terminated
-    assert outcome.info["outcome"] == "failed"
+    assert outcome.info["result"] == "failed"
     assert (outcome.info["tests_passed"], outcome.info["tests"]) == (1, 3)
 
 
@@ -79,7 +79,7 @@ def test_an_answer_that_is_no_program_ends_the_episode_with_the_penalty(
     answer: str, outcome: str
 ) -> None:
     result = answered(env_of(compile_penalty=0.5), answer)
-    assert result.info["outcome"] == outcome
+    assert result.info["result"] == outcome
     assert result.terminated
     assert result.reward == -0.5
     assert result.reward_components == {"tests": 0.0, "compile": -0.5}
@@ -88,10 +88,10 @@ def test_an_answer_that_is_no_program_ends_the_episode_with_the_penalty(
 @pytest.mark.sandbox
 def test_a_program_that_crashes_is_no_compile_error() -> None:
     outcome = answered(env_of(compile_penalty=0.5), "print(1 / 0)")
-    assert outcome.info["outcome"] == "crashed"
+    assert outcome.info["result"] == "crashed"
     assert outcome.reward == 0.0
     outcome = answered(env_of(limits={"wall_s": 0.5}), "while True: pass")
-    assert outcome.info["outcome"] == "crashed"
+    assert outcome.info["result"] == "crashed"
     assert outcome.info["status"] == "wall_time"
 
 
@@ -238,7 +238,7 @@ async def rollouts(answers: list[str]) -> Any:
 async def test_an_episode_runs_to_its_end() -> None:
     (rollout,) = await rollouts([RIGHT])
     assert rollout.error is None
-    assert rollout.steps[-1].info["outcome"] == "passed"
+    assert rollout.steps[-1].info["result"] == "passed"
 
 
 async def test_a_sandbox_that_is_missing_stops_the_run_with_its_name(

@@ -158,7 +158,7 @@ class CodeExecEnv(SingleAgentEnv):
         verdict = self._judge(self._task, action)
         self._attempts += 1
         info = {
-            "outcome": str(verdict.outcome),
+            "result": str(verdict.outcome),
             "tests_passed": verdict.passed,
             "tests": verdict.total,
             "attempts": self._attempts,
