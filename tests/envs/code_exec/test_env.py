@@ -22,6 +22,7 @@ from ludic.envs.code_exec.cache import fingerprint
 from ludic.envs.code_exec.sandbox import detect
 from ludic.envs.code_exec.tasks import humaneval_task, mbpp_task, stdio_task
 from ludic.errors import ConfigError, EnvError, UnknownNameError
+from ludic.lazy import stored_names
 from ludic.registry import list_envs, make_env
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest
 from ludic.types import StepOutcome
@@ -211,6 +212,15 @@ def test_bad_settings_are_refused_when_it_is_made() -> None:
     ):
         with pytest.raises((ConfigError, UnknownNameError), match=wrong):
             env_of(**options)
+
+
+def test_stored_data_gets_no_weaker_sandbox_and_no_function() -> None:
+    with stored_names():
+        env_of()
+        with pytest.raises(ConfigError, match="stored data asks for the sandbox 'plain'"):
+            env_of(sandbox="plain")
+        with pytest.raises(ConfigError, match="stored data"):
+            env_of(adapter="json:loads")
 
 
 def test_it_is_registered_by_name() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -162,12 +163,17 @@ def below(pid: int) -> set[int]:
 @pytest.mark.parametrize("name", ["bubblewrap", "plain"])
 @pytest.mark.sandbox
 def test_nothing_is_left_when_the_process_is_killed(name: str) -> None:
-    folders = set(Path("/tmp").glob("ludic-plain-*"))
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o711)
     mounts = len(Path("/proc/mounts").read_text().splitlines())
     host = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(HOST.format(name=name))],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "TMPDIR": str(folder),
+        },  # fmt: skip
     )
     try:
         assert host.stdout is not None
@@ -178,7 +184,8 @@ def test_nothing_is_left_when_the_process_is_killed(name: str) -> None:
         host.kill()
         host.wait(timeout=10)
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started))
-    eventually(lambda: set(Path("/tmp").glob("ludic-plain-*")) <= folders)
+    eventually(lambda: not list(folder.iterdir()))
+    folder.rmdir()
     assert len(Path("/proc/mounts").read_text().splitlines()) == mounts
 
 

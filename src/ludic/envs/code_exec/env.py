@@ -14,6 +14,7 @@ from ludic.envs.code_exec.verifiers import Verifier, make_verifier
 from ludic.envs.datasets.rows import DatasetRows, Row, load_rows
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, EnvError
+from ludic.lazy import names_are_stored
 from ludic.seeding import derive_seed
 from ludic.types import Action, Info, Obs, StepOutcome
 
@@ -87,6 +88,11 @@ class CodeExecEnv(SingleAgentEnv):
             raise ConfigError(
                 f"CodeExecEnv(max_attempts={max_attempts}, compile_penalty={compile_penalty}, "
                 f"limit={limit}): at least one attempt and one row, and a penalty of 0 or more"
+            )
+        if sandbox != DEFAULT_SANDBOX and names_are_stored():
+            raise ConfigError(
+                f"stored data asks for the sandbox {sandbox!r}: its programs run only in "
+                f"{DEFAULT_SANDBOX!r}"
             )
         if "{task}" not in template:
             raise ConfigError(f"the template {template!r} has no place for {{task}}")
