@@ -19,7 +19,7 @@ from ludic.envs.code_exec.sandbox import (
     SandboxPool,
 )
 from tests.envs.code_exec import attacks_on_resources, attacks_on_the_host
-from tests.envs.code_exec.attack import STOPPED, Attack
+from tests.envs.code_exec.attack import Attack
 
 pytestmark = [
     pytest.mark.integration,
@@ -87,8 +87,8 @@ def run(pool: SandboxPool, attack: Attack, host: Host, token: str) -> RunResult:
         abstract=host.abstract.replace("\0", "\\0"),
         token=token,
     )
-    endless = attack.reported <= STOPPED or "error" in attack.name
-    limits = replace(LIMITS, wall_s=1.5, cpu_s=1.2) if endless else LIMITS
+    endless = RunStatus.WALL_TIME in attack.reported
+    limits = replace(LIMITS, wall_s=2, cpu_s=1.5) if endless else LIMITS
     return pool.run({"main.py": program}, ["python", "main.py"], b"", limits)
 
 

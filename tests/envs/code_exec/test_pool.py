@@ -164,7 +164,7 @@ def below(pid: int) -> set[int]:
 @pytest.mark.sandbox
 def test_nothing_is_left_when_the_process_is_killed(name: str) -> None:
     folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o711)
+    folder.chmod(0o1777)
     mounts = len(Path("/proc/mounts").read_text().splitlines())
     host = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(HOST.format(name=name))],
@@ -173,7 +173,7 @@ def test_nothing_is_left_when_the_process_is_killed(name: str) -> None:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "TMPDIR": str(folder),
-        },  # fmt: skip
+        },
     )
     try:
         assert host.stdout is not None

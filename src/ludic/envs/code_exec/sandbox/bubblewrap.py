@@ -30,7 +30,11 @@ from ludic.envs.code_exec.sandbox.cgroups import Cgroup
 from ludic.envs.code_exec.sandbox.inside import LOADER, sources
 from ludic.envs.code_exec.sandbox.seccomp import build_filter
 from ludic.envs.code_exec.sandbox.unprivileged import interpreter, readable_by_all, spare_user
-from ludic.envs.code_exec.sandbox.worker_process import BOOTSTRAP, WorkerProcess
+from ludic.envs.code_exec.sandbox.worker_process import (
+    BOOTSTRAP,
+    WORKER_ENVIRONMENT,
+    WorkerProcess,
+)
 from ludic.envs.code_exec.sandbox.worker_sandbox import WorkerSandbox, probe
 
 FOLDER = "/tmp"
@@ -111,9 +115,10 @@ class BubblewrapSandbox(WorkerSandbox):
             binds.append((python.prefix, prefix))
         command = [
             found, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session",
-            "--hostname", "sandbox", "--clearenv", "--setenv", "PYTHONHASHSEED", "0",
-            "--setenv", "PATH", ENVIRONMENT["PATH"], "--setenv", "LANG", ENVIRONMENT["LANG"],
+            "--hostname", "sandbox", "--clearenv",
         ]  # fmt: skip
+        for name, value in WORKER_ENVIRONMENT.items():
+            command += ["--setenv", name, value]
         for path in _SYSTEM:
             if os.path.islink(path):
                 command += ["--symlink", os.readlink(path), path]

@@ -25,7 +25,13 @@ from ludic.envs.code_exec.sandbox.base import (
 from ludic.envs.code_exec.sandbox.inside import LOADER, OWN_PID, sources
 from ludic.errors import ConfigError
 
-START_S = 20.0
+START_S = 60.0
+WORKER_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",  # the order of a set does not change from worker to worker
+    "MALLOC_ARENA_MAX": "2",  # else each thread reserves address space, which is limited
+}
 SLACK_S = 15.0
 """How much longer than a program's wall time its worker may take before it counts as broken."""
 _REAP_S = 10.0
@@ -110,7 +116,7 @@ class WorkerProcess:
             bufsize=0,
             pass_fds=tuple(pass_fds),
             start_new_session=True,
-            env={"PATH": "/usr/bin:/bin", "PYTHONHASHSEED": "0"},
+            env=WORKER_ENVIRONMENT,
             cwd="/",
         )
         assert self._child.stdin is not None
