@@ -115,7 +115,7 @@ class BubblewrapSandbox(WorkerSandbox):
             binds.append((python.prefix, prefix))
         command = [
             found, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session",
-            "--hostname", "sandbox", "--clearenv",
+            "--hostname", "sandbox", "--uid", "1000", "--gid", "1000", "--clearenv",
         ]  # fmt: skip
         for name, value in WORKER_ENVIRONMENT.items():
             command += ["--setenv", name, value]

@@ -23,15 +23,19 @@ class Interpreter:
 
 
 def spare_user() -> int | None:
-    """A user id that owns nothing, one per worker; None where this process is not root."""
+    """A user id that owns nothing, one per worker. None where this process is not root, or only
+    in a user namespace without other users: it is then an ordinary user outside."""
     if os.geteuid() != 0:
         return None
     wanted = _OWN_RANGE + os.getpid() % 4_194_304 * _PER_PROCESS + next(_counter) % _PER_PROCESS
-    for line in Path("/proc/self/uid_map").read_text().splitlines():
-        first, _, length = map(int, line.split())
-        if first <= wanted < first + length:
-            return wanted
-    return _NOBODY
+    ranges = [
+        tuple(map(int, line.split()))
+        for line in Path("/proc/self/uid_map").read_text().splitlines()
+    ]
+    for uid in (wanted, _NOBODY):
+        if any(first <= uid < first + length for first, _, length in ranges):
+            return uid
+    return None
 
 
 def interpreter() -> Interpreter:
