@@ -37,11 +37,14 @@ def two_numbers(rng: Random) -> tuple[str, Callable[[str], str], list[str]]:
 
 def numbers(rng: Random) -> tuple[str, Callable[[str], str], list[str]]:
     """One figure of a line of numbers."""
-    what, figure = rng.choice(
-        [("largest number", max), ("sum", sum), ("greatest common divisor", _gcd),
-         ("number of even numbers", lambda xs: sum(x % 2 == 0 for x in xs)),
-         ("difference of the largest and the smallest number", lambda xs: max(xs) - min(xs))]
-    )  # fmt: skip
+    figures: dict[str, Callable[[list[int]], int]] = {
+        "largest number": max,
+        "sum": sum,
+        "greatest common divisor": lambda xs: math.gcd(*xs),
+        "number of even numbers": lambda xs: sum(x % 2 == 0 for x in xs),
+        "difference of the largest and the smallest number": lambda xs: max(xs) - min(xs),
+    }
+    what, figure = rng.choice(list(figures.items()))
 
     def solve(text: str) -> str:
         return str(figure(list(map(int, text.split()))))
@@ -52,13 +55,15 @@ def numbers(rng: Random) -> tuple[str, Callable[[str], str], list[str]]:
 
 def words(rng: Random) -> tuple[str, Callable[[str], str], list[str]]:
     """One line of words, changed."""
-    what, change = rng.choice(
-        [("each word reversed, in the same order", lambda ws: [w[::-1] for w in ws]),
-         ("the words sorted", sorted),
-         ("the words without repetitions, in the order of their first appearance",
-          lambda ws: list(dict.fromkeys(ws))),
-         ("the words in the opposite order", lambda ws: ws[::-1])]
-    )  # fmt: skip
+    changes: dict[str, Callable[[list[str]], list[str]]] = {
+        "each word reversed, in the same order": lambda ws: [w[::-1] for w in ws],
+        "the words sorted": sorted,
+        "the words without repetitions, in the order of their first appearance": (
+            lambda ws: list(dict.fromkeys(ws))
+        ),
+        "the words in the opposite order": lambda ws: ws[::-1],
+    }
+    what, change = rng.choice(list(changes.items()))
     pool = ["oak", "ash", "elm", "fir", "yew", "lime", "pine", "beech"]
 
     def solve(text: str) -> str:
@@ -66,10 +71,6 @@ def words(rng: Random) -> tuple[str, Callable[[str], str], list[str]]:
 
     cases = [" ".join(rng.choices(pool, k=rng.randint(2, 7))) for _ in range(6)]
     return f"The input is one line of words. Print {what}, separated by spaces.", solve, cases
-
-
-def _gcd(values: list[int]) -> int:
-    return math.gcd(*values)
 
 
 KINDS = {"two_numbers": two_numbers, "numbers": numbers, "words": words}
