@@ -146,12 +146,21 @@ def test_a_missing_binary_is_named_and_nothing_weaker_is_used(
         with pytest.raises(SandboxUnavailableError):
             SandboxPool()
         found, remedy = describe_sandbox()
-        assert found.startswith("none")
+        assert found == "missing"
         assert remedy is not None
         assert "bubblewrap" in remedy
     finally:
         monkeypatch.undo()
         check_bubblewrap.cache_clear()
+
+
+@pytest.mark.sandbox
+def test_the_doctor_shows_the_sandbox() -> None:
+    from ludic.runs.machine import check_machine
+
+    (fact,) = [fact for fact in check_machine() if fact.name == "sandbox"]
+    assert fact.found.startswith("bubblewrap")
+    assert fact.remedy is None
 
 
 def test_no_permission_for_namespaces_is_said(

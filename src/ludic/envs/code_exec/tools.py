@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import threading
 from contextlib import ExitStack, suppress
@@ -32,11 +33,9 @@ def session_pool(sandbox: str) -> SandboxPool:
 
 
 class PythonTool:
-    """Runs Python code and returns what it prints, and the value of its last expression. Variables,
-    imports and files are kept until the end of the episode.
-
-    Args:
-        code: The code to run.
+    """A Python session, for one agent at a time. It begins with the first call, in a sandbox; a
+    call that takes longer than `call_s`, or goes beyond the `limits` of the session, ends it, and
+    the next one begins anew. What a model is told of it is the docstring of `__call__`.
     """
 
     __name__ = "python"
@@ -48,6 +47,7 @@ class PythonTool:
         call_s: float = 10.0,
         limits: Limits | None = None,
     ) -> None:
+        self.__doc__ = inspect.getdoc(type(self).__call__)
         self.call_s = call_s
         self._sandbox = sandbox
         self._limits = limits or Limits(wall_s=3600, cpu_s=600, output_kb=64 * 1024)
@@ -56,6 +56,12 @@ class PythonTool:
         self._program: Program | None = None
 
     def __call__(self, code: str) -> str:
+        """Runs Python code and returns what it prints, and the value of its last expression.
+        Variables, imports and files are kept until the end of the episode.
+
+        Args:
+            code: The code to run.
+        """
         with self._lock:
             try:
                 return self._run(code)

@@ -39,7 +39,7 @@ def describe_sandbox() -> tuple[str, str | None]:
     try:
         nested = check_bubblewrap()
     except SandboxUnavailableError as error:
-        return "none (a plain subprocess only if asked for by name)", str(error)
+        return "missing", f"{error}; a plain subprocess is used only if asked for by name"
     how = "warm workers" if nested else "one start per program: no namespaces within namespaces"
     counted = "cgroups" if writable_parent() is not None else "a watch over the process tree"
     return f"bubblewrap {bubblewrap_version()}, {how}, memory by {counted}", None
