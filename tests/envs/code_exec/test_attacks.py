@@ -23,7 +23,6 @@ from tests.envs.code_exec.attack import Attack
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.sandbox,
     pytest.mark.filterwarnings("ignore:the sandbox 'plain':RuntimeWarning"),
 ]
 
@@ -134,6 +133,7 @@ IN_ONE_BUBBLEWRAP_EACH = (
 )  # fmt: skip
 
 
+@pytest.mark.sandbox
 @pytest.mark.parametrize("name", IN_ONE_BUBBLEWRAP_EACH)
 def test_attacks_fail_also_where_namespaces_cannot_be_nested(host: Host, name: str) -> None:
     attack = next(attack for attack in ATTACKS if attack.name == name)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
-from ludic.envs.code_exec.sandbox.base import Limits
+from ludic.envs.code_exec.sandbox import BubblewrapSandbox
+from ludic.envs.code_exec.sandbox.base import Limits, RunStatus
 from ludic.envs.code_exec.sandbox.cgroups import Cgroup, candidates, fits, mount_point
 
 MOUNTS = """\
@@ -53,8 +56,6 @@ def test_no_group_is_made_where_it_cannot_be(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_a_real_group_is_entered_and_removed_with_its_processes() -> None:
-    import subprocess
-
     root = mount_point(Path("/proc/self/mountinfo").read_text())
     group = Cgroup.create(root) if root is not None else None
     if group is None:
@@ -71,3 +72,37 @@ def test_a_real_group_is_entered_and_removed_with_its_processes() -> None:
         child.kill()
         child.wait(timeout=10)
         group.remove()
+
+
+@pytest.mark.integration
+@pytest.mark.sandbox
+def test_a_sandbox_runs_in_its_group_and_takes_it_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = mount_point(Path("/proc/self/mountinfo").read_text())
+    probe = Cgroup.create(root) if root is not None else None
+    if probe is None:
+        pytest.skip("no cgroup of version 2 can be made on this machine")
+    probe.remove()
+    made: list[Cgroup] = []
+
+    def create() -> Cgroup | None:
+        found = real(root)
+        assert found is not None
+        made.append(found)
+        return found
+
+    real = Cgroup.create
+    kills = [0]
+    monkeypatch.setattr(Cgroup, "create", staticmethod(create))
+    # The controllers may belong to version 1 here: only the group itself is real.
+    monkeypatch.setattr(Cgroup, "limit", lambda self, limits: None)
+    monkeypatch.setattr(Cgroup, "kills", lambda self: kills[0])
+    with BubblewrapSandbox(nested=True) as sandbox:
+        program = sandbox.open({"main.py": b"input()"}, ["python", "main.py"])
+        members = (made[0].path / "cgroup.procs").read_text().split()
+        assert len(members) >= 3, "bubblewrap, its init process, the worker"
+        kills[0] = 1  # the kernel has ended a process for want of memory
+        assert program.kill().status is RunStatus.MEMORY
+    deadline = time.monotonic() + 20
+    while made[0].path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not made[0].path.exists()
