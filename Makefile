@@ -24,7 +24,7 @@ SOURCES := src tools benchmarks tests $(if $(wildcard examples/*.py examples/*/*
 # One thread per test process: small matrices are faster that way, and results repeat.
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS)
 
-.PHONY: help setup test test-slow test-gpu test-vllm vllm vllm-install lint format types docs wheel-check bench demo constraints clean
+.PHONY: help setup test test-slow test-gpu test-sandbox test-vllm vllm vllm-install lint format types docs wheel-check bench demo constraints clean
 
 help:
 	@echo "make test        set up, then run the tests (ARGS='tests/envs -k win' to choose)"
@@ -32,6 +32,7 @@ help:
 	@echo "make test-slow   the long versions of the tests: many kills, many seeds"
 	@echo "make test-gpu    the tests that need a CUDA device"
 	@echo "make test-vllm   the tests against a real vLLM server"
+	@echo "make test-sandbox the tests of the sandbox; they fail where bubblewrap is missing"
 	@echo "make lint        ruff: style and formatting;  make format puts it right"
 	@echo "make types       mypy, strict"
 	@echo "make docs        build the documentation into site/"
@@ -53,6 +54,10 @@ test-slow: setup
 test-gpu: setup
 	@echo "==> the tests that need a CUDA device"
 	@$(PY) -m pytest -q -m gpu $(ARGS)
+
+test-sandbox: setup
+	@echo "==> the tests of the sandbox"
+	@LUDIC_SANDBOX_TESTS=required $(PYTEST) tests/envs/code_exec tests/examples/test_code_exec.py $(ARGS)
 
 test-vllm: setup vllm
 	@echo "==> the tests against a real vLLM server"

@@ -3,8 +3,9 @@
 Every other module of this folder is a benchmark, unless it has no `main`. It runs alone as
 `python -m benchmarks.NAME`, takes no network, and prints one JSON object as its last line. A
 benchmark with needs says so in a module-level constant: `NEEDS = ("gpu",)`, `("vllm",)`,
-`("redis",)` or the name of any importable package; it is skipped, with the reason, where they are
-not met. The last line of this program is one JSON object too: the figures by benchmark.
+`("redis",)`, the name of any importable package, or `("bwrap",)`, a program; it is skipped, with
+the reason, where they are not met. The last line of this program is one JSON object too: the
+figures by benchmark.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import ast
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -39,7 +41,9 @@ class Benchmark:
 
 
 def is_met(need: str) -> bool:
-    """Whether this machine has a GPU, or the named package."""
+    """Whether this machine has a GPU, the program bwrap, or the named package."""
+    if need == "bwrap":
+        return shutil.which(need) is not None
     if need != "gpu":
         return importlib.util.find_spec(need) is not None
     import torch

@@ -316,7 +316,6 @@ RENAMED: dict[str, str] = {
 }
 
 STILL_TO_COME: dict[str, str] = {
-    "examples/code_exec/": "code execution environments",
     "examples/fsdp2_training/train_math_fsdp2.py": "the examples",
     "examples/gsm8k/eval_gsm8k_vllm.py": "the examples",
     "examples/gsm8k/train_gsm8k.py": "the examples",
@@ -324,7 +323,6 @@ STILL_TO_COME: dict[str, str] = {
     "examples/pipeline_rl/run_trainer.py": "the examples",
     "ludic.pipeline:PipelineBatchSource": "actors and trainer joined by Redis",
     "src/ludic/cli/push.py": "the command line",
-    "src/ludic/envs/code_exec/": "code execution environments",
 }
 
 

@@ -42,6 +42,10 @@ ENVS = Registry(
         "math": Entry(
             "ludic.envs.datasets.math:MATHEnv", "Competition problems, judged by symbolic equality."
         ),
+        "code_exec": Entry(
+            "ludic.envs.code_exec:CodeExecEnv",
+            "Programming tasks: answers run in a sandbox, tests give the reward.",
+        ),
         "key_door": Entry(
             "ludic.envs.key_door:KeyDoorEnv",
             "A grid world seen in part: find the key, open the door.",
@@ -80,7 +84,19 @@ PROTOCOLS = Registry(
     "ludic.protocols",
     base="ludic.interaction.base:InteractionProtocol",
 )
-TOOLS = Registry("tool", {}, "ludic.tools")
+TOOLS = Registry(
+    "tool",
+    {
+        "python": Entry(
+            "ludic.envs.code_exec.tools:PythonTool",
+            "Runs Python code in a sandbox, in a session that keeps its state.",
+        ),
+        "calculator": Entry(
+            "ludic.envs.code_exec.calculator:calculator", "Computes an arithmetic expression."
+        ),
+    },
+    "ludic.tools",
+)
 BOTS = Registry(
     "bot",
     {

@@ -126,6 +126,9 @@ class Agent:
         """The environment, or the parser as feedback, answers with `obs`."""
         self.ctx.on_after_step(obs, info)
 
+    async def close(self) -> None:
+        """The episode is over: frees what the agent held for it."""
+
     async def act(self) -> ActResult:
         """Takes one turn."""
         self.begin_turn()

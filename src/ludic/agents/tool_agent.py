@@ -8,10 +8,12 @@ from typing import TypeAlias
 
 from ludic.agents.base_agent import ActResult, Agent, ModelCall
 from ludic.agents.tools import (
+    StatefulTool,
     Tool,
     ToolFunction,
     ToolResult,
     call_tool,
+    end_episode,
     tool_message,
     tools_by_name,
 )
@@ -86,6 +88,21 @@ class ToolAgent(Agent):
         self._schemas = [tool.schema for tool in known.values()] or None
         if self._schemas and isinstance(chat_template, ChoosesToolParser):
             self.chat_template = chat_template.for_tools()
+
+    def reset(
+        self,
+        system_prompt: str | None = None,
+        *,
+        seed: int | None = None,
+        conversation_id: str | None = None,
+    ) -> None:
+        super().reset(system_prompt, seed=seed, conversation_id=conversation_id)
+        for tool in self.tools.values():  # where the last episode was not closed
+            if isinstance(tool.function, StatefulTool):
+                tool.function.close()
+
+    async def close(self) -> None:
+        await end_episode(self.tools)
 
     async def act(self) -> ActResult:
         """Takes one turn: rounds of tool calls, and the message that ends it."""

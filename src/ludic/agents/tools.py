@@ -12,7 +12,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from ludic.errors import DeadlineError, NoThreadError, ToolError
 from ludic.types import Message, ToolCall
@@ -23,7 +23,19 @@ if TYPE_CHECKING:
 
 ToolFunction: TypeAlias = Callable[..., Any]
 
+
+@runtime_checkable
+class StatefulTool(Protocol):
+    """A tool that remembers its earlier calls. Its class is what is registered: each agent makes
+    an instance, whose `close` is called when an episode ends. It may be called again after that,
+    and then remembers nothing."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def close(self) -> None: ...
+
+
 _threads = EnvThreads(max_threads=1024, max_abandoned=64)
+_CLOSE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +118,25 @@ class ToolResult:
 
 
 def tools_by_name(tools: Sequence[ToolFunction | Tool]) -> dict[str, Tool]:
-    """The tools under their names; two of one name are an error."""
+    """The tools under their names; two of one name are an error. A class of tools with state gives
+    a new one."""
     named: dict[str, Tool] = {}
     for entry in tools:
+        if isinstance(entry, type) and callable(getattr(entry, "close", None)):
+            entry = entry()
         tool = Tool.of(entry)
         if tool.name in named:
             raise ToolError(f"two tools are named {tool.name!r}: rename one with Tool.of(name=...)")
         named[tool.name] = tool
     return named
+
+
+async def end_episode(tools: Mapping[str, Tool]) -> None:
+    """Closes the tools with state, in worker threads."""
+    for tool in tools.values():
+        if isinstance(tool.function, StatefulTool):
+            whom = f"tool {tool.name!r}"
+            await _threads.run(tool.function.close, what="its end", whom=whom, timeout_s=_CLOSE_S)
 
 
 def tool_message(call: ToolCall, content: str) -> Message:

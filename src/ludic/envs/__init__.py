@@ -5,6 +5,7 @@ for questions with answers to be judged. The other modules here are the built-in
 read and to copy from; `running/` holds what calls an environment, which a new one never needs.
 """
 
+from ludic.envs.code_exec.env import CodeExecEnv
 from ludic.envs.dataset_qa_env import DatasetQAEnv
 from ludic.envs.datasets.gsm8k import GSM8KEnv
 from ludic.envs.datasets.math import MATHEnv
@@ -16,6 +17,7 @@ from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.envs.tic_tac_toe import TicTacToeEnv, TwoPlayerTicTacToeEnv
 
 __all__ = [
+    "CodeExecEnv",
     "DatasetQAEnv",
     "EnvRunner",
     "GSM8KEnv",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 from ludic.agents.base_agent import ActResult, Agent
@@ -50,6 +51,7 @@ class Episode:
         self.uncollected = frozenset(uncollected)
         self.runner = EnvRunner(env, step_timeout_s=spec.step_timeout_s)
         self.tracks: list[AgentTrack] = []
+        self.agents: list[Agent] = []
         self.error: str | None = None
         self.task_key: str | None = None
 
@@ -80,6 +82,9 @@ class Episode:
                 exc = DeadlineError("the end of the episode", self.spec.episode_id, limit or 0.0)
             self.fail(exc)
         finally:
+            for agent in self.agents:
+                with suppress(Exception):  # the episode is over: there is nothing left to save
+                    await agent.close()
             await self.runner.close()
 
     async def reset(self) -> Openings:
@@ -125,6 +130,7 @@ def begin_agent(
     prompt = agent.system_prompt
     if prompt is None:
         prompt = episode.runner.suggested_sysprompt(role)
+    episode.agents.append(agent)
     root = episode.spec.sampling_seed
     seed = None if root is None else derive_seed(root, "agent", role)
     agent.reset(prompt, seed=seed, conversation_id=track.rollout_id)

@@ -45,6 +45,7 @@ def check_machine() -> list[MachineFact]:
     facts.append(_gpu())
     if torch.cuda.is_available():
         facts.append(_compiler())
+    facts.append(_sandbox())
     for package, extra in _EXTRAS.items():
         version = installed(package)
         if package == "vllm" and version is None:
@@ -54,6 +55,13 @@ def check_machine() -> list[MachineFact]:
         else:
             facts.append(MachineFact(package, version))
     return facts
+
+
+def _sandbox() -> MachineFact:
+    """What programs that a model wrote run in."""
+    from ludic.envs.code_exec.sandbox import describe_sandbox
+
+    return MachineFact("sandbox", *describe_sandbox())
 
 
 def _gpu() -> MachineFact:

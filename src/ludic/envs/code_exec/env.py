@@ -1,0 +1,197 @@
+"""An environment whose answers are programs, and whose rewards are the tests that they pass."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from ludic.envs.code_exec.cache import ResultCache
+from ludic.envs.code_exec.judge import Judge, Verdict
+from ludic.envs.code_exec.sandbox import DEFAULT_SANDBOX, Limits, SandboxPool, shared_pool
+from ludic.envs.code_exec.tasks import ADAPTERS, Adapter, CodeTask, FunctionTask, StdioTask
+from ludic.envs.code_exec.verifiers import Verifier, make_verifier
+from ludic.envs.datasets.rows import DatasetRows, Row, load_rows
+from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.errors import ConfigError, EnvError
+from ludic.lazy import names_are_stored
+from ludic.seeding import derive_seed
+from ludic.types import Action, Info, Obs, StepOutcome
+
+_CACHE: ResultCache[Verdict] = ResultCache()
+"""Shared by the environments of this process: episodes of a group often give the same answer."""
+
+SYSTEM_PROMPT = (
+    "Write a Python program that solves the task. Answer with the code, in one block that begins "
+    "with ```python and ends with ```."
+)
+
+
+class CodeExecEnv(SingleAgentEnv):
+    """Shows a task, runs the answer in a sandbox, and rewards what works.
+
+    The seed picks the task, so that the episodes of a group share it. The answer's code is its
+    last fenced block, or all of it. Expected outputs never come near the process that runs it.
+
+    Args:
+        rows: The tasks; or `path`, a JSONL file; or `hub`, a dataset on the Hugging Face hub with
+            its `config` and `split`, which needs the extra `datasets`.
+        adapter: What makes a task of a row: "stdio", "humaneval", "mbpp", or a function of one's
+            own (`module:function`) that returns a `StdioTask` or a `FunctionTask`.
+        sandbox: "bubblewrap", or "plain", which is a subprocess with limits and warns.
+        workers: Programs at the same time, for the whole process; by default one per core.
+        limits: Those of a program that differ from `Limits()`.
+        verifier: "exact", "whitespace", "float", or a mapping (see `make_verifier`).
+        reward: "all" gives 1 where every test passes and 0 otherwise, "partial" the share of the
+            tests that pass.
+        compile_penalty: Subtracted where the answer is not a program at all.
+        max_attempts: Answers per episode. After each but the last, the agent is told what went
+            wrong, and may try again; the reward is that of the last one.
+        feedback: What it is told: "errors" (tracebacks, and which test failed), or "verdict" (only
+            whether it passed). Never what was expected.
+        cache: Whether an answer that was tried before is tried again.
+        budget_s: The time for one answer, over all its tests.
+        index: Always this row, whatever the seed; `limit`: only the first rows.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows: Sequence[Row] | None = None,
+        path: str | None = None,
+        hub: str | None = None,
+        config: str | None = None,
+        split: str = "train",
+        adapter: str | Adapter = "stdio",
+        sandbox: str = DEFAULT_SANDBOX,
+        workers: int | None = None,
+        limits: Limits | Mapping[str, Any] | None = None,
+        verifier: str | Mapping[str, Any] | Verifier = "whitespace",
+        reward: Literal["all", "partial"] = "all",
+        compile_penalty: float = 0.0,
+        max_attempts: int = 1,
+        feedback: Literal["errors", "verdict"] = "errors",
+        cache: bool = True,
+        max_code_kb: float = 256,
+        budget_s: float = 45.0,
+        template: str = "{task}",
+        system_prompt: str | None = None,
+        index: int | None = None,
+        limit: int | None = None,
+        pool: SandboxPool | None = None,
+    ) -> None:
+        if reward not in ("all", "partial"):
+            raise ConfigError(f"CodeExecEnv(reward={reward!r}): must be 'all' or 'partial'")
+        if feedback not in ("errors", "verdict"):
+            raise ConfigError(f"CodeExecEnv(feedback={feedback!r}): must be 'errors' or 'verdict'")
+        if max_attempts < 1 or compile_penalty < 0 or (limit is not None and limit < 1):
+            raise ConfigError(
+                f"CodeExecEnv(max_attempts={max_attempts}, compile_penalty={compile_penalty}, "
+                f"limit={limit}): at least one attempt and one row, and a penalty of 0 or more"
+            )
+        if sandbox != DEFAULT_SANDBOX and names_are_stored():
+            raise ConfigError(
+                f"stored data asks for the sandbox {sandbox!r}: its programs run only in "
+                f"{DEFAULT_SANDBOX!r}"
+            )
+        if "{task}" not in template:
+            raise ConfigError(f"the template {template!r} has no place for {{task}}")
+        self._source: dict[str, Any] = {
+            "rows": rows, "path": path, "hub": hub, "config": config, "split": split
+        }  # fmt: skip
+        self._adapter: Adapter = ADAPTERS.get(adapter) if isinstance(adapter, str) else adapter
+        self._sandbox, self._workers, self._pool = sandbox, workers, pool
+        self._limits = Limits.of(limits)
+        self._verifier = make_verifier(verifier)
+        self._reward, self._penalty = reward, float(compile_penalty)
+        self._max_attempts, self._feedback = max_attempts, feedback
+        self._cache = _CACHE if cache else None
+        self._max_code_kb, self._budget_s = max_code_kb, budget_s
+        self._template = template
+        self._system_prompt = SYSTEM_PROMPT if system_prompt is None else system_prompt
+        self._index, self._limit = index, limit
+        self._data: DatasetRows | None = None
+        self._judge: Judge | None = None
+        self._task: CodeTask | None = None
+        self._task_key: str | None = None
+        self._obs = ""
+        self._attempts = 0
+
+    @property
+    def return_range(self) -> tuple[float, float]:
+        return (-self._penalty, 1.0)
+
+    def num_rows(self) -> int:
+        """How many tasks there are to choose from. Loads the data if that is still to be done."""
+        if self._data is None:
+            self._data = load_rows(**self._source)
+        total = len(self._data.rows)
+        return total if self._limit is None else min(total, self._limit)
+
+    def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
+        total = self.num_rows()
+        assert self._data is not None
+        if self._judge is None:  # a sandbox that cannot run is said before anything is asked
+            self._judge = Judge(
+                self._pool or shared_pool(self._sandbox, self._workers),
+                self._verifier,
+                self._limits,
+                self._sandbox,
+                all_tests=self._reward == "partial",
+                max_code_kb=self._max_code_kb,
+                budget_s=self._budget_s,
+                cache=self._cache,
+            )
+        index = self._index
+        if index is None:
+            seed = secrets.randbits(63) if seed is None else seed
+            index = derive_seed(seed, "row") % total
+        elif not 0 <= index < total:
+            raise ConfigError(f"row {index} of the tasks {self._data.name!r}: there are {total}")
+        task = self._adapter(self._data.rows[index])
+        if not isinstance(task, StdioTask | FunctionTask):
+            raise EnvError(
+                f"the task adapter returned {type(task).__name__}, not a StdioTask or FunctionTask"
+            )
+        self._task, self._attempts = task, 0
+        self._task_key = f"{self._data.name}#{index if task.key is None else task.key}"
+        self._obs = self._template.replace("{task}", task.prompt)
+        return self._obs, {"task": self._task_key}
+
+    def env_step(self, action: Action) -> StepOutcome:
+        if self._task is None or self._judge is None:
+            raise EnvError("CodeExecEnv was stepped after the episode ended: reset it first")
+        verdict = self._judge(self._task, action)
+        self._attempts += 1
+        info = {
+            "result": str(verdict.outcome),
+            "tests_passed": verdict.passed,
+            "tests": verdict.total,
+            "attempts": self._attempts,
+            "status": verdict.status,
+        }
+        passed = verdict.passed == verdict.total
+        if not passed and self._attempts < self._max_attempts:
+            told = verdict.message if self._feedback == "errors" else "Not all tests passed."
+            self._obs = f"{told}\nTry again."
+            return StepOutcome(self._obs, 0.0, info=info)
+        self._task = None
+        share = verdict.passed / verdict.total
+        score = share if self._reward == "partial" else float(passed)
+        penalty = 0.0 if verdict.compiles else -self._penalty
+        return StepOutcome(
+            "",
+            score + penalty,
+            terminated=True,
+            info=info,
+            reward_components={"tests": score, "compile": penalty},
+        )
+
+    def env_current_obs(self) -> Obs:
+        return self._obs
+
+    def suggested_sysprompt(self, agent_id: str) -> str | None:
+        return self._system_prompt
+
+    def task_key(self) -> str | None:
+        return self._task_key

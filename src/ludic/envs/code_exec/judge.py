@@ -1,0 +1,185 @@
+"""From an answer to a verdict: extracts the code, tries it, and compares outside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+from ludic.envs.code_exec.cache import ResultCache, fingerprint
+from ludic.envs.code_exec.function_tests import run_function_tests
+from ludic.envs.code_exec.sandbox import Limits, RunResult, RunStatus, SandboxPool
+from ludic.envs.code_exec.tasks import CodeTask, FunctionTask, StdioTask, extract_code
+from ludic.envs.code_exec.verifiers import CheckerVerifier, Verifier, is_syntax_error
+
+_SHOWN = 1500
+
+
+class Outcome(StrEnum):
+    """What became of an answer."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    """It ran, and at least one test did not accept what it did."""
+    CRASHED = "crashed"
+    """It raised, or a limit ended it."""
+    NO_COMPILE = "no_compile"
+    """It is no Python."""
+    NO_CODE = "no_code"
+    TOO_LONG = "too_long"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How many of the tests passed, and what the answer's author may be told."""
+
+    outcome: Outcome
+    passed: int
+    total: int
+    message: str
+    status: str | None = None
+
+    @property
+    def compiles(self) -> bool:
+        return self.outcome not in (Outcome.NO_COMPILE, Outcome.NO_CODE, Outcome.TOO_LONG)
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Tries answers. With `all_tests=False` it stops at the first that fails.
+
+    `budget_s` bounds the time of one answer over all its tests; those that it does not reach have
+    not passed.
+    """
+
+    pool: SandboxPool
+    verifier: Verifier
+    limits: Limits
+    sandbox: str
+    all_tests: bool = False
+    max_code_kb: float = 256
+    budget_s: float = 45.0
+    cache: ResultCache[Verdict] | None = None
+
+    def __call__(self, task: CodeTask, answer: str) -> Verdict:
+        """A `SandboxError` passes through: it is no verdict, and is not remembered."""
+        code = extract_code(answer)
+        total = len(task.cases) if isinstance(task, StdioTask) else len(task.tests)
+        if not code.strip():
+            return Verdict(Outcome.NO_CODE, 0, total, "There is no code in the answer.")
+        if isinstance(task, FunctionTask):
+            code = task.program(code)
+        try:
+            source = code.encode()
+        except UnicodeEncodeError:
+            message = "The code is not valid text: it cannot be written as UTF-8."
+            return Verdict(Outcome.NO_COMPILE, 0, total, message)
+        if len(source) > self.max_code_kb * 1024:
+            message = f"The code is longer than {self.max_code_kb:g} KB."
+            return Verdict(Outcome.TOO_LONG, 0, total, message)
+        if b"\0" in source:
+            message = "The code does not compile: it contains null bytes."
+            return Verdict(Outcome.NO_COMPILE, 0, total, message)
+        if self.cache is None:
+            return self._try(task, source)
+        key = fingerprint(
+            code,
+            type(task).__name__,
+            asdict(task),
+            self.verifier.fingerprint,
+            asdict(self.limits),
+            self.sandbox,
+            self.all_tests,
+            self.budget_s,
+        )
+        return self.cache.get(key, lambda: self._try(task, source))
+
+    def _try(self, task: CodeTask, source: bytes) -> Verdict:
+        if isinstance(task, StdioTask):
+            return self._try_program(task, source)
+        return self._try_function(task, source)
+
+    def _try_program(self, task: StdioTask, source: bytes) -> Verdict:
+        verifier = self.verifier
+        if task.checker is not None:
+            verifier = CheckerVerifier(task.checker, self.limits)
+        passed, total = 0, len(task.cases)
+        first: tuple[Outcome, str, str] | None = None
+        deadline = time.monotonic() + self.budget_s
+        for number, case in enumerate(task.cases, start=1):
+            if time.monotonic() > deadline:
+                late = f"Test {number} of {total} was not reached in {self.budget_s:g} s."
+                first = first or (Outcome.FAILED, late, "budget")
+                break
+            result = self.pool.run(
+                {"main.py": source}, ["python", "main.py"], case.stdin.encode(), self.limits
+            )
+            if result.ok and verifier(self.pool, case.stdin, case.expected, result.stdout):
+                passed += 1
+                continue
+            if is_syntax_error(result):
+                said = _end_of(result.stderr)
+                return Verdict(Outcome.NO_COMPILE, 0, total, f"The code does not compile:\n{said}")
+            where = f"test {number} of {total}"
+            first = first or (*_failure(result, where), str(result.status))
+            if not self.all_tests:
+                break
+        if first is None:
+            return Verdict(Outcome.PASSED, passed, total, _all_passed(total), "ok")
+        return Verdict(first[0], passed, total, first[1], first[2])
+
+    def _try_function(self, task: FunctionTask, source: bytes) -> Verdict:
+        found = run_function_tests(
+            self.pool,
+            source,
+            entry_point=task.entry_point,
+            tests=task.tests,
+            setup=task.setup,
+            limits=self.limits,
+            stop_at_failure=not self.all_tests,
+        )
+        total = len(task.tests)
+        status = None if found.ended is None else str(found.ended)
+        if found.failed is not None:
+            if not found.compiles:
+                message = f"The code does not compile: {found.failed}"
+                return Verdict(Outcome.NO_COMPILE, 0, total, message)
+            message = f"The code could not be loaded: {found.failed}"
+            return Verdict(Outcome.CRASHED, 0, total, message, status)
+        passed = sum(error is None for error in found.errors)
+        if passed == total:
+            return Verdict(Outcome.PASSED, passed, total, _all_passed(total), "ok")
+        number, error = _first_failure(found.errors)
+        outcome, said = Outcome.FAILED, "gave a wrong result"
+        if found.ended is not None:
+            outcome, said = Outcome.CRASHED, f"was ended: {found.ended}"
+        elif error and not error.startswith("AssertionError"):
+            outcome, said = Outcome.CRASHED, f"failed with {error[:_SHOWN]}"
+        message = f"Test {number} of {total}: `{task.entry_point}` {said}."
+        return Verdict(outcome, passed, total, message, status)
+
+
+def _first_failure(errors: Sequence[str | None]) -> tuple[int, str]:
+    for number, error in enumerate(errors, start=1):
+        if error is not None:
+            return number, error
+    return len(errors) + 1, ""
+
+
+def _all_passed(total: int) -> str:
+    return "The test passed." if total == 1 else f"All {total} tests passed."
+
+
+def _failure(result: RunResult, where: str) -> tuple[Outcome, str]:
+    """What to say of a run, without a word of what was expected."""
+    if result.ok:
+        return Outcome.FAILED, f"Wrong output in {where}."
+    if result.status in (RunStatus.ERROR, RunStatus.SIGNAL):
+        said = _end_of(result.stderr)
+        return Outcome.CRASHED, f"Exit status {result.exit_code} in {where}.\n{said}".rstrip()
+    return Outcome.CRASHED, f"Ended in {where}: it went beyond its limit ({result.status})."
+
+
+def _end_of(text: bytes) -> str:
+    return text.decode("utf-8", "replace").strip()[-_SHOWN:]

@@ -1,0 +1,38 @@
+"""Sandboxes for programs that nobody has read: one small contract, a strict one, a plain one."""
+
+from ludic.envs.code_exec.sandbox.base import (
+    Limits,
+    Program,
+    RunResult,
+    RunStatus,
+    Sandbox,
+    SandboxError,
+    SandboxUnavailableError,
+)
+from ludic.envs.code_exec.sandbox.bubblewrap import BubblewrapSandbox
+from ludic.envs.code_exec.sandbox.detect import (
+    DEFAULT_SANDBOX,
+    SANDBOXES,
+    describe_sandbox,
+    make_sandbox,
+)
+from ludic.envs.code_exec.sandbox.plain import PlainSandbox
+from ludic.envs.code_exec.sandbox.pool import SandboxPool, shared_pool
+
+__all__ = [
+    "DEFAULT_SANDBOX",
+    "SANDBOXES",
+    "BubblewrapSandbox",
+    "Limits",
+    "PlainSandbox",
+    "Program",
+    "RunResult",
+    "RunStatus",
+    "Sandbox",
+    "SandboxError",
+    "SandboxPool",
+    "SandboxUnavailableError",
+    "describe_sandbox",
+    "make_sandbox",
+    "shared_pool",
+]

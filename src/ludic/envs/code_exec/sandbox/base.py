@@ -1,0 +1,174 @@
+"""The contract of a sandbox: what goes in, what limits hold, and what comes out.
+
+    with BubblewrapSandbox() as sandbox:           # start … close
+        result = sandbox.run({"main.py": b"print(6 * 7)"}, ["python", "main.py"])
+        assert result.ok and result.stdout == b"42\\n"
+
+A sandbox runs one program at a time; a `SandboxPool` runs several. Every program starts in an empty
+folder, and nothing that it does is seen by the next. Whatever a program does is a `RunResult`; a
+`SandboxError` means that the sandbox itself failed, which says nothing about the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from types import TracebackType
+from typing import Any, ClassVar, Protocol
+
+from ludic.errors import ConfigError, EnvError
+
+MAX_INPUT_BYTES = 256 << 20
+
+
+class SandboxError(EnvError):
+    """The sandbox failed; what the program would have done is not known."""
+
+
+class SandboxUnavailableError(ConfigError):
+    """This machine cannot run the sandbox that was asked for."""
+
+
+class RunStatus(StrEnum):
+    """How a program ended."""
+
+    OK = "ok"
+    """By itself, with exit status 0."""
+    ERROR = "error"
+    """By itself, with another exit status."""
+    SIGNAL = "signal"
+    """By a signal that no limit sent."""
+    WALL_TIME = "wall_time"
+    CPU_TIME = "cpu_time"
+    MEMORY = "memory"
+    PROCESSES = "processes"
+    OUTPUT = "output"
+    """It wrote more than it may."""
+    KILLED = "killed"
+    """Its session was closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one program may use, all its processes together unless said otherwise."""
+
+    wall_s: float = 10.0
+    cpu_s: float = 10.0
+    memory_mb: float = 512
+    processes: int = 32
+    """Processes and threads at the same time."""
+    file_mb: float = 16
+    """The largest file."""
+    disk_mb: float = 64
+    """All files together; they live in memory."""
+    files: int = 4096
+    open_files: int = 128
+    """Per process."""
+    output_kb: float = 1024
+    """Standard output and standard error, each."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise ConfigError(f"Limits({field.name}={value!r}): must be a number above 0")
+
+    @classmethod
+    def of(cls, given: Limits | Mapping[str, Any] | None, **defaults: Any) -> Limits:
+        """Limits as they are, or from a mapping of those that differ from the defaults."""
+        if isinstance(given, Limits):
+            return given
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(given or {}) - known):
+            raise ConfigError(f"unknown limits {unknown}; there are: {sorted(known)}")
+        return replace(cls(**defaults), **dict(given or {}))
+
+    def as_json(self) -> dict[str, float]:
+        """In seconds, bytes and counts, as the worker takes them."""
+        return {
+            "wall_s": self.wall_s,
+            "cpu_s": self.cpu_s,
+            "memory_bytes": int(self.memory_mb * 2**20),
+            "processes": self.processes,
+            "file_bytes": int(self.file_mb * 2**20),
+            "disk_bytes": int(self.disk_mb * 2**20),
+            "files": self.files,
+            "open_files": self.open_files,
+            "output_bytes": int(self.output_kb * 1024),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a program did. `exit_code` is negative for a signal, and None where a limit ended it."""
+
+    status: RunStatus
+    exit_code: int | None
+    stdout: bytes
+    stderr: bytes
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_mb: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.status is RunStatus.OK
+
+
+class Program(Protocol):
+    """A program that runs while one talks to it."""
+
+    def send(self, data: bytes) -> None:
+        """Adds to its standard input."""
+        ...
+
+    def receive_line(self, timeout_s: float) -> bytes | None:
+        """The next line of its standard output; None when it has ended."""
+        ...
+
+    def finish(self) -> RunResult:
+        """Ends its input, waits for its end, and returns how it ended."""
+        ...
+
+    def kill(self) -> RunResult:
+        """Ends it at once."""
+        ...
+
+
+class Sandbox(Protocol):
+    """Runs programs one after another, each as if it were the first. All calls block."""
+
+    name: ClassVar[str]
+
+    def start(self) -> None:
+        """Makes it ready; `SandboxUnavailableError` where the machine does not allow it."""
+        ...
+
+    def run(
+        self,
+        files: Mapping[str, bytes],
+        command: Sequence[str],
+        stdin: bytes = b"",
+        limits: Limits | None = None,
+    ) -> RunResult:
+        """Runs one program. `files` are in its working folder; `command[0]` may be "python"."""
+        ...
+
+    def open(
+        self, files: Mapping[str, bytes], command: Sequence[str], limits: Limits | None = None
+    ) -> Program:
+        """Starts one program to talk to. The sandbox is busy until it is finished or killed."""
+        ...
+
+    def close(self) -> None:
+        """Ends everything that runs in it, and leaves nothing behind. Safe to call again."""
+        ...
+
+    def __enter__(self) -> Sandbox: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...

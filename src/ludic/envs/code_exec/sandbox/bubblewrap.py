@@ -1,0 +1,215 @@
+"""Programs in namespaces of their own, made by bubblewrap: the default on Linux.
+
+Inside there is no network, the system's folders can only be read, and nothing of the home, of /etc
+beyond the linker's files, or of this process is there at all. A worker waits inside; for each
+program it makes further user, mount, PID and IPC namespaces with an empty folder, puts a seccomp
+filter on it, and throws all of it away afterwards. Where the machine does not allow namespaces
+within namespaces, each program gets a bubblewrap of its own instead, which is as strict and slower.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+from ludic.envs.code_exec.sandbox.base import (
+    Limits,
+    RunResult,
+    RunStatus,
+    SandboxUnavailableError,
+)
+from ludic.envs.code_exec.sandbox.cgroups import Cgroup
+from ludic.envs.code_exec.sandbox.inside import LOADER, sources
+from ludic.envs.code_exec.sandbox.seccomp import build_filter
+from ludic.envs.code_exec.sandbox.unprivileged import interpreter, readable_by_all, spare_user
+from ludic.envs.code_exec.sandbox.worker_process import (
+    BOOTSTRAP,
+    WORKER_ENVIRONMENT,
+    WorkerProcess,
+)
+from ludic.envs.code_exec.sandbox.worker_sandbox import WorkerSandbox, probe
+
+FOLDER = "/tmp"
+"""Where a program starts, and the only place that it can write to."""
+
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": FOLDER, "LANG": "C.UTF-8"}
+_SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
+_ETC = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
+_SINGLE_DISK_MB = 64
+
+
+class BubblewrapSandbox(WorkerSandbox):
+    """A sandbox that holds: see the module.
+
+    Args:
+        warm: Keep one worker for many programs; without it, each pays for a start.
+        nested: Whether namespaces within namespaces are used; None finds out.
+    """
+
+    name: ClassVar[str] = "bubblewrap"
+
+    def __init__(self, *, warm: bool = True, nested: bool | None = None) -> None:
+        super().__init__(warm=warm)
+        self._nested = nested
+        self._cgroup: Cgroup | None = None
+        self._kills = 0
+
+    def start(self) -> None:
+        if self._nested is None:
+            self._nested = check_bubblewrap()
+        if not self._nested:
+            self.warm = False  # its folder and processes are the bubblewrap's own
+        super().start()
+
+    def start_worker(self) -> WorkerProcess:
+        nested = bool(self._nested)
+        self._cgroup = Cgroup.create()
+        filter_r, filter_w = os.pipe()
+        try:
+            with os.fdopen(filter_w, "wb") as pipe:
+                pipe.write(build_filter("worker" if nested else "program"))
+            try:
+                return WorkerProcess(
+                    self._command(filter_r),
+                    {
+                        "mode": "nested" if nested else "single",
+                        "folder": FOLDER,
+                        # In one PID namespace with its worker, it must not send it signals.
+                        "filter": build_filter("program" if nested else "plain").hex(),
+                        "environment": ENVIRONMENT,
+                    },
+                    pass_fds=[filter_r],
+                )
+            except BaseException:
+                if self._cgroup is not None:
+                    self._cgroup.remove()
+                raise
+        finally:
+            os.close(filter_r)
+
+    def before_run(self, limits: Limits) -> None:
+        if self._cgroup is not None:
+            self._cgroup.limit(limits)
+            self._kills = self._cgroup.kills()
+
+    def after_run(self, result: RunResult) -> RunResult:
+        if self._cgroup is not None and self._cgroup.kills() > self._kills:
+            return replace(result, status=RunStatus.MEMORY, exit_code=None)
+        return result
+
+    def _command(self, filter_fd: int) -> list[str]:
+        found, python = find_bubblewrap(), interpreter()
+        uid = spare_user()
+        binds: list[tuple[str, str]] = []
+        prefix = python.prefix
+        if uid is not None and not readable_by_all(python.prefix):
+            prefix = "/mnt/python"
+            binds.append((python.prefix, prefix))
+        command = [
+            found, "--unshare-all", "--unshare-user", "--die-with-parent", "--new-session",
+            "--hostname", "sandbox", "--uid", "1000", "--gid", "1000", "--clearenv",
+        ]  # fmt: skip
+        for name, value in WORKER_ENVIRONMENT.items():
+            command += ["--setenv", name, value]
+        for path in _SYSTEM:
+            if os.path.islink(path):
+                command += ["--symlink", os.readlink(path), path]
+            elif os.path.isdir(path):
+                command += ["--ro-bind", path, path]
+        for path in _ETC:
+            if os.path.exists(path):
+                command += ["--ro-bind", path, path]
+        if not python.prefix.startswith("/usr/") and python.prefix != "/usr":
+            command += ["--ro-bind", prefix, python.prefix]
+        command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+        if self._nested:
+            command += ["--dir", FOLDER]
+        else:
+            command += ["--size", str(_SINGLE_DISK_MB << 20), "--tmpfs", FOLDER]
+        command += ["--remount-ro", "/", "--chdir", FOLDER, "--seccomp", str(filter_fd), "--"]
+        command += [python.executable, "-s", "-X", "utf8", "-c", BOOTSTRAP]
+        if uid is None and self._cgroup is None:
+            return command
+        return launched(command, uid, binds, self._cgroup)
+
+
+def launched(
+    command: list[str], uid: int | None, binds: list[tuple[str, str]], cgroup: Cgroup | None
+) -> list[str]:
+    """The command behind a launcher that gives up root first, and looks after the cgroup."""
+    modules = sources("confine", "launch")
+    settings = {
+        "command": command,
+        "uid": uid,
+        "binds": binds,
+        "cgroup": None if cgroup is None else str(cgroup.path),
+    }
+    start = f"{LOADER}\nload({modules!r})\nsys.modules[{list(modules)[-1]!r}].main()\n"
+    return [interpreter().executable, "-I", "-S", "-c", start, json.dumps(settings)]
+
+
+def find_bubblewrap() -> str:
+    """Where the program is; `SandboxUnavailableError` where it is not."""
+    found = shutil.which("bwrap", path=os.environ.get("PATH", "") + ":/usr/bin:/usr/local/bin")
+    if found is None:
+        raise SandboxUnavailableError(
+            "the sandbox 'bubblewrap' needs the program bwrap, which is not on this machine: "
+            "install the system's package bubblewrap (apt-get install bubblewrap)"
+        )
+    return found
+
+
+def bubblewrap_version() -> str:
+    said = subprocess.run(
+        [find_bubblewrap(), "--version"], capture_output=True, text=True, timeout=20, check=False
+    ).stdout
+    match = re.search(r"\d+(\.\d+)+", said)
+    return match[0] if match else "of unknown version"
+
+
+@functools.cache
+def check_bubblewrap() -> bool:
+    """Tries it, once per process. Returns whether namespaces within namespaces work;
+    `SandboxUnavailableError` says why bubblewrap cannot be used at all."""
+    if sys.platform != "linux":
+        raise SandboxUnavailableError("the sandbox 'bubblewrap' needs Linux")
+    find_bubblewrap()
+    try:
+        probe(BubblewrapSandbox(nested=True))
+        return True
+    except SandboxUnavailableError:
+        pass
+    try:
+        probe(BubblewrapSandbox(nested=False))
+        return False
+    except SandboxUnavailableError as error:
+        raise SandboxUnavailableError(
+            f"the sandbox 'bubblewrap' does not work on this machine: {error}. {_hint()}"
+        ) from error
+
+
+def _hint() -> str:
+    """What to do about the usual reasons."""
+    for setting, wanted in (
+        ("kernel/unprivileged_userns_clone", "1"),
+        ("kernel/apparmor_restrict_unprivileged_userns", "0"),
+    ):
+        path = Path("/proc/sys", setting)
+        if path.exists() and path.read_text().strip() != wanted:
+            name = setting.replace("/", ".")
+            return f"User namespaces are not allowed here: `sysctl -w {name}={wanted}` allows them"
+    maximum = Path("/proc/sys/user/max_user_namespaces")
+    if maximum.exists() and maximum.read_text().strip() == "0":
+        return "User namespaces are not allowed here: raise user.max_user_namespaces"
+    return (
+        "It needs user namespaces, which containers often forbid: start the container with "
+        "--security-opt seccomp=unconfined --security-opt apparmor=unconfined, or as privileged"
+    )

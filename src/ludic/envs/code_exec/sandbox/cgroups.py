@@ -1,0 +1,140 @@
+"""A cgroup per worker, where version 2 is there and can be written to.
+
+The kernel then counts the memory and the processes of the whole tree, and ends what goes beyond.
+Elsewhere the worker's watch over its tree does that, a few hundredths of a second later.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ludic.envs.code_exec.sandbox.base import Limits
+
+PREFIX = "ludic-sandbox-"
+_OWN_BYTES = 64 << 20
+_OWN_PROCESSES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Cgroup:
+    """One control group. The launcher enters it, and removes it when the sandbox has ended."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, parent: Path | None = None) -> Cgroup | None:
+        """A new one below `parent`; None where this machine has no place for it."""
+        parent = parent or writable_parent()
+        if parent is None:
+            return None
+        path = parent / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            path.mkdir()
+        except OSError:
+            return None
+        return cls(path)
+
+    def limit(self, limits: Limits) -> None:
+        """Sets the limits of the next program; the worker's own needs are added."""
+        memory = int(limits.memory_mb * 2**20) + int(limits.disk_mb * 2**20) + _OWN_BYTES
+        self._write("memory.max", str(memory))
+        with suppress(OSError):  # a kernel without swap accounting does not have it
+            self._write("memory.swap.max", "0")
+        self._write("pids.max", str(limits.processes + _OWN_PROCESSES))
+
+    def kills(self) -> int:
+        """How often the kernel has ended a process in it for want of memory."""
+        for line in (self.path / "memory.events").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+        return 0
+
+    def remove(self, timeout_s: float = 2.0) -> None:
+        """Ends what is in it, and removes it. Does nothing where it is gone."""
+        deadline = time.monotonic() + timeout_s
+        while self.path.exists():
+            with suppress(OSError):
+                self._write("cgroup.kill", "1")
+            with suppress(OSError):
+                self.path.rmdir()
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
+
+    def _write(self, name: str, value: str) -> None:
+        (self.path / name).write_text(value)
+
+
+def mount_point(mounts: str) -> Path | None:
+    """Where /proc/self/mountinfo says that version 2 is mounted."""
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        if after.split(" ")[:1] == ["cgroup2"]:
+            return Path(before.split(" ")[4])
+    return None
+
+
+def candidates(root: Path, own: str) -> Iterator[Path]:
+    """This process's group, and those above it: new groups may go below any of them."""
+    relative = next((line[3:] for line in own.splitlines() if line.startswith("0::")), None)
+    if relative is None or ".." in relative:
+        return
+    place = root / relative.lstrip("/")
+    while True:
+        yield place
+        if place == root:
+            return
+        place = place.parent
+
+
+def fits(parent: Path) -> bool:
+    """Whether groups below it get the controllers, and can be made: tries it."""
+    try:
+        controllers = (parent / "cgroup.subtree_control").read_text().split()
+    except OSError:
+        return False
+    if not {"memory", "pids"} <= set(controllers):
+        return False
+    probe = parent / f"{PREFIX}probe-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        probe.mkdir()
+    except OSError:
+        return False
+    try:
+        Cgroup(probe).limit(Limits())
+        # Moving a process needs the right to write here and in the group that it leaves.
+        return os.access(probe / "cgroup.procs", os.W_OK) and os.access(
+            parent / "cgroup.procs", os.W_OK
+        )
+    except OSError:
+        return False
+    finally:
+        with suppress(OSError):
+            probe.rmdir()
+
+
+@cache
+def writable_parent() -> Path | None:
+    """The group below which this machine lets us make others; None where there is none. Groups
+    that a killed process left behind, empty by now, are removed."""
+    try:
+        root = mount_point(Path("/proc/self/mountinfo").read_text())
+        own = Path("/proc/self/cgroup").read_text()
+    except OSError:
+        return None
+    if root is None:
+        return None
+    found = next((place for place in candidates(root, own) if fits(place)), None)
+    if found is not None:
+        for left in found.glob(f"{PREFIX}*"):
+            with suppress(OSError):  # one with processes in it cannot be removed
+                left.rmdir()
+    return found

@@ -1,0 +1,45 @@
+"""Which sandboxes there are, and which of them this machine can run."""
+
+from __future__ import annotations
+
+from ludic.envs.code_exec.sandbox.base import Sandbox, SandboxUnavailableError
+from ludic.envs.code_exec.sandbox.bubblewrap import (
+    BubblewrapSandbox,
+    bubblewrap_version,
+    check_bubblewrap,
+)
+from ludic.envs.code_exec.sandbox.cgroups import writable_parent
+from ludic.envs.code_exec.sandbox.plain import PlainSandbox
+from ludic.errors import UnknownNameError
+
+DEFAULT_SANDBOX = "bubblewrap"
+SANDBOXES: dict[str, type[BubblewrapSandbox] | type[PlainSandbox]] = {
+    "bubblewrap": BubblewrapSandbox,
+    "plain": PlainSandbox,
+}
+
+
+def make_sandbox(name: str = DEFAULT_SANDBOX, *, warm: bool = True) -> Sandbox:
+    """The sandbox of that name, and never another; `SandboxUnavailableError` if it cannot run."""
+    if name not in SANDBOXES:
+        raise UnknownNameError("sandbox", name, SANDBOXES)
+    try:
+        if name == "bubblewrap":
+            check_bubblewrap()
+    except SandboxUnavailableError as error:
+        raise SandboxUnavailableError(
+            f"{error}. Nothing weaker is used in its place; a plain subprocess with limits has to "
+            "be asked for by name: sandbox = 'plain'"
+        ) from error
+    return SANDBOXES[name](warm=warm)
+
+
+def describe_sandbox() -> tuple[str, str | None]:
+    """For the doctor: which sandbox programs run in here, and what to do if it is none."""
+    try:
+        nested = check_bubblewrap()
+    except SandboxUnavailableError as error:
+        return "missing", f"{error}; a plain subprocess is used only if asked for by name"
+    how = "warm workers" if nested else "one start per program: no namespaces within namespaces"
+    counted = "cgroups" if writable_parent() is not None else "a watch over the process tree"
+    return f"bubblewrap {bubblewrap_version()}, {how}, memory by {counted}", None

@@ -1,0 +1,69 @@
+"""A plain subprocess with limits: for machines without bubblewrap, when asked for by name.
+
+It holds resource limits, a seccomp filter (no network, no looking into other processes, no signals
+to them) and, if this process is root, a user id that owns nothing. It does not hide the file
+system: a program reads whatever its user may read, and writes wherever its user may write.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from contextlib import suppress
+from typing import ClassVar
+
+from ludic.envs.code_exec.sandbox.base import SandboxUnavailableError
+from ludic.envs.code_exec.sandbox.bubblewrap import launched
+from ludic.envs.code_exec.sandbox.seccomp import build_filter
+from ludic.envs.code_exec.sandbox.unprivileged import interpreter, readable_by_all, spare_user
+from ludic.envs.code_exec.sandbox.worker_process import BOOTSTRAP, WorkerProcess
+from ludic.envs.code_exec.sandbox.worker_sandbox import WorkerSandbox
+
+WARNING = (
+    "the sandbox 'plain' is a subprocess with limits: programs can read every file that their user "
+    "can, and write where it can. Use 'bubblewrap' for programs that a model wrote"
+)
+
+
+class PlainSandbox(WorkerSandbox):
+    """Limits without isolation: see the module. Warns once per process."""
+
+    name: ClassVar[str] = "plain"
+
+    def __init__(self, *, warm: bool = True) -> None:
+        super().__init__(warm=warm)
+        self._folder: str | None = None
+
+    def start_worker(self) -> WorkerProcess:
+        warnings.warn(WARNING, RuntimeWarning, stacklevel=2)
+        if sys.platform != "linux":
+            raise SandboxUnavailableError("the sandbox 'plain' needs Linux")
+        uid, python = spare_user(), interpreter()
+        self._folder = tempfile.mkdtemp(prefix="ludic-plain-")
+        executable, binds = python.executable, []
+        if uid is not None:
+            os.chown(self._folder, uid, uid)
+            if not readable_by_all(python.prefix):
+                binds = [(python.prefix, "/mnt/python")]
+                executable = executable.replace(python.prefix, "/mnt/python", 1)
+        command = [executable, "-s", "-X", "utf8", "-c", BOOTSTRAP]
+        environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": self._folder}
+        return WorkerProcess(
+            command if uid is None else launched(command, uid, binds, None),
+            {
+                "mode": "plain",
+                "folder": self._folder,
+                "filter": build_filter("plain").hex(),
+                "environment": {**environment, "LANG": "C.UTF-8"},
+            },
+        )
+
+    def close(self) -> None:
+        super().close()
+        if self._folder is not None:
+            with suppress(OSError):
+                shutil.rmtree(self._folder)
+            self._folder = None

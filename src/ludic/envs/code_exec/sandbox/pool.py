@@ -1,0 +1,205 @@
+"""Several sandboxes at once: as many as there is work for, up to a bound, and kept warm.
+
+What may happen at the same time: any number of threads ask; `_state` guards who holds what. A
+sandbox belongs to exactly one lease from the moment it is handed out until it comes back. One that
+failed is closed and replaced, and the program is tried once more on another: a `SandboxError` that
+reaches the caller has happened twice. When failures follow each other, the breaker opens: for a
+while every request is refused at once, instead of each starting sandboxes that cannot work.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from ludic.envs.code_exec.sandbox.base import Limits, RunResult, Sandbox, SandboxError
+from ludic.envs.code_exec.sandbox.detect import DEFAULT_SANDBOX, make_sandbox
+from ludic.errors import ConfigError, DeadlineError
+
+T = TypeVar("T")
+
+
+class SandboxPool:
+    """Runs programs in sandboxes of one kind.
+
+    Args:
+        sandbox: Its name, or a function that makes one.
+        workers: How many programs, or pairs of a program and its tests, run at the same time;
+            by default one per core.
+        breaker_failures: After so many failures of sandboxes in a row the breaker opens,
+        breaker_s: for so long.
+        queue_s: How long a request may wait for its turn.
+    """
+
+    def __init__(
+        self,
+        sandbox: str | Callable[[], Sandbox] = DEFAULT_SANDBOX,
+        *,
+        workers: int | None = None,
+        breaker_failures: int = 6,
+        breaker_s: float = 30.0,
+        queue_s: float = 600.0,
+    ) -> None:
+        workers = workers if workers is not None else os.cpu_count() or 1
+        if workers < 1:
+            raise ConfigError(f"SandboxPool(workers={workers}): must be at least 1")
+        if isinstance(sandbox, str):
+            make_sandbox(sandbox)  # refuses here what could never run
+        self.workers = workers
+        self._make: Callable[[], Sandbox] = (
+            (lambda: make_sandbox(sandbox)) if isinstance(sandbox, str) else sandbox
+        )
+        self.breaker_failures, self.breaker_s, self.queue_s = breaker_failures, breaker_s, queue_s
+        self._state = threading.Condition()
+        self._idle: list[Sandbox] = []
+        self._leased: set[Sandbox] = set()
+        self._running = 0
+        self._failures = 0
+        self._open_until = 0.0
+        self._closed = False
+        self.replaced = 0
+        """How many sandboxes have failed and were replaced."""
+        self._pid = os.getpid()
+        atexit.register(self.close)
+
+    def run(
+        self,
+        files: Mapping[str, bytes],
+        command: Sequence[str],
+        stdin: bytes = b"",
+        limits: Limits | None = None,
+    ) -> RunResult:
+        """Runs one program, when its turn comes."""
+        return self.attempt(lambda boxes: boxes[0].run(files, command, stdin, limits))
+
+    def attempt(self, work: Callable[[Sequence[Sandbox]], T], sandboxes: int = 1) -> T:
+        """`work` with that many sandboxes; once more, with others, if one of them fails."""
+        try:
+            with self.lease(sandboxes) as leased:
+                return work(leased)
+        except SandboxError:
+            if self._is_open():
+                raise
+        with self.lease(sandboxes) as leased:
+            return work(leased)
+
+    @contextmanager
+    def lease(self, sandboxes: int = 1) -> Iterator[Sequence[Sandbox]]:
+        """Sandboxes for the caller alone. A `SandboxError` inside counts against the breaker, and
+        none of them is used again."""
+        self._enter()
+        taken: list[Sandbox] = []
+        try:
+            for _ in range(sandboxes):
+                taken.append(self._take())
+            for sandbox in taken:
+                sandbox.start()
+            yield taken
+        except SandboxError:
+            self._failed(taken)
+            raise
+        except BaseException:
+            self._give_back(taken, healthy=False)
+            raise
+        else:
+            self._give_back(taken, healthy=True)
+
+    def warm_up(self) -> None:
+        """Starts as many sandboxes as there are workers, so that the first programs do not wait."""
+        with self._state:
+            missing = self.workers - len(self._idle)
+        for _ in range(missing):
+            sandbox = self._make()
+            sandbox.start()
+            with self._state:
+                self._idle.append(sandbox)
+
+    def close(self) -> None:
+        """Ends every sandbox, also those that run something. Safe to call again."""
+        if os.getpid() != self._pid:  # a fork's copy: the sandboxes are its parent's
+            return
+        with self._state:
+            self._closed = True
+            sandboxes = [*self._idle, *self._leased]
+            self._idle.clear()
+            self._state.notify_all()
+        atexit.unregister(self.close)
+        for sandbox in sandboxes:
+            sandbox.close()
+
+    def _is_open(self) -> bool:
+        with self._state:
+            return self._closed or time.monotonic() < self._open_until
+
+    def _enter(self) -> None:
+        deadline = time.monotonic() + self.queue_s
+        with self._state:
+            while True:
+                if self._closed:
+                    raise SandboxError("the pool of sandboxes is closed")
+                left = self._open_until - time.monotonic()
+                if left > 0:
+                    raise SandboxError(
+                        f"{self._failures} sandboxes failed one after another; none is started "
+                        f"for the next {left:.0f} s. `ludic doctor` says what is wrong with them"
+                    )
+                if self._running < self.workers:
+                    self._running += 1
+                    return
+                if not self._state.wait(deadline - time.monotonic()):
+                    raise DeadlineError("its turn", "the pool of sandboxes", self.queue_s)
+
+    def _take(self) -> Sandbox:
+        with self._state:
+            sandbox = self._idle.pop() if self._idle else None
+        sandbox = sandbox or self._make()
+        with self._state:
+            self._leased.add(sandbox)
+        return sandbox
+
+    def _failed(self, taken: Sequence[Sandbox]) -> None:
+        with self._state:
+            self._failures += 1
+            self.replaced += len(taken)
+            if self._failures >= self.breaker_failures:
+                self._open_until = time.monotonic() + self.breaker_s
+        self._give_back(taken, healthy=False)
+
+    def _give_back(self, taken: Sequence[Sandbox], *, healthy: bool) -> None:
+        unused: list[Sandbox] = []
+        with self._state:
+            self._running -= 1
+            self._leased.difference_update(taken)
+            if healthy:
+                self._failures = 0
+            if healthy and not self._closed and len(self._idle) < 2 * self.workers:
+                self._idle.extend(taken)
+            else:
+                unused.extend(taken)
+            self._state.notify()
+        for sandbox in unused:
+            sandbox.close()
+
+    def __enter__(self) -> SandboxPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+_shared: dict[tuple[int, str, int | None], SandboxPool] = {}
+_sharing = threading.Lock()
+
+
+def shared_pool(sandbox: str = DEFAULT_SANDBOX, workers: int | None = None) -> SandboxPool:
+    """The pool that every environment of this process with the same wishes uses."""
+    key = (os.getpid(), sandbox, workers)
+    with _sharing:
+        if key not in _shared:
+            _shared[key] = SandboxPool(sandbox, workers=workers)
+        return _shared[key]

@@ -1,0 +1,127 @@
+"""The tool `python`: a session that keeps its state, in a sandbox."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import threading
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from ludic.envs.code_exec.sandbox import (
+    DEFAULT_SANDBOX,
+    Limits,
+    Program,
+    SandboxError,
+    SandboxPool,
+)
+
+MAX_SHOWN = 8000
+_SESSIONS = 64
+_PROGRAM = Path(__file__).with_name("session_program.py")
+
+_pools: dict[str, SandboxPool] = {}
+_making = threading.Lock()
+
+
+def session_pool(sandbox: str) -> SandboxPool:
+    """The sandboxes of all sessions of this process: at most 64 at the same time."""
+    with _making:
+        if sandbox not in _pools:
+            _pools[sandbox] = SandboxPool(sandbox, workers=_SESSIONS, queue_s=30.0)
+        return _pools[sandbox]
+
+
+class PythonTool:
+    """A Python session, for one agent at a time. It begins with the first call, in a sandbox; a
+    call that takes longer than `call_s`, or goes beyond the `limits` of the session, ends it, and
+    the next one begins anew. What a model is told of it is the docstring of `__call__`.
+    """
+
+    __name__ = "python"
+
+    def __init__(
+        self,
+        *,
+        sandbox: str = DEFAULT_SANDBOX,
+        call_s: float = 10.0,
+        limits: Limits | None = None,
+    ) -> None:
+        self.__doc__ = inspect.getdoc(type(self).__call__)
+        self.call_s = call_s
+        self._sandbox = sandbox
+        self._limits = limits or Limits(wall_s=3600, cpu_s=600, output_kb=64 * 1024)
+        self._lock = threading.Lock()
+        self._lease = ExitStack()
+        self._program: Program | None = None
+
+    def __call__(self, code: str) -> str:
+        """Runs Python code and returns what it prints, and the value of its last expression.
+        Variables, imports and files are kept until the end of the episode.
+
+        Args:
+            code: The code to run.
+        """
+        with self._lock:
+            try:
+                return self._run(code)
+            except SandboxError:
+                self._end()
+                raise
+
+    def close(self) -> None:
+        """Ends the session. A later call begins a new one."""
+        with self._lock:
+            self._end()
+
+    def _run(self, code: str) -> str:
+        if "\0" in code:
+            return "ValueError: the code contains null bytes"
+        program = self._program or self._start()
+        program.send(json.dumps(code).encode() + b"\n")
+        try:
+            line = program.receive_line(self.call_s)
+        except TimeoutError:
+            self._end()
+            return (
+                f"TimeoutError: the code did not end within {self.call_s:g} s. The session was "
+                "ended; the next call starts an empty one."
+            )
+        if line is None:
+            status = program.finish().status
+            self._end()
+            return f"The session ended ({status}); the next call starts an empty one."
+        try:
+            said = json.loads(line)
+        except ValueError:
+            self._end()
+            return "The session ended: it wrote to the pipe that it is asked through."
+        return _shortened(str(said))
+
+    def _start(self) -> Program:
+        (sandbox,) = self._lease.enter_context(session_pool(self._sandbox).lease())
+        self._program = sandbox.open(
+            {"session_program.py": _PROGRAM.read_bytes()},
+            ["python", "session_program.py"],
+            self._limits,
+        )
+        return self._program
+
+    def _end(self) -> None:
+        program, self._program = self._program, None
+        lease, self._lease = self._lease, ExitStack()
+        with lease:
+            if program is not None:
+                with suppress(SandboxError):
+                    program.kill()
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self._end()
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= MAX_SHOWN:
+        return text
+    half = MAX_SHOWN // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"

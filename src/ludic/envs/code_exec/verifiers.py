@@ -1,0 +1,154 @@
+"""When a program's output counts as right. Comparison happens here, outside of every sandbox that
+has run the program; only a checker is itself a program, and gets a sandbox without the solution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ludic.envs.code_exec.sandbox import Limits, RunResult, SandboxPool
+from ludic.errors import ConfigError, EnvError, UnknownNameError
+
+
+class Verifier(Protocol):
+    """Judges one output. `fingerprint` tells verifiers apart that judge differently."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __call__(self, pool: SandboxPool, stdin: str, expected: str, output: bytes) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExactVerifier:
+    """The very same bytes."""
+
+    @property
+    def fingerprint(self) -> str:
+        return repr(self)
+
+    def __call__(self, pool: SandboxPool, stdin: str, expected: str, output: bytes) -> bool:
+        return output == expected.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class WhitespaceVerifier:
+    """The same words in the same lines: spaces between them, spaces at the end of a line, and
+    empty lines at the end do not count."""
+
+    @property
+    def fingerprint(self) -> str:
+        return repr(self)
+
+    def __call__(self, pool: SandboxPool, stdin: str, expected: str, output: bytes) -> bool:
+        return _lines(output.decode("utf-8", "replace")) == _lines(expected)
+
+
+@dataclass(frozen=True, slots=True)
+class FloatVerifier:
+    """The same words, where two numbers are the same within a relative or absolute tolerance."""
+
+    rel: float = 1e-6
+    abs: float = 1e-9
+
+    @property
+    def fingerprint(self) -> str:
+        return repr(self)
+
+    def __call__(self, pool: SandboxPool, stdin: str, expected: str, output: bytes) -> bool:
+        found, wanted = _lines(output.decode("utf-8", "replace")), _lines(expected)
+        return len(found) == len(wanted) and all(
+            len(a) == len(b) and all(map(self._same, a, b))
+            for a, b in zip(found, wanted, strict=True)
+        )
+
+    def _same(self, found: str, wanted: str) -> bool:
+        if found == wanted:
+            return True
+        a, b = _number(found), _number(wanted)
+        if a is None or b is None:
+            return False
+        if math.isnan(b):
+            return math.isnan(a)
+        return math.isclose(a, b, rel_tol=self.rel, abs_tol=self.abs)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckerVerifier:
+    """A Python program that decides: for tasks with several right answers.
+
+    It finds `input.txt`, `expected.txt` and `output.txt` in its folder, and accepts with exit
+    status 0. Whatever else happens rejects, a crash over an odd output too; only a checker that
+    is not Python is an `EnvError`.
+    """
+
+    program: str
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def fingerprint(self) -> str:
+        return repr(self)
+
+    def __call__(self, pool: SandboxPool, stdin: str, expected: str, output: bytes) -> bool:
+        files = {
+            "checker.py": self.program.encode(),
+            "input.txt": stdin.encode(),
+            "expected.txt": expected.encode(),
+            "output.txt": output,
+        }
+        result = pool.run(files, ["python", "checker.py"], b"", self.limits)
+        if is_syntax_error(result):
+            said = result.stderr.decode("utf-8", "replace").strip()[-500:]
+            raise EnvError(f"the checker program does not compile: {said}")
+        return result.ok
+
+
+def make_verifier(spec: str | Mapping[str, Any] | Verifier) -> Verifier:
+    """`"exact"`, `"whitespace"`, `"float"`, or a mapping of "kind" and its arguments:
+    `{"kind": "float", "rel": 1e-4}`, `{"kind": "checker", "program": "…"}`."""
+    if not isinstance(spec, str | Mapping):
+        return spec
+    options: dict[str, Any] = {"kind": spec} if isinstance(spec, str) else dict(spec)
+    name = options.pop("kind", None)
+    kinds: dict[str, type[Any]] = {
+        "exact": ExactVerifier,
+        "whitespace": WhitespaceVerifier,
+        "float": FloatVerifier,
+        "checker": CheckerVerifier,
+    }
+    if name not in kinds:
+        raise UnknownNameError("verifier", str(name), kinds)
+    if "limits" in options:
+        options["limits"] = Limits.of(options["limits"])
+    try:
+        made: Verifier = kinds[name](**options)
+    except TypeError as error:
+        raise ConfigError(f"verifier {name!r} with {options}: {error}") from error
+    return made
+
+
+_SYNTAX = (b"SyntaxError:", b"IndentationError:", b"TabError:", b"source code string cannot")
+
+
+def is_syntax_error(result: RunResult) -> bool:
+    """Whether a Python program ended before its first line, because it is none."""
+    last = result.stderr.rstrip().rpartition(b"\n")[2]
+    return result.exit_code == 1 and not result.stdout and last.startswith(_SYNTAX)
+
+
+def _lines(text: str) -> list[list[str]]:
+    lines = [line.split() for line in text.splitlines()]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _number(word: str) -> float | None:
+    if len(word) > 400 or "_" in word:
+        return None
+    try:
+        return float(word)
+    except ValueError:
+        return None
