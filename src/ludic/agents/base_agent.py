@@ -131,6 +131,10 @@ class Agent:
         self.record(call)
         return self.conclude(call)
 
+    async def close(self) -> None:
+        """Frees what the episode opened; the agent can begin another. Protocols call it at an
+        episode's end, also after a failure."""
+
     def _begin(self, seed: int | None, conversation_id: str | None) -> None:
         self._seed = seed
         self._conversation_id = conversation_id

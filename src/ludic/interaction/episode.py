@@ -50,6 +50,7 @@ class Episode:
         self.uncollected = frozenset(uncollected)
         self.runner = EnvRunner(env, step_timeout_s=spec.step_timeout_s)
         self.tracks: list[AgentTrack] = []
+        self.agents: list[Agent] = []
         self.error: str | None = None
         self.task_key: str | None = None
 
@@ -64,7 +65,8 @@ class Episode:
         return self.add_track(AgentTrack(agent_id, rollout_id, collected=collected))
 
     async def play(self, loop: Callable[[], Awaitable[None]]) -> None:
-        """Runs `loop` to its end, its failure or its deadline; then closes the environment.
+        """Runs `loop` to its end, its failure or its deadline; then closes the environment and the
+        agents.
 
         A failure is recorded on every track. Cancellation from outside and errors of
         configuration propagate.
@@ -81,6 +83,8 @@ class Episode:
             self.fail(exc)
         finally:
             await self.runner.close()
+            for agent in self.agents:
+                await agent.close()
 
     async def reset(self) -> Openings:
         """Begins the episode; what each agent first sees."""
@@ -122,6 +126,7 @@ def begin_agent(
 ) -> None:
     """Resets the agent, with its own seed and conversation, and shows it the opening. The agent's
     system prompt takes precedence over the one that the environment suggests for its role."""
+    episode.agents.append(agent)
     prompt = agent.system_prompt
     if prompt is None:
         prompt = episode.runner.suggested_sysprompt(role)

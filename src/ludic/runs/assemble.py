@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from ludic.agents.mcp import tool_servers
 from ludic.distributed import PolicyPublisher
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.errors import ConfigError
@@ -82,6 +83,7 @@ async def open_policy(
     async with AsyncExitStack() as stack:
         # Once for the whole run: its trainer and its engine, in their threads, ask for the same.
         stack.enter_context(float32_products(precision_of(config)))
+        await stack.enter_async_context(tool_servers())
         client: ChatClient
         publisher: PolicyPublisher
         if config.inference.backend == "local":

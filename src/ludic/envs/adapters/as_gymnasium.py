@@ -35,7 +35,7 @@ class LudicGymnasium(gymnasium.Env):  # type: ignore[misc]
     `reset` without a seed goes on in the sequence that the last seed began, as Gymnasium has it.
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["ansi"]}  # noqa: RUF012
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012
 
     def __init__(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import numbers
 import threading
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -16,6 +18,7 @@ from ludic.types import AgentID, Info, Obs, StepOutcome
 MAX_PLAYERS = 15
 
 _importing = threading.Lock()
+_fewest: dict[str, int] = {}
 
 
 class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
@@ -110,12 +113,13 @@ class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
         rewards, facts = self._game.close()
         outcomes: dict[AgentID, StepOutcome] = {}
         for number, agent in enumerate(self.agent_ids):
-            if rewards is None or number not in rewards:
-                raise EnvError(f"{self._id} ended without a reward for {agent}: {rewards}")
+            reward = (rewards or {}).get(number)
+            if not isinstance(reward, numbers.Real):
+                raise EnvError(f"{self._id} ended with {reward!r} as the reward of {agent}")
             info = plain(facts.get(number) or {})
             self._seen[number] = str(info.get("reason") or "")
             outcomes[agent] = StepOutcome(
-                self._seen[number], float(rewards[number]), terminated=True, info=info
+                self._seen[number], float(reward), terminated=True, info=info
             )
         return outcomes
 
@@ -149,6 +153,10 @@ class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
             raise ConfigError(f"{self._id} is not for {players} players: {error}") from error
 
     def _fewest_players(self) -> int:
+        """Tries it out, once per game: TextArena does not say."""
+        game = f"{self._id} {json.dumps(self._make, sort_keys=True)}"
+        if game in _fewest:
+            return _fewest[game]
         with self._random.drawn_from():
             for players in range(1, MAX_PLAYERS + 1):
                 try:
@@ -157,7 +165,7 @@ class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
                     if not isinstance(error.__cause__, AssertionError):
                         raise
                 else:
-                    return players
+                    return _fewest.setdefault(game, players)
         raise ConfigError(f"{self._id} takes no number of players from 1 to {MAX_PLAYERS}")
 
 
