@@ -322,7 +322,7 @@ def _package() -> Any:
 async def _transport(server: MCPServer, stack: AsyncExitStack) -> AsyncIterator[Any]:
     package = _package()
     if server.url is None:
-        log = stack.enter_context(open(server.log or os.devnull, "a", encoding="utf-8"))
+        log = stack.enter_context(Path(server.log or os.devnull).open("a", encoding="utf-8"))  # noqa: ASYNC230
         parameters = package.StdioServerParameters(
             command=server.command[0],
             args=list(server.command[1:]),

@@ -37,9 +37,10 @@ class ToolAgent(Agent):
     `tools` run inside the turn, one after another: plain functions in worker threads, coroutines
     on the event loop. Calls of `external_tools` are handed to `external_tool_handler`, which a
     protocol sets; those of one message run at the same time. `tool_sources` are opened with the
-    first turn, and closed with the agent: their tools are then among the others. A turn has at most `max_tool_rounds`
-    rounds of calls. Calls are not actions: the parser reads only the message that ends the turn,
-    and calls are free; but a turn that ends without an answer gets the penalty of no answer.
+    first turn, and closed with the agent; their tools are among the others. A turn has at most
+    `max_tool_rounds` rounds of calls. Calls are not actions: the parser reads only the message that
+    ends the turn, and calls are free; but a turn that ends without an answer gets the penalty of
+    no answer.
     """
 
     last_round_notice: str | None = None

@@ -48,7 +48,7 @@ async def test_a_found_number_is_worth_what_the_game_says() -> None:
 async def test_the_rewards_are_those_of_the_package_itself() -> None:
     import textarena
 
-    said = ["[1]", "[2]", "[1]", "[3]", "[4]", "[5]", "[6]", "[7]", "[8]", "[9]", "[10]"]
+    said = [f"[{guess}]" for guess in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13)]
     state = random.getstate()
     bare = textarena.make(GUESS)
     bare.reset(num_players=1, seed=11)
@@ -68,7 +68,7 @@ async def test_the_rewards_are_those_of_the_package_itself() -> None:
 async def test_the_end_of_the_turns_is_an_ending_that_the_game_scores() -> None:
     env = TextArenaEnv(GUESS, make={"max_turns": 2})
     outcomes = await alone(env, ["[1]", "[2]", "[3]", "[4]"], seed=3)
-    assert len(outcomes) == 3
+    assert len(outcomes) == 4
     assert outcomes[-1].terminated
     assert 0 <= outcomes[-1].reward < 1
     assert "limit" in outcomes[-1].obs.lower()

@@ -2,8 +2,9 @@
 
 Such a package seeds and uses the generators of the whole process, so that two of its episodes, and
 everything else that draws from them, would disturb each other. `give_own_random` replaces the names
-`random`, `numpy` and `np` in the package's modules by stand-ins. Within `EpisodeRandom.drawn_from()`
-these lead to that episode's generators, in that thread and in no other; outside, to the real ones.
+`random`, `numpy` and `np` in the package's modules by stand-ins. Within `drawn_from` of an
+`EpisodeRandom` these lead to that episode's generators, in that thread and in no other; outside, to
+the real ones.
 """
 
 from __future__ import annotations

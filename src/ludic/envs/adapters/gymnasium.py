@@ -115,7 +115,9 @@ class GymnasiumEnv(SingleAgentEnv):
             if not isinstance(text, str):
                 raise EnvError(f"the observation function of {self._id} returned {text!r}: no text")
         elif self._observation == "ansi":
-            text = without_colours(str(self._env.render()), mark=self._colours == "mark").strip("\n")
+            text = without_colours(str(self._env.render()), mark=self._colours == "mark").strip(
+                "\n"
+            )
         else:
             text = self._obs if isinstance(self._obs, str) else str(plain(self._obs))
         if self._show_actions and not self._over:

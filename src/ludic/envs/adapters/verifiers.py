@@ -121,7 +121,7 @@ class VerifiersEnv(SingleAgentEnv):
         self._state = (await self._env.setup_state(state)) or state
         if await self._env.is_completed(self._state):
             raise EnvError(f"{self._id} was over before it began: {self._ended_by()}")
-        return list(await self._env.get_prompt_messages(self._state))
+        return self._messages(await self._env.get_prompt_messages(self._state))
 
     async def _answer(self, action: str) -> StepOutcome:
         env, state = self._env, self._state
@@ -134,12 +134,14 @@ class VerifiersEnv(SingleAgentEnv):
             return await self._ending()
         if not await env.is_completed(state):
             try:
-                self._prompt = list(await env.get_prompt_messages(state))
+                self._prompt = self._messages(await env.get_prompt_messages(state))
             except self._vf.Error as error:
                 state["error"] = error
             if state.get("error") is None and state.get("final_env_response") is None:
                 grew = self._prompt[: len(before)] == before
-                self._obs = _as_text(self._prompt[len(before) :] if grew else self._prompt, self._id)
+                self._obs = _as_text(
+                    self._prompt[len(before) :] if grew else self._prompt, self._id
+                )
                 return StepOutcome(self._obs, 0.0)
             await env.is_completed(state)  # notes why
         return await self._ending()
@@ -154,7 +156,7 @@ class VerifiersEnv(SingleAgentEnv):
         await env.rubric.cleanup(state)
         cut = self._ended_by() in _CUT and getattr(env, "max_turns", 0) != 1
         final = state.get("final_env_response")
-        self._obs = _as_text(list(final), self._id) if isinstance(final, list) else ""
+        self._obs = _as_text(self._messages(final), self._id) if final else ""
         metrics = {str(name): float(value) for name, value in (state["metrics"] or {}).items()}
         weights: dict[str, float] = dict(
             zip(env.rubric._get_reward_func_names(), env.rubric._get_reward_weights(), strict=True)
@@ -169,6 +171,10 @@ class VerifiersEnv(SingleAgentEnv):
                 name: weights[name] * value for name, value in metrics.items() if weights.get(name)
             },
         )
+
+    def _messages(self, raw: Any) -> list[Any]:
+        """Environments may give messages as dicts, or as one text."""
+        return list(self._vf.utils.message_utils.normalize_messages(raw))
 
     def _ended_by(self) -> str:
         return str(self._state.get("stop_condition") or "")
