@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from ludic.agents.tools import Tool
 from ludic.arguments import misfit
@@ -322,7 +322,7 @@ def _package() -> Any:
 async def _transport(server: MCPServer, stack: AsyncExitStack) -> AsyncIterator[Any]:
     package = _package()
     if server.url is None:
-        log = stack.enter_context(Path(server.log or os.devnull).open("a", encoding="utf-8"))  # noqa: ASYNC230
+        log = stack.enter_context(_appended(server.log or os.devnull))
         parameters = package.StdioServerParameters(
             command=server.command[0],
             args=list(server.command[1:]),
@@ -338,6 +338,10 @@ async def _transport(server: MCPServer, stack: AsyncExitStack) -> AsyncIterator[
     client = await stack.enter_async_context(make(headers=headers))
     async with http.streamable_http_client(server.url, http_client=client) as streams:
         yield streams
+
+
+def _appended(path: str) -> TextIO:
+    return open(path, "a", encoding="utf-8")
 
 
 async def _all_tools(session: Any) -> list[Any]:

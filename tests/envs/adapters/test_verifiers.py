@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,8 @@ pytestmark = pytest.mark.adapters
 
 
 @pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    yield
 
 
 def env(kind: str = "single", **options: Any) -> VerifiersEnv:
@@ -99,7 +97,7 @@ async def test_the_limit_of_turns_is_a_truncation_and_scored() -> None:
 
 
 async def test_an_error_of_the_environment_costs_the_episode() -> None:
-    with pytest.raises(EnvError, match="vf-sums failed: .*the environment crashed"):
+    with pytest.raises(EnvError, match=r"vf-sums failed: .*the environment crashed"):
         await alone(env("guess"), ["1", "crash"])
 
 

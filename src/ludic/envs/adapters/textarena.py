@@ -25,9 +25,9 @@ class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
     """A game of TextArena by its `id`; the players are `player_0`, `player_1` and so on.
 
     The rewards are the game's own, and come with its end, for all players at once. `info` then has
-    what the game says of each player: its role, the reason, whether an invalid move ended it. A game
-    that stops at its turn limit has ended: TextArena scores it like any other ending. An invalid
-    move keeps the turn once; the second in a row ends the game, by the game's own rules.
+    what the game says of each player: its role, the reason, whether an invalid move ended it. A
+    game that stops at its turn limit has ended: TextArena scores it like any other ending. An
+    invalid move keeps the turn once; the second in a row ends the game, by the game's own rules.
 
     The package draws from the global generators. Here each episode has its own, so that episodes
     in one process do not disturb each other, nor anything else.

@@ -223,8 +223,8 @@ def _loaded(id: str, args: str) -> Any:
         )
     if env.rubric.has_group_rewards:
         raise ConfigError(
-            f"{id} rewards episodes by comparing a group of them, which an environment here cannot: "
-            "each episode has its own reward"
+            f"{id} rewards episodes by comparing a group of them, which is not possible here: each "
+            "episode has its own reward"
         )
     return env
 
