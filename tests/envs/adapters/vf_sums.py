@@ -28,7 +28,7 @@ def load_environment(kind: str = "single", **options: Any) -> Any:
 
     rubric = vf.Rubric(funcs=[right, brief, turns], weights=[1.0, 0.5, 0.0])
 
-    class Guess(vf.MultiTurnEnv):
+    class Guess(vf.MultiTurnEnv):  # type: ignore[misc]
         async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
             said = str(messages[-1].content).strip()
             if said == "crash":

@@ -7,12 +7,14 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from ludic.envs.adapters.packages import load_package
 from ludic.envs.env import LudicEnv
 from ludic.envs.running.outcomes import checked_opening, checked_outcomes
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, MissingExtraError
 
-gymnasium = load_package("gymnasium", "gymnasium")
+try:
+    import gymnasium
+except ImportError as error:
+    raise MissingExtraError("gymnasium", "gymnasium") from error
 
 _SAMPLED = "".join(map(chr, range(32, 127))) + "\n"
 
