@@ -27,6 +27,7 @@ from tests.interaction.worlds import Countdown
 
 pytestmark = [pytest.mark.adapters, pytest.mark.integration]
 
+TOOLS = ["add", "note", "fail", "hang", "die", "who"]
 PROGRAM = [sys.executable, str(Path(__file__).with_name("mcp_things.py"))]
 
 
@@ -95,7 +96,7 @@ async def test_calls_are_answered_and_what_goes_wrong_is_told_to_the_model(
 ) -> None:
     opened = await server().open()
     try:
-        assert [tool.name for tool in opened.tools] == "add note fail hang die who".split()
+        assert [tool.name for tool in opened.tools] == TOOLS
         schema = opened.tools[0].schema["function"]
         assert schema["description"] == "Adds two numbers."
         assert schema["parameters"]["required"] == ["a", "b"]
@@ -185,8 +186,8 @@ async def test_servers_end_with_a_process_that_does_not_close_them(tmp_path: Pat
     await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", script], check=True, env={**os.environ, **path}
     )
-    (mark,) = tmp_path.iterdir()
-    assert await is_gone(int(mark.name))
+    (mark,) = os.listdir(tmp_path)
+    assert await is_gone(int(mark))
 
 
 async def test_a_protocol_is_made_from_json_with_the_tools_of_a_server() -> None:
