@@ -29,15 +29,12 @@ def trained(file: Path, folder: Path, *overrides: str) -> tuple[Run, list[dict[s
     return run, [json.loads(line) for line in lines]
 
 
-def weights(run: Run) -> bytes:
-    return (run.folder.weights() / "model.safetensors").read_bytes()
-
-
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")
 @pytest.mark.parametrize("name", ["frozen_lake", "guess_the_number", "chain_sum"])
 def test_the_tiny_model_is_trained_from_a_run_file(name: str, tmp_path: Path) -> None:
     run, metrics = trained(FILES / f"{name}.toml", tmp_path / "run")
     assert len([m for m in metrics if "train/loss" in m]) == 3
+    assert any(m.get("train/grad_norm", 0.0) > 0 for m in metrics)
     assert run.report.stages["after_rl"].episodes
     rollouts = list(read_rollouts(next(run.folder.rollouts.glob("train*"))))
     assert len(rollouts) == 3 * 8
