@@ -67,7 +67,7 @@ def limit(seconds: float) -> Iterator[None]:
 
 def attempt(name: str, play: Callable[[], Tried], seconds: float = LIMIT_S) -> Tried:
     """What `play` found, or why it could not; quietly, and with the generators watched."""
-    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    before = random.getstate(), str(np.random.get_state())
     try:
         with limit(seconds), contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -79,7 +79,7 @@ def attempt(name: str, play: Callable[[], Tried], seconds: float = LIMIT_S) -> T
         return Tried(name, _sentence(error))
     except Exception as error:
         return Tried(name, f"raises {type(error).__name__}: {_sentence(error)}")
-    if (random.getstate(), np.random.get_state()[1].tolist()) != before:  # type: ignore[index]
+    if (random.getstate(), str(np.random.get_state())) != before:
         return Tried(name, "draws from a generator of the whole process")
     return found
 

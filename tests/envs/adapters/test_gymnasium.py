@@ -210,10 +210,10 @@ def test_a_ludic_environment_passes_gymnasiums_own_checks(actions: list[str] | N
     import gymnasium
     from gymnasium.utils.env_checker import check_env
 
-    from ludic.envs.adapters.as_gymnasium import LudicGymnasium
+    from ludic.envs.adapters.as_gymnasium import as_gymnasium
 
     def make(**options: Any) -> Any:
-        return LudicGymnasium(TicTacToeEnv(opponent="random"), actions=actions, **options)
+        return as_gymnasium(TicTacToeEnv(opponent="random"), actions=actions, **options)
 
     gymnasium.register("LudicTicTacToe-v0", entry_point=make, disable_env_checker=True)
     try:
@@ -228,9 +228,9 @@ def test_a_ludic_environment_passes_gymnasiums_own_checks(actions: list[str] | N
 def test_a_game_through_gymnasium_is_the_game_of_the_environment() -> None:
     from gymnasium.error import ResetNeeded
 
-    from ludic.envs.adapters.as_gymnasium import LudicGymnasium
+    from ludic.envs.adapters.as_gymnasium import as_gymnasium
 
-    env = LudicGymnasium(TicTacToeEnv(opponent="perfect", illegal_reward=-2.0))
+    env = as_gymnasium(TicTacToeEnv(opponent="perfect", illegal_reward=-2.0))
     with pytest.raises(ResetNeeded):
         env.step("A1")
     obs, _ = env.reset(seed=3)
@@ -244,16 +244,16 @@ def test_a_game_through_gymnasium_is_the_game_of_the_environment() -> None:
 
 
 def test_an_async_environment_and_its_reward_components_through_gymnasium() -> None:
-    from ludic.envs.adapters.as_gymnasium import LudicGymnasium
+    from ludic.envs.adapters.as_gymnasium import as_gymnasium
 
-    env = LudicGymnasium(Slow())
+    env = as_gymnasium(Slow())
     assert env.reset(seed=4) == ("4", {})
     assert env.step("x") == ("x", 1.0, False, True, {"reward_components": {"all": 1.0}})
 
 
 def test_several_agents_cannot_be_played_through_gymnasium() -> None:
     from ludic.envs import TwoPlayerTicTacToeEnv
-    from ludic.envs.adapters.as_gymnasium import LudicGymnasium
+    from ludic.envs.adapters.as_gymnasium import as_gymnasium
 
     with pytest.raises(ConfigError, match="Gymnasium's interface is for one"):
-        LudicGymnasium(TwoPlayerTicTacToeEnv()).reset(seed=0)
+        as_gymnasium(TwoPlayerTicTacToeEnv()).reset(seed=0)

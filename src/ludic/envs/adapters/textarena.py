@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import numbers
+import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, Literal
 
@@ -19,6 +21,10 @@ MAX_PLAYERS = 15
 
 _importing = threading.Lock()
 _fewest: dict[str, int] = {}
+
+
+class _Misfit(ConfigError):
+    """The game is for another number of players."""
 
 
 class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
@@ -75,8 +81,8 @@ class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
         self._random = EpisodeRandom(seed)
         self._shown, self._seen = {}, {}
         with self._random.drawn_from():
-            self._game = self._new_game()  # its wrappers keep the history of earlier episodes
-            self._begin(self._game, self._players, seed)
+            # A new one each time: its wrappers keep the history of earlier episodes.
+            self._game = self._new_game(self._players, seed)
             self._over = False
             obs = self._look()
         return {f"player_{self._turn}": (obs, {})}
@@ -123,7 +129,8 @@ class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
             )
         return outcomes
 
-    def _new_game(self) -> Any:
+    def _new_game(self, players: int, seed: int | None) -> Any:
+        """A game that has begun. Why it cannot is one sentence, and a misfit is told apart."""
         registry = self._textarena.envs.registration.ENV_REGISTRY
         if self._id not in registry:
             raise UnknownNameError("game of TextArena", self._id, registry)
@@ -133,24 +140,29 @@ class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
                 with _importing:
                     import_module(place.partition(":")[0])
                     give_own_random("textarena")
-            return self._textarena.make(self._id, **self._make)
+            game = self._textarena.make(self._id, **self._make)
         except SyntaxError as error:
-            raise ConfigError(f"{self._id} needs a newer Python: {error}") from error
-        except LookupError as error:  # nltk's, for data that is not there
-            if "nltk" not in str(error):
-                raise
+            version = ".".join(map(str, sys.version_info[:2]))
             raise ConfigError(
-                f"{self._id} needs data of nltk that is not on this machine: fetch it with "
-                f"nltk.download{_wanted_data(error)} where there is a network"
+                f"{self._id} is not written for Python {version} ({error}): a newer one may take it"
             ) from error
-        except (ImportError, TypeError, ValueError) as error:
-            raise ConfigError(f"TextArena cannot make {self._id!r}: {error}") from error
-
-    def _begin(self, game: Any, players: int, seed: int | None) -> None:
+        except (FileNotFoundError, ImportError, LookupError, TypeError, ValueError) as error:
+            raise self._cannot(error) from error
         try:
             game.reset(num_players=players, seed=seed)
-        except AssertionError as error:
-            raise ConfigError(f"{self._id} is not for {players} players: {error}") from error
+        except (AssertionError, ValueError) as error:
+            raise _Misfit(f"{self._id} is not for {players} players: {error}") from error
+        except (FileNotFoundError, LookupError, TypeError) as error:
+            raise self._cannot(error) from error
+        return game
+
+    def _cannot(self, error: Exception) -> ConfigError:
+        if isinstance(error, LookupError) and "nltk" in str(error):
+            return ConfigError(
+                f"{self._id} needs data of nltk that is not on this machine: fetch it with "
+                f"nltk.download{_wanted_data(error)} where there is a network"
+            )
+        return ConfigError(f"TextArena cannot make {self._id!r}: {error}")
 
     def _fewest_players(self) -> int:
         """Tries it out, once per game: TextArena does not say."""
@@ -159,12 +171,8 @@ class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
             return _fewest[game]
         with self._random.drawn_from():
             for players in range(1, MAX_PLAYERS + 1):
-                try:
-                    self._begin(self._new_game(), players, 0)
-                except ConfigError as error:
-                    if not isinstance(error.__cause__, AssertionError):
-                        raise
-                else:
+                with suppress(_Misfit):
+                    self._new_game(players, 0)
                     return _fewest.setdefault(game, players)
         raise ConfigError(f"{self._id} takes no number of players from 1 to {MAX_PLAYERS}")
 
