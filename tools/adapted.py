@@ -198,7 +198,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
     write = parser.parse_args().write
-    answers, played = [], []
+    answers: list[Tried] = []
+    played: list[Tried] = []
     for names, play, into in ((tasks(), try_task, answers), (games(), try_game, played)):
         for name in names:
             began = time.monotonic()
