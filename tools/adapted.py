@@ -179,6 +179,17 @@ def as_page(answers: Sequence[Tried], played: Sequence[Tried]) -> str:
     return "\n".join([*lines, "", *_table("game", played)]).rstrip() + "\n"
 
 
+def working(page: str) -> tuple[list[str], list[str]]:
+    """The tasks and the games that a written page says work."""
+    answers, _, played = page.partition("## TextArena")
+    listed = re.search(r"tasks work:\n(.*)\n", answers)
+    rows = re.findall(r"^\| \d+ \| (.*) \|$", played, re.M)
+    found = [
+        re.findall(r"`([^`]+)`", line) for line in (listed[1] if listed else "", " ".join(rows))
+    ]
+    return found[0], found[1]
+
+
 def _table(what: str, tried: Sequence[Tried]) -> list[str]:
     rows = [(t.name, t.why, "no") for t in tried if t.why]
     rows += [(t.name, "; ".join(t.notes), "yes") for t in tried if t.notes and not t.why]
