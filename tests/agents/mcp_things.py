@@ -58,6 +58,10 @@ if __name__ == "__main__":
     if marks := os.environ.get("THINGS_MARKS"):  # each server leaves a mark while it lives
         Path(marks, str(os.getpid())).touch()
     if sys.argv[1:2] == ["http"]:
-        server(host="127.0.0.1", port=int(sys.argv[2]), log_level="ERROR").run("streamable-http")
+        where = {"host": "127.0.0.1", "port": int(sys.argv[2])}
+        if Server.__name__ == "FastMCP":
+            server(**where, log_level="ERROR").run("streamable-http")
+        else:
+            server(log_level="ERROR").run("streamable-http", **where)
     else:
         server(log_level="ERROR").run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 from ludic.agents.base_agent import ActResult, Agent
@@ -84,7 +85,8 @@ class Episode:
         finally:
             await self.runner.close()
             for agent in self.agents:
-                await agent.close()
+                with suppress(Exception):  # the episode is over: there is nothing left to save
+                    await agent.close()
 
     async def reset(self) -> Openings:
         """Begins the episode; what each agent first sees."""
