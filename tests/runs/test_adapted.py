@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.adapters, pytest.mark.integration, pytest.mark.timeout
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "examples" / "adapters"
 SMALL = [
-    "sft.examples=16", "sft.steps=2", "sft.batch_size=8", "training.steps=3", "eval.episodes=2",
+    "sft.examples=32", "sft.steps=30", "sft.batch_size=16", "training.steps=3", "eval.episodes=2",
     "training.rollouts_per_update=8", "algorithm.kwargs.group_size=4", "logging.loggers=[]",
 ]  # fmt: skip
 
