@@ -19,12 +19,15 @@ VLLM_VENV ?= .venv-vllm
 VLLM_PY   := $(VLLM_VENV)/bin/python
 VLLM_PIP  := $(VLLM_PY) -m pip install -q --disable-pip-version-check
 
+ADAPTERS_VENV ?= .venv-adapters
+ADAPTERS_PY   := $(ADAPTERS_VENV)/bin/python
+
 SOURCES := src tools benchmarks tests $(if $(wildcard examples/*.py examples/*/*.py),examples)
 
 # One thread per test process: small matrices are faster that way, and results repeat.
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS)
 
-.PHONY: help setup test test-slow test-gpu test-sandbox test-vllm vllm vllm-install lint format types docs wheel-check bench demo constraints clean
+.PHONY: help setup test test-slow test-gpu test-sandbox test-vllm vllm vllm-install test-adapters adapters lint format types docs wheel-check bench demo constraints clean
 
 help:
 	@echo "make test        set up, then run the tests (ARGS='tests/envs -k win' to choose)"
@@ -33,6 +36,7 @@ help:
 	@echo "make test-gpu    the tests that need a CUDA device"
 	@echo "make test-vllm   the tests against a real vLLM server"
 	@echo "make test-sandbox the tests of the sandbox; they fail where bubblewrap is missing"
+	@echo "make test-adapters  the tests with other packages' environments and tools"
 	@echo "make lint        ruff: style and formatting;  make format puts it right"
 	@echo "make types       mypy, strict"
 	@echo "make docs        build the documentation into site/"
@@ -46,10 +50,11 @@ setup: $(READY) $(SMOLLM2)
 test: setup
 	@echo "==> tests ($(JOBS) processes)"
 	@$(PYTEST) $(ARGS)
+	@$(if $(findstring -m,$(ARGS)),,echo "==> the tests with other packages' environments: make test-adapters")
 
 test-slow: setup
 	@echo "==> the long versions of the tests"
-	@LUDIC_HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not vllm and not gpu" --timeout 1800 $(ARGS)
+	@LUDIC_HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not vllm and not gpu and not adapters" --timeout 1800 $(ARGS)
 
 test-gpu: setup
 	@echo "==> the tests that need a CUDA device"
@@ -62,6 +67,14 @@ test-sandbox: setup
 test-vllm: setup vllm
 	@echo "==> the tests against a real vLLM server"
 	@LUDIC_VLLM_PYTHON=$(abspath $(VLLM_PY)) OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "vllm and not slow" tests/inference/vllm $(ARGS)
+
+test-adapters: setup adapters
+	@echo "==> the tests with other packages' environments and tools"
+	@OMP_NUM_THREADS=1 $(ADAPTERS_PY) -m pytest -q -n $(JOBS) -m adapters tests/envs/adapters tests/agents tests/runs $(ARGS)
+
+# The packages of other environments go into an environment over the project's own.
+adapters: $(READY)
+	@$(PY) -m tools.adapters_venv $(ADAPTERS_VENV)
 
 # vLLM wants packages of its own, so it lives apart; Ludic is there for the plugin's entry point.
 # What pip takes for torchvision and its kin does not fit the CPU build of torch and breaks vLLM.

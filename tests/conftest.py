@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ if not any(Path("/dev").glob("nvidia*")):
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+ADAPTED = ("gymnasium", "mcp", "reasoning_gym", "textarena", "verifiers")
 ROOT = Path(__file__).resolve().parent.parent
 
 # A busy machine must not turn a right answer into a failure: examples have no deadline.
@@ -44,7 +46,15 @@ settings.load_profile(os.environ.get("LUDIC_HYPOTHESIS_PROFILE", "ludic"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A `gpu` test that was asked for, where there is no GPU, says so instead of failing."""
+    """A test that was asked for where it cannot run says so instead of failing: a `gpu` test
+    without a GPU, an `adapters` test without the packages."""
+    if any(find_spec(package) is None for package in ADAPTED):
+        absent = pytest.mark.skip(
+            reason="without the other packages: `make test-adapters` has them"
+        )
+        for item in items:
+            if item.get_closest_marker("adapters"):
+                item.add_marker(absent)
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     if not wanted:
         return

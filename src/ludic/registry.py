@@ -50,6 +50,22 @@ ENVS = Registry(
             "ludic.envs.key_door:KeyDoorEnv",
             "A grid world seen in part: find the key, open the door.",
         ),
+        "gymnasium": Entry(
+            "ludic.envs.adapters.gymnasium:GymnasiumEnv",
+            "An environment of Gymnasium by its id, with words for actions.",
+        ),
+        "textarena": Entry(
+            "ludic.envs.adapters.textarena:TextArenaEnv",
+            "A game of TextArena by its id, for one player or several.",
+        ),
+        "reasoning_gym": Entry(
+            "ludic.envs.adapters.reasoning_gym:ReasoningGymEnv",
+            "A task of reasoning-gym by its name, judged by its own scoring.",
+        ),
+        "verifiers": Entry(
+            "ludic.envs.adapters.verifiers:VerifiersEnv",
+            "An environment of verifiers 0.3 by its id: its turns, tools and rubric.",
+        ),
     },
     "ludic.envs",
     base="ludic.envs.env:LudicEnv",

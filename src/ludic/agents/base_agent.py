@@ -126,9 +126,6 @@ class Agent:
         """The environment, or the parser as feedback, answers with `obs`."""
         self.ctx.on_after_step(obs, info)
 
-    async def close(self) -> None:
-        """The episode is over: frees what the agent held for it."""
-
     async def act(self) -> ActResult:
         """Takes one turn."""
         self.begin_turn()
@@ -137,6 +134,10 @@ class Agent:
             return self.out_of_context()
         self.record(call)
         return self.conclude(call)
+
+    async def close(self) -> None:
+        """Frees what the episode opened; the agent can begin another. Protocols call it at an
+        episode's end, also after a failure."""
 
     def _begin(self, seed: int | None, conversation_id: str | None) -> None:
         self._seed = seed

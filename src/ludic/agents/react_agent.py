@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ludic.agents.tool_agent import ExternalToolHandler, ToolAgent
-from ludic.agents.tools import Tool, ToolFunction
+from ludic.agents.tools import Tool, ToolFunction, ToolSource
 from ludic.context.base import ContextStrategy
 from ludic.errors import AgentError
 from ludic.inference.client import ChatClient
@@ -33,6 +33,7 @@ class ReActAgent(ToolAgent):
         *,
         max_rounds: int = 6,
         tools: Sequence[ToolFunction | Tool] = (),
+        tool_sources: Sequence[ToolSource] = (),
         external_tools: Sequence[ToolFunction | Tool] = (),
         external_tool_handler: ExternalToolHandler | None = None,
         tool_timeout_s: float | None = 30.0,
@@ -50,6 +51,7 @@ class ReActAgent(ToolAgent):
             parser,
             chat_template,
             tools=tools,
+            tool_sources=tool_sources,
             external_tools=external_tools,
             external_tool_handler=external_tool_handler,
             max_tool_rounds=max_rounds - 1,

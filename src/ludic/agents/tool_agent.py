@@ -8,10 +8,12 @@ from typing import TypeAlias
 
 from ludic.agents.base_agent import ActResult, Agent, ModelCall
 from ludic.agents.tools import (
+    OpenTools,
     StatefulTool,
     Tool,
     ToolFunction,
     ToolResult,
+    ToolSource,
     call_tool,
     end_episode,
     tool_message,
@@ -36,9 +38,11 @@ class ToolAgent(Agent):
 
     `tools` run inside the turn, one after another: plain functions in worker threads, coroutines
     on the event loop. Calls of `external_tools` are handed to `external_tool_handler`, which a
-    protocol sets; those of one message run at the same time. A turn has at most `max_tool_rounds`
-    rounds of calls. Calls are not actions: the parser reads only the message that ends the turn,
-    and calls are free; but a turn that ends without an answer gets the penalty of no answer.
+    protocol sets; those of one message run at the same time. `tool_sources` are opened with the
+    first turn, and closed with the agent; their tools are among the others. A turn has at most
+    `max_tool_rounds` rounds of calls. Calls are not actions: the parser reads only the message that
+    ends the turn, and calls are free; but a turn that ends without an answer gets the penalty of
+    no answer.
     """
 
     last_round_notice: str | None = None
@@ -53,6 +57,7 @@ class ToolAgent(Agent):
         chat_template: ChatTemplate,
         *,
         tools: Sequence[ToolFunction | Tool] = (),
+        tool_sources: Sequence[ToolSource] = (),
         external_tools: Sequence[ToolFunction | Tool] = (),
         external_tool_handler: ExternalToolHandler | None = None,
         max_tool_rounds: int = 4,
@@ -75,18 +80,16 @@ class ToolAgent(Agent):
         if max_tool_rounds < 0:
             raise AgentError(f"max_tool_rounds={max_tool_rounds}: must be >= 0")
         self.tools = tools_by_name(tools)
+        self.tool_sources = tuple(tool_sources)
+        self._own_tools = tuple(self.tools.values())
+        self._open: list[OpenTools] = []
         self.external_tools = tools_by_name(external_tools)
-        both = self.tools.keys() & self.external_tools.keys()
-        if both:
-            raise ToolError(f"{sorted(both)} are both internal and external tools: rename one")
         self.external_tool_handler = external_tool_handler
         self.max_tool_rounds = max_tool_rounds
         self.tool_timeout_s = tool_timeout_s
         self.external_tool_timeout_s = external_tool_timeout_s
-        known = {**self.tools, **self.external_tools}
-        self._known = known
-        self._schemas = [tool.schema for tool in known.values()] or None
-        if self._schemas and isinstance(chat_template, ChoosesToolParser):
+        self._know(self._own_tools)
+        if (self._schemas or tool_sources) and isinstance(chat_template, ChoosesToolParser):
             self.chat_template = chat_template.for_tools()
 
     def reset(
@@ -101,12 +104,32 @@ class ToolAgent(Agent):
             if isinstance(tool.function, StatefulTool):
                 tool.function.close()
 
+    def _know(self, tools: Sequence[Tool]) -> None:
+        """From now on the model is shown `tools`, and the external ones."""
+        self.tools = tools_by_name(tools)
+        both = self.tools.keys() & self.external_tools.keys()
+        if both:
+            raise ToolError(f"{sorted(both)} are both internal and external tools: rename one")
+        self._known = {**self.tools, **self.external_tools}
+        self._schemas = [tool.schema for tool in self._known.values()] or None
+
+    async def _open_sources(self) -> None:
+        for source in self.tool_sources:
+            self._open.append(await source.open())
+        self._know([*self._own_tools, *(tool for source in self._open for tool in source.tools)])
+
     async def close(self) -> None:
+        """Ends the state of the episode's tools, and closes the sources that it opened."""
         await end_episode(self.tools)
+        opened, self._open = self._open, []
+        for source in opened:
+            await source.close()
 
     async def act(self) -> ActResult:
         """Takes one turn: rounds of tool calls, and the message that ends it."""
         self.begin_turn()
+        if self.tool_sources and not self._open:
+            await self._open_sources()
         for round_index in range(self.max_tool_rounds + 1):
             call = await self.call_model(self._schemas)
             if call is None:

@@ -40,7 +40,8 @@ _CLOSE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that a model may call. `schema` is what the chat template shows of it.
+    """A function that a model may call. `schema` is what the chat template shows of it. Without a
+    model of its `arguments`, whoever runs it checks them.
 
     >>> def add(a: int, b: int = 1) -> int:
     ...     '''Adds two numbers.
@@ -57,8 +58,8 @@ class Tool:
     description: str
     function: ToolFunction
     schema: Mapping[str, Any]
-    arguments: type[BaseModel] = field(repr=False)
-    argument_names: Mapping[str, str] = field(repr=False)
+    arguments: type[BaseModel] | None = field(default=None, repr=False)
+    argument_names: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
@@ -92,6 +93,8 @@ class Tool:
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments as the function takes them; raises `ToolError` that names what is wrong."""
+        if self.arguments is None:
+            return dict(arguments)
         from pydantic import ValidationError
 
         try:
@@ -103,6 +106,24 @@ class Tool:
             )
             raise ToolError(f"bad arguments for tool {self.name!r}: {faults}") from exc
         return {name: getattr(checked, at) for at, name in self.argument_names.items()}
+
+
+class OpenTools(Protocol):
+    """A source's tools while it is open."""
+
+    @property
+    def tools(self) -> Sequence[Tool]: ...
+
+    async def close(self) -> None:
+        """Lets go of the source. Never raises."""
+        ...
+
+
+class ToolSource(Protocol):
+    """Where tools come from that have to be opened first: a server, say. An agent opens its sources
+    with an episode's first turn and closes them at the episode's end."""
+
+    async def open(self) -> OpenTools: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +193,8 @@ async def call_tool(
         return ToolResult.failed(f"tool {name!r} did not answer within {timeout_s:g} s")
     except NoThreadError:
         raise
+    except ToolError as exc:  # says in its own words what to tell the model
+        return ToolResult.failed(str(exc))
     except (Exception, SystemExit) as exc:
         return ToolResult.failed(f"tool {name!r} raised {type(exc).__name__}: {exc}")
 

@@ -66,7 +66,8 @@ class Episode:
         return self.add_track(AgentTrack(agent_id, rollout_id, collected=collected))
 
     async def play(self, loop: Callable[[], Awaitable[None]]) -> None:
-        """Runs `loop` to its end, its failure or its deadline; then closes the environment.
+        """Runs `loop` to its end, its failure or its deadline; then closes the environment and the
+        agents.
 
         A failure is recorded on every track. Cancellation from outside and errors of
         configuration propagate.
@@ -82,10 +83,10 @@ class Episode:
                 exc = DeadlineError("the end of the episode", self.spec.episode_id, limit or 0.0)
             self.fail(exc)
         finally:
+            await self.runner.close()
             for agent in self.agents:
                 with suppress(Exception):  # the episode is over: there is nothing left to save
                     await agent.close()
-            await self.runner.close()
 
     async def reset(self) -> Openings:
         """Begins the episode; what each agent first sees."""

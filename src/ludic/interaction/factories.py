@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ludic.agents.base_agent import Agent
+from ludic.agents.mcp import mcp_server
 from ludic.agents.tools import Tool
 from ludic.context import make_context
 from ludic.errors import ConfigError, UnknownNameError
@@ -29,13 +30,15 @@ def build_agent(
     context: str | JSON = "full_dialog",
     system_prompt: str | None = None,
     tools: Sequence[str] = (),
+    mcp: JSON | Sequence[JSON] = (),
     client: str | None = None,
     external_tools: Sequence[Tool] = (),
     **agent_kwargs: Any,
 ) -> Agent:
     """A fresh agent by its registered name.
 
-    `parser` and `context` are a name or a mapping with "kind"; `tools` are registered names;
+    `parser` and `context` are a name or a mapping with "kind"; `tools` are registered names; `mcp`
+    are servers whose tools are added, each as the arguments of `ludic.agents.mcp.MCPServer`;
     `client` names one of `runtime.others`; the rest goes to the agent's constructor as it is.
     """
     if client is not None:
@@ -44,6 +47,9 @@ def build_agent(
         runtime = runtime.others[client]
     if tools:
         agent_kwargs["tools"] = [get_tool(name) for name in tools]
+    if mcp:
+        servers = [mcp] if isinstance(mcp, Mapping) else mcp
+        agent_kwargs["tool_sources"] = [mcp_server(server) for server in servers]
     if external_tools:
         agent_kwargs["external_tools"] = external_tools
     arguments = {

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ludic.arguments import nearest
+from ludic.agents.mcp import tool_servers
 from ludic.distributed import PolicyPublisher
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.errors import ConfigError
@@ -83,6 +84,7 @@ async def open_policy(
     async with AsyncExitStack() as stack:
         # Once for the whole run: its trainer and its engine, in their threads, ask for the same.
         stack.enter_context(float32_products(precision_of(config)))
+        await stack.enter_async_context(tool_servers())
         client: ChatClient
         publisher: PolicyPublisher
         if config.inference.backend == "local":

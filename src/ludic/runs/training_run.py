@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from ludic.agents.mcp import tool_servers
 from ludic.errors import ConfigError, RolloutError
 from ludic.eval import EvalReport
 from ludic.precision import float32_products
@@ -144,6 +145,7 @@ class TrainingRun:
         async with AsyncExitStack() as stack:
             # Once for the whole run: its trainer and its engine, in two threads, ask for the same.
             stack.enter_context(float32_products(precision_of(self.config)))
+            await stack.enter_async_context(tool_servers())
             if self.config.inference.backend == "vllm" and "client" not in run._replaced:
                 from ludic.runs.vllm_backend import open_vllm
 

@@ -1,0 +1,132 @@
+"""The other way: a Ludic environment for one agent as an environment of Gymnasium."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from ludic.envs.adapters.packages import load_package
+from ludic.envs.env import LudicEnv
+from ludic.envs.running.outcomes import checked_opening, checked_outcomes
+from ludic.errors import ConfigError
+
+_SAMPLED = "".join(map(chr, range(32, 127))) + "\n"
+
+
+def as_gymnasium(
+    env: LudicEnv[Any, Any, Any],
+    *,
+    actions: Sequence[str] | None = None,
+    max_length: int = 100_000,
+    render_mode: str | None = None,
+) -> Any:
+    """An environment of Gymnasium that plays `env`, which has one agent.
+
+    Observations are text of at most `max_length` characters. Actions are text too, or, with
+    `actions`, the number of one of these words. The info is the environment's; the parts of a
+    reward are in `info["reward_components"]`. `reset` without a seed goes on in the sequence that
+    the last seed began, as Gymnasium has it. `render_mode="ansi"` renders the observation.
+    """
+    words = None if actions is None else tuple(actions)
+    return _gymnasium_class()(_Played(env), words, max_length, render_mode)
+
+
+class _Played:
+    """The environment, called as Gymnasium calls one."""
+
+    def __init__(self, env: LudicEnv[Any, Any, Any]) -> None:
+        self.env, self.name = env, type(env).__name__
+        self.agent = ""
+        self.running = False
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        opening = _finished(self.env.reset(seed=seed))
+        ids = tuple(self.env.agent_ids)
+        if len(ids) != 1:
+            raise ConfigError(
+                f"{self.name} has the agents {list(ids)}: Gymnasium's interface is for one"
+            )
+        (self.agent,) = ids
+        self.running = True
+        obs, info = checked_opening(self.name, ids, opening)[self.agent]
+        return obs, dict(info)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        ids = (self.agent,)
+        result = _finished(self.env.step({self.agent: action}))
+        outcome = checked_outcomes(self.name, "step", ids, (), ids, result)[self.agent]
+        self.running = not (outcome.terminated or outcome.truncated)
+        info = dict(outcome.info)
+        if outcome.reward_components:
+            info["reward_components"] = dict(outcome.reward_components)
+        return outcome.obs, outcome.reward, outcome.terminated, outcome.truncated, info
+
+
+@cache
+def _gymnasium_class() -> Any:
+    gymnasium = load_package("gymnasium", "gymnasium")
+    base: Any = gymnasium.Env
+    text: Any = gymnasium.spaces.Text
+
+    class AnyText(text):  # type: ignore[misc]
+        """Text of any alphabet. Samples are ASCII."""
+
+        def __init__(self, max_length: int, *, seed: int | None = None) -> None:
+            super().__init__(max_length, min_length=0, charset=_SAMPLED, seed=seed)
+
+        def contains(self, x: Any) -> bool:
+            return isinstance(x, str) and len(x) <= self.max_length
+
+    class LudicGymnasium(base):  # type: ignore[misc]
+        """A Ludic environment as one of Gymnasium."""
+
+        metadata = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012
+
+        def __init__(
+            self,
+            played: _Played,
+            words: tuple[str, ...] | None,
+            max_length: int,
+            render_mode: str | None,
+        ) -> None:
+            self._played, self._words = played, words
+            self.render_mode = render_mode
+            self.observation_space = AnyText(max_length)
+            self.action_space = (
+                AnyText(max_length) if words is None else gymnasium.spaces.Discrete(len(words))
+            )
+
+        def reset(
+            self, *, seed: int | None = None, options: dict[str, Any] | None = None
+        ) -> tuple[str, dict[str, Any]]:
+            super().reset(seed=seed)
+            return self._played.reset(int(self.np_random.integers(2**63)) if seed is None else seed)
+
+        def step(self, action: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+            if not self._played.running:
+                raise gymnasium.error.ResetNeeded(f"{self._played.name}: call reset before step")
+            return self._played.step(
+                str(action) if self._words is None else self._words[int(action)]
+            )
+
+        def render(self) -> str | None:
+            if self.render_mode != "ansi" or not self._played.agent:
+                return None
+            return str(self._played.env.current_obs()[self._played.agent])
+
+        def close(self) -> None:
+            self._played.env.close()
+
+    return LudicGymnasium
+
+
+def _finished(result: Any) -> Any:
+    """What the environment returned, awaited if need be."""
+    return asyncio.run(_wait(result)) if inspect.isawaitable(result) else result
+
+
+async def _wait(result: Any) -> Any:
+    return await result
