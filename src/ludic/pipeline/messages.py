@@ -25,12 +25,14 @@ from ludic.types import AgentStep, Rollout, TokenTrace, VersionSpan, from_json, 
 @dataclass(frozen=True, slots=True)
 class Unit:
     """One piece of work, by number. `prefix` begins the ids of its episodes; `max_steps` bounds
-    them."""
+    them. An actor that loads policies itself begins it with that of serial number `policy`, or a
+    newer one."""
 
     number: int
     requests: tuple[RolloutRequest, ...]
     prefix: str
     max_steps: int
+    policy: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ def unit_message(unit: Unit) -> bytes:
             "requests": [to_json(request).decode() for request in unit.requests],
             "prefix": unit.prefix,
             "max_steps": unit.max_steps,
+            "policy": unit.policy,
         },
     )
 
@@ -63,9 +66,10 @@ def read_unit(message: bytes, limits: Limits | None = None) -> Unit:
             "requests": list(requests),
             "prefix": str(prefix),
             "max_steps": int(max_steps),
+            "policy": int(policy),
         } if requests and all(isinstance(r, str) for r in requests):
             made = tuple(from_json(RolloutRequest, request) for request in requests)
-            return Unit(number, made, prefix, max_steps)
+            return Unit(number, made, prefix, max_steps, policy)
     raise SerializationError("not a unit of work")
 
 

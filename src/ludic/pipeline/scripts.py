@@ -5,8 +5,9 @@ into one slot of a cluster.
 
     requests  stream    units that are asked for; its consumer group `actors` holds the leases
     groups    stream    finished groups; the trainer reads through its consumer group `trainer`
-    units     hash      number -> q:ENTRY (asked for), d:ENTRY:BYTES (finished), c (committed);
-                        those below `low` are committed and not listed
+    units     hash      number -> q:ENTRY:OF (asked for, put back for unit OF or nothing),
+                        d:ENTRY:BYTES:OF (finished), x (dropped, which no checkpoint has yet),
+                        c (committed); those below `low` are committed and not listed
     meta      hash      attempt, next (number), low (number), bytes, limits, policy, counters
     actors    hash      name -> its last heartbeat: the server's time, and facts as JSON
     trainer   string    the token of the trainer that holds the run, for as long as its lease
@@ -66,7 +67,13 @@ return {'ok', attempt, redis.call('HGET', meta, 'next') or '0',
 )
 """token, lease, holder, fingerprint, max_bytes -> ok, attempt, next, low, units | held | other"""
 
-RENEW = _KEYS + _GUARD + "return {'ok'}"
+RENEW = (
+    _KEYS
+    + _GUARD
+    + _NOW
+    + "redis.call('HSET', meta, 'trainer', now .. ' ' .. ARGV[4]); return {'ok'}"
+)
+"""facts as JSON, for whoever looks"""
 
 CLOSE = (
     _KEYS
@@ -98,8 +105,9 @@ local following = tonumber(redis.call('HGET', meta, 'next') or '0')
 local low = tonumber(redis.call('HGET', meta, 'low') or '0')
 for i = 5, #ARGV, 3 do
   local number, of, message = tonumber(ARGV[i]), ARGV[i + 1], ARGV[i + 2]
+  local note = redis.call('HGET', units, number)
   local again = ARGV[4] == 'again' and number >= low and number < following
-                and redis.call('HEXISTS', units, number) == 0
+                and (not note or note == 'x')
   if number >= following or again then
     local entry = redis.call('XADD', requests, '*', 'n', number, 'm', message)
     redis.call('HSET', units, number, 'q:' .. entry .. ':' .. of)
@@ -267,6 +275,25 @@ return {'ok', count}
 """
 )
 """low, counters, numbers at or above `low` that are consumed too -> how many groups it freed"""
+
+DISCARD = (
+    _KEYS
+    + _GUARD
+    + """
+for i = 4, #ARGV do
+  local kind, place, size = string.match(redis.call('HGET', units, ARGV[i]) or '',
+                                         '^(%a):?([^:]*):?([^:]*)')
+  if kind == 'd' then
+    redis.call('XACK', groups, 'trainer', place)
+    redis.call('XDEL', groups, place)
+    redis.call('HINCRBY', meta, 'bytes', -tonumber(size))
+    redis.call('HSET', units, ARGV[i], 'x')
+  end
+end
+return {'ok'}
+"""
+)
+"""numbers -> frees the groups of units that were dropped"""
 
 ANNOUNCE = (
     _KEYS

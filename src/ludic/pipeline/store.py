@@ -103,7 +103,7 @@ class Store:
             name.lower(): self._redis.register_script(getattr(scripts, name))
             for name in (
                 *("OPEN", "RENEW", "CLOSE", "RESET", "ASK", "TAKE", "APPEND", "BEAT", "LEAVE"),
-                *("READ", "COMMIT", "ANNOUNCE", "END"),
+                *("READ", "DISCARD", "COMMIT", "ANNOUNCE", "END"),
             )
         }
 
