@@ -178,8 +178,9 @@ class Actor:
 
     async def _drain(self) -> None:
         """Waits for what was begun; its own deadlines bound every episode."""
-        while self._held:
-            await asyncio.wait(list(self._held.values()))
+        while self._held and self._failure is None:
+            await self._follow(self._heard()[0])
+            await asyncio.wait(list(self._held.values()), timeout=_POLL_S[1])
         if self._failure is not None:
             raise self._failure
 

@@ -259,7 +259,7 @@ for i = 1, #all, 2 do
     if below then redis.call('HDEL', units, number) else redis.call('HSET', units, number, 'c') end
   end
 end
-redis.call('HINCRBY', meta, 'bytes', -freed)
+redis.call('HINCRBY', meta, 'bytes', string.format('%d', -freed))
 redis.call('HSET', meta, 'low', low, 'counters', counters, 'committed_at', now)
 -- Actors that left without a word an hour ago are forgotten, so that nothing grows for ever.
 local beats = redis.call('HGETALL', actors)
@@ -286,7 +286,7 @@ for i = 4, #ARGV do
   if kind == 'd' then
     redis.call('XACK', groups, 'trainer', place)
     redis.call('XDEL', groups, place)
-    redis.call('HINCRBY', meta, 'bytes', -tonumber(size))
+    redis.call('HINCRBY', meta, 'bytes', '-' .. size)
     redis.call('HSET', units, ARGV[i], 'x')
   end
 end
