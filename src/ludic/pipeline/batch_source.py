@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -95,6 +95,7 @@ class PipelineBatchSource:
         self._groups: dict[int, Group | None] = {}  # None: it came damaged
         self._lag = 0
         self._waited_s = 0.0
+        self.alarm: Callable[[], object] = bool  # raises where no actor can come any more
         seat.facts = self._facts
 
     # Opening and closing
@@ -296,6 +297,7 @@ class PipelineBatchSource:
 
     async def _check_progress(self, deadline: float) -> None:
         """Raises where no batch can come any more, or the deadline has passed."""
+        self.alarm()
         books = self.ledger
         if not books.outstanding:
             raise PipelineError(

@@ -36,6 +36,7 @@ from ludic.runs.interruption import blocking
 from ludic.runs.locate import builtin_runs, check_given, find_run
 from ludic.runs.model import build_model
 from ludic.runs.pieces import Piece
+from ludic.runs.pipeline.training import RunPipeline
 from ludic.runs.players.opponents import Seating, seating
 from ludic.runs.players.scoring import Scoring
 from ludic.runs.players.seats import OtherPlayers
@@ -94,6 +95,7 @@ class Run:
         player: Any = None,
         curriculum: Any = None,
         training: Any = None,
+        pipeline: Any = None,
         inference: Any = None,
         eval: Any = None,
         sft: Any = None,
@@ -201,15 +203,19 @@ class Run:
 
     def _make_source(self) -> BatchSource:
         training, seed = self.config.training, derive_seed(self.config.run.seed, "train")
-        source = RolloutBatchSource(
-            engine=rollout_engine(self.config, self.seating.runtime, seed=seed),
-            request_fn=self.seating.curriculum,
-            algorithm=self.algorithm,
-            max_steps=training.max_steps,
-            concurrency=training.concurrency,
-            rollouts_per_update=training.rollouts_per_update,
-            sample_filter=sample_filter_of(self.config),
-            resample=DynamicSampling(rounds) if (rounds := training.dynamic_sampling) else None,
+        source: BatchSource = (
+            self.pipeline.source()
+            if self.pipeline
+            else RolloutBatchSource(
+                engine=rollout_engine(self.config, self.seating.runtime, seed=seed),
+                request_fn=self.seating.curriculum,
+                algorithm=self.algorithm,
+                max_steps=training.max_steps,
+                concurrency=training.concurrency,
+                rollouts_per_update=training.rollouts_per_update,
+                sample_filter=sample_filter_of(self.config),
+                resample=DynamicSampling(rounds) if (rounds := training.dynamic_sampling) else None,
+            )
         )
         scorers = self.scoring.scorers
         return ScoredBatchSource(source, scorers) if scorers else source
@@ -219,7 +225,7 @@ class Run:
             model=self.model,
             algo=self.algorithm,
             batch_source=self.source,
-            publisher=self.publisher,
+            publisher=self.pipeline.publisher(self.publisher) if self.pipeline else self.publisher,
             cfg=trainer_config(self.config, "rl", self.folder.path),
             loggers=self.loggers,
             evaluate=lambda step: TrainingRun.of(self).evaluate_during(step),
@@ -252,8 +258,11 @@ class Run:
         lambda run: Scoring(run.config, run.model, run.tokenizer, run.folder.path),
         *("model", "tokenizer", "folder"),
     )
+    pipeline: Piece[RunPipeline | None] = Piece(
+        lambda run: RunPipeline(run) if run.config.pipeline is not None else None, "folder"
+    )
     source: Piece[BatchSource] = Piece(
-        lambda run: run._make_source(), "seating", "scoring", "algorithm"
+        lambda run: run._make_source(), "seating", "scoring", "algorithm", "pipeline"
     )
     loggers: Piece[list[Logger]] = Piece(
         lambda run: make_loggers(run.config, run.folder, "rl"), "folder"
