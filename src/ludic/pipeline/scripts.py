@@ -184,7 +184,7 @@ BEAT = (
     + _NOW
     + """
 local name, facts = ARGV[1], ARGV[2]
-redis.call('HSET', actors, name, now .. ' ' .. facts)
+redis.pcall('HSET', actors, name, now .. ' ' .. facts)  -- a full server still renews leases
 local lost = {}
 for i = 3, #ARGV do
   local pending = redis.call('XPENDING', requests, 'actors', ARGV[i], ARGV[i], 1)

@@ -178,10 +178,11 @@ class Store:
         return plain.get("appendfsync", "unknown")
 
     def facts(self) -> dict[str, Any]:
-        """Everything that `ludic pipeline status` shows, in one transaction."""
+        """Everything that `ludic pipeline status` shows. No transaction: a full server would refuse
+        one."""
 
         def ask() -> list[Any]:
-            pipe = self._redis.pipeline(transaction=True)
+            pipe = self._redis.pipeline(transaction=False)
             pipe.time()
             pipe.hgetall(self.keys["meta"])
             pipe.hgetall(self.keys["actors"])
