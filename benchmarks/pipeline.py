@@ -22,7 +22,7 @@ import signal
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -113,34 +113,59 @@ def make_source(config: PipelineConfig, max_lag: int, stale: Any) -> PipelineBat
     )
 
 
-def start_actors(
-    stack: ExitStack, config: PipelineConfig, count: int, latency_s: float, concurrency: int
-) -> None:
-    for _ in range(count):
-        child = _fork.Process(target=actor_main, args=(config, latency_s, concurrency), daemon=True)
-        child.start()
-        stack.callback(child.join, 30)
-        stack.callback(os.kill, child.pid, signal.SIGKILL)
+class Actors:
+    """Starts actors from a process that has imported everything, and has done nothing else: one
+    that has trained cannot be forked safely."""
+
+    def __init__(self) -> None:
+        self._line, theirs = _fork.Pipe()
+        self._nursery = _fork.Process(target=self._serve, args=(theirs,))
+        self._nursery.start()
+
+    @staticmethod
+    def _serve(line: Any) -> None:
+        children: list[Any] = []
+        while True:
+            order = line.recv()
+            for child in children:
+                os.kill(child.pid, signal.SIGKILL)
+                child.join(30)
+            children = []
+            if order is None:
+                return
+            count, *arguments = order
+            for _ in range(count):
+                children.append(_fork.Process(target=actor_main, args=arguments))
+                children[-1].start()
+
+    def start(self, count: int, config: PipelineConfig, latency_s: float, concurrency: int) -> None:
+        """Ends those that are there, and starts `count` others."""
+        self._line.send((count, config, latency_s, concurrency))
+
+    def close(self) -> None:
+        self._line.send(None)
+        self._nursery.join(60)
 
 
-async def throughput(redis: LocalRedis, actors: int, seconds: float) -> dict[str, float]:
+async def throughput(
+    redis: LocalRedis, crew: Actors, actors: int, seconds: float
+) -> dict[str, float]:
     config = PipelineConfig(redis.url, f"bench-{actors}")
-    with ExitStack() as stack:
-        start_actors(stack, config, actors, 0.0, 4 * GROUP)
-        source = make_source(config, 1000, "correct")
-        await source.seat.open_async()
-        await asyncio.to_thread(source.seat.announce, 0)
-        for _ in range(4):  # until every actor is at work
-            await source.next_batch()
-        began, batches, memory = time.perf_counter(), 0, []
-        while time.perf_counter() - began < seconds:
-            await source.next_batch()
-            await asyncio.to_thread(source.committed, source.state_dict())
-            batches += 1
-            memory.append(await asyncio.to_thread(source.seat.store.memory))
-        elapsed = time.perf_counter() - began
-        meta = source.seat.store.facts()["meta"]
-        await source.close()
+    crew.start(actors, config, 0.0, 4 * GROUP)
+    source = make_source(config, 1000, "correct")
+    await source.seat.open_async()
+    await asyncio.to_thread(source.seat.announce, 0)
+    for _ in range(4):  # until every actor is at work
+        await source.next_batch()
+    began, batches, memory = time.perf_counter(), 0, []
+    while time.perf_counter() - began < seconds:
+        await source.next_batch()
+        await asyncio.to_thread(source.committed, source.state_dict())
+        batches += 1
+        memory.append(await asyncio.to_thread(source.seat.store.memory))
+    elapsed = time.perf_counter() - began
+    meta = source.seat.store.facts()["meta"]
+    await source.close()
     store = Store(config)
     store.forget()
     store.close()
@@ -165,7 +190,9 @@ class Paced(Trainer):
         return result
 
 
-async def overlap(redis: LocalRedis, updates: int, train_s: float) -> dict[str, float]:
+async def overlap(
+    redis: LocalRedis, crew: Actors, updates: int, train_s: float
+) -> dict[str, float]:
     def trainer(source: Any, publisher: Any) -> Paced:
         made = Paced(
             model=tiny_model(hidden_size=32, layers=1),
@@ -192,12 +219,11 @@ async def overlap(redis: LocalRedis, updates: int, train_s: float) -> dict[str, 
     )
     sync_s = await timed(trainer(together, None))
     config = PipelineConfig(redis.url, "bench-overlap")
-    with ExitStack() as stack:
-        start_actors(stack, config, 1, train_s, GROUP * GROUPS)
-        source = make_source(config, 1, "wait")
-        made = trainer(source, PipelinePublisher(source.seat))
-        async_s = await timed(made)
-        await source.close()
+    crew.start(1, config, train_s, GROUP * GROUPS)
+    source = make_source(config, 1, "wait")
+    made = trainer(source, PipelinePublisher(source.seat))
+    async_s = await timed(made)
+    await source.close()
     return {"sync_s": sync_s, "async_s": async_s, "async_speedup": sync_s / async_s}
 
 
@@ -209,14 +235,15 @@ def main() -> None:
     parser.add_argument("--actors", type=int, nargs="*", default=[1, 4, 16])
     args = parser.parse_args()
     found: dict[str, Any] = {"by_actors": {}}
-    with tempfile.TemporaryDirectory(prefix="ludic-bench-") as folder:
-        with LocalRedis(Path(folder)) as redis:
-            gain = asyncio.run(overlap(redis, args.updates, args.train_s))
-            print("overlap:", {k: round(v, 3) for k, v in gain.items()}, flush=True)
-            for actors in args.actors:
-                figures = asyncio.run(throughput(redis, actors, args.seconds))
-                found["by_actors"][actors] = {k: round(v, 2) for k, v in figures.items()}
-                print(f"{actors} actors:", found["by_actors"][actors], flush=True)
+    crew = Actors()
+    folder = tempfile.TemporaryDirectory(prefix="ludic-bench-")
+    with closing(crew), folder, LocalRedis(Path(folder.name)) as redis:
+        gain = asyncio.run(overlap(redis, crew, args.updates, args.train_s))
+        print("overlap:", {k: round(v, 3) for k, v in gain.items()}, flush=True)
+        for actors in args.actors:
+            figures = asyncio.run(throughput(redis, crew, actors, args.seconds))
+            found["by_actors"][actors] = {k: round(v, 2) for k, v in figures.items()}
+            print(f"{actors} actors:", found["by_actors"][actors], flush=True)
     best = max(found["by_actors"].values(), key=lambda f: f["groups_per_s"])
     print(
         json.dumps(
