@@ -19,7 +19,7 @@ from ludic.errors import DataError, SerializationError
 from ludic.pipeline.wire import Limits, get_array, pack, put_array, unpack
 from ludic.rollouts.requests import RolloutRequest
 from ludic.rollouts.stored_prompts import StoredRollout, with_repeats, without_repeats
-from ludic.types import AgentStep, Rollout, TokenTrace, VersionSpan, from_json, to_json
+from ludic.types import AgentStep, Rollout, Step, TokenTrace, VersionSpan, from_json, to_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def read_group(message: bytes, limits: Limits | None = None) -> Group:
 def _put_rollout(rollout: Rollout) -> dict[str, Any]:
     stored = without_repeats(rollout)
     traces: list[dict[str, Any] | None] = []
-    steps = []
+    steps: list[Step] = []
     for step in stored.rollout.steps:
         if isinstance(step, AgentStep):
             traces.append(None if step.trace is None else _put_trace(step.trace))

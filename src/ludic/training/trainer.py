@@ -348,10 +348,11 @@ class Trainer:
             curve(self.cfg),
             self._states_before_ahead or self._states(),
         )
-        then: Callable[[], object] = bool  # does nothing
+        save = functools.partial(self._checkpoints.save, self.model, self.optimizer, state)
         if isinstance(self.source, Commits):
-            then = functools.partial(self.source.committed, state.parts["batch_source"])
-        await self._run(self._checkpoints.save, self.model, self.optimizer, state, then)
+            heard = functools.partial(self.source.committed, state.parts["batch_source"])
+            save = functools.partial(save, then=heard)
+        await self._run(save)
         clock.lap("save")
         self._saving_s = clock.elapsed
 
