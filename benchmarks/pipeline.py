@@ -68,7 +68,7 @@ def make_env() -> Any:
         blocking = False
 
         def env_reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-            return "Say something. " * 16, {}
+            return "Say something.", {}
 
         def env_step(self, action: str) -> StepOutcome:
             return StepOutcome("", float(ord(action[0]) % 2), terminated=True)
@@ -100,16 +100,18 @@ def actor_main(config: PipelineConfig, latency_s: float, concurrency: int) -> No
     asyncio.run(run_pipeline_actor(config, engine, accepts=only([REQUEST]), client=client, cfg=cfg))
 
 
-def make_source(config: PipelineConfig, max_lag: int, stale: Any) -> PipelineBatchSource:
+def make_source(
+    config: PipelineConfig, groups: int, max_lag: int, stale: Any
+) -> PipelineBatchSource:
     return PipelineBatchSource(
         seat=TrainerSeat(config),
         request_fn=FixedMix({"one": (REQUEST, 1.0)}),
         algorithm=make_grpo(group_size=GROUP),
-        rollouts_per_update=GROUP * GROUPS,
+        rollouts_per_update=GROUP * groups,
         max_lag=max_lag,
         stale=stale,
         in_order=False,
-        bounds=Bounds(64 * GROUPS),
+        bounds=Bounds(64 * groups),
     )
 
 
@@ -152,7 +154,7 @@ async def throughput(
 ) -> dict[str, float]:
     config = PipelineConfig(redis.url, f"bench-{actors}")
     crew.start(actors, config, 0.0, 4 * GROUP)
-    source = make_source(config, 1000, "correct")
+    source = make_source(config, GROUPS, 1000, "correct")
     await source.seat.open_async()
     await asyncio.to_thread(source.seat.announce, 0)
     for _ in range(4):  # until every actor is at work
@@ -214,13 +216,13 @@ async def overlap(
         engine=engine,
         request_fn=FixedMix({"one": (REQUEST, 1.0)}),
         algorithm=make_grpo(group_size=GROUP),
-        rollouts_per_update=GROUP * GROUPS,
-        concurrency=GROUP * GROUPS,
+        rollouts_per_update=GROUP,
+        concurrency=GROUP,
     )
     sync_s = await timed(trainer(together, None))
     config = PipelineConfig(redis.url, "bench-overlap")
-    crew.start(1, config, train_s, GROUP * GROUPS)
-    source = make_source(config, 1, "wait")
+    crew.start(1, config, train_s, GROUP)
+    source = make_source(config, 1, 1, "wait")
     made = trainer(source, PipelinePublisher(source.seat))
     async_s = await timed(made)
     await source.close()
