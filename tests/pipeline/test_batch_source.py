@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -402,6 +403,19 @@ async def test_a_wait_for_actors_that_never_come_ends_and_says_so(
     source = await announced(make_source(config, wait_s=0.5))
     with pytest.raises(DeadlineError, match=r"2 groups \(0 are there\) from the 0 actors"):
         await source.next_batch()
+    await source.close()
+
+
+async def test_a_call_that_is_cancelled_loses_nothing(config: PipelineConfig, store: Store) -> None:
+    source = await announced(make_source(config))
+    async with acting(config, latency_s=0.05):
+        for delay in (0.0, 0.01, 0.05, 0.1, 0.2):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(source.next_batch(), delay)
+                break
+        done = source.ledger.trained
+        assert units_of(await source.next_batch()) == [done, done + 1]
+        assert units_of(await source.next_batch()) == [done + 2, done + 3]
     await source.close()
 
 

@@ -89,7 +89,7 @@ class PipelineBatchSource:
         )
         self.step = 0
         self.ledger = Ledger()
-        self._resumed = self._is_open = False
+        self._resumed = self._is_open = self._cut_short = False
         self._committed_units = 0
         self._uncommitted: Mapping[str, Any] | None = None
         self._groups: dict[int, Group | None] = {}  # None: it came damaged
@@ -129,10 +129,14 @@ class PipelineBatchSource:
                 books.waiting += await self._feed.draw()
             books.catch_up(opened.next, opened.units)
         self._committed_units = books.trained
+        await self._read_again()
+        self._is_open = True
+
+    async def _read_again(self) -> None:
+        """Reads what was read before, and is not acknowledged."""
         start = "0"
         while found := await self._read(start):
             start = found
-        self._is_open = True
 
     async def close(self, ended: str | None = None) -> None:
         """Acknowledges what is committed, and gives the run up. `ended` tells the actors that no
@@ -214,6 +218,10 @@ class PipelineBatchSource:
         """The numbers of the next batch's units, which have all arrived."""
         deadline = time.monotonic() + self.wait_s
         pause = _POLL_S[0]
+        if self._cut_short:  # an earlier call was cancelled, who knows where
+            await self._ask(self.ledger.in_order(), again=True)
+            await self._read_again()
+        self._cut_short = True
         while True:
             if self._uncommitted is not None:
                 await asyncio.to_thread(self._retry_commit)
@@ -223,6 +231,7 @@ class PipelineBatchSource:
                 await self.seat.run_async("discard", *dropped)
                 continue
             if len(numbers) == self.groups_per_update:
+                self._cut_short = False
                 return numbers
             if await self._read(">"):
                 pause = _POLL_S[0]
@@ -255,20 +264,23 @@ class PipelineBatchSource:
         for _, number, message in found:
             if self.ledger.is_settled(number) or number in self._groups:
                 continue
-            try:
-                group: Group | None = await asyncio.to_thread(read_group, message, self.limits)
-                if group is not None and group.number != number:
-                    raise SerializationError(f"it says that it is group {group.number}")
-            except SchemaVersionError:
-                raise  # it stays where it is, for a trainer that can read it
-            except SerializationError as exc:
-                _log.warning("unit %d came damaged and is asked for again: %s", number, exc)
-                group = None
-            else:
-                if group.refused is not None:
-                    _log.warning("unit %d: %s refused it: %s", number, group.actor, group.refused)
-            self._groups[number] = group
+            self._groups[number] = await asyncio.to_thread(self._opened, number, message)
         return found[-1][0] if found else ""
+
+    def _opened(self, number: int, message: bytes) -> Group | None:
+        """The group in a message; None if it came damaged."""
+        try:
+            group = read_group(message, self.limits)
+            if group.number != number:
+                raise SerializationError(f"it says that it is group {group.number}")
+        except SchemaVersionError:
+            raise  # it stays where it is, for a trainer that can read it
+        except SerializationError as exc:
+            _log.warning("unit %d came damaged and is asked for again: %s", number, exc)
+            return None
+        if group.refused is not None:
+            _log.warning("unit %d: %s refused it: %s", number, group.actor, group.refused)
+        return group
 
     # Asking
 

@@ -96,7 +96,7 @@ class TrainerSeat:
                     target=self._renew, name="ludic-trainer-lease", daemon=True
                 )
                 self._thread.start()
-            return self._opened
+            return self.opened
 
     async def open_async(self) -> Opened:
         """`open` for coroutines."""
