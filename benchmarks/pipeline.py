@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -25,6 +26,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.scripted_client import ScriptedCall, ScriptedChatClient
@@ -79,15 +82,27 @@ def make_env() -> Any:
     return OneTurn()
 
 
+COUNT = itertools.count()
+NOISE = (-np.random.default_rng(0).exponential(size=100_003)).astype(np.float32).tolist()
+
+
 def reply(call: ScriptedCall) -> str:
-    seed = call.request.sampling.seed or 0
-    return "".join(chr(97 + (seed >> (i % 48)) % 26) for i in range(TOKENS - 1))
+    noise = np.random.default_rng(call.request.sampling.seed)
+    return "".join(map(chr, 97 + noise.integers(0, 26, TOKENS - 1)))
+
+
+def logprob(position: int, token: int) -> float:
+    found: float = NOISE[(position * 7919 + token * 104_729 + next(COUNT)) % len(NOISE)]
+    return found
 
 
 def make_engine(latency_s: float = 0.0) -> tuple[RolloutEngine, ScriptedChatClient]:
     template = HFChatTemplate(tiny_tokenizer())
     client = ScriptedChatClient(
-        reply, template, logprob=lambda i, t: -((i * 37 + t) % 101) / 23, latency_s=latency_s
+        reply,
+        template,
+        logprob=lambda i, t: NOISE[(i * 7919 + t * 104_729 + next(COUNT)) % len(NOISE)],
+        latency_s=latency_s,
     )
     sampling = InferenceSpec(SamplingConfig(max_tokens=TOKENS))
     runtime = Runtime(client, template, "scripted", sampling)
@@ -239,7 +254,7 @@ def main() -> None:
     found: dict[str, Any] = {"by_actors": {}}
     crew = Actors()
     folder = tempfile.TemporaryDirectory(prefix="ludic-bench-")
-    with closing(crew), folder, LocalRedis(Path(folder.name)) as redis:
+    with folder, LocalRedis(Path(folder.name)) as redis, closing(crew):
         gain = asyncio.run(overlap(redis, crew, args.updates, args.train_s))
         print("overlap:", {k: round(v, 3) for k, v in gain.items()}, flush=True)
         for actors in args.actors:

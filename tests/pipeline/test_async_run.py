@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from ludic.errors import ConfigError, PipelineError
-from ludic.pipeline import local_redis
 from ludic.pipeline.local_redis import LocalRedis
 from ludic.runs.assemble import requests_of
 from ludic.runs.pipeline.acting import accepted
@@ -82,8 +83,8 @@ def test_one_command_starts_everything_shows_it_and_ends_it(tmp_path: Path) -> N
 def test_without_a_redis_server_one_sentence_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(local_redis.shutil, "which", lambda name: None)
-    monkeypatch.setattr(local_redis.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PipelineError, match="apt-get install redis-server"):
         LocalRedis(tmp_path)
 

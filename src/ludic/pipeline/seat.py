@@ -100,7 +100,9 @@ class TrainerSeat:
 
     async def open_async(self) -> Opened:
         """`open` for coroutines."""
-        return self._opened or await asyncio.to_thread(self.open)
+        if self._opened is not None:
+            return self._opened
+        return await asyncio.to_thread(self.open)
 
     def _take(self) -> Opened:
         lease_ms = int(self.lease_s * 1000)

@@ -96,10 +96,10 @@ def test_a_steps_line_is_on_disk_before_its_checkpoint(tmp_path: Path) -> None:
     assert checkpoints is not None
     save, seen = checkpoints.save, []
 
-    def look_and_save(model: Any, optimizer: Any, state: Any) -> Any:
+    def look_and_save(model: Any, optimizer: Any, state: Any, then: Any = bool) -> Any:
         lines = next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()
         seen.append((json.loads(lines[-1])["step"], state.step))
-        return save(model, optimizer, state)
+        return save(model, optimizer, state, then)
 
     checkpoints.save = look_and_save  # type: ignore[method-assign]
     run(trainer, 3)
