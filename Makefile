@@ -27,13 +27,15 @@ SOURCES := src tools benchmarks tests $(if $(wildcard examples/*.py examples/*/*
 # One thread per test process: small matrices are faster that way, and results repeat.
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS)
 
-.PHONY: help setup test test-slow test-gpu test-sandbox test-vllm vllm vllm-install test-adapters adapters lint format types docs wheel-check bench demo constraints clean
+.PHONY: help setup test test-slow test-gpu test-sandbox test-pipeline chaos test-vllm vllm vllm-install test-adapters adapters lint format types docs wheel-check bench demo constraints clean
 
 help:
 	@echo "make test        set up, then run the tests (ARGS='tests/envs -k win' to choose)"
 	@echo "make demo        set up, then train a small model at Tic-Tac-Toe"
 	@echo "make test-slow   the long versions of the tests: many kills, many seeds"
 	@echo "make test-gpu    the tests that need a CUDA device"
+	@echo "make test-pipeline  the tests that need a redis-server, which then must be there"
+	@echo "make chaos       60 kills of actors, trainer and Redis; what was lost and doubled"
 	@echo "make test-vllm   the tests against a real vLLM server"
 	@echo "make test-sandbox the tests of the sandbox; they fail where bubblewrap is missing"
 	@echo "make test-adapters  the tests with other packages' environments and tools"
@@ -63,6 +65,13 @@ test-gpu: setup
 test-sandbox: setup
 	@echo "==> the tests of the sandbox"
 	@LUDIC_SANDBOX_TESTS=required $(PYTEST) tests/envs/code_exec tests/examples/test_code_exec.py $(ARGS)
+
+test-pipeline: setup
+	@echo "==> the tests of actors and trainer over Redis"
+	@LUDIC_NEEDS_REDIS=1 $(PYTEST) -m "redis and not slow" tests/pipeline $(ARGS)
+
+chaos: $(READY)
+	@OMP_NUM_THREADS=1 $(PY) -m tests.pipeline.chaos $(ARGS)
 
 test-vllm: setup vllm
 	@echo "==> the tests against a real vLLM server"

@@ -66,6 +66,46 @@ for name in sys.argv[1:]:
     in_new_process(code, *modules)
 
 
+def test_an_actor_that_samples_from_vllm_imports_no_torch(tmp_path: Path) -> None:
+    from ludic.inference.tiny import tiny_tokenizer
+
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    run = """
+[model]
+name = "{tokenizer}"
+[inference]
+backend = "vllm"
+servers = ["http://127.0.0.1:1"]
+[env]
+kind = "tic_tac_toe"
+"""
+    (tmp_path / "run.toml").write_text(run.format(tokenizer=tmp_path / "tokenizer"))
+    code = """
+import asyncio, sys
+from ludic.errors import LudicError
+from ludic.inference.templates.plain_tokenizer import load_plain_tokenizer
+from ludic.pipeline import run_pipeline_actor
+from ludic.runs.episodes import bring_in, rollout_engine, runtime_of
+from ludic.runs.pipeline.acting import accepted, act_for
+from ludic.runs.pipeline.address import read_run
+from ludic.inference import VLLMChatClient
+import ludic.cli.actor
+config, modules, _ = read_run(sys.argv[1])
+bring_in(config, modules)
+client = VLLMChatClient(config.inference.servers, model="m")
+engine = rollout_engine(config, runtime_of(config, client, load_plain_tokenizer(sys.argv[2])))
+assert accepted(config) is not None
+try:
+    asyncio.run(act_for(sys.argv[1], url="unix:///nowhere/redis.sock"))
+except LudicError as exc:
+    assert "127.0.0.1:1" in str(exc), exc
+else:
+    raise AssertionError("there is no server")
+assert "torch" not in sys.modules, "an actor imported torch"
+"""
+    in_new_process(code, str(tmp_path / "run.toml"), str(tmp_path / "tokenizer"))
+
+
 @pytest.mark.integration
 def test_every_module_imports_without_the_optional_packages() -> None:
     code = """

@@ -282,6 +282,8 @@ PROMISED: dict[str, tuple[str, ...]] = {
         "ludic.training:RolloutBatchSource(max_steps)",
         "ludic.training:OfflineBatchSource",
         "ludic.pipeline:PipelineBatchSource",
+        "ludic.training:PipelineBatchSource",
+        "ludic.pipeline:run_pipeline_actor",
     ),
     "publishing": (
         "ludic.distributed:PolicyPublisher",
@@ -319,9 +321,6 @@ STILL_TO_COME: dict[str, str] = {
     "examples/fsdp2_training/train_math_fsdp2.py": "the examples",
     "examples/gsm8k/eval_gsm8k_vllm.py": "the examples",
     "examples/gsm8k/train_gsm8k.py": "the examples",
-    "examples/pipeline_rl/run_actor.py": "the examples",
-    "examples/pipeline_rl/run_trainer.py": "the examples",
-    "ludic.pipeline:PipelineBatchSource": "actors and trainer joined by Redis",
     "src/ludic/cli/push.py": "the command line",
 }
 

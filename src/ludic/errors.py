@@ -136,3 +136,7 @@ class DamagedCheckpointError(CheckpointError):
 
 class PublishError(LudicError):
     """Weights that did not arrive as they were sent."""
+
+
+class PipelineError(LudicError):
+    """Actors and trainer over Redis that cannot go on: says what is wrong with which server."""

@@ -119,11 +119,16 @@ class Fork:
 @quick
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """The policy version that sampled the completion's tokens `start` to `end` (exclusive)."""
+    """The policy version that sampled the completion's tokens `start` to `end` (exclusive).
+
+    `attempt` counts the trainers of a run over Redis, whose versions may have the same number: the
+    pair names one policy. Everywhere else it is 0.
+    """
 
     start: int
     end: int
     version: int
+    attempt: int = 0
 
 
 @quick

@@ -190,10 +190,10 @@ def test_prompts_that_share_more_than_there_is_are_refused(shared: list[int]) ->
 
 
 async def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
-    row = rollout_row((await some_rollouts())[0]) | {"schema": 3}
+    row = rollout_row((await some_rollouts())[0]) | {"schema": 4}
     path = tmp_path / "r.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(row).encode() + b"\n"))
-    with pytest.raises(SchemaVersionError, match=r"line 1: schema 3.*reads up to 2"):
+    with pytest.raises(SchemaVersionError, match=r"line 1: schema 4.*reads up to 3"):
         list(read_rollouts(path))
 
 
@@ -214,7 +214,7 @@ async def test_a_broken_line_that_others_follow_is_an_error(tmp_path: Path) -> N
         '{"schema": "1"}',
         *(
             f'{{"schema": {schema}{rest}}}'
-            for schema in (0, 1, 2)
+            for schema in (0, 1, 2, 3)
             for rest in (
                 "",
                 *(f', "rollout": {value}' for value in ('"{}"', 5, "null", r'"\ud800"')),

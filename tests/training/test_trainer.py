@@ -274,6 +274,11 @@ def test_with_overlap_the_next_batch_is_sampled_wholly_under_the_present_policy(
     ]
 
 
+def test_overlap_needs_a_lag_of_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_lag=0 allows none"):
+        config(tmp_path, overlap=True, max_lag=0)
+
+
 def test_without_overlap_every_batch_is_sampled_with_the_newest_policy(tmp_path: Path) -> None:
     diary: list[str] = []
     trainer = Trainer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from ludic.cli import (
+    actor,
     algorithms,
     calibrate,
     doctor,
@@ -12,6 +13,7 @@ from ludic.cli import (
     evaluate,
     generate,
     init,
+    pipeline,
     play,
     replay,
     serve,
@@ -28,6 +30,8 @@ app = typer.Typer(
 )
 app.command()(train.train)
 app.command()(sft.sft)
+app.command()(actor.actor)
+app.add_typer(pipeline.app, name="pipeline")
 app.command("eval")(evaluate.evaluate)
 app.command()(play.play)
 app.command()(generate.generate)

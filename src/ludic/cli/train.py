@@ -20,12 +20,19 @@ def train(
     out: Out = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
     dry_run: DryRun = False,
+    asynchronous: Annotated[
+        bool, typer.Option("--async", help="Actors and trainer as processes, joined by Redis.")
+    ] = False,
 ) -> None:
     """Train an agent: cold start if the run has one, reinforcement, evaluation."""
     from ludic.errors import ConfigError
     from ludic.runs.run import Run
 
     settings = list(overrides or [])
+    if asynchronous and resume is not None:
+        raise ConfigError("--resume goes on as the run began: leave --async out")
+    if asynchronous:
+        settings.insert(0, "pipeline={}")
     if resume is None:
         plan = Run.from_file(run, settings, out=out)
     else:

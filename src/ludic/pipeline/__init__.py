@@ -1,1 +1,14 @@
-"""pipeline."""
+"""Actors and trainer joined by Redis: every unit of work is trained on once, or dropped with a
+reason.
+
+Names are imported when they are first used, so that an actor that samples from vLLM gets by
+without torch.
+"""
+
+from ludic.lazy import late_names
+
+__getattr__, __all__ = late_names(__name__, __file__)
+
+
+def __dir__() -> list[str]:
+    return __all__

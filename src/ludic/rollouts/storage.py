@@ -24,9 +24,9 @@ from ludic.rollouts.lines import CutFileWarning, mend_last_line, parse_line, rea
 from ludic.rollouts.stored_prompts import StoredRollout, with_repeats, without_repeats
 from ludic.types import AgentStep, Message, Rollout, from_json, to_json
 
-SCHEMA = 2
+SCHEMA = 3
 """The version of the row's layout; a file of a newer one is refused. In the first, prompts were
-stored whole."""
+stored whole; in the second, version spans had no attempt."""
 
 
 class RolloutWriterLike(Protocol):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields, replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,14 +17,18 @@ from ludic.distributed import PolicyPublisher
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.errors import ConfigError
 from ludic.given import given, is_given
-from ludic.inference import HFChatTemplate, InferenceSpec, ReturnSpec, SamplingConfig
 from ludic.inference.client import ChatClient
-from ludic.inference.templates.tool_parsers import ToolParser, get_tool_parser
 from ludic.interaction import Runtime
 from ludic.lazy import resolve
 from ludic.precision import float32_products
 from ludic.registry import CORRECTIONS, FILTERS
-from ludic.rollouts import RolloutEngine, RolloutRequest
+from ludic.rollouts import RolloutRequest
+from ludic.runs.episodes import bring_in as bring_in
+from ludic.runs.episodes import inference_spec as inference_spec
+from ludic.runs.episodes import make_importable as make_importable
+from ludic.runs.episodes import rollout_engine as rollout_engine
+from ludic.runs.episodes import runtime_of as runtime_of
+from ludic.runs.episodes import tool_parser_of as tool_parser_of
 from ludic.runs.model import build_model, configuring, precision_of
 from ludic.runs.players.scoring import TEACHER, teachers_by_env
 from ludic.runs.players.seats import OtherPlayers
@@ -51,25 +53,6 @@ class OpenPolicy:
     tokenizer: Any
     runtime: Runtime
     publisher: PolicyPublisher | None
-
-
-def inference_spec(
-    config: RunConfig, *, temperature: float | None = None, trained_on: bool = True
-) -> InferenceSpec:
-    """Returns the run's sampling settings, optionally at another temperature. With `trained_on`,
-    completions carry the ids that truncated sampling kept, which the trainer needs."""
-    values = config.inference.sampling.model_dump()
-    values |= {key: tuple(values[key]) for key in ("stop", "stop_token_ids")}
-    if temperature is not None:
-        values["temperature"] = temperature
-    sampling = SamplingConfig(**values)
-    return InferenceSpec(sampling, ReturnSpec(kept_ids=trained_on and sampling.truncates))
-
-
-def tool_parser_of(config: RunConfig) -> ToolParser | None:
-    """Returns the parser of the model's tool calls, if the run names one."""
-    name = config.model.tool_parser
-    return get_tool_parser(name) if name else None
 
 
 @asynccontextmanager
@@ -111,29 +94,6 @@ def local_client(config: RunConfig, model: nn.Module, tokenizer: Any) -> LocalCh
         max_context_tokens=config.inference.max_context_tokens,
         deterministic=config.inference.deterministic,
         precision=precision_of(config),
-    )
-
-
-def runtime_of(
-    config: RunConfig,
-    client: ChatClient,
-    tokenizer: Any,
-    others: Mapping[str, Runtime] | None = None,
-) -> Runtime:
-    """Returns what the run's agents talk to; `others` are players that are not trained."""
-    template = HFChatTemplate(tokenizer, tool_parser_of(config))
-    return Runtime(client, template, config.model.name, inference_spec(config), others or {})
-
-
-def rollout_engine(config: RunConfig, runtime: Runtime, *, seed: int = 0) -> RolloutEngine:
-    """Returns an engine with the run's deadlines and its policy for groups that lost a member."""
-    training = config.training
-    return RolloutEngine(
-        runtime=runtime,
-        seed=seed,
-        step_timeout_s=training.step_timeout_s,
-        episode_timeout_s=training.episode_timeout_s,
-        lost_member=training.lost_member,
     )
 
 
@@ -247,20 +207,3 @@ def load_function(name: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{name!r} is not a function")
     return function  # type: ignore[no-any-return]
-
-
-def make_importable(folder: Path) -> None:
-    """Puts `folder` on the import path, so that a run file can name modules beside it."""
-    path = str(folder.resolve())
-    if path not in sys.path:
-        sys.path.insert(0, path)
-
-
-def bring_in(config: RunConfig, modules: Path) -> None:
-    """Makes what the run names importable, and imports the modules that register names for it."""
-    make_importable(modules)
-    for module in config.run.imports:
-        try:
-            import_module(module)
-        except ImportError as exc:
-            raise ConfigError(f"run.imports: {module!r} cannot be imported: {exc}") from exc

@@ -30,6 +30,7 @@ from ludic.runs.assemble import (
     trainer_config,
 )
 from ludic.runs.model import build_model, check_device, configuring
+from ludic.runs.pipeline.training import check_pipeline
 from ludic.runs.players.opponents import check_seating
 from ludic.runs.players.scoring import check_scoring
 from ludic.runs.players.teacher import load_teacher
@@ -48,6 +49,7 @@ def check_parts(config: RunConfig) -> None:
     """Raises if a part of the run is missing, does not fit, or could never train."""
     check_device(config.model)
     check_ranks(config)
+    check_pipeline(config)
     if config.model.name == "tiny":  # any other takes too long to load twice
         build_model(config)
     algorithm = algorithm_of(config)

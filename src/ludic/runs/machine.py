@@ -9,8 +9,6 @@ import shutil
 import sys
 from dataclasses import dataclass
 
-import torch
-
 from ludic.errors import LudicError
 
 _EXTRAS = {
@@ -35,6 +33,8 @@ class MachineFact:
 
 def check_machine() -> list[MachineFact]:
     """Returns what is installed, which GPU there is, and what is missing."""
+    import torch
+
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     facts = [
         MachineFact("python", f"{platform.python_version()} at {sys.executable}"),
@@ -65,6 +65,8 @@ def _sandbox() -> MachineFact:
 
 
 def _gpu() -> MachineFact:
+    import torch
+
     if not torch.cuda.is_available():
         built = "a CUDA build of torch" if torch.version.cuda else "a CPU build of torch"
         return MachineFact("GPU", f"none ({built}); everything runs on the CPU")

@@ -37,6 +37,7 @@ from ludic.runs.interruption import blocking
 from ludic.runs.locate import builtin_runs, check_given, find_run
 from ludic.runs.model import build_model
 from ludic.runs.pieces import Piece
+from ludic.runs.pipeline.training import RunPipeline
 from ludic.runs.players.opponents import Seating, seating
 from ludic.runs.players.scoring import Scoring
 from ludic.runs.players.seats import OtherPlayers
@@ -97,6 +98,7 @@ class Run:
         player: Any = None,
         curriculum: Any = None,
         training: Any = None,
+        pipeline: Any = None,
         inference: Any = None,
         eval: Any = None,
         sft: Any = None,
@@ -206,15 +208,19 @@ class Run:
 
     def _make_source(self) -> BatchSource:
         training, seed = self.config.training, derive_seed(self.config.run.seed, "train")
-        source = RolloutBatchSource(
-            engine=rollout_engine(self.config, self.seating.runtime, seed=seed),
-            request_fn=self.seating.curriculum,
-            algorithm=self.algorithm,
-            max_steps=training.max_steps,
-            concurrency=training.concurrency,
-            rollouts_per_update=training.rollouts_per_update,
-            sample_filter=sample_filter_of(self.config),
-            resample=DynamicSampling(rounds) if (rounds := training.dynamic_sampling) else None,
+        source: BatchSource = (
+            self.pipeline.source()
+            if self.pipeline
+            else RolloutBatchSource(
+                engine=rollout_engine(self.config, self.seating.runtime, seed=seed),
+                request_fn=self.seating.curriculum,
+                algorithm=self.algorithm,
+                max_steps=training.max_steps,
+                concurrency=training.concurrency,
+                rollouts_per_update=training.rollouts_per_update,
+                sample_filter=sample_filter_of(self.config),
+                resample=DynamicSampling(rounds) if (rounds := training.dynamic_sampling) else None,
+            )
         )
         scorers = self.scoring.scorers
         return ScoredBatchSource(source, scorers) if scorers else source
@@ -251,10 +257,11 @@ class Run:
                 mesh=self.crew.mesh,
                 evaluate=evaluate,
             )
-        publisher = self.publisher
+        publisher, rl = self.publisher, stage == "rl"
+        if rl and self.pipeline is not None:
+            publisher = self.pipeline.publisher(publisher)
         if self.crew.several and publisher is not None:
             publisher = Rank0OnlyPublisher(publisher, self.crew.world)
-        rl = stage == "rl"
         return Trainer(
             model=model,
             algo=algorithm,
@@ -296,8 +303,11 @@ class Run:
         ),
         *("model", "tokenizer", "folder"),
     )
+    pipeline: Piece[RunPipeline | None] = Piece(
+        lambda run: RunPipeline(run) if run.config.pipeline is not None else None, "folder"
+    )
     source: Piece[BatchSource] = Piece(
-        lambda run: run._make_source(), "seating", "scoring", "algorithm"
+        lambda run: run._make_source(), "seating", "scoring", "algorithm", "pipeline"
     )
     loggers: Piece[list[Logger]] = Piece(
         lambda run: make_loggers(run.config, run.folder, "rl"), "folder"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ludic.agents.mcp import tool_servers
 from ludic.errors import ConfigError, RolloutError
 from ludic.eval import EvalReport
+from ludic.pipeline import PipelineBatchSource
 from ludic.precision import float32_products
 from ludic.runs.assemble import sft_algorithm
 from ludic.runs.collecting import rare_collections
@@ -229,7 +230,11 @@ class TrainingRun:
             f"{run.algorithm.name}"
         )
         await asyncio.to_thread(run.scoring.take_start)
-        async with run.seating as seats, run.crew.stage("rl", self.folder, version):
+        async with (
+            run.pipeline or nullcontext(),
+            run.seating as seats,
+            run.crew.stage("rl", self.folder, version),
+        ):
             trainer, source = run.trainer, run.source
             trainer.optimizer.take_weights()  # it may be older than the cold start
             trainer.version = version
@@ -244,7 +249,13 @@ class TrainingRun:
                 if self.config.logging.keep_rollouts and isinstance(source, RolloutBatchSource):
                     log = open_rollout_log(rollout_file(self.folder.rollouts, "train"), source.step)
                     source.engine.writer = await stack.enter_async_context(log)
+                if self.config.logging.keep_rollouts and isinstance(source, PipelineBatchSource):
+                    file = rollout_file(self.folder.rollouts, "train")
+                    log = open_rollout_log(file, source.step, source.ledger.is_settled)
+                    source.writer = await stack.enter_async_context(log)
                 await self._train(trainer, seats.train(trainer, training.steps))
+                if run.pipeline and not self.stopped:
+                    run.pipeline.finished()
 
     async def _train(self, trainer: Trainer, work: Coroutine[Any, Any, None]) -> None:
         self._trainer = trainer

@@ -1,3 +1,4 @@
+from ludic.pipeline import PipelineBatchSource as PipelineBatchSource
 from ludic.rollouts import Curriculum as Curriculum
 from ludic.rollouts import EnvSpec as EnvSpec
 from ludic.rollouts import GRPORequestStrategy as GRPORequestStrategy

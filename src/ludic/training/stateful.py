@@ -23,3 +23,13 @@ class KeepsRecord(Protocol):
     async def flush_record(self) -> None:
         """Returns when the record so far is on disk."""
         ...
+
+
+@runtime_checkable
+class Commits(Protocol):
+    """A batch source that is told when a checkpoint with one of its states is complete."""
+
+    def committed(self, state: Mapping[str, Any]) -> None:
+        """Hears that what `state` has consumed can never come again: a complete checkpoint has the
+        state. Called in the thread that wrote the checkpoint, in the order of the checkpoints."""
+        ...

@@ -31,7 +31,7 @@ from ludic.training.metrics.loggers import Logger, MetricLog
 from ludic.training.metrics.perf import PerfMeter
 from ludic.training.metrics.publish_log import PublishLog
 from ludic.training.metrics.stats import StatBuffer, batch_metrics, over_steps
-from ludic.training.stateful import KeepsRecord
+from ludic.training.stateful import Commits, KeepsRecord
 from ludic.training.types import BatchSource, Stateful, WorksAhead
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes, mean_kl, mini_batches, pick, score_batch
@@ -359,7 +359,11 @@ class Trainer:
             curve(self.cfg),
             self._states_before_ahead or self._states(),
         )
-        await self._run(self._checkpoints.save, self.model, self.optimizer, state)
+        save = functools.partial(self._checkpoints.save, self.model, self.optimizer, state)
+        if isinstance(self.source, Commits):
+            heard = functools.partial(self.source.committed, state.parts["batch_source"])
+            save = functools.partial(save, then=heard)
+        await self._run(save)
         clock.lap("save")
         self._saving_s = clock.elapsed
 

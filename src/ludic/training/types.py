@@ -142,8 +142,8 @@ class BatchSource(Protocol):
 
     A source does not apply the algorithm's preprocess: the trainer does, to every batch. A source
     that can be resumed is also `Stateful`, one that assigns credit by an algorithm is a
-    `HasAlgorithm`, one that works while the trainer does is a `WorksAhead`, and one that keeps a
-    record on disk is a `KeepsRecord`.
+    `HasAlgorithm`, one that works while the trainer does is a `WorksAhead`, one that keeps a
+    record on disk is a `KeepsRecord`, and one that must know what is safely trained on a `Commits`.
     """
 
     async def next_batch(self) -> SAWBatch:

@@ -7,6 +7,7 @@ import errno
 import json
 import shutil
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,10 +96,10 @@ def test_a_steps_line_is_on_disk_before_its_checkpoint(tmp_path: Path) -> None:
     assert checkpoints is not None
     save, seen = checkpoints.save, []
 
-    def look_and_save(model: Any, optimizer: Any, state: Any) -> Any:
+    def look_and_save(model: Any, optimizer: Any, state: Any, then: Any = bool) -> Any:
         lines = next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()
         seen.append((json.loads(lines[-1])["step"], state.step))
-        return save(model, optimizer, state)
+        return save(model, optimizer, state, then)
 
     checkpoints.save = look_and_save  # type: ignore[method-assign]
     run(trainer, 3)
@@ -128,6 +129,34 @@ def test_the_sources_record_is_on_disk_before_a_checkpoint_begins(tmp_path: Path
     assert written[0] == []
     assert all("step-00000004" not in folders for folders in written)
     assert all(count >= step for (count, _), step in zip(recording.seen, (2, 4), strict=True))
+
+
+class Told(SyntheticSource):
+    """A source that notes which checkpoints were complete when it was told of a state."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.told: list[tuple[Any, str]] = []
+
+    def committed(self, state: Mapping[str, Any]) -> None:
+        self.told.append((dict(state), (self.folder / "ck/latest").read_text()))
+
+
+@pytest.mark.parametrize("how", ["plain", "background", "scored", "ahead"])
+def test_a_source_is_told_of_each_state_once_its_checkpoint_is_complete(
+    tmp_path: Path, how: str
+) -> None:
+    source = Told(tmp_path)
+    wrapped = {"scored": ScoredBatchSource(source, ()), "ahead": SamplingAhead(source)}
+    run(make(tmp_path, source=wrapped.get(how, source), background=how == "background"), 5)
+    names = ["step-00000002", "step-00000004", "step-00000005"]
+    assert [latest for _, latest in source.told] == names
+    for state, name in source.told:
+        manifest = tmp_path / "ck" / name / "manifest.json"
+        if manifest.is_file():  # the oldest is pruned
+            saved = json.loads(manifest.read_text())["state"]["parts"]["batch_source"]
+            assert (saved["source"] if how == "scored" else saved) == state
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -15,6 +15,7 @@ from ludic.runs.settings.others import (
     TeacherSection,
 )
 from ludic.runs.settings.parts import AlgorithmSection, EnvSection, ProtocolSection
+from ludic.runs.settings.pipeline import PipelineSection
 from ludic.runs.settings.reading import apply_override, check_run, load_run, override_key, parse_run
 from ludic.runs.settings.run import SCHEMA, LoggingSection, RunConfig, RunSection
 from ludic.runs.settings.stages import EvalSection, SFTSection, TrainingSection
@@ -32,6 +33,7 @@ __all__ = [
     "ModelSection",
     "OtherModelSection",
     "PartSection",
+    "PipelineSection",
     "PlayerSection",
     "ProtocolSection",
     "ReferenceSection",

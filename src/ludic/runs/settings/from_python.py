@@ -29,7 +29,8 @@ from ludic.types import EnvSpec, ProtocolSpec
 
 SECTIONS = (
     *("run", "model", "inference", "env", "protocol", "algorithm"),
-    *("reference", "teacher", "player", "curriculum", "training", "sft", "eval", "logging"),
+    *("reference", "teacher", "player", "curriculum", "training", "pipeline"),
+    *("sft", "eval", "logging"),
 )
 SHORTCUTS = {
     "parser": ("protocol", "kwargs", "parser"),

@@ -12,6 +12,7 @@ from ludic.runs.settings.inference import InferenceSection
 from ludic.runs.settings.model import ModelSection
 from ludic.runs.settings.others import Players, ReferenceSection, Teachers
 from ludic.runs.settings.parts import AlgorithmSection, Envs, ProtocolSection
+from ludic.runs.settings.pipeline import PipelineSection
 from ludic.runs.settings.stages import EvalSection, SFTSection, TrainingSection
 
 SCHEMA = 1
@@ -51,6 +52,7 @@ class RunConfig(Section):
     player: Players = []
     curriculum: CurriculumSection = CurriculumSection()
     training: TrainingSection = TrainingSection()
+    pipeline: PipelineSection | None = None
     sft: SFTSection | None = None
     eval: EvalSection = EvalSection()
     logging: LoggingSection = LoggingSection()

@@ -34,7 +34,8 @@ class TrainingSection(Section):
     `filters` leave turns out of the training: a name (`"drop_truncated"`), a table with its `kind`
     and arguments (`{ kind = "drop_overlong", max_seq_len = 512 }`), or a function of a sample
     (`"module:function"`). With `dynamic_sampling`, groups without variance in their rewards are
-    dropped and others sampled in their place, in at most that many rounds in all. With
+    dropped and others sampled in their place, in at most that many rounds in all. `max_lag` is how
+    many updates old a sample may be: of interest with `overlap` (one) or `[pipeline]`. With
     `past_opponents`, a seat of a game of several is taken, in `past_share` of the episodes, by one
     of that many earlier policies, the last of those at every `checkpoint_every` steps. On several
     ranks (`torchrun -m ludic train …`) none waits longer than `rank_timeout_s` for the others; it
@@ -61,6 +62,7 @@ class TrainingSection(Section):
     mini_batches: int = Field(default=TRAINER["mini_batches"], ge=1)
     epochs: int = Field(default=TRAINER["epochs"], ge=1)
     overlap: bool = TRAINER["overlap"]
+    max_lag: int = Field(default=TRAINER["max_lag"], ge=0)
     attention: AttentionKind = TRAINER["attention"]
     gradient_checkpointing: bool = TRAINER["gradient_checkpointing"]
     compile: bool = TRAINER["compile"]

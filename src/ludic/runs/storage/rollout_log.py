@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from ludic.rollouts import RolloutWriter, read_rollouts
@@ -18,23 +19,26 @@ def rollout_file(folder: Path, name: str) -> Path:
     return before if before.is_file() else folder / f"{name}.jsonl.zst"
 
 
-def open_rollout_log(path: Path, step: int) -> RolloutWriter:
-    """Returns a writer that appends to the episodes of the steps before `step`."""
+def open_rollout_log(
+    path: Path, step: int, is_settled: Callable[[int], bool] = bool
+) -> RolloutWriter:
+    """Returns a writer that appends to the episodes of the steps before `step`, or of the units of
+    a run over Redis that are settled."""
     with warnings.catch_warnings():
         # A kill may leave half a line, and what it was of is sampled again.
         warnings.simplefilter("ignore", CutFileWarning)
         if path.exists():
-            _forget_from(path, step)
+            _forget_from(path, step, is_settled)
         return RolloutWriter(path, append=True)
 
 
-def _forget_from(path: Path, step: int) -> None:
+def _forget_from(path: Path, step: int, is_settled: Callable[[int], bool]) -> None:
     temporary = path.with_name(f".{os.getpid()}-{path.name}")
     forgotten = 0
     try:
         with RolloutWriter(temporary) as writer:
             for rollout in read_rollouts(path):
-                if _step_of(rollout.episode_id) < step:
+                if _is_kept(rollout.episode_id, step, is_settled):
                     writer.write(rollout)
                 else:
                     forgotten += 1
@@ -44,7 +48,9 @@ def _forget_from(path: Path, step: int) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _step_of(episode_id: str) -> int:
-    """Episodes of a batch source are named step-N/… or step-N-round-M/…"""
+def _is_kept(episode_id: str, step: int, is_settled: Callable[[int], bool]) -> bool:
+    """Episodes are named step-N/… or step-N-round-M/…, and those of actors unit-N/…"""
+    if match := re.match(r"unit-(\d+)/", episode_id):
+        return is_settled(int(match[1]))
     match = re.match(r"step-(\d+)", episode_id)
-    return int(match[1]) if match else -1
+    return match is None or int(match[1]) < step

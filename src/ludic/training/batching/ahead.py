@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ludic.saw.items import SAWBatch
 from ludic.training.algorithm import HasAlgorithm, RLAlgorithm
-from ludic.training.stateful import KeepsRecord, Stateful
+from ludic.training.stateful import Commits, KeepsRecord, Stateful
 
 if TYPE_CHECKING:
     from ludic.training.types import BatchSource
@@ -68,3 +68,8 @@ class SamplingAhead:
         """Restores the wrapped source."""
         if isinstance(self.source, Stateful):
             self.source.load_state_dict(state)
+
+    def committed(self, state: Mapping[str, Any]) -> None:
+        """Tells the wrapped source."""
+        if isinstance(self.source, Commits):
+            self.source.committed(state)

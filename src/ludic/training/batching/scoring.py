@@ -25,7 +25,7 @@ from ludic.precision import Precision, check_precision
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
 from ludic.training.algorithm import HasAlgorithm, RLAlgorithm
-from ludic.training.stateful import KeepsRecord
+from ludic.training.stateful import Commits, KeepsRecord
 from ludic.training.types import BatchSource, Stateful
 
 if TYPE_CHECKING:
@@ -282,3 +282,8 @@ class ScoredBatchSource:
         """Restores the wrapped source."""
         if isinstance(self.source, Stateful) and state["source"] is not None:
             self.source.load_state_dict(state["source"])
+
+    def committed(self, state: Mapping[str, Any]) -> None:
+        """Tells the wrapped source."""
+        if isinstance(self.source, Commits) and state["source"] is not None:
+            self.source.committed(state["source"])

@@ -67,9 +67,15 @@ class Checkpointer:
             self._writers = _own_group(self.world, self.world.group)
         self._background = BackgroundWriter(self.folder, cfg.write_timeout_s)
 
-    def save(self, model: nn.Module, optimizer: MasterAdamW, state: TrainerState) -> None:
-        """Saves everything. In the background, only copying the tensors is waited for; an error
-        of the writing then comes with the next call."""
+    def save(
+        self,
+        model: nn.Module,
+        optimizer: MasterAdamW,
+        state: TrainerState,
+        then: Callable[[], object] = bool,
+    ) -> None:
+        """Saves everything; rank 0 calls `then` once it is complete. In the background, only
+        copying the tensors is waited for; an error of the writing comes with the next call."""
         self.finish()
         name = f"step-{state.step:08d}"
         pieces = _trainer_tensors(optimizer)
@@ -78,7 +84,7 @@ class Checkpointer:
         model_files = save_model(model, self.world, self._tokenizer)
         fingerprint = model_fingerprint(model)
         rng = _rng_state(self.world.device)
-        write = partial(self._write, name, pieces, model_files, fingerprint, rng, state)
+        write = partial(self._write, name, pieces, model_files, fingerprint, rng, state, then)
         self._background.start(write)
         if not self.cfg.background:
             self.finish()
@@ -97,6 +103,7 @@ class Checkpointer:
         fingerprint: str,
         rng: Mapping[str, Tensor],
         state: TrainerState,
+        then: Callable[[], object],
     ) -> None:
         temporary = self.folder / f"{_TEMPORARY}{name}"
 
@@ -120,6 +127,8 @@ class Checkpointer:
         with agreed():
             if self.world.leads:
                 self._complete(temporary, name, fingerprint, state)
+        if self.world.leads:
+            then()
 
     @contextmanager
     def _agreed(

@@ -108,7 +108,7 @@ def policy_stats(policy: TokenLogProbs, batch: LossBatch, version: int) -> dict[
         stats["entropy"] = Stat.mean(policy.entropy)
     if batch.versions is not None:
         known = batch.versions != UNKNOWN_VERSION
-        age = (version - batch.versions).float()
+        age = (version - batch.versions).clamp(min=0).float()  # newer ones are of a lost attempt
         stats["staleness_mean"] = Stat((age * known).sum(), known.sum())
         stats["staleness_max"] = Stat.max(age.where(known, -torch.inf))
     if batch.behavior_logprobs is not None:

@@ -1,0 +1,75 @@
+"""A tokenizer from its files alone, without transformers, which imports torch.
+
+It has what `HFChatTemplate` asks of a tokenizer. An actor that samples from a server needs no more.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ludic.errors import TemplateError
+
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template*")
+
+
+class PlainTokenizer:
+    """The tokenizer of a folder with `tokenizer.json`, as transformers saves it."""
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self.name_or_path = str(folder)
+        try:
+            self.backend_tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            config: dict[str, Any] = _json(folder / "tokenizer_config.json")
+        except Exception as exc:  # tokenizers raises plain exceptions
+            raise TemplateError(f"no fast tokenizer in {folder}: {exc}") from exc
+        if (folder / "special_tokens_map.json").is_file():
+            config = {**_json(folder / "special_tokens_map.json"), **config}
+        named = {name: config[name] for name in _NAMES if config.get(name)}
+        self.special_tokens_map = {
+            name: token["content"] if isinstance(token, dict) else str(token)
+            for name, token in named.items()
+        }
+        eos = self.special_tokens_map.get("eos_token")
+        self.eos_token_id = None if eos is None else self.backend_tokenizer.token_to_id(eos)
+        self.chat_template = _template(folder, config)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        found = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return list(found.ids)
+
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
+
+
+def load_plain_tokenizer(name_or_path: str) -> PlainTokenizer:
+    """The tokenizer of a folder, or of a name on the hub."""
+    folder = Path(name_or_path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(name_or_path, allow_patterns=list(_FILES)))
+        except (OSError, ValueError) as exc:
+            raise TemplateError(f"no tokenizer could be loaded from {name_or_path!r}") from exc
+    return PlainTokenizer(folder)
+
+
+def _template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
+    if (file := folder / "chat_template.jinja").is_file():
+        return file.read_text(encoding="utf-8")
+    found = config.get("chat_template")
+    if found is None and (file := folder / "chat_template.json").is_file():
+        found = _json(file).get("chat_template")
+    if isinstance(found, list):
+        return {entry["name"]: entry["template"] for entry in found}
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found

@@ -1,0 +1,341 @@
+"""An actor: takes units, runs their episodes, and appends finished groups to the stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ludic.errors import (
+    ConfigError,
+    PipelineError,
+    PublishError,
+    SchemaVersionError,
+    SerializationError,
+)
+from ludic.inference.client import ChatClient
+from ludic.pipeline.messages import Group, Unit, group_message, read_unit
+from ludic.pipeline.policies import Policy, load_policy
+from ludic.pipeline.stamping import AmbiguousVersionError, stamped
+from ludic.pipeline.store import PipelineConfig, Store, entries, policy_of
+from ludic.pipeline.wire import Limits
+from ludic.rollouts.engine import RolloutEngine
+from ludic.rollouts.requests import RolloutRequest
+
+_log = logging.getLogger("ludic.pipeline")
+
+Accepts = Callable[[RolloutRequest], str | None]
+"""Says why a request is refused; None if it is not."""
+
+_POLL_S = (0.02, 0.3)
+_TAKE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ActorConfig:
+    """`concurrency` is how many episodes run at once. `lease_s` is how long a unit stays this
+    actor's without a heartbeat. `name` must differ between actors; None: made up. A unit whose
+    trainer went away is waited for up to `idle_s`; None: for as long as the run goes on."""
+
+    concurrency: int = 64
+    lease_s: float = 30.0
+    name: str | None = None
+    idle_s: float | None = None
+    policy_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1 or not (self.lease_s > 0 and self.policy_s > 0):
+            raise ConfigError(f"{self}: concurrency >= 1, lease_s and policy_s > 0")
+
+
+@dataclass(slots=True)
+class ActorReport:
+    """What an actor did. `refused` are groups that were there already, or that nobody asks for any
+    more: another actor had taken the unit over."""
+
+    name: str
+    groups: int = 0
+    episodes: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    why: str = ""
+
+
+async def run_pipeline_actor(
+    pipeline: PipelineConfig,
+    engine: RolloutEngine,
+    *,
+    accepts: Accepts,
+    client: ChatClient | None = None,
+    cfg: ActorConfig | None = None,
+    limits: Limits | None = None,
+    stop: asyncio.Event | None = None,
+) -> ActorReport:
+    """Works until the run ends, or `stop` is set; then it finishes what it has begun.
+
+    Every unit that it takes is run with `engine`, unless `accepts` has an objection: an actor
+    builds only what it was set up for, whatever a request says. A `client` whose weights come from
+    the trainer's files is brought to each new policy while its requests go on; without one, the
+    weights are somebody else's concern (vLLM's publisher).
+    """
+    return await Actor(pipeline, engine, accepts, client, cfg or ActorConfig(), limits).run(
+        stop or asyncio.Event()
+    )
+
+
+class Actor:
+    """See `run_pipeline_actor`. The event loop owns everything here but `_held` and `_news`, which
+    it shares with the thread of the heartbeat, under a lock."""
+
+    def __init__(
+        self,
+        pipeline: PipelineConfig,
+        engine: RolloutEngine,
+        accepts: Accepts,
+        client: ChatClient | None,
+        cfg: ActorConfig,
+        limits: Limits | None,
+    ) -> None:
+        made_up = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self.cfg, self.name = cfg, cfg.name or made_up
+        self.report = ActorReport(self.name)
+        self._store = Store(pipeline)
+        self._engine, self._accepts, self._client = engine, accepts, client
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._held: dict[str, asyncio.Task[None]] = {}
+        self._news: tuple[Policy | None, str] = (None, "")
+        self._seen: list[Policy] = []
+        self._policy_changed = asyncio.Condition()
+        self._failure: BaseException | None = None
+        self._over = threading.Event()
+        self._cursor = "0-0"
+        self._full = False
+
+    async def run(self, stop: asyncio.Event) -> ActorReport:
+        heart = threading.Thread(target=self._beat_on, name="ludic-heartbeat", daemon=True)
+        try:
+            await asyncio.to_thread(self._beat)
+            heart.start()
+            self.report.why = await self._work(stop)
+            await self._drain()
+        finally:
+            self._over.set()
+            if heart.is_alive():
+                await asyncio.to_thread(heart.join, self.cfg.lease_s)
+            for task in self._held.values():
+                task.cancel()
+            await asyncio.gather(*self._held.values(), return_exceptions=True)
+            with suppress(PipelineError):
+                call_s = self._store.config.call_s
+                await self._store.run_async("leave", self.name, patience_s=call_s)
+            self._store.close()
+        return self.report
+
+    async def _work(self, stop: asyncio.Event) -> str:
+        """Takes units until there is a reason to stop, which it returns."""
+        pause, idle_since = _POLL_S[0], time.monotonic()
+        episodes_per_unit = 1
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            policy, ended = self._heard()
+            if stop.is_set():
+                return "it was told to stop"
+            if ended and not self._held:
+                return f"the run has ended: {ended}"
+            await self._follow(policy)
+            room = max(self.cfg.concurrency // episodes_per_unit, 1) - len(self._held)
+            taken = await self._take(min(room, _TAKE)) if room > 0 and policy else []
+            for entry, number, message in taken:
+                unit = self._read(number, message)
+                if isinstance(unit, Unit):
+                    episodes_per_unit = sum(r.num_episodes for r in unit.requests)
+                self._begin(entry, unit)
+            if taken or self._held:
+                pause, idle_since = _POLL_S[0], time.monotonic()
+            elif self.cfg.idle_s is not None and time.monotonic() - idle_since > self.cfg.idle_s:
+                return f"nothing was asked for in {self.cfg.idle_s:.3g} s"
+            if not taken:
+                await self._pause(stop, pause)
+                pause = min(pause * 1.5, _POLL_S[1])
+
+    async def _pause(self, stop: asyncio.Event, seconds: float) -> None:
+        waits = [*self._held.values(), asyncio.ensure_future(stop.wait())]
+        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        waits[-1].cancel()
+
+    async def _drain(self) -> None:
+        """Waits for what was begun; its own deadlines bound every episode."""
+        while self._held and self._failure is None:
+            await self._follow(self._heard()[0])
+            await asyncio.wait(list(self._held.values()), timeout=_POLL_S[1])
+        if self._failure is not None:
+            raise self._failure
+
+    # Units
+
+    async def _take(self, count: int) -> list[tuple[str, int, bytes]]:
+        answer = await self._store.run_async(
+            "take", self.name, count, int(self.cfg.lease_s * 1000), self._cursor
+        )
+        self._cursor, self._full = answer[0].decode(), bool(answer[3])
+        return [found for found in entries(answer[1]) if found[0] not in self._held]
+
+    def _read(self, number: int, message: bytes) -> Unit | Group:
+        """The unit to run, or the group that says why it is refused."""
+        try:
+            unit = read_unit(message, self._limits)
+        except SchemaVersionError:
+            raise  # it stays in the stream, for an actor that can read it
+        except SerializationError as exc:
+            return Group(number, (), self.name, f"the request is damaged: {exc}")
+        for request in unit.requests:
+            if (why := self._accepts(request)) is not None:
+                return Group(number, (), self.name, why)
+        return unit
+
+    def _begin(self, entry: str, unit: Unit | Group) -> None:
+        task = asyncio.get_running_loop().create_task(self._carry_out(entry, unit))
+        with self._lock:
+            self._held[entry] = task
+
+        def done(task: asyncio.Task[None]) -> None:
+            with self._lock:
+                self._held.pop(entry, None)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._failure = self._failure or error
+
+        task.add_done_callback(done)
+
+    async def _carry_out(self, entry: str, unit: Unit | Group) -> None:
+        group = unit if isinstance(unit, Group) else await self._sample(unit)
+        message = await asyncio.to_thread(group_message, group, self._limits)
+        tokens = sum(rollout.num_tokens for rollout in group.rollouts)
+        word = (
+            await self._store.run_async("append", entry, group.number, message, tokens)
+        ).decode()
+        if word != "ok":
+            self.report.refused[word] += 1
+            _log.info("unit %d: its group is refused (%s)", group.number, word)
+            return
+        self.report.groups += 1
+        self.report.episodes += len({rollout.episode_id for rollout in group.rollouts})
+        self.report.tokens += tokens
+        self.report.bytes += len(message)
+
+    async def _sample(self, unit: Unit) -> Group:
+        while True:
+            await self._policy_at_least(unit.policy)
+            first = self._seen[-1].serial
+            rollouts = await self._engine.generate_rollouts(
+                unit.requests,
+                unit.max_steps,
+                max(sum(r.num_episodes for r in unit.requests), 1),
+                prefix=unit.prefix,
+            )
+            try:
+                seen = [policy for policy in self._seen if policy.serial >= first]
+                marked = stamped(rollouts, seen, by_serial=self._client is not None)
+            except AmbiguousVersionError as exc:
+                _log.warning("unit %d is run again: %s", unit.number, exc)
+                continue
+            return Group(unit.number, tuple(marked), self.name)
+
+    # Policies
+
+    async def _policy_at_least(self, serial: int) -> None:
+        try:
+            async with asyncio.timeout(self.cfg.policy_s), self._policy_changed:
+                await self._policy_changed.wait_for(
+                    lambda: self._seen and self._seen[-1].serial >= serial
+                )
+        except TimeoutError as exc:
+            raise PipelineError(
+                f"waited {self.cfg.policy_s:.3g} s for policy {serial} of the run "
+                f"{self._store.config.run!r}; this actor has "
+                f"{self._seen[-1].serial if self._seen else 'none'}"
+            ) from exc
+
+    async def _follow(self, policy: Policy | None) -> None:
+        """Brings the client to the announced policy; requests under way go on, and their tokens
+        say which policy each is from."""
+        if policy is None or (self._seen and policy.serial <= self._seen[-1].serial):
+            return
+        if self._client is not None:
+            weights: Mapping[str, Any] | None = {}
+            if policy.path:
+                weights = await asyncio.to_thread(load_policy, policy)
+            if weights is None:  # a newer one is there, of which the next heartbeat will tell
+                await asyncio.to_thread(self._beat)
+                return
+            try:
+                await self._client.sync_weights(weights, version=policy.serial)
+            except PublishError as exc:
+                raise PublishError(f"policy {policy.version} does not fit here: {exc}") from exc
+        async with self._policy_changed:
+            self._seen = [*self._seen, policy][-1000:]
+            self._policy_changed.notify_all()
+
+    # Heartbeat
+
+    def _heard(self) -> tuple[Policy | None, str]:
+        with self._lock:
+            return self._news
+
+    def _beat_on(self) -> None:
+        """In its own thread, so that an environment that blocks the loop loses no lease."""
+        while not self._over.wait(min(self.cfg.lease_s / 4, 0.5)):
+            try:
+                self._beat(patience_s=self.cfg.lease_s / 4)
+            except PipelineError as exc:
+                _log.debug("no heartbeat: %s", exc)
+
+    def _beat(self, patience_s: float | None = None) -> None:
+        with self._lock:
+            held = list(self._held)
+        seen = self._seen
+        facts = {
+            "groups": self.report.groups,
+            "episodes": self.report.episodes,
+            "tokens": self.report.tokens,
+            "bytes": self.report.bytes,
+            "busy": len(held),
+            "version": seen[-1].version if seen else None,
+            "waits": "for room" if self._full else "",
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+        }
+        answer = self._store.run("beat", self.name, json.dumps(facts), *held, patience_s=patience_s)
+        found = policy_of(answer[0])
+        policy = None if found is None else Policy.read(found)
+        with self._lock:
+            self._news = (policy, answer[1].decode())
+
+
+def only(requests: Mapping[str, RolloutRequest] | list[RolloutRequest]) -> Accepts:
+    """Accepts requests for exactly the environments and protocols of these, with the arguments
+    that these have; seeds, labels and sampling settings may differ."""
+    mine = list(requests.values() if isinstance(requests, Mapping) else requests)
+    known = [(r.env, r.protocol) for r in mine]
+
+    def accepts(request: RolloutRequest) -> str | None:
+        if (request.env, request.protocol) in known:
+            return None
+        return (
+            f"it asks for environment {request.env.kind!r} under protocol "
+            f"{request.protocol.kind!r}, which this actor's run does not name in that form"
+        )
+
+    return accepts

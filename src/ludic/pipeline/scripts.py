@@ -1,0 +1,311 @@
+"""What Redis does in one step: the scripts that run on the server.
+
+All keys of a run begin with `ludic:{run}:`, and no script touches any other. The braces put them
+into one slot of a cluster.
+
+    requests  stream    units that are asked for; its consumer group `actors` holds the leases
+    groups    stream    finished groups; the trainer reads through its consumer group `trainer`
+    units     hash      number -> q:ENTRY:OF (asked for, put back for unit OF or nothing),
+                        d:ENTRY:BYTES:OF (finished), x (dropped, which no checkpoint has yet),
+                        c (committed); those below `low` are committed and not listed
+    meta      hash      attempt, next (number), low (number), bytes, limits, policy, counters
+    actors    hash      name -> its last heartbeat: the server's time, and facts as JSON
+    trainer   string    the token of the trainer that holds the run, for as long as its lease
+
+A script of the trainer first makes sure that it still holds the run. Time is the server's.
+"""
+
+from __future__ import annotations
+
+KEYS = ("requests", "groups", "units", "meta", "actors", "trainer")
+
+_KEYS = "\n".join(f"local {name} = KEYS[{i}]" for i, name in enumerate(KEYS, start=1))
+
+_GUARD = """
+local token, attempt, lease = ARGV[1], ARGV[2], ARGV[3]
+local holder = redis.call('GET', trainer)
+if holder ~= token then
+  -- A lease that ran out is renewed, unless somebody else has begun an attempt since.
+  if holder or redis.call('HGET', meta, 'attempt') ~= attempt then return {'lost'} end
+  redis.call('SET', trainer, token)
+end
+redis.call('PEXPIRE', trainer, lease)
+"""
+
+_MAKE_GROUPS = """
+local function make_groups()
+  redis.pcall('XGROUP', 'CREATE', requests, 'actors', '0', 'MKSTREAM')
+  redis.pcall('XGROUP', 'CREATE', groups, 'trainer', '0', 'MKSTREAM')
+end
+"""
+
+_NOW = """
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+"""
+
+OPEN = (
+    _KEYS
+    + _MAKE_GROUPS
+    + _NOW
+    + """
+local token, lease, holder, fingerprint, limits = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local held = redis.call('GET', trainer)
+if held and held ~= token then
+  return {'held', redis.call('HGET', meta, 'holder') or '?', redis.call('PTTL', trainer)}
+end
+local before = redis.call('HGET', meta, 'fingerprint')
+if before and fingerprint ~= '' and before ~= fingerprint then return {'other', before} end
+if fingerprint ~= '' then redis.call('HSET', meta, 'fingerprint', fingerprint) end
+redis.call('SET', trainer, token, 'PX', lease)
+make_groups()
+local attempt = redis.call('HINCRBY', meta, 'attempt', 1)
+redis.call('HSET', meta, 'holder', holder, 'opened', now, 'max_bytes', limits)
+return {'ok', attempt, redis.call('HGET', meta, 'next') or '0',
+        redis.call('HGET', meta, 'low') or '0', redis.call('HGETALL', units)}
+"""
+)
+"""token, lease, holder, fingerprint, max_bytes -> ok, attempt, next, low, units | held | other"""
+
+RENEW = (
+    _KEYS
+    + _GUARD
+    + _NOW
+    + "redis.call('HSET', meta, 'trainer', now .. ' ' .. ARGV[4]); return {'ok'}"
+)
+"""facts as JSON, for whoever looks"""
+
+CLOSE = (
+    _KEYS
+    + """
+if redis.call('GET', trainer) == ARGV[1] then redis.call('DEL', trainer) end
+return {'ok'}
+"""
+)
+
+RESET = (
+    _KEYS
+    + _GUARD
+    + _MAKE_GROUPS
+    + """
+redis.call('DEL', requests, groups, units)
+redis.call('HSET', meta, 'bytes', 0, 'low', ARGV[4], 'next', ARGV[5])
+make_groups()
+return {'ok'}
+"""
+)
+"""low, next: forgets what the streams hold, for a course that goes on from an older checkpoint."""
+
+ASK = (
+    _KEYS
+    + _GUARD
+    + """
+local added = 0
+local following = tonumber(redis.call('HGET', meta, 'next') or '0')
+local low = tonumber(redis.call('HGET', meta, 'low') or '0')
+for i = 5, #ARGV, 3 do
+  local number, of, message = tonumber(ARGV[i]), ARGV[i + 1], ARGV[i + 2]
+  local note = redis.call('HGET', units, number)
+  local again = ARGV[4] == 'again' and number >= low and number < following
+                and (not note or note == 'x')
+  if number >= following or again then
+    local entry = redis.call('XADD', requests, '*', 'n', number, 'm', message)
+    redis.call('HSET', units, number, 'q:' .. entry .. ':' .. of)
+    if number >= following then following = number + 1 end
+    added = added + 1
+  end
+end
+redis.call('HSET', meta, 'next', following)
+return {'ok', added}
+"""
+)
+"""new | again, then number, number it stands in for, message -> how many were not there yet.
+`again` also asks for units that were asked for once, and that the server has lost."""
+
+TAKE = (
+    _KEYS
+    + """
+local name, count, lease, cursor = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
+local found = {}
+if redis.call('EXISTS', requests) == 0 then return {'0-0', found, 0, 0} end
+local claimed = redis.call('XAUTOCLAIM', requests, 'actors', name, lease, cursor, 'COUNT', count)
+for _, entry in ipairs(claimed[2]) do
+  if entry and entry[2] then table.insert(found, {entry[1], entry[2][2], entry[2][4]}) end
+end
+local taken_over = #found
+local full = tonumber(redis.call('HGET', meta, 'bytes') or '0')
+             >= tonumber(redis.call('HGET', meta, 'max_bytes') or '9e15')
+if #found < count and not full then
+  local fresh = redis.call('XREADGROUP', 'GROUP', 'actors', name, 'COUNT', count - #found,
+                           'STREAMS', requests, '>')
+  if fresh then
+    for _, entry in ipairs(fresh[1][2]) do
+      table.insert(found, {entry[1], entry[2][2], entry[2][4]})
+    end
+  end
+end
+if taken_over > 0 then redis.call('HINCRBY', meta, 'taken_over', taken_over) end
+return {claimed[1], found, taken_over, full and 1 or 0}
+"""
+)
+"""name, count, lease, cursor -> cursor, [entry, number, message], taken over, full"""
+
+APPEND = (
+    _KEYS
+    + """
+local entry, number, message, tokens = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local unit = redis.call('HGET', units, number)
+local word = 'gone'
+if unit then
+  local kind, place, of = string.match(unit, '^(%a):?([^:]*):?([^:]*)')
+  if kind == 'q' and place == entry then
+    local group = redis.call('XADD', groups, '*', 'n', number, 'm', message)
+    redis.call('HSET', units, number, 'd:' .. group .. ':' .. #message .. ':' .. of)
+    redis.call('HINCRBY', meta, 'bytes', #message)
+    redis.call('HINCRBY', meta, 'finished', 1)
+    redis.call('HINCRBY', meta, 'sent_bytes', #message)
+    redis.call('HINCRBY', meta, 'tokens', tokens)
+    word = 'ok'
+  elseif kind ~= 'q' then
+    word = 'double'
+  end
+end
+if word == 'double' then redis.call('HINCRBY', meta, 'doubles', 1) end
+redis.call('XACK', requests, 'actors', entry)
+redis.call('XDEL', requests, entry)
+return word
+"""
+)
+"""entry, number, message, tokens -> ok; double: it is there already; gone: nobody asks for it.
+The group is appended, its double refused and its request acknowledged, or none of it happens."""
+
+BEAT = (
+    _KEYS
+    + _NOW
+    + """
+local name, facts = ARGV[1], ARGV[2]
+redis.pcall('HSET', actors, name, now .. ' ' .. facts)  -- a full server still renews leases
+local lost = {}
+for i = 3, #ARGV do
+  local pending = redis.call('XPENDING', requests, 'actors', ARGV[i], ARGV[i], 1)
+  if pending[1] and pending[1][2] == name then
+    redis.call('XCLAIM', requests, 'actors', name, 0, ARGV[i], 'JUSTID')
+  else
+    table.insert(lost, ARGV[i])
+  end
+end
+return {redis.call('HGET', meta, 'policy') or '', redis.call('HGET', meta, 'ended') or '', lost}
+"""
+)
+"""name, facts, entries worked on -> policy, whether the run ended, leases that were lost"""
+
+LEAVE = (
+    _KEYS
+    + """
+local name = ARGV[1]
+redis.call('HDEL', actors, name)
+if redis.call('EXISTS', requests) == 0 then return 0 end
+local pending = redis.call('XPENDING', requests, 'actors', '-', '+', 10000, name)
+for _, entry in ipairs(pending) do
+  -- As if its lease had run out long ago: the next actor takes it at once.
+  redis.call('XCLAIM', requests, 'actors', 'given-back', 0, entry[1], 'IDLE', 864000000, 'JUSTID')
+end
+redis.call('XGROUP', 'DELCONSUMER', requests, 'actors', name)
+return #pending
+"""
+)
+
+READ = (
+    _KEYS
+    + _GUARD
+    + """
+local found = redis.call('XREADGROUP', 'GROUP', 'trainer', 'trainer', 'COUNT', ARGV[5],
+                         'STREAMS', groups, ARGV[4])
+local entries = {}
+if found then
+  for _, entry in ipairs(found[1][2]) do
+    if entry[2] then table.insert(entries, {entry[1], entry[2][2], entry[2][4]}) end
+  end
+end
+return {'ok', entries}
+"""
+)
+"""start, count -> [entry, number, message]"""
+
+COMMIT = (
+    _KEYS
+    + _GUARD
+    + _NOW
+    + """
+local low, counters = tonumber(ARGV[4]), ARGV[5]
+local consumed = {}
+for i = 6, #ARGV do consumed[ARGV[i]] = true end
+local all = redis.call('HGETALL', units)
+local freed, count = 0, 0
+for i = 1, #all, 2 do
+  local number, unit = all[i], all[i + 1]
+  local below = tonumber(number) < low
+  if below or consumed[number] then
+    local kind, place, size = string.match(unit, '^(%a):?([^:]*):?([^:]*)')
+    if kind == 'd' then
+      redis.call('XACK', groups, 'trainer', place)
+      redis.call('XDEL', groups, place)
+      freed = freed + tonumber(size)
+      count = count + 1
+    elseif kind == 'q' then
+      redis.call('XACK', requests, 'actors', place)
+      redis.call('XDEL', requests, place)
+    end
+    if below then redis.call('HDEL', units, number) else redis.call('HSET', units, number, 'c') end
+  end
+end
+redis.call('HINCRBY', meta, 'bytes', string.format('%d', -freed))
+redis.call('HSET', meta, 'low', low, 'counters', counters, 'committed_at', now)
+-- Actors that left without a word an hour ago are forgotten, so that nothing grows for ever.
+local beats = redis.call('HGETALL', actors)
+for i = 1, #beats, 2 do
+  if now - tonumber(string.match(beats[i + 1], '^%d+')) > 3600000 then
+    if #redis.call('XPENDING', requests, 'actors', '-', '+', 1, beats[i]) == 0 then
+      redis.call('XGROUP', 'DELCONSUMER', requests, 'actors', beats[i])
+      redis.call('HDEL', actors, beats[i])
+    end
+  end
+end
+return {'ok', count}
+"""
+)
+"""low, counters, numbers at or above `low` that are consumed too -> how many groups it freed"""
+
+DISCARD = (
+    _KEYS
+    + _GUARD
+    + """
+for i = 4, #ARGV do
+  local kind, place, size = string.match(redis.call('HGET', units, ARGV[i]) or '',
+                                         '^(%a):?([^:]*):?([^:]*)')
+  if kind == 'd' then
+    redis.call('XACK', groups, 'trainer', place)
+    redis.call('XDEL', groups, place)
+    redis.call('HINCRBY', meta, 'bytes', '-' .. size)
+    redis.call('HSET', units, ARGV[i], 'x')
+  end
+end
+return {'ok'}
+"""
+)
+"""numbers -> frees the groups of units that were dropped"""
+
+ANNOUNCE = (
+    _KEYS
+    + _GUARD
+    + """
+local serial = redis.call('HINCRBY', meta, 'serial', 1)
+redis.call('HSET', meta, 'policy', '[' .. serial .. ',' .. ARGV[4] .. ']')
+redis.call('HDEL', meta, 'ended')
+return {'ok', serial}
+"""
+)
+"""policy as JSON -> serial: a number that no other policy of the run has"""
+
+END = _KEYS + _GUARD + "redis.call('HSET', meta, 'ended', ARGV[4]); return {'ok'}"
+"""why -> actors hear that no more work will come"""

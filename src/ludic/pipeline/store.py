@@ -1,0 +1,261 @@
+"""The one file that talks to Redis.
+
+Calls are plain functions that block; a coroutine runs them in a thread. A connection that breaks,
+a server that is loading, paused or full is asked again until `patience_s` is over; then the error
+says what was waited for, and on whom. Every script may be repeated: the second time it finds its
+work done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ludic.errors import ConfigError, MissingExtraError, PipelineError
+from ludic.inference.addresses import without_user
+from ludic.pipeline import scripts
+
+try:
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.exceptions import (
+        AuthenticationError,
+        BusyLoadingError,
+        ConnectionError,
+        NoPermissionError,
+        OutOfMemoryError,
+        ReadOnlyError,
+        RedisError,
+        ResponseError,
+        TimeoutError,
+    )
+    from redis.retry import Retry
+except ModuleNotFoundError as exc:  # one sentence that names the extra
+    raise MissingExtraError("redis", "redis") from exc
+
+_log = logging.getLogger("ludic.pipeline")
+T = TypeVar("T")
+
+_PASSING = (ConnectionError, TimeoutError, BusyLoadingError, OutOfMemoryError, ReadOnlyError)
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
+MAX_NAME = 200
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineConfig:
+    """Where a run's streams are. `url` is a Redis URL: `redis://`, `rediss://` (TLS) or `unix://`,
+    with user and password where the server wants them. `run` is the name under which its keys are
+    kept. `patience_s` bounds every wait for a server that does not answer; `call_s` one call."""
+
+    url: str = "redis://127.0.0.1:6379/0"
+    run: str = "run"
+    patience_s: float = 300.0
+    call_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9._+-]+", self.run) or len(self.run) > MAX_NAME:
+            raise ConfigError(
+                f"a pipeline's run={self.run!r}: use up to {MAX_NAME} letters, digits and . _ + -"
+            )
+        if not (self.patience_s > 0 and self.call_s > 0):
+            raise ConfigError("patience_s and call_s of a pipeline must be > 0")
+
+    @property
+    def shown(self) -> str:
+        """The address without user and password."""
+        return without_user(self.url)
+
+
+class LostRunError(PipelineError):
+    """Another trainer holds the run by now."""
+
+
+class Store:
+    """The streams of one run. Any thread may call it."""
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self.config = config
+        self._closed = threading.Event()
+        prefix = f"ludic:{{{config.run}}}:"
+        self.keys = {name: prefix + name for name in scripts.KEYS}
+        over_tcp = {"socket_connect_timeout": config.call_s, "socket_keepalive": True}
+        try:
+            self._redis: Any = redis.Redis.from_url(
+                config.url,
+                **({} if config.url.startswith("unix:") else over_tcp),
+                socket_timeout=config.call_s,
+                retry=Retry(NoBackoff(), 0),
+                decode_responses=False,
+            )
+        except (ValueError, TypeError) as exc:
+            raise ConfigError(
+                f"{config.shown!r} is not the URL of a Redis: it begins with redis://, rediss:// "
+                f"or unix:// ({exc})"
+            ) from exc
+        self._scripts = {
+            name.lower(): self._redis.register_script(getattr(scripts, name))
+            for name in (
+                *("OPEN", "RENEW", "CLOSE", "RESET", "ASK", "TAKE", "APPEND", "BEAT", "LEAVE"),
+                *("READ", "DISCARD", "COMMIT", "ANNOUNCE", "END"),
+            )
+        }
+
+    def close(self) -> None:
+        """Ends the connections, and every wait."""
+        self._closed.set()
+        self._redis.close()
+
+    def run(self, script: str, *args: Any, patience_s: float | None = None) -> Any:
+        """What a script returns. Raises `LostRunError` where it needs the run and it is lost."""
+        keys = list(self.keys.values())
+        call = self._scripts[script]
+        answer = self.patiently(lambda: call(keys=keys, args=args), script, patience_s)
+        if isinstance(answer, list) and answer and answer[0] == b"lost":
+            raise LostRunError(
+                f"another trainer holds the run {self.config.run!r} on {self.config.shown}: this "
+                "one was away for longer than its lease, and must not go on"
+            )
+        return answer
+
+    async def run_async(self, script: str, *args: Any, patience_s: float | None = None) -> Any:
+        """`run` for coroutines."""
+        return await asyncio.to_thread(self.run, script, *args, patience_s=patience_s)
+
+    def patiently(self, call: Callable[[], T], what: str, patience_s: float | None = None) -> T:
+        """What `call` returns, asked again while the server cannot answer."""
+        patience = self.config.patience_s if patience_s is None else patience_s
+        began = time.monotonic()
+        wait, said = _FIRST_WAIT_S, False
+        while True:
+            try:
+                return call()
+            except (AuthenticationError, NoPermissionError) as exc:
+                raise PipelineError(
+                    f"Redis at {self.config.shown} refuses this user: {exc}. Check the user and "
+                    "password in the URL, and the user's ACL (keys ludic:*, scripts and streams)"
+                ) from None
+            except _PASSING as exc:
+                problem: RedisError = exc
+            except ResponseError as exc:
+                if not _is_passing(exc):
+                    raise PipelineError(
+                        f"Redis at {self.config.shown} cannot do {what!r}: {exc}"
+                    ) from exc
+                problem = exc
+            waited = time.monotonic() - began
+            if waited >= patience or self._closed.is_set():
+                raise PipelineError(
+                    f"waited {waited:.3g} s for Redis at {self.config.shown} ({what}): "
+                    f"{_in_words(problem)}"
+                ) from problem
+            if not said and waited > 2.0:
+                _log.warning(
+                    "waiting for Redis at %s (%s): %s; gives up after %.3g s",
+                    *(self.config.shown, what, _in_words(problem), patience),
+                )
+                said = True
+            self._closed.wait(min(wait, max(patience - waited, 0.01)))
+            wait = min(wait * 2, _LONGEST_WAIT_S)
+
+    def durability(self) -> str:
+        """What a crash of the server can cost, as it is set up: "always" (nothing that it has
+        confirmed), "everysec" (about a second), "no" (more), "off" (everything since its last
+        snapshot), or "unknown" where it does not say."""
+        try:
+            said = self.patiently(lambda: self._redis.config_get("append*"), "its settings")
+        except PipelineError:
+            return "unknown"
+        plain = {_text(k): _text(v) for k, v in said.items()}
+        if plain.get("appendonly") != "yes":
+            return "off" if "appendonly" in plain else "unknown"
+        return plain.get("appendfsync", "unknown")
+
+    def facts(self) -> dict[str, Any]:
+        """Everything that `ludic pipeline status` shows. No transaction: a full server would refuse
+        one."""
+
+        def ask() -> list[Any]:
+            pipe = self._redis.pipeline(transaction=False)
+            pipe.time()
+            pipe.hgetall(self.keys["meta"])
+            pipe.hgetall(self.keys["actors"])
+            pipe.hgetall(self.keys["units"])
+            pipe.pttl(self.keys["trainer"])
+            pipe.xlen(self.keys["requests"])
+            pipe.xlen(self.keys["groups"])
+            answer: list[Any] = pipe.execute()
+            return answer
+
+        now, meta, actors, units, lease, queued, groups = self.patiently(ask, "the run's state")
+        pending = 0
+        if queued:
+            summary = self.patiently(
+                lambda: self._redis.xpending(self.keys["requests"], "actors"), "the leases"
+            )
+            pending = int(summary["pending"])
+        return {
+            "now_ms": now[0] * 1000 + now[1] // 1000,
+            "meta": {_text(k): _text(v) for k, v in meta.items()},
+            "actors": {_text(k): _text(v) for k, v in actors.items()},
+            "units": {int(k): _text(v) for k, v in units.items()},
+            "lease_ms": max(int(lease), 0),
+            "requests": int(queued),
+            "leased": pending,
+            "groups": int(groups),
+        }
+
+    def memory(self) -> int:
+        """The bytes that the server uses, for everything it holds."""
+        return int(self.patiently(lambda: self._redis.info("memory"), "memory")["used_memory"])
+
+    def forget(self) -> None:
+        """Deletes the run's keys, and no others."""
+        self.patiently(lambda: self._redis.delete(*self.keys.values()), "deleting the run")
+
+
+def _is_passing(error: ResponseError) -> bool:
+    return str(error).startswith(("OOM", "LOADING", "MISCONF", "BUSY", "READONLY", "MASTERDOWN"))
+
+
+def _in_words(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, OutOfMemoryError) or text.startswith(("OOM", "command not allowed")):
+        return "its memory is full (maxmemory): raise it, or lower pipeline.max_bytes"
+    if isinstance(error, TimeoutError):
+        return f"it does not answer ({text})"
+    return text or type(error).__name__
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def entries(found: Sequence[Any]) -> list[tuple[str, int, bytes]]:
+    """Stream entries as scripts return them: entry id, unit number, message."""
+    return [(_text(entry), int(number), message) for entry, number, message in found]
+
+
+def policy_of(said: bytes) -> dict[str, Any] | None:
+    """The announced policy; None before the first."""
+    if not said:
+        return None
+    serial, facts = json.loads(said)
+    return {"serial": serial, **facts}
+
+
+def flat(pairs: Iterable[Sequence[Any]]) -> list[Any]:
+    """The arguments of a script that takes several rows."""
+    return [value for row in pairs for value in row]
+
+
+def counters(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The trainer's counters among a run's facts."""
+    text = facts["meta"].get("counters")
+    return json.loads(text) if text else {}

@@ -1,0 +1,1 @@
+"""A run over Redis: its address, its actors, its trainer, its state."""

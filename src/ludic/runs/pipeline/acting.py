@@ -1,0 +1,108 @@
+"""An actor of a run: builds what the run file names, and no more. Imports torch only to sample
+in-process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from ludic.errors import ConfigError
+from ludic.inference import VLLMChatClient
+from ludic.inference.client import ChatClient
+from ludic.inference.templates.plain_tokenizer import load_plain_tokenizer
+from ludic.interaction import Runtime
+from ludic.pipeline.actor import Accepts, ActorConfig, ActorReport, only, run_pipeline_actor
+from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutRequest
+from ludic.runs.episodes import bring_in, rollout_engine, runtime_of
+from ludic.runs.pipeline.address import find_pipeline, read_run, section_of
+from ludic.runs.settings import RunConfig
+from ludic.runs.settings.servers import read_key
+from ludic.seeding import derive_seed
+
+
+async def act_for(
+    run: str,
+    overrides: Sequence[str] = (),
+    *,
+    url: str | None = None,
+    name: str | None = None,
+    servers: Sequence[str] = (),
+    tokenizer: str | None = None,
+) -> ActorReport:
+    """Works for a run (its folder, file or name) until it ends, or a signal says to stop."""
+    config, modules, folder = read_run(run, overrides)
+    bring_in(config, modules)
+    pipeline = find_pipeline(config, folder, url)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for sign in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(sign, stop.set)
+    try:
+        async with _opened(config, list(servers), tokenizer) as (runtime, follower):
+            return await run_pipeline_actor(
+                pipeline,
+                rollout_engine(config, runtime, seed=derive_seed(config.run.seed, "train")),
+                accepts=accepted(config),
+                client=follower,
+                cfg=ActorConfig(
+                    concurrency=config.training.concurrency,
+                    lease_s=section_of(config).lease_s,
+                    name=name,
+                ),
+                stop=stop,
+            )
+    finally:
+        for sign in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(sign)
+
+
+def accepted(config: RunConfig) -> Accepts:
+    """Accepts what the run's own environments and protocol are, and nothing else."""
+    protocol = ProtocolSpec(config.protocol.kind, config.protocol.kwargs)
+    return only([RolloutRequest(EnvSpec(s.kind, s.kwargs), protocol) for s in config.env])
+
+
+@asynccontextmanager
+async def _opened(
+    config: RunConfig, servers: list[str], tokenizer: str | None
+) -> AsyncIterator[tuple[Runtime, ChatClient | None]]:
+    """What to play with, and the client that follows the trainer's policies, if it is ours."""
+    if config.inference.backend == "local":
+        from ludic.runs.assemble import open_policy
+
+        # The trainer's files have the adapter merged into the weights.
+        plain = config.model.model_copy(update={"lora": None})
+        async with open_policy(config.model_copy(update={"model": plain})) as policy:
+            yield policy.runtime, policy.runtime.client
+        return
+    addresses = servers or config.inference.servers
+    if not addresses:
+        raise ConfigError(
+            "this run's vLLM server is started by its trainer: name it with --server, or list "
+            "running ones in inference.servers"
+        )
+    async with AsyncExitStack() as stack:
+        ours = load_plain_tokenizer(tokenizer or config.model.name)
+        model = "policy" if servers and not config.inference.servers else config.model.name
+        client = VLLMChatClient(
+            addresses, model=model, api_key=read_key(config.inference, "inference")
+        )
+        await stack.enter_async_context(client)
+        await client.connect(tokenizer=ours)
+        others = {}
+        if config.player:
+            from ludic.runs.episodes import inference_spec
+            from ludic.runs.players.seats import OtherPlayers
+
+            players = OtherPlayers(config, ours, inference_spec(config, trained_on=False))
+            await stack.enter_async_context(players)
+            others = dict(players.runtimes)
+        yield runtime_of(config, client, ours, others), None
+
+
+def actor_log(folder: Path, name: str) -> Path:
+    """Returns where an actor that a trainer started writes what it has to say."""
+    return folder / "actors" / f"{name}.log"

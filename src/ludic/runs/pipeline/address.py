@@ -1,0 +1,105 @@
+"""Where a run's streams are: by its settings, the environment or its folder. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from ludic.errors import ConfigError, PipelineError
+from ludic.pipeline.store import MAX_NAME, PipelineConfig
+from ludic.runs.settings import PipelineSection, RunConfig, check_run
+from ludic.runs.settings.reading import apply_override, load_run
+
+URL_VARIABLE = "LUDIC_REDIS_URL"
+FILE = "pipeline.json"
+RUNS = Path(__file__).parent.parent / "files"
+
+
+def section_of(config: RunConfig) -> PipelineSection:
+    """Returns the run's pipeline, with defaults where it names none."""
+    return config.pipeline or PipelineSection()
+
+
+def read_run(run: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path, Path | None]:
+    """Reads a run by its folder, file or built-in name; also returns the folder of its modules,
+    and the run folder if it is one."""
+    path = Path(run)
+    if path.is_dir():
+        try:
+            data: dict[str, Any] = json.loads((path / "run.json").read_text(encoding="utf-8"))
+            origin = json.loads((path / "origin.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as exc:
+            raise ConfigError(f"{run} is not a run folder: {exc}") from exc
+        for override in overrides:
+            apply_override(data, override)
+        config = check_run(data, source=str(path / "run.json"))
+        return config, Path(origin["run_file_folder"]), path
+    if path.suffix == ".toml" or path.is_file():
+        return load_run(path, overrides), path.resolve().parent, None
+    builtin = RUNS / f"{run.replace('_', '-')}.toml"
+    if not builtin.is_file():
+        raise ConfigError(f"there is neither a run folder, nor a run file, nor a run {run!r}")
+    return load_run(builtin, overrides), Path.cwd(), None
+
+
+def run_name(config: RunConfig, folder: Path | None) -> str:
+    """Returns the name of the run's keys: as it says, or that of its folder."""
+    section = section_of(config)
+    if section.name is not None:
+        return section.name
+    name = folder.resolve().name if folder is not None else config.run.name
+    return re.sub(r"[^A-Za-z0-9._+-]", "-", name)[:MAX_NAME] or "run"
+
+
+def fingerprint(config: RunConfig) -> str:
+    """Returns what two trainers of one run have in common: everything that may not change when it
+    is resumed."""
+    plain = config.plain()
+    for table, keys in (
+        ("training", ("steps", "checkpoint_every", "keep_checkpoints", "batch_timeout_s")),
+        ("logging", ("loggers", "keep_rollouts")),
+    ):
+        plain[table] = {k: v for k, v in plain[table].items() if k not in keys}
+    plain.pop("pipeline", None)
+    text = json.dumps(plain, sort_keys=True)
+    return blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def find_pipeline(
+    config: RunConfig, folder: Path | None = None, url: str | None = None
+) -> PipelineConfig:
+    """Returns the address of a run's streams: as given, as in LUDIC_REDIS_URL, as its settings say,
+    or that of the Redis that its trainer has started."""
+    section, name = section_of(config), run_name(config, folder)
+    found = url or (os.environ.get(section.url_env) if section.url_env else None) or section.url
+    if section.url_env and not url and found is None:
+        raise ConfigError(f"pipeline.url_env={section.url_env!r}: that variable is not set")
+    found = found or os.environ.get(URL_VARIABLE)
+    if found is None and folder is not None:
+        with suppress(OSError, ValueError, KeyError):
+            said = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            found, name = str(said["url"]), str(said["name"])
+    if found is None:
+        raise PipelineError(
+            "which Redis? Give its URL with --url, in the environment variable "
+            f"{URL_VARIABLE}, or as pipeline.url; for a run that has started its own, name the "
+            "run's folder while it goes on"
+        )
+    return PipelineConfig(found, name, patience_s=section.patience_s)
+
+
+def write_address(folder: Path, pipeline: PipelineConfig) -> Path:
+    """Tells this user's other processes where the run's Redis is. Only this user can read it: it
+    has the password."""
+    target = folder / FILE
+    target.unlink(missing_ok=True)
+    handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump({"url": pipeline.url, "name": pipeline.run}, file)
+    return target

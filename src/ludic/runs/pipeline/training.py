@@ -1,0 +1,245 @@
+"""The trainer's side of a run over Redis: its server, its seat, its actors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from ludic.distributed import PolicyPublisher
+from ludic.errors import ConfigError, PipelineError
+from ludic.inference import VLLMChatClient
+from ludic.pipeline import (
+    Bounds,
+    LocalRedis,
+    PipelineBatchSource,
+    PipelineConfig,
+    PipelinePublisher,
+    PolicyFolder,
+    TrainerSeat,
+)
+from ludic.pipeline.local_redis import dismiss, end_with_us
+from ludic.runs.assemble import sample_filter_of
+from ludic.runs.pipeline.acting import actor_log
+from ludic.runs.pipeline.address import (
+    URL_VARIABLE,
+    find_pipeline,
+    fingerprint,
+    run_name,
+    section_of,
+    write_address,
+)
+from ludic.runs.pipeline.status import read_status
+from ludic.runs.results.terminal import command_name, say, warn
+from ludic.runs.settings import RunConfig
+from ludic.runs.settings.from_python import given_names
+
+if TYPE_CHECKING:
+    from ludic.runs.run import Run
+
+_GRACE_S = 60.0
+_RESTARTS = 3
+_SAY_EVERY_S = 60.0
+
+
+def check_pipeline(config: RunConfig) -> None:
+    """Raises if a run over Redis asks for what only one process can do."""
+    section, training = config.pipeline, config.training
+    if section is None:
+        return
+    rules = (
+        (not training.overlap, "training.overlap: actors sample ahead by themselves"),
+        (not training.dynamic_sampling, "training.dynamic_sampling: leave it out"),
+        (not training.past_opponents, "training.past_opponents: leave it out"),
+    )
+    for ok, what in rules:
+        if not ok:
+            raise ConfigError(f"a run over Redis ([pipeline], --async) cannot have {what}")
+    if given := given_names(config.plain()):
+        raise ConfigError(
+            f"actors are other processes, and {', '.join(given)} is an object of this script: put "
+            "it into a module, and name it as module:name"
+        )
+
+
+class RunPipeline:
+    """Entered: Redis, the trainer's seat and the actors are there; left, all of them have ended."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.config, self.folder = run, run.config, run.folder.path
+        self.section = section_of(run.config)
+        self._redis: LocalRedis | None = None
+        self._seat: TrainerSeat | None = None
+        self._policies: Path | None = None
+        self._actors: dict[str, subprocess.Popen[bytes]] = {}
+        self._watchers: dict[str, subprocess.Popen[bytes]] = {}
+        self._restarts: Counter[str] = Counter()
+        self._tending: asyncio.Task[None] | None = None
+        self._failure: PipelineError | None = None
+        self._ended: str | None = None
+
+    @property
+    def seat(self) -> TrainerSeat:
+        if self._seat is None:
+            raise ConfigError("a run over Redis has its source and trainer once it goes")
+        return self._seat
+
+    async def __aenter__(self) -> Self:
+        try:
+            await asyncio.to_thread(self._open)
+        except BaseException:
+            await asyncio.to_thread(self._close)
+            raise
+        self._tending = asyncio.create_task(self._tend())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._tending is not None:
+            self._tending.cancel()
+            await asyncio.gather(self._tending, return_exceptions=True)
+        await asyncio.to_thread(self._close)
+
+    def finished(self) -> None:
+        """Lets the actors know, when they are left, that no more work will come."""
+        self._ended = "its updates are done"
+
+    def _open(self) -> None:
+        section = self.section
+        if section.url is None and section.url_env is None and not os.environ.get(URL_VARIABLE):
+            self._redis = LocalRedis(self.folder / "redis")
+            self._redis.start()
+            name = run_name(self.config, self.folder)
+            pipeline = PipelineConfig(self._redis.url, name, patience_s=section.patience_s)
+        else:
+            pipeline = find_pipeline(self.config, self.folder)
+        if self.config.inference.backend == "local":
+            shared = Path("/dev/shm")
+            memory = shared / f"ludic-{os.getpid()}-{pipeline.run}"[:200]
+            local = self._redis is not None and shared.is_dir() and os.access(shared, os.W_OK)
+            chosen = section.policy_folder
+            self._policies = Path(chosen) if chosen else memory if local else self.folder / "policy"
+        write_address(self.folder, pipeline)
+        self._seat = TrainerSeat(
+            pipeline,
+            lease_s=section.lease_s,
+            fingerprint=fingerprint(self.config),
+            max_bytes=section.max_bytes,
+        )
+        self._seat.open()
+        for number in range(1, section.actors + 1):
+            self._start(f"actor-{number}")
+        where = "its own Redis" if self._redis is not None else pipeline.shown
+        say(
+            f"over {where}: {section.actors} actors, one trainer; watch them with: "
+            f"{command_name()} pipeline status {self.folder}"
+        )
+
+    def source(self) -> PipelineBatchSource:
+        """Returns the run's batches."""
+        training, section = self.config.training, self.section
+        source = PipelineBatchSource(
+            seat=self.seat,
+            request_fn=self.run.seating.curriculum,
+            algorithm=self.run.algorithm,
+            rollouts_per_update=training.rollouts_per_update,
+            checkpoint_every=training.checkpoint_every or max(training.steps, 1),
+            max_steps=training.max_steps,
+            sample_filter=sample_filter_of(self.config),
+            lost_member="keep_partial" if training.lost_member == "keep_partial" else "drop_group",
+            max_lag=training.max_lag,
+            stale=section.stale,
+            in_order=section.in_order,
+            bounds=Bounds(section.max_groups, section.max_bytes),
+            wait_s=training.batch_timeout_s,
+        )
+        source.alarm = self._alarm
+        return source
+
+    def publisher(self, inner: PolicyPublisher | None) -> PipelinePublisher:
+        """Returns what also reaches the actors."""
+        folder = None if self._policies is None else PolicyFolder(self._policies)
+        return PipelinePublisher(self.seat, inner, folder)
+
+    def _alarm(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    # Actors
+
+    def _start(self, name: str) -> None:
+        command = [sys.executable, "-m", "ludic.cli", "actor", str(self.folder), "--name", name]
+        client = self.run._built.get("client")
+        if isinstance(client, VLLMChatClient) and not self.config.inference.servers:
+            for url in (replica.url for replica in client.replicas):
+                command += ["--server", url]
+            command += ["--tokenizer", str(self.folder / "vllm")]
+        log = actor_log(self.folder, name)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a Ctrl-C is for the trainer, which ends them in order
+                env={**os.environ, URL_VARIABLE: self.seat.config.url},
+            )
+        self._actors[name] = process
+        self._watchers[name] = end_with_us(process.pid)
+
+    async def _tend(self) -> None:
+        """Starts actors again that ended by themselves, and says how things stand."""
+        said = time.monotonic()
+        while True:
+            await asyncio.sleep(0.5)
+            for name, process in list(self._actors.items()):
+                status = process.poll()
+                if status is None:
+                    continue
+                words = _last_words(actor_log(self.folder, name))
+                dismiss(self._watchers.pop(name))
+                del self._actors[name]
+                if self._restarts[name] < _RESTARTS:
+                    self._restarts[name] += 1
+                    warn(f"{name} ended with status {status} and is started again: {words}")
+                    self._start(name)
+                elif not self._actors:
+                    self._failure = PipelineError(f"no actor is left; {name} said: {words}")
+            if time.monotonic() - said > _SAY_EVERY_S:
+                said = time.monotonic()
+                with suppress(PipelineError):
+                    say(await asyncio.to_thread(lambda: read_status(self.seat.store).line()))
+
+    def _close(self) -> None:
+        if self._seat is not None:
+            self._seat.close(self._ended)
+        for process in self._actors.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+        for process in self._actors.values():
+            try:
+                process.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(_GRACE_S)
+        for watcher in self._watchers.values():
+            dismiss(watcher)
+        if self._redis is not None:
+            self._redis.stop()
+            (self.folder / "pipeline.json").unlink(missing_ok=True)
+        if self._policies is not None and str(self._policies).startswith("/dev/shm/"):
+            shutil.rmtree(self._policies, ignore_errors=True)
+
+
+def _last_words(log: Path, lines: int = 3) -> str:
+    with suppress(OSError), open(log, encoding="utf-8", errors="replace") as file:
+        return " | ".join(line.strip() for line in deque(file, maxlen=lines)) or "it said nothing"
+    return "it said nothing"

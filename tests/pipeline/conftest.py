@@ -1,0 +1,57 @@
+"""A real redis-server for the tests of this folder. Without one they are skipped, with a word;
+`make test-pipeline` sets LUDIC_NEEDS_REDIS, and then a missing server is a failure."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ludic.errors import PipelineError
+from ludic.pipeline.local_redis import LocalRedis, find_redis_server
+from ludic.pipeline.store import PipelineConfig, Store
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wanted = [item for item in items if item.get_closest_marker("redis")]
+    if not wanted or os.environ.get("LUDIC_NEEDS_REDIS"):
+        return
+    try:
+        find_redis_server()
+    except PipelineError as exc:
+        for item in wanted:
+            item.add_marker(pytest.mark.skip(reason=str(exc)))
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRedis]:
+    """One server for the tests that do not disturb it."""
+    folder = tmp_path_factory.mktemp("redis")
+    with LocalRedis(folder) as running:
+        yield running
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[LocalRedis]:
+    """A server that the test may kill, pause or fill."""
+    with LocalRedis(tmp_path / "redis") as running:
+        yield running
+
+
+@pytest.fixture
+def config(server: LocalRedis, request: pytest.FixtureRequest) -> PipelineConfig:
+    """A run with a name that no other test uses."""
+    name = f"test-{abs(hash(request.node.nodeid))}"
+    return PipelineConfig(server.url, name, patience_s=10.0)
+
+
+@pytest.fixture
+def store(config: PipelineConfig) -> Iterator[Store]:
+    with_redis = Store(config)
+    yield with_redis
+    with_redis.forget()
+    with_redis.close()
