@@ -21,7 +21,7 @@ from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
 from ludic.training.losses.policy_ratio import MAX_LOG_RATIO
 from ludic.training.metrics.stats import StatBuffer, policy_stats
-from ludic.training.types import Loss, Stat
+from ludic.training.types import Loss, Stat, TokenLogProbs
 from ludic.training.update.budget import default_budget
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.packing import (
@@ -33,6 +33,7 @@ from ludic.training.update.packing import (
     plan_micro_batches,
 )
 from ludic.training.update.policy import Policy
+from ludic.training.update.token_scores import TokenScores
 
 Plan = list[tuple[tuple[int, ...], bool]]
 """One rank's micro-batches, and whether each counts."""
@@ -81,19 +82,23 @@ class Passes:
         *,
         version: int,
         proximal: Scores | None,
+        keep: tuple[TokenScores, Sequence[int]] | None = None,
     ) -> None:
-        """Adds the batch's gradient to the optimizer, one micro-batch after another."""
+        """Adds the batch's gradient to the optimizer, one micro-batch after another. `keep` has
+        what takes the scores, and the numbers that it knows the layout's items by."""
         for indices, counted in self.plan(layout):
             micro = pack(layout, indices, proximal_logprobs=proximal).to(self.world.device)
             try:
                 with float32_products(self.policy.precision):
-                    self._one(micro, counted, optimizer, stats, version)
+                    scored = self._one(micro, counted, optimizer, stats, version)
             except torch.OutOfMemoryError as exc:
                 raise self._out_of_memory(micro) from exc
             except RuntimeError as exc:
                 if "can't allocate memory" not in str(exc):
                     raise
                 raise self._out_of_memory(micro) from exc
+            if keep is not None and counted:
+                keep[0].add([keep[1][i] for i in indices], scored)
 
     def _one(
         self,
@@ -102,7 +107,7 @@ class Passes:
         optimizer: MasterAdamW,
         stats: StatBuffer,
         version: int,
-    ) -> None:
+    ) -> TokenLogProbs:
         scored = self.policy.score(micro, entropy=True, logits=self.loss.needs_logits)
         loss, loss_stats = self.loss.compute(scored, micro.loss)
         # FSDP averages gradients over ranks, while these losses are shares of a sum.
@@ -111,6 +116,7 @@ class Passes:
         own: dict[str, Stat] = {"loss": Stat.sum(loss)}
         own |= policy_stats(scored, micro.loss, version)
         stats.add(own | dict(loss_stats), counted=counted)
+        return scored
 
     def _out_of_memory(self, micro: MicroBatch) -> OutOfMemoryError:
         return OutOfMemoryError(
