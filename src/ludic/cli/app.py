@@ -17,6 +17,7 @@ from ludic.cli import (
     serve,
     sft,
     train,
+    view,
 )
 
 app = typer.Typer(
@@ -41,3 +42,4 @@ app.command(
 app.command()(envs.envs)
 app.command()(algorithms.algorithms)
 app.command()(init.init)
+app.command()(view.view)

@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ class CurveStore:
             steps, values = self._of(run, prefix).points.get(
                 key.removeprefix(prefix), (array("d"), array("d"))
             )
-            rising = all(a <= b for a, b in zip(steps, steps[1:], strict=False))
+            rising = all(a <= b for a, b in pairwise(steps))
             if rising:
                 first, last = bisect_left(steps, low), bisect_right(steps, high)
                 return thinned(steps[first:last], values[first:last], most)
