@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os.path
 import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
+from ludic.rollouts.stored_prompts import shared_length
 from ludic.types import EnvironmentStep, Rollout
 from ludic.view.folders import RunPlace, ViewError
 from ludic.view.queries import members
@@ -84,6 +84,6 @@ def _mark_common(turns: list[dict[str, Any]], texts: Sequence[Sequence[str]]) ->
     """Says how many characters of each turn all attempts begin it with, up to where they part."""
     for number, turn in enumerate(turns):
         others = [each[number] for each in texts if number < len(each)]
-        turn["common"] = len(os.path.commonprefix(others))
+        turn["common"] = min(shared_length(others[0], other) for other in others)
         if len(set(others)) > 1 or len(others) < len(texts):
             break

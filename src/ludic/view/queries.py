@@ -53,7 +53,7 @@ def where(filters: Filters) -> tuple[str, list[Any]]:
     """The condition that the filters of an address stand for, and its arguments."""
     tests, values = ["1"], list[Any]()
     for name, column in _EQUAL.items():
-        if wanted := filters.get(name):
+        if (wanted := filters.get(name)) and (name, wanted) != ("source", "all"):
             tests.append(f"{column} = ?")
             values.append(wanted)
     for name, test in _FLAGS.items():

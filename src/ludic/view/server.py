@@ -39,7 +39,7 @@ def view(
     for root in roots:
         if not root.is_dir():
             raise ConfigError(
-                f"{root} is not a folder: name a run's folder, or one that holds runs"
+                f"{root} is not a folder: name a run's, or one that holds runs"
             )
     token = secrets.token_urlsafe(24)
     hosts = {*LOOPBACK, host, *(() if host in LOOPBACK else (platform.node(), socket.getfqdn()))}
