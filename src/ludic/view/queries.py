@@ -160,8 +160,11 @@ def histogram(
     if low is None:
         return {"cells": [], "columns": 0}
     per = max(1, math.ceil((last - first + 1) / columns))
-    bins = min(bins, max(distinct, 1)) if distinct <= bins else bins
-    width = (high - low) / bins or 1.0
+    if distinct <= bins:  # a few values: each in the middle of its row
+        bins = distinct
+        half = (high - low) / max(distinct - 1, 1) / 2 or 0.5
+        low, high = low - half, high + half
+    width = (high - low) / bins
     cells = db.execute(
         f"SELECT (upd - ?) / ?, min(CAST((reward - ?) / ? AS INTEGER), ?), count(*) "
         f"FROM rollouts WHERE {test} GROUP BY 1, 2",

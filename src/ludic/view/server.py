@@ -38,9 +38,7 @@ def view(
     roots = [Path(folder) for folder in folders] or [Path(DEFAULT_FOLDER)]
     for root in roots:
         if not root.is_dir():
-            raise ConfigError(
-                f"{root} is not a folder: name a run's, or one that holds runs"
-            )
+            raise ConfigError(f"{root} is not a folder: name a run's, or one that holds runs")
     token = secrets.token_urlsafe(24)
     hosts = {*LOOPBACK, host, *(() if host in LOOPBACK else (platform.node(), socket.getfqdn()))}
     with _bound(host, port) as listening:

@@ -1,6 +1,6 @@
 // A rollout as it went: messages, tool calls, what the environment answered, rewards, endings.
 
-import { chip, h, number, show, signed, textBlock, tone, visible } from "./dom.js";
+import { chip, h, number, s, show, signed, textBlock, tone, visible } from "./dom.js";
 import { completion, prompt } from "./tokens.js";
 
 const ROLES = { system: "system", user: "environment", assistant: "model", tool: "tool" };
@@ -13,6 +13,8 @@ export function conversation(page, { asTokens }) {
   }
   const parts = [];
   let answered = [];
+  // What the environment says is shown where the model reads it; only what it never read, here.
+  const read = page.steps.flatMap((step) => (step.new_messages ?? []).map((message) => message.content ?? ""));
   for (const [turn, steps] of turns) {
     const reward = steps.filter((step) => step.kind === "environment").reduce((sum, step) => sum + (step.reward ?? 0), 0);
     const call = steps.find((step) => step.tokens?.trained);
@@ -32,7 +34,7 @@ export function conversation(page, { asTokens }) {
         body.push(step.tool_errors.map((text) => h("p", { class: "line bad" }, visible(text))));
         answered = step.tool_messages;
       } else {
-        body.push(environment(step));
+        body.push(environment(step, read));
       }
     }
     parts.push(h("section", { class: "turn", id: `turn-${turn}` }, head, body));
@@ -41,8 +43,32 @@ export function conversation(page, { asTokens }) {
   return parts;
 }
 
+// How to read the page, and the facts that are not part of the conversation.
+export function facts(page) {
+  const sampling = page.steps.find((step) => step.kind === "agent" && step.tokens)?.sampling ?? {};
+  const plain = { temperature: 1, top_p: 1, top_k: 0, min_p: 0, presence_penalty: 0, frequency_penalty: 0, repetition_penalty: 1 };
+  const told = Object.entries(sampling).filter(([key, value]) => !(key in plain && plain[key] === value) && !(Array.isArray(value) && !value.length));
+  const rows = [
+    ["episode", page.episode], ["group", page.group], ["task", page.task], ["environment", page.env?.kind],
+    ...Object.entries(page.env?.kwargs ?? {}).map(([key, value]) => [key, typeof value === "string" ? value : JSON.stringify(value)]),
+    ["protocol", page.protocol], ["environment's seed", page.env_seed], ["sampling's seed", page.sampling_seed],
+    ...told.map(([key, value]) => [key.replaceAll("_", " "), JSON.stringify(value)]),
+    ...Object.entries(page.meta ?? {}).map(([key, value]) => [key, typeof value === "string" ? value : JSON.stringify(value)]),
+  ].filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return h("aside", {},
+    page.hasTexts ? [h("h2", {}, "How to read it"), h("ul", { class: "reading" },
+      h("li", {}, h("span", { class: "as-trained" }, "token"), "sampled, and trained on"),
+      h("li", {}, h("span", { class: "as-sampled" }, "token"), "sampled, and not trained on"),
+      h("li", {}, h("span", { class: "as-state" }, "token"), "state: the model saw it")) ] : null,
+    h("h2", {}, "Facts"), h("dl", { class: "facts" }, rows.map(([key, value]) => [h("dt", {}, visible(key)), h("dd", {}, visible(String(value)))])));
+}
+
 function fork(found) {
-  return h("p", { class: "line fork" }, h("span", { class: "mark" }, "⑂"), ` forked here: ${found.reason.replaceAll("_", " ")}`, found.detail ? h("span", { class: "quiet" }, " — ", visible(found.detail)) : null);
+  return h("p", { class: "line fork" }, branch(), ` forked here: ${found.reason.replaceAll("_", " ")}`, found.detail ? h("span", { class: "quiet" }, " — ", visible(found.detail)) : null);
+}
+
+function branch() {
+  return s("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" }, s("path", { d: "M4 2v12M4 9c5 0 8-1 8-6M9.5 5.5L12 3l2.5 2.5" }));
 }
 
 function said(message) {
@@ -60,7 +86,7 @@ function model(step, page, asTokens) {
     tokens && asTokens ? prompt(tokens, page) : null, shown, calls);
 }
 
-function environment(step) {
+function environment(step, read) {
   const failed = step.info?.parse_error;
   const parts = Object.entries(step.components);
   const facts = [
@@ -76,7 +102,7 @@ function environment(step) {
   const ended = step.terminated || step.truncated || failed;
   const others = Object.fromEntries(Object.entries(step.info ?? {}).filter(([key]) => !["parse_error", "result"].includes(key)));
   return h("div", { class: "outcome" }, h("div", { class: "line facts-line" }, facts),
-    ended && step.next_obs ? h("article", { class: "message user" }, h("header", {}, failed ? "feedback" : "last observation"), textBlock(step.next_obs)) : null,
+    ended && step.next_obs && !read.some((text) => text.includes(step.next_obs)) ? h("article", { class: "message user" }, h("header", {}, failed ? "feedback" : "last observation"), textBlock(step.next_obs)) : null,
     Object.keys(others).length ? h("details", { class: "info" }, h("summary", {}, "info"), textBlock(JSON.stringify(others, null, 1))) : null);
 }
 

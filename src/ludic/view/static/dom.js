@@ -78,9 +78,9 @@ export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (Number.isInteger(value) && Math.abs(value) < 1e6) return value.toLocaleString("en").replace("-", "−");
   const size = Math.abs(value);
-  const text = size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2)
+  const text = size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2).replace(/\.?0+e/, "e")
     : value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, 3) });
-  return text.replace("-", "−");
+  return text.replaceAll("-", "−");
 }
 
 export function percent(value) {

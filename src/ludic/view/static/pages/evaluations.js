@@ -51,7 +51,7 @@ function report(data) {
     data.why_not ? problems([`No paired test: ${data.why_not}`]) : null,
     h("div", { class: "tiles" }, tests.map(([name, t]) => h("div", { class: `tile evidence ${sure(t.p)}` },
       h("span", { class: "quiet" }, `${name}: B − A`), h("b", { class: t.p < 0.05 ? tone(t.value) : "" }, signed(t.value)),
-      h("small", { class: "quiet" }, `${signed(t.low)} to ${signed(t.high)}, n = ${t.n}`), h("small", {}, `paired test: p = ${t.p < 0.0001 ? "< 0.0001" : t.p.toFixed(4)}`))),
+      h("small", { class: "quiet" }, `${signed(t.low)} to ${signed(t.high)}, n = ${t.n}`), h("small", {}, `paired test: p ${t.p < 0.00015 ? "≤ 0.0001" : `= ${t.p.toFixed(4)}`}`))),
       h("div", { class: "tile" }, h("span", { class: "quiet" }, "episodes of B"), h("b", {}, `${number(data.better)} better, ${number(data.worse)} worse`), h("small", { class: "quiet" }, `of ${number(data.total)}`))),
     h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, ""), h("th", {}, "A ", h("small", {}, `n=${data.a.episodes}`)), h("th", {}, "B ", h("small", {}, `n=${data.b.episodes}`)))),
       h("tbody", {}, h("tr", {}, h("td", {}, "mean reward"), h("td", {}, estimate(data.a.reward, number)), h("td", {}, estimate(data.b.reward, number))),

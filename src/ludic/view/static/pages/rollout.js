@@ -2,7 +2,7 @@
 
 import { address, change, filtersOf } from "../address.js";
 import { ask } from "../api.js";
-import { conversation, strip } from "../conversation.js";
+import { conversation, facts, strip } from "../conversation.js";
 import { chip, h, number, show, signed, tone, visible } from "../dom.js";
 import { WAYS, colour, inspect, legend, scales } from "../tokens.js";
 
@@ -85,7 +85,8 @@ export async function open(root, params) {
   async function drawBody() {
     const mine = h("div", { class: "column" }, conversation(page, { asTokens: tokensShown() }));
     inspect(mine, page);
-    show(body, mine);
+    mine.classList.toggle("many", mine.children.length > 40);
+    show(body, mine, facts(page));
     body.classList.toggle("several", Boolean(params.beside));
     paint();
     if (!params.beside) return;

@@ -93,7 +93,7 @@ export async function open(root, params) {
     const head = columns.map(([key, label]) => {
       const on = params.sort === key;
       const way = on && params.order !== "asc" ? "asc" : "desc";
-      return h("th", { "aria-sort": on ? (params.order === "asc" ? "ascending" : "descending") : null }, key
+      return h("th", { class: key?.startsWith("component:") ? "part" : null, "aria-sort": on ? (params.order === "asc" ? "ascending" : "descending") : null }, key
         ? h("button", { class: "sort", onclick: () => change({ sort: key, order: way, offset: null }) }, visible(label), on ? (params.order === "asc" ? " ↑" : " ↓") : "")
         : label);
     });
@@ -115,7 +115,7 @@ export async function open(root, params) {
     return h("tr", { data: { row: i }, onclick: (event) => { if (!event.target.closest("a")) location.hash = href; } },
       h("td", { class: "num" }, number(row.upd)),
       h("td", { class: `num strong ${tone(row.reward)}` }, number(row.reward)),
-      parts.map((name) => h("td", { class: "num quiet" }, number(row.components[name]))),
+      parts.map((name) => h("td", { class: "num quiet part" }, number(row.components[name]))),
       facets.trained ? h("td", { class: `num ${tone(row.weight)}` }, row.trained ? signed(row.weight) : h("span", { class: "quiet" }, "–")) : null,
       h("td", {}, row.outcome ? visible(row.outcome) : ""),
       h("td", { class: "num" }, number(row.turns)),

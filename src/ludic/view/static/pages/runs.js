@@ -23,7 +23,7 @@ export async function open(root, params) {
     const settings = data.differing.slice(0, 8);
     const rows = [...data.runs].reverse().map((run) => row(run, picked, settings));
     const heads = ["", "Run", "State", "Update", "Reward", "", "Held out", ...settings];
-    show(table, h("table", { class: "runs" }, h("thead", {}, h("tr", {}, heads.map((text, i) => h("th", { class: i > 6 ? "setting" : "", title: i > 6 ? text : null }, i > 6 ? shortened(text) : text)))), h("tbody", {}, rows)));
+    show(table, h("table", { class: "runs" }, h("thead", {}, h("tr", {}, heads.map((text, i) => h("th", { class: i > 6 ? "setting" : "", title: i > 6 ? text : null }, i > 6 ? shortened(text, settings) : text)))), h("tbody", {}, rows)));
   }
 
   function row(run, picked, settings) {
@@ -85,8 +85,10 @@ function headline(found) {
   return h("span", { title }, `${found.name} `, h("b", {}, percent(last.value)));
 }
 
-function shortened(key) {
-  return key.split(".").slice(-1)[0].replaceAll("_", " ");
+function shortened(key, keys) {
+  const last = (text) => text.split(".").at(-1);
+  const alone = keys.filter((other) => last(other) === last(key)).length === 1;
+  return (alone ? last(key) : key.split(".").slice(-2).join(".")).replaceAll("_", " ");
 }
 
 function shown(value) {
