@@ -130,6 +130,8 @@ def _environment(step: Mapping[str, Any]) -> str:
         facts.append('<b class="bad">not understood</b>: the environment was not stepped')
     elif step["action"] is not None:
         facts.append(f"action <code>{visible(step['action'])}</code>")
+    if step["info"].get("result") is not None:
+        facts.append(f"<b>{visible(str(step['info']['result']))}</b>")
     if step["terminated"]:
         facts.append("terminated")
     if step["truncated"]:

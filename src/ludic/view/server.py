@@ -64,6 +64,7 @@ def _bound(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
+        listening.listen()  # the browser may be there before the server
     except OSError as exc:
         listening.close()
         raise ConfigError(
