@@ -24,13 +24,14 @@ SOURCES := src tools benchmarks tests $(if $(wildcard examples/*.py examples/*/*
 # One thread per test process: small matrices are faster that way, and results repeat.
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS)
 
-.PHONY: help setup test test-slow test-gpu test-vllm vllm vllm-install lint format types docs wheel-check bench demo constraints clean
+.PHONY: help setup test test-slow test-gpu test-view test-vllm vllm vllm-install lint format types docs wheel-check bench demo constraints clean
 
 help:
 	@echo "make test        set up, then run the tests (ARGS='tests/envs -k win' to choose)"
 	@echo "make demo        set up, then train a small model at Tic-Tac-Toe"
 	@echo "make test-slow   the long versions of the tests: many kills, many seeds"
 	@echo "make test-gpu    the tests that need a CUDA device"
+	@echo "make test-view   the tests of the pages, in the system's chromium"
 	@echo "make test-vllm   the tests against a real vLLM server"
 	@echo "make lint        ruff: style and formatting;  make format puts it right"
 	@echo "make types       mypy, strict"
@@ -53,6 +54,10 @@ test-slow: setup
 test-gpu: setup
 	@echo "==> the tests that need a CUDA device"
 	@$(PY) -m pytest -q -m gpu $(ARGS)
+
+test-view: setup
+	@echo "==> the pages in a browser"
+	@LUDIC_BROWSER=required OMP_NUM_THREADS=1 $(PY) -m pytest -q -m browser tests/view $(ARGS)
 
 test-vllm: setup vllm
 	@echo "==> the tests against a real vLLM server"

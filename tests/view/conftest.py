@@ -24,7 +24,8 @@ def serve() -> Iterator[Callable[..., Served]]:
 def browser() -> Iterator[Any]:
     """The system's chromium, once for all tests; where it is missing, tests are skipped, unless
     `make test-view` asked for them."""
-    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    names = ("chromium", "google-chrome", "chromium-browser")
+    path = next(filter(None, map(shutil.which, names)), None)
     missing = None if path else "chromium is not installed: apt-get install chromium"
     try:
         from playwright.sync_api import sync_playwright

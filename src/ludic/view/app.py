@@ -29,13 +29,14 @@ from ludic.view.evaluations import compared, figures, read_report
 from ludic.view.export import rollout_html
 from ludic.view.folders import Folders, RunPlace, ViewError, state_of
 from ludic.view.groups import group_page
-from ludic.view.index import Indexes
+from ludic.view.index import Indexes, RunIndex
 from ludic.view.overview import card, details, differing, fingerprint
 from ludic.view.rollout_page import rollout_page
 from ludic.view.security import LOOPBACK, Guard
 from ludic.view.token_text import TokenizerStore
 
 MOST_CURVES = 64
+_FIRST_INDEX_S = 10.0
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _CONTROL = ("run", "sort", "order", "offset", "limit", "id")
 
@@ -162,14 +163,14 @@ class View:
     def rollout(self, request: Request) -> Any:
         """One rollout with its tokens."""
         run = self._run(request)
-        with self.indexes.of(run).reading() as db:
+        with self._whole(run).reading() as db:
             identity = request.query_params.get("id", "")
             return rollout_page(run, db, identity, self.tokenizers.of(run))
 
     def group(self, request: Request) -> Any:
         """The attempts of a group."""
         run = self._run(request)
-        with self.indexes.of(run).reading() as db:
+        with self._whole(run).reading() as db:
             return group_page(run, db, request.query_params.get("id", ""))
 
     def evaluations(self, _: Request) -> Any:
@@ -193,6 +194,13 @@ class View:
         """One rollout as a file that needs nothing else."""
         page = self.rollout(request)
         return rollout_html(page, self._run(request).name)
+
+    def _whole(self, run: RunPlace) -> RunIndex:
+        """The run's index. A link to one rollout may be the first that is asked for, so this waits
+        a while for what was there to be indexed."""
+        index = self.indexes.of(run)
+        index.complete.wait(_FIRST_INDEX_S)
+        return index
 
     def _run(self, request: Request) -> RunPlace:
         return self.folders.run(request.query_params.get("run", ""))

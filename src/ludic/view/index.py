@@ -66,6 +66,8 @@ class RunIndex:
         self.path = _place(run)
         self.progress: float | None = None
         """The share of the files' bytes that is indexed, while that is under way."""
+        self.complete = threading.Event()
+        """Set once everything that was there has been indexed."""
         self._updating = threading.Lock()
         self._open_or_make()
 
@@ -83,7 +85,9 @@ class RunIndex:
         """Takes up what was written since; returns how many lines that was."""
         with self._updating:
             try:
-                return self._update(keep_on)
+                added = self._update(keep_on)
+                self.complete.set()
+                return added
             except sqlite3.DatabaseError as exc:
                 if isinstance(exc, sqlite3.OperationalError):  # locked, or the disk is full
                     raise ViewError(f"the index {self.path} cannot be written: {exc}") from exc

@@ -18,13 +18,14 @@ export function smoothed(points, strength) {
 }
 
 export function ticks(low, high, count) {
-  if (!(high > low)) return [low];
   const raw = (high - low) / count;
+  // So close together that their numbers could not be told apart.
+  if (!(raw > Math.max(Math.abs(low), Math.abs(high)) * 1e-9)) return [low];
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].find((m) => m * power >= raw) * power;
-  const found = [];
-  for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-9; v += step) found.push(Math.abs(v) < step * 1e-9 ? 0 : v);
-  return found;
+  const step = [1, 2, 2.5, 5, 10].find((m) => m * power >= raw * 0.999) * power;
+  const first = Math.ceil(low / step - 1e-9);
+  const last = Math.floor(high / step + 1e-9);
+  return Array.from({ length: Math.min(last - first + 1, 40) }, (_, i) => (first + i) * step || 0);
 }
 
 // series: [{name, colour, points: [[x, mean, low, high]…]}]

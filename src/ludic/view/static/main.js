@@ -43,10 +43,16 @@ async function route() {
     if (JSON.stringify(now.params) !== JSON.stringify(params)) made?.update?.(now.params);
   } catch (error) {
     if (shown === mine) {
+      mine.page = { refresh: again }; // it may be there once more is indexed
       show(main, h("div", { class: "empty" }, h("h2", {}, "This cannot be shown"), h("p", {}, visible(error.message)), h("a", { href: "#/" }, "All runs")));
     }
   }
   if (shown === mine) mine.stop = watch(params.run, (state) => mine.page?.refresh?.(state), told);
+}
+
+function again() {
+  leave();
+  route();
 }
 
 function leave() {
