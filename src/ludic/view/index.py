@@ -7,21 +7,24 @@ rollouts themselves stay in their files. It can be deleted at any time.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sqlite3
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ludic.view.blocks import Block, Damage, whole_blocks
 from ludic.view.folders import RunPlace, ViewError
 from ludic.view.rows import COLUMNS, NewerSchemaError, rollout_columns, trained_columns
 
-VERSION = 3
+VERSION = 4
 FILE = ".view.sqlite"
 _ROWS_PER_COMMIT = 2000
 _WAIT_S = 20.0
@@ -39,7 +42,8 @@ CREATE INDEX rollouts_id ON rollouts (id);
 CREATE INDEX rollouts_grp ON rollouts (grp);
 CREATE INDEX rollouts_episode ON rollouts (episode);
 CREATE INDEX rollouts_parent ON rollouts (parent) WHERE parent != '';
-CREATE INDEX rollouts_upd ON rollouts (upd);
+CREATE INDEX rollouts_rewards ON rollouts (source, upd, reward);
+CREATE TABLE facets (name TEXT, value TEXT, count INTEGER, PRIMARY KEY (name, value));
 CREATE TABLE trained (
     rollout TEXT, upd INTEGER, weight REAL, tokens INTEGER, block INTEGER, line INTEGER);
 CREATE INDEX trained_rollout ON trained (rollout);
@@ -49,6 +53,8 @@ _INSERT = (
     f"INSERT INTO rollouts (n, block, line, source, {', '.join(COLUMNS)}) "
     f"VALUES (?, ?, ?, ?, {', '.join('?' * len(COLUMNS))})"
 )
+_COUNTED = [(name, COLUMNS.index(name)) for name in ("agent", "env", "outcome", "truncation")]
+_PARTS = COLUMNS.index("components")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +199,7 @@ class RunIndex:
         ).lastrowid
         last = db.execute("SELECT coalesce(max(n), 0) FROM rollouts").fetchone()[0]
         rows: list[tuple[object, ...]] = []
+        facets: Counter[tuple[str, object]] = Counter()
         words: list[tuple[int, str]] = []
         stem = Path(source.name).name.partition(".")[0]
         for place, line in enumerate(block.text.split(b"\n")):
@@ -211,13 +218,22 @@ class RunIndex:
                 self._note(db, source.name, block.start, f"line {place + 1} of a block: {exc}")
                 continue
             last += 1
-            rows.append((last, number, place, stem, *map(_storable, values)))
+            stored = tuple(map(_storable, values))
+            rows.append((last, number, place, stem, *stored))
             words.append((last, _storable(text)))
+            facets["source", stem] += 1
+            facets.update((name, stored[at]) for name, at in _COUNTED if stored[at])
+            facets.update(("component", name) for name in json.loads(stored[_PARTS] or "{}"))
         if source.kind == "tokens":
             db.executemany("INSERT INTO trained VALUES (?, ?, ?, ?, ?, ?)", rows)
         else:
             db.executemany(_INSERT, rows)
             db.executemany("INSERT INTO words (rowid, text) VALUES (?, ?)", words)
+            db.executemany(
+                "INSERT INTO facets VALUES (?, ?, ?) "
+                "ON CONFLICT DO UPDATE SET count = count + excluded.count",
+                [(*facet, count) for facet, count in facets.items()],
+            )
         db.execute("UPDATE files SET rows = rows + ? WHERE id = ?", (len(rows), file))
         return len(rows)
 
@@ -287,7 +303,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _storable(value: object) -> object:
+def _storable(value: Any) -> Any:
     """Text without halves of surrogate pairs, which no UTF-8 has."""
     if isinstance(value, str):
         try:

@@ -112,8 +112,7 @@ def page(
         f"SELECT {', '.join(_SHOWN)} FROM rollouts WHERE {test} ORDER BY {order} LIMIT ? OFFSET ?",
         (*values, max(1, min(limit, MOST_ROWS)), max(0, offset)),
     ).fetchall()
-    total = db.execute(f"SELECT count(*) FROM rollouts WHERE {test}", values).fetchone()[0]
-    return {"total": total, "rows": with_weights(db, rows)}
+    return {"total": _count(db, filters, test, values), "rows": with_weights(db, rows)}
 
 
 def with_weights(db: sqlite3.Connection, rows: list[sqlite3.Row]) -> list[dict[str, Any]]:
@@ -135,15 +134,13 @@ def facets(db: sqlite3.Connection) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for column in _FACETS:
         rows = db.execute(
-            f"SELECT {column}, count(*) FROM rollouts WHERE {column} != '' GROUP BY 1 "
-            f"ORDER BY 2 DESC LIMIT {_MOST_VALUES}"
+            "SELECT value, count FROM facets WHERE name = ? ORDER BY count DESC LIMIT ?",
+            (column, _MOST_VALUES),
         )
         found[column] = [[value, count] for value, count in rows]
-    sample = db.execute("SELECT DISTINCT components FROM rollouts LIMIT 200")
-    names = dict.fromkeys(k for (text,) in sample if text for k in json.loads(text))
-    low, high = db.execute("SELECT min(upd), max(upd) FROM rollouts").fetchone()
+    names = db.execute("SELECT value FROM facets WHERE name = 'component' ORDER BY rowid")
     trained = db.execute("SELECT 1 FROM trained LIMIT 1").fetchone() is not None
-    return found | {"components": list(names), "updates": [low, high], "trained": trained}
+    return found | {"components": [name for (name,) in names][:_MOST_VALUES], "trained": trained}
 
 
 def histogram(
@@ -152,28 +149,30 @@ def histogram(
     """How many rollouts have which reward, update by update."""
     test, values = where(filters)
     test += " AND upd IS NOT NULL AND reward IS NOT NULL"
-    low, high, first, last, distinct = db.execute(
-        "SELECT min(reward), max(reward), min(upd), max(upd), count(DISTINCT reward) "
-        f"FROM rollouts WHERE {test}",
-        values,
+    low, high, first, last = db.execute(
+        f"SELECT min(reward), max(reward), min(upd), max(upd) FROM rollouts WHERE {test}", values
     ).fetchone()
     if low is None:
         return {"cells": [], "columns": 0}
+    few = db.execute(
+        f"SELECT DISTINCT reward FROM rollouts WHERE {test} LIMIT ?", (*values, bins + 1)
+    ).fetchall()
     per = max(1, math.ceil((last - first + 1) / columns))
-    if distinct <= bins:  # a few values: each in the middle of its row
-        bins = distinct
-        half = (high - low) / max(distinct - 1, 1) / 2 or 0.5
+    if len(few) <= bins:  # each value in the middle of its row
+        bins = len(few)
+        half = (high - low) / max(bins - 1, 1) / 2 or 0.5
         low, high = low - half, high + half
     width = (high - low) / bins
     cells = db.execute(
-        f"SELECT (upd - ?) / ?, min(CAST((reward - ?) / ? AS INTEGER), ?), count(*) "
+        "SELECT (upd - ?) / ?, min(CAST((reward - ?) / ? AS INTEGER), ?), count(*), sum(reward) "
         f"FROM rollouts WHERE {test} GROUP BY 1, 2",
         (first, per, low, width, bins - 1, *values),
     ).fetchall()
-    means = db.execute(
-        f"SELECT (upd - ?) / ?, avg(reward) FROM rollouts WHERE {test} GROUP BY 1",
-        (first, per, *values),
-    ).fetchall()
+    counts: dict[int, list[float]] = {}
+    for column, _, count, total in cells:
+        mine = counts.setdefault(column, [0, 0.0])
+        mine[0] += count
+        mine[1] += total
     return {
         "first": first,
         "per": per,
@@ -181,8 +180,8 @@ def histogram(
         "low": low,
         "high": high,
         "bins": bins,
-        "cells": [list(cell) for cell in cells],
-        "means": [list(mean) for mean in means],
+        "cells": [list(cell)[:3] for cell in cells],
+        "means": [[column, total / count] for column, (count, total) in sorted(counts.items())],
     }
 
 
@@ -191,14 +190,41 @@ def neighbours(
 ) -> dict[str, Any]:
     """The rollouts before and after this one, in the order of the table."""
     test, values = where(filters)
-    order = _order(sort, descending)
-    row = db.execute(
-        "SELECT place, previous, following, total FROM (SELECT id, row_number() OVER w AS place, "
-        "lag(id) OVER w AS previous, lead(id) OVER w AS following, count(*) OVER () AS total "
-        f"FROM rollouts WHERE {test} WINDOW w AS (ORDER BY {order})) WHERE id = ?",
-        (*values, identity),
+    key, way = _key(sort), ("<", ">")[descending]
+    here = db.execute(
+        f"SELECT {key}, n FROM rollouts WHERE id = ? AND {test} ORDER BY n DESC LIMIT 1",
+        (identity, *values),
     ).fetchone()
-    return dict(row) if row else {"place": None, "previous": None, "following": None}
+    if here is None:
+        return {"place": None, "previous": None, "following": None, "total": None}
+    value, n = here
+    if key == "n":
+        before, arguments = f"n {way} ?", [n]
+    elif value is None:  # those without a value come last
+        before, arguments = f"({key} IS NOT NULL OR n {way} ?)", [n]
+    else:
+        before = f"({key} {way} ? OR ({key} = ? AND n {way} ?))"
+        arguments = [value, value, n]
+    after = f"NOT coalesce({before}, 0) AND n != ?"
+    previous = db.execute(
+        f"SELECT id FROM rollouts WHERE {test} AND {before} "
+        f"ORDER BY {_order(sort, not descending, nulls_first=True)} LIMIT 1",
+        (*values, *arguments),
+    ).fetchone()
+    following = db.execute(
+        f"SELECT id FROM rollouts WHERE {test} AND {after if key != 'n' else _other(before)} "
+        f"ORDER BY {_order(sort, descending)} LIMIT 1",
+        (*values, *arguments, *([n] if key != "n" else [])),
+    ).fetchone()
+    place = db.execute(
+        f"SELECT count(*) FROM rollouts WHERE {test} AND {before}", (*values, *arguments)
+    ).fetchone()[0]
+    return {
+        "place": place + 1,
+        "previous": previous[0] if previous else None,
+        "following": following[0] if following else None,
+        "total": _count(db, filters, test, values),
+    }
 
 
 def members(db: sqlite3.Connection, column: str, value: str, most: int = 64) -> list[Any]:
@@ -212,17 +238,35 @@ def members(db: sqlite3.Connection, column: str, value: str, most: int = 64) -> 
     return with_weights(db, rows.fetchall())
 
 
-def _order(sort: str, descending: bool) -> str:
-    way = "DESC" if descending else "ASC"
+def _count(db: sqlite3.Connection, filters: Filters, test: str, values: list[Any]) -> int:
+    """How many rollouts the filters leave; without a scan where only the source is chosen."""
+    said = {name: value for name, value in filters.items() if value}
+    if not said.keys() - {"source"}:
+        sources = dict(
+            db.execute("SELECT value, count FROM facets WHERE name = 'source'").fetchall()
+        )
+        chosen = said.get("source", "all")
+        return int(sum(sources.values()) if chosen == "all" else sources.get(chosen, 0))
+    return int(db.execute(f"SELECT count(*) FROM rollouts WHERE {test}", values).fetchone()[0])
+
+
+def _other(test: str) -> str:
+    return test.replace("<", "\0").replace(">", "<").replace("\0", ">")
+
+
+def _key(sort: str) -> str:
     if sort.startswith("component:"):
-        column = _component(sort)
-    elif sort in _SORTS:
-        column = _WEIGHT if sort == "weight" else sort
-    else:
+        return _component(sort)
+    if sort not in _SORTS:
         raise ViewError(f"the table cannot be sorted by {sort!r}")
-    if column == "n":
+    return _WEIGHT if sort == "weight" else sort
+
+
+def _order(sort: str, descending: bool, *, nulls_first: bool = False) -> str:
+    key, way = _key(sort), "DESC" if descending else "ASC"
+    if key == "n":
         return f"n {way}"
-    return f"{column} IS NULL, {column} {way}, n {way}"
+    return f"{key} IS {'NOT ' if nulls_first else ''}NULL, {key} {way}, n {way}"
 
 
 def _component(name: str) -> str:
