@@ -186,7 +186,7 @@ def main() -> None:
             page, rows = client.ask("rollouts", run="many", source="train", limit=50)
             assert page["total"] == args.rollouts
             figures["first_page_ms"] = round(facets + rows, 1)
-            others = {
+            others: dict[str, tuple[str, dict[str, Any]]] = {
                 "histogram_ms": ("histogram", {}),
                 "sorted_ms": ("rollouts", {"sort": "reward", "order": "asc"}),
                 "search_ms": ("rollouts", {"q": "bara kosti"}),

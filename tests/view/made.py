@@ -149,7 +149,7 @@ def tokens_of(update: int, rollouts: Sequence[Rollout]) -> UpdateTokens:
     items = build_items(rollouts, credit)
     count = sum(item.turns[-1].end for item in items)
     values = np.linspace(0, 1, count, dtype=np.float32)
-    return UpdateTokens(update, items, -0.2 - values / 10, values)
+    return UpdateTokens(update, items, (-0.2 - values / 10).astype(np.float32), values)
 
 
 def make_run(

@@ -34,7 +34,7 @@ class Served:
         return f"{self.address}?token={TOKEN}{hash_}"
 
     def get(
-        self, path: str, *, token: bool = True, method: str = "GET", **headers: str
+        self, path: str, *, token: bool = True, method: str = "GET", **headers: Any
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
         """One request, exactly as it is given: no path is tidied up."""
         sent = {"Host": f"127.0.0.1:{self.port}"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -60,7 +61,7 @@ def test_other_names_of_this_machine_are_fine(served: Served) -> None:
         {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "cors"},
     ],
 )
-def test_a_page_of_another_site_is_refused(served: Served, headers: dict[str, str]) -> None:
+def test_a_page_of_another_site_is_refused(served: Served, headers: dict[str, Any]) -> None:
     assert served.get("/api/runs", **headers)[0] == 403
 
 

@@ -212,7 +212,7 @@ def _spans(mask: NDArray[np.int8]) -> list[tuple[int, int]]:
 
 
 def _text(values: NDArray[np.float32]) -> str:
-    return b64encode(np.ascontiguousarray(values, dtype="<f4")).decode("ascii")
+    return b64encode(values.astype("<f4", copy=False).tobytes()).decode("ascii")
 
 
 def _array(text: str) -> NDArray[np.float32]:

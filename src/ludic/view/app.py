@@ -65,7 +65,7 @@ class View:
             "runs": cards,
             "differing": different,
             "problems": self.folders.problems,
-            "roots": [str(root) for root in self.folders.roots],
+            "roots": [root.name or str(root) for root in self.folders.roots],
         }
 
     def run(self, request: Request) -> Any:

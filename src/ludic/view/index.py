@@ -144,7 +144,9 @@ class RunIndex:
         inode, size, tail = known
         try:
             now = source.path.stat()
-            return now.st_ino != inode or now.st_size < size or _tail(source.path, size) != tail
+            if now.st_ino != inode or now.st_size < size:
+                return True
+            return _tail(source.path, size) != bytes(tail)
         except OSError:
             return True
 

@@ -27,8 +27,9 @@ def token_file(folder: Path) -> Path:
 
 def keep_tokenizer(folder: RunFolder, tokenizer: Any) -> None:
     """Saves what the tokens' text is read from, once, beside the rollouts."""
-    target, backend = folder.rollouts / "tokenizer.json", getattr(tokenizer, "backend_tokenizer", 0)
-    if backend and not target.exists():
+    target = folder.rollouts / "tokenizer.json"
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and not target.exists():
         temporary = target.with_name(f".{os.getpid()}-{target.name}")
         temporary.write_text(backend.to_str(), encoding="utf-8")
         os.replace(temporary, target)

@@ -27,9 +27,10 @@ class TokenScores:
 
     def add(self, items: Sequence[int], scored: TokenLogProbs) -> None:
         """Takes the scores of some of the batch's items, in this order."""
-        entropy = scored.logprobs.new_full((), torch.nan) if scored.entropy is None else None
-        both = (scored.logprobs, scored.entropy if entropy is None else entropy)
-        self._found.append((items, torch.stack(torch.broadcast_tensors(*both)).detach().float()))
+        logprobs, entropy = scored.logprobs, scored.entropy
+        if entropy is None:
+            entropy = torch.full_like(logprobs, torch.nan)
+        self._found.append((items, torch.stack([logprobs, entropy]).detach().float()))
 
     def write(self, log: TokenLog | None, update: int, world: World) -> None:
         """Gathers the ranks' scores, and hands them to `log` where there is one."""
