@@ -12,10 +12,6 @@ const RANGES = [["update", "update"], ["reward", "reward"], ["turns", "turns"], 
 export async function open(root, params) {
   const run = params.run;
   let facets = await ask("facets", { run });
-  if (params.source === undefined && facets.source.some(([name]) => name === "train")) {
-    history.replaceState(null, "", address("rollouts", { ...params, source: "train" }));
-    params = { ...params, source: "train" };
-  }
   const picture = h("div", {});
   const table = h("div", { class: "scroll" });
   const foot = h("div", { class: "pages" });
@@ -54,6 +50,11 @@ export async function open(root, params) {
 
   async function draw(next, quiet = false) {
     params = next;
+    if (params.source === undefined && facets.source.some(([name]) => name === "train")) {
+      // Those of the cold start are there too, but rarely meant.
+      params = { ...params, source: "train" };
+      history.replaceState(null, "", address("rollouts", params));
+    }
     const number_ = ++asked;
     if (document.activeElement !== search) search.value = params.q ?? "";
     if (!side.contains(document.activeElement)) filters();
