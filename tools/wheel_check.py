@@ -61,6 +61,8 @@ def main() -> None:
             sys.exit("wheel-check: the built-in run has no environment tic_tac_toe")
         if "tic_tac_toe" not in run(ludic, "envs", cwd=work):
             sys.exit("wheel-check: `ludic envs` does not list tic_tac_toe")
+        page = "(files('ludic.view') / 'static' / 'pages' / 'rollout.js').read_text()"
+        run(python, "-c", f"from importlib.resources import files; {page}", cwd=work)
         for kind in ("single", "steps", "two-seats"):
             run(ludic, "init", kind.replace("-", "_"), "--kind", kind, cwd=work)
         run(ludic, "train", "run.toml", "--dry-run", cwd=work / "two_seats")

@@ -24,7 +24,7 @@ from ludic.view.blocks import Block, Damage, whole_blocks
 from ludic.view.folders import RunPlace, ViewError
 from ludic.view.rows import COLUMNS, NewerSchemaError, rollout_columns, trained_columns
 
-VERSION = 4
+VERSION = 5
 FILE = ".view.sqlite"
 _ROWS_PER_COMMIT = 2000
 _WAIT_S = 20.0
@@ -42,7 +42,7 @@ CREATE INDEX rollouts_id ON rollouts (id);
 CREATE INDEX rollouts_grp ON rollouts (grp);
 CREATE INDEX rollouts_episode ON rollouts (episode);
 CREATE INDEX rollouts_parent ON rollouts (parent) WHERE parent != '';
-CREATE INDEX rollouts_rewards ON rollouts (source, upd, reward);
+CREATE INDEX rollouts_rewards ON rollouts (upd, reward, source);
 CREATE TABLE facets (name TEXT, value TEXT, count INTEGER, PRIMARY KEY (name, value));
 CREATE TABLE trained (
     rollout TEXT, upd INTEGER, weight REAL, tokens INTEGER, block INTEGER, line INTEGER);

@@ -25,7 +25,7 @@ _EQUAL = {
     "agent": "agent",
     "env": "env",
     "task": "task",
-    "source": "source",
+    "source": "+source",  # nearly all have it: no index would help
     "outcome": "outcome",
     "group": "grp",
     "episode": "episode",

@@ -7,9 +7,15 @@ from collections.abc import Iterable
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+try:
+    from starlette.datastructures import Headers, MutableHeaders
+    from starlette.responses import PlainTextResponse, RedirectResponse, Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+except ImportError as exc:
+    from ludic.errors import MissingExtraError
+
+    raise MissingExtraError("starlette", "view") from exc
+
 
 POLICY = "; ".join(
     [
@@ -33,6 +39,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 

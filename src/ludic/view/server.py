@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ludic.errors import ConfigError, MissingExtraError
-from ludic.view.security import LOOPBACK
 
 DEFAULT_FOLDER = "runs"
 
@@ -34,6 +33,7 @@ def view(
     except ImportError as exc:
         raise MissingExtraError("uvicorn", "view") from exc
     from ludic.view.app import make_app
+    from ludic.view.security import LOOPBACK
 
     roots = [Path(folder) for folder in folders] or [Path(DEFAULT_FOLDER)]
     for root in roots:
