@@ -91,11 +91,11 @@ class _Chunk:
 
     def lines(self) -> bytes:
         """The items as lines; called in the writing thread."""
-        tokens, place, found = self.tokens, self.start, []
+        tokens, place, found, encode = self.tokens, self.start, list[bytes](), encoder()
         for item in tokens.items[self.first : self.first + _CHUNK]:
             end = place + item.turns[-1].end
             row = _row(tokens.update, item, tokens.logprobs[place:end], tokens.entropies[place:end])
-            found.append(encoder()(row) + b"\n")
+            found.append(encode(row) + b"\n")
             place = end
         return b"".join(found)
 
@@ -207,6 +207,9 @@ def _row(
 
 
 def _spans(mask: NDArray[np.int8]) -> list[tuple[int, int]]:
+    places = np.flatnonzero(mask)
+    if len(places) and places[-1] - places[0] + 1 == len(places):  # one call, as is most usual
+        return [(int(places[0]), len(places))]
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask != 0, [0]]).astype(np.int8)))
     return [(int(a), int(b - a)) for a, b in edges.reshape(-1, 2)]
 
