@@ -7,6 +7,7 @@ import secrets
 import socket
 import webbrowser
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ludic.errors import ConfigError, MissingExtraError
@@ -55,7 +56,8 @@ def view(
         )
         if open_browser:
             webbrowser.open(address)
-        uvicorn.Server(config).run(sockets=[listening])
+        with suppress(KeyboardInterrupt):  # which it raises again once all is closed
+            uvicorn.Server(config).run(sockets=[listening])
 
 
 def _bound(host: str, port: int) -> socket.socket:
