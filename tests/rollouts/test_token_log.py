@@ -35,7 +35,7 @@ def item(rollout: str = "r", token_weights: list[float] | None = None) -> SAWIte
 
 def update(number: int, items: list[SAWItem]) -> UpdateTokens:
     values = np.arange(5 * len(items), dtype=np.float32)
-    return UpdateTokens(number, items, -values / 3, values)
+    return UpdateTokens(number, items, (-values / 3).astype(np.float32), values)
 
 
 def test_what_is_written_is_read_back_to_the_bit(tmp_path: Path) -> None:
