@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import sqlite3
 import tempfile
 import threading
@@ -351,6 +352,9 @@ class Indexes:
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join(30.0)
+        for index in self._indexes.values():
+            if index.path.parent != index.run.path:
+                shutil.rmtree(index.path.parent, ignore_errors=True)
 
     def _loop(self) -> None:
         while not self._stop.is_set():
