@@ -161,8 +161,8 @@ def visible(text: str) -> str:
         kind = unicodedata.category(char)
         if char in "\n\t" or kind not in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):
             found.append(char if char not in "&<>\"'" else escape(char))
-        elif ord(char) < 0x20:
-            found.append(f'<span class="ctl">{chr(0x2400 + ord(char))}</span>')
+        elif ord(char) < 0xA0:
+            found.append(f'<span class="ctl">\\x{ord(char):02x}</span>')
         else:
             found.append(f'<span class="ctl">[U+{ord(char):04X}]</span>')
     return "".join(found)

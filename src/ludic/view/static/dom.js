@@ -45,8 +45,7 @@ export function visible(text) {
   for (const match of text.matchAll(UNSEEN)) {
     if (match.index > at) found.push(text.slice(at, match.index));
     const code = match[0].codePointAt(0);
-    const name = code < 0x20 ? String.fromCodePoint(0x2400 + code)
-      : code === 0x7f ? "␡" : `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
+    const name = code < 0xa0 ? `\\x${code.toString(16).padStart(2, "0")}` : `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
     found.push(h("span", { class: "ctl", title: `U+${code.toString(16).toUpperCase().padStart(4, "0")}` }, name));
     at = match.index + match[0].length;
   }
