@@ -22,10 +22,18 @@ export function ticks(low, high, count) {
   // So close together that their numbers could not be told apart.
   if (!(raw > Math.max(Math.abs(low), Math.abs(high)) * 1e-9)) return [low];
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].find((m) => m * power >= raw * 0.999) * power;
+  const step = [1, 2, 2.5, 5, 10].find((m) => m * power >= raw * 0.75) * power;
   const first = Math.ceil(low / step - 1e-9);
   const last = Math.floor(high / step + 1e-9);
   return Array.from({ length: Math.min(last - first + 1, 40) }, (_, i) => (first + i) * step || 0);
+}
+
+// As many digits as it takes to tell neighbours apart.
+export function labels(values) {
+  const step = values.length > 1 ? values[1] - values[0] : 1;
+  const top = Math.max(...values.map(Math.abs));
+  const digits = top > 0 ? Math.min(Math.ceil(Math.log10(top / step) + 1e-9) + 1, 12) : 3;
+  return values.map((value) => [value, number(value, digits)]);
 }
 
 // series: [{name, colour, points: [[x, mean, low, high]…]}]
@@ -65,12 +73,12 @@ function plot(series, smooth, width, height, title) {
   const X = (x) => MARGIN.left + ((x - x0) / (x1 - x0)) * inner.w;
   const Y = (y) => MARGIN.top + (1 - (y - y0) / (y1 - y0)) * inner.h;
   const svg = s("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
-  for (const y of ticks(y0, y1, 4)) {
+  for (const [y, label] of labels(ticks(y0, y1, 4))) {
     svg.append(s("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: Y(y), y2: Y(y) }));
-    svg.append(s("text", { class: "tick", x: MARGIN.left - 8, y: Y(y) + 4, "text-anchor": "end" }, number(y)));
+    svg.append(s("text", { class: "tick", x: MARGIN.left - 8, y: Y(y) + 4, "text-anchor": "end" }, label));
   }
-  for (const x of ticks(x0, x1, Math.max(2, Math.floor(inner.w / 80)))) {
-    svg.append(s("text", { class: "tick", x: X(x), y: height - 6, "text-anchor": "middle" }, number(x)));
+  for (const [x, label] of labels(ticks(x0, x1, Math.max(2, Math.floor(inner.w / 80))))) {
+    svg.append(s("text", { class: "tick", x: X(x), y: height - 6, "text-anchor": "middle" }, label));
   }
   const clip = `clip-${Math.random().toString(36).slice(2)}`;
   svg.append(s("clipPath", { id: clip }, s("rect", { x: MARGIN.left, y: MARGIN.top, width: inner.w, height: inner.h })));
