@@ -27,7 +27,7 @@ SOURCES := src tools benchmarks tests $(if $(wildcard examples/*.py examples/*/*
 # One thread per test process: small matrices are faster that way, and results repeat.
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS)
 
-.PHONY: help setup test test-slow test-gpu test-sandbox test-pipeline chaos test-vllm vllm vllm-install test-adapters adapters lint format types docs wheel-check bench demo constraints clean
+.PHONY: help setup test test-slow test-gpu test-sandbox test-pipeline chaos test-view test-vllm vllm vllm-install test-adapters adapters lint format types docs wheel-check bench demo constraints clean
 
 help:
 	@echo "make test        set up, then run the tests (ARGS='tests/envs -k win' to choose)"
@@ -36,6 +36,7 @@ help:
 	@echo "make test-gpu    the tests that need a CUDA device"
 	@echo "make test-pipeline  the tests that need a redis-server, which then must be there"
 	@echo "make chaos       60 kills of actors, trainer and Redis; what was lost and doubled"
+	@echo "make test-view   the tests of the pages, in the system's chromium"
 	@echo "make test-vllm   the tests against a real vLLM server"
 	@echo "make test-sandbox the tests of the sandbox; they fail where bubblewrap is missing"
 	@echo "make test-adapters  the tests with other packages' environments and tools"
@@ -72,6 +73,10 @@ test-pipeline: setup
 
 chaos: $(READY)
 	@OMP_NUM_THREADS=1 $(PY) -m tests.pipeline.chaos $(ARGS)
+
+test-view: setup
+	@echo "==> the pages in a browser"
+	@LUDIC_BROWSER=required OMP_NUM_THREADS=1 $(PY) -m pytest -q -m browser tests/view $(ARGS)
 
 test-vllm: setup vllm
 	@echo "==> the tests against a real vLLM server"

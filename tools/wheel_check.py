@@ -63,6 +63,8 @@ def main() -> None:
             sys.exit("wheel-check: `ludic envs` does not list tic_tac_toe")
         if "grpo" not in run(python, "-m", "ludic", "algorithms", cwd=work):
             sys.exit("wheel-check: `python -m ludic algorithms` does not list grpo")
+        page = "(files('ludic.view') / 'static' / 'pages' / 'rollout.js').read_text()"
+        run(python, "-c", f"from importlib.resources import files; {page}", cwd=work)
         for kind in ("single", "steps", "two-seats"):
             run(ludic, "init", kind.replace("-", "_"), "--kind", kind, cwd=work)
         run(ludic, "train", "run.toml", "--dry-run", cwd=work / "two_seats")

@@ -9,12 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from ludic.errors import ConfigError
 from ludic.inference.tiny import tiny_model
+from ludic.rollouts import TokenLog, read_token_log
 from ludic.sharding.fsdp import init_mesh
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.trainer import Trainer
@@ -58,10 +60,12 @@ def train_alone(
             run_dir=folder,
             checkpoint=checkpoint,
         ),
+        token_log=(log := TokenLog(folder / "alone.tokens.jsonl.zst")),
     )
     trainer.policy.sharing = not prompt
     trainer.train_sync(steps)
     trainer.close()
+    log.close()
     return {name: p.detach() for name, p in trainer.model.named_parameters()}
 
 
@@ -80,6 +84,15 @@ def test_two_ranks_reach_the_weights_of_one(tmp_path: Path) -> None:
     for a, b in zip(ours, one, strict=True):
         for key in ("train/loss", "train/grad_norm", "train/entropy", "train/mismatch_abs"):
             assert a[key] == pytest.approx(b[key], rel=1e-4), key
+    tokens = list(read_token_log(tmp_path / "two.tokens.jsonl.zst"))
+    assert len(tokens) == 4 * 6
+    for record, other in zip(
+        tokens, read_token_log(tmp_path / "alone" / "alone.tokens.jsonl.zst"), strict=True
+    ):
+        assert (record.update, record.rollout_id) == (other.update, other.rollout_id)
+        for name in ("weights", "logprobs", "entropies"):
+            ours_, theirs = getattr(record, name), getattr(other, name)
+            np.testing.assert_allclose(ours_, theirs, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def test_two_ranks_that_share_prompts_reach_the_weights_of_one_that_does_not(

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from ludic.distributed.local import Rank0OnlyPublisher
 from ludic.inference.tiny import tiny_model
+from ludic.rollouts import TokenLog
 from ludic.sharding.fsdp import init_mesh, meta_parameters
 from ludic.sharding.weights import ModelWeights
 from ludic.sharding.world import World
@@ -31,6 +32,7 @@ def main(
             model = tiny_model(seed=1).to(getattr(torch, dtype))
         assert {p.device.type for p in model.parameters()} == {"meta"}
     inner = RecordingPublisher()
+    log = TokenLog(out.with_suffix(".tokens.jsonl.zst"), append=True) if world.leads else None
     trainer = Trainer(
         model=model,
         algo=reinforce(),
@@ -45,6 +47,7 @@ def main(
         ),
         mesh=mesh,
         init_from=None if init_from == "-" else init_from,
+        token_log=log,
     )
     trainer.train_sync(steps)
     weights = {name: tensor.clone() for name, tensor in ModelWeights(model)}
@@ -52,6 +55,8 @@ def main(
         assert inner.versions == list(range(inner.versions[0], steps + 1))
         save_file(weights, out)
     trainer.close()
+    if log is not None:
+        log.close()
     torch.distributed.destroy_process_group()
 
 

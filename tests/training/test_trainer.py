@@ -23,6 +23,7 @@ from ludic.errors import (
     OutOfMemoryError,
 )
 from ludic.inference.tiny import tiny_model
+from ludic.rollouts.token_log import TokenLog, read_token_log
 from ludic.saw.batch import make_batch
 from ludic.saw.codec import batch_from_dict
 from ludic.saw.items import SAWBatch
@@ -33,6 +34,7 @@ from ludic.training.config import TrainerConfig
 from ludic.training.credit_assignment.returns import ConstantCredit
 from ludic.training.trainer import Trainer
 from ludic.training.types import LossBatch, LossStats, Stat, TokenLogProbs
+from ludic.training.update.passes import score_batch
 from tests.training.synthetic import (
     RecordingPublisher,
     SyntheticSource,
@@ -494,3 +496,33 @@ def test_a_model_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
             batch_source=SyntheticSource(),
             cfg=config(tmp_path),
         )
+
+
+@pytest.mark.parametrize(("epochs", "mini_batches"), [(1, 1), (2, 3)])
+def test_every_trained_token_is_in_the_token_log_once(
+    tmp_path: Path, epochs: int, mini_batches: int
+) -> None:
+    path = tmp_path / "tokens.jsonl.zst"
+    log = TokenLog(path)
+    trainer = Trainer(
+        model=tiny_model(),
+        algo=reinforce(),
+        batch_source=SyntheticSource(),
+        cfg=config(tmp_path, learning_rate=1e-9, epochs=epochs, mini_batches=mini_batches),
+        token_log=log,
+    )
+    trainer.train_sync(2)
+    trainer.close()
+    log.close()
+    found = list(read_token_log(path))
+    assert [f.update for f in found] == [1] * 6 + [2] * 6
+    again = SyntheticSource()
+    for number in (1, 2):
+        batch = asyncio.run(again.next_batch())
+        scores = score_batch(trainer.passes, batch)
+        mine = [f for f in found if f.update == number]
+        assert [f.rollout_id for f in mine] == [i.rollout_id for i in batch.items]
+        for record, item, logprobs in zip(mine, batch.items, scores, strict=True):
+            assert record.weights.tolist() == item.attachments.token_weights.tolist()  # type: ignore[union-attr]
+            np.testing.assert_allclose(record.logprobs, logprobs, rtol=1e-5, atol=1e-6)
+            assert (record.entropies > 0).all()

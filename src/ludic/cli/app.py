@@ -19,6 +19,7 @@ from ludic.cli import (
     serve,
     sft,
     train,
+    view,
 )
 
 app = typer.Typer(
@@ -45,3 +46,4 @@ app.command(
 app.command()(envs.envs)
 app.command()(algorithms.algorithms)
 app.command()(init.init)
+app.command()(view.view)

@@ -10,6 +10,7 @@ from ludic.rollouts.replaying import ReplayReport, replay
 from ludic.rollouts.requests import RolloutRequest
 from ludic.rollouts.storage import RolloutWriter, read_rollouts
 from ludic.rollouts.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
+from ludic.rollouts.token_log import TokenLog, TrainedTokens, read_token_log
 from ludic.types import EnvSpec, ProtocolSpec
 
 __all__ = [
@@ -33,6 +34,9 @@ __all__ = [
     "Stage",
     "Stages",
     "TargetSolveRate",
+    "TokenLog",
+    "TrainedTokens",
     "read_rollouts",
+    "read_token_log",
     "replay",
 ]

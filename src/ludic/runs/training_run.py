@@ -15,6 +15,7 @@ from ludic.errors import ConfigError, RolloutError
 from ludic.eval import EvalReport
 from ludic.pipeline import PipelineBatchSource
 from ludic.precision import float32_products
+from ludic.rollouts.token_log import open_token_log
 from ludic.runs.assemble import sft_algorithm
 from ludic.runs.collecting import rare_collections
 from ludic.runs.evaluation import evaluate_policy
@@ -29,7 +30,12 @@ from ludic.runs.results.watch import REWARD, LearningWatch, doubtful, fallen, me
 from ludic.runs.settings import RunConfig
 from ludic.runs.storage.folder import RunFolder
 from ludic.runs.storage.lock import locked
-from ludic.runs.storage.rollout_log import open_rollout_log, rollout_file
+from ludic.runs.storage.rollout_log import (
+    keep_tokenizer,
+    open_rollout_log,
+    rollout_file,
+    token_file,
+)
 from ludic.seeding import derive_seed
 from ludic.training import (
     OfflineBatchSource,
@@ -42,6 +48,7 @@ from ludic.training.metrics.loggers import (
     Logger,
     RichLiveLogger,
     TensorBoardLogger,
+    TrackioLogger,
     WandbLogger,
 )
 
@@ -249,6 +256,10 @@ class TrainingRun:
                 if self.config.logging.keep_rollouts and isinstance(source, RolloutBatchSource):
                     log = open_rollout_log(rollout_file(self.folder.rollouts, "train"), source.step)
                     source.engine.writer = await stack.enter_async_context(log)
+                    if self.config.logging.keep_tokens:
+                        keep_tokenizer(self.folder, run.tokenizer)
+                        tokens = open_token_log(token_file(self.folder.rollouts), trainer.step)
+                        trainer.token_log = stack.enter_context(tokens)
                 if self.config.logging.keep_rollouts and isinstance(source, PipelineBatchSource):
                     file = rollout_file(self.folder.rollouts, "train")
                     log = open_rollout_log(file, source.step, source.ledger.is_settled)
@@ -317,6 +328,8 @@ def make_loggers(config: RunConfig, folder: RunFolder, stage: Stage) -> list[Log
             loggers.append(ConsoleLogger(keys, every=max(steps // 10, 1)))
         elif name == "wandb":
             loggers.append(WandbLogger())
+        elif name == "trackio":
+            loggers.append(TrackioLogger(name=folder.path.name))
         else:
             loggers.append(TensorBoardLogger(folder.path / "tensorboard"))
     return loggers

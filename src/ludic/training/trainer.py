@@ -19,6 +19,7 @@ from torch import nn
 from ludic.distributed.interfaces import PolicyPublisher
 from ludic.errors import BatchError, ConfigError, DeadlineError, NonFiniteError
 from ludic.precision import check_precision, float32_products
+from ludic.rollouts.token_log import TokenLog
 from ludic.saw.codec import batch_from_dict, batch_to_dict
 from ludic.saw.items import SAWBatch
 from ludic.sharding.weights import ModelWeights
@@ -38,6 +39,7 @@ from ludic.training.update.passes import Passes, mean_kl, mini_batches, pick, sc
 from ludic.training.update.planning import Work
 from ludic.training.update.policy import Policy, attention_cost, check_packing, check_split
 from ludic.training.update.schedule import curve, describe_change, learning_rate
+from ludic.training.update.token_scores import TokenScores
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,7 +58,8 @@ class Trainer:
     be left out if the source has one. With a `mesh` the model is sharded over its ranks (FSDP2);
     batches then come from rank 0's source, and only rank 0 publishes and logs. `stateful` are other
     objects to save with every checkpoint. A `tokenizer` is saved beside every saved model.
-    `callbacks` are called after every step, with its number and its metrics.
+    `callbacks` are called after every step, with its number and its metrics. A `token_log` gets
+    the weight, log-prob and entropy of every trained token.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Trainer:
         stateful: Mapping[str, Stateful] | None = None,
         tokenizer: Any = None,
         callbacks: Sequence[Callable[[int, Metrics], object]] = (),
+        token_log: TokenLog | None = None,
     ) -> None:
         self.cfg = cfg = cfg or TrainerConfig()
         self.algo = algo = one_algorithm(algo, batch_source)
@@ -113,7 +117,8 @@ class Trainer:
         self.optimizer = MasterAdamW(model.named_parameters(), cfg)
         self.passes = Passes(self.policy, algo.loss, cfg, self.world, cost)
         self.step = self.version = self.nonfinite_steps = 0
-        self.evaluate, self.callbacks = evaluate, callbacks
+        self.evaluate, self.callbacks, self.token_log = evaluate, callbacks, token_log
+        self._logs_tokens: bool | None = None
         self.log = MetricLog(loggers, cfg.run_dir, algo.name, writes=self.world.leads)
         self.perf = PerfMeter(model, self.world)
         self._stateful: dict[str, Stateful] = {**(stateful or {}), "algorithm": algo}
@@ -199,7 +204,8 @@ class Trainer:
         stats, stepped = StatBuffer(), False
         lines, skipped, work = list[Metrics](), list[Metrics](), list[Work]()
         rate = learning_rate(self.cfg, self.step)
-        for part in parts:
+        scores = TokenScores(batch) if await self._logging_tokens() else None
+        for number, part in enumerate(parts):
             clock.lap("perf/other_s")
             accumulate = functools.partial(
                 self.passes.accumulate,
@@ -208,6 +214,10 @@ class Trainer:
                 stats,
                 version=self.version,
                 proximal=pick(before, part.members) if several else None,
+                # Of the first epoch only: later ones repeat the same tokens.
+                keep=(scores, part.members)
+                if scores and number * self.cfg.epochs < len(parts)
+                else None,
             )
             work.append(await self._run(accumulate))
             norm = await self._run(self.optimizer.gradient_norm)
@@ -224,6 +234,9 @@ class Trainer:
                 await self._run(self.optimizer.step, rate, self._clip(line["train/grad_norm"]))
             stepped = True
             clock.lap("perf/optimizer_s")
+        if scores is not None:
+            await self._run(scores.write, self.token_log, self.step + 1, self.world)
+            clock.lap("perf/other_s")
         await self._settle()
         clock.lap("perf/wait_for_next_batch_s")
         metrics = over_steps(lines or skipped)
@@ -255,6 +268,13 @@ class Trainer:
         for callback in self.callbacks:
             callback(self.step, metrics)
         return metrics
+
+    async def _logging_tokens(self) -> bool:
+        """Whether rank 0 has a token log: all ranks take part in filling it."""
+        if self._logs_tokens is None:
+            told = await self._run(self.world.share, {"logs": self.token_log is not None})
+            self._logs_tokens = bool(told["logs"])
+        return self._logs_tokens
 
     def _clip(self, norm: float) -> float:
         limit = self.cfg.max_grad_norm
@@ -372,6 +392,8 @@ class Trainer:
         try:
             if isinstance(self.source, KeepsRecord):
                 await self.source.flush_record()
+            if self.token_log is not None:
+                await self.token_log.flush_async()
         except Exception as exc:  # the other ranks wait to be told
             error = exc
         await self._run(self.world.agree, error)

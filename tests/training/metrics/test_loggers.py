@@ -19,6 +19,7 @@ from ludic.training.metrics.loggers import (
     MetricLog,
     RichLiveLogger,
     TensorBoardLogger,
+    TrackioLogger,
     WandbLogger,
 )
 from ludic.training.metrics.loggers.rich_live import sparkline
@@ -159,7 +160,41 @@ def test_wandb_takes_its_project_from_the_environment_and_has_step_axes(
     assert fake.started[-1] == {"finished": True}
 
 
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingExtraError, match="wandb"):
-        WandbLogger()
+class FakeTrackio(types.ModuleType):
+    """Stands in for the package, which keeps its own store."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.started: list[dict[str, Any]] = []
+        self.lines: list[tuple[Mapping[str, float], int]] = []
+
+    def init(self, **settings: Any) -> FakeTrackio:
+        self.started.append(settings)
+        return self
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.lines.append((metrics, step))
+
+    def finish(self) -> None:
+        self.started.append({"finished": True})
+
+
+def test_trackio_gets_the_finite_numbers_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    monkeypatch.delenv("TRACKIO_PROJECT", raising=False)
+    logger = TrackioLogger(name="first")
+    logger.log({**STEP, "train/bad": float("nan")}, 3)
+    logger.close()
+    assert fake.started[0] == {"project": "Ludic", "name": "first", "config": {}}
+    assert fake.lines == [(STEP, 3)]
+    assert fake.started[-1] == {"finished": True}
+
+
+@pytest.mark.parametrize(("name", "logger"), [("wandb", WandbLogger), ("trackio", TrackioLogger)])
+def test_a_missing_package_names_the_extra(
+    name: str, logger: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match=name):
+        logger()

@@ -74,7 +74,10 @@ async def _show_an_episode(
 
 def _say_what_to_try(env: str, path: Path) -> None:
     ludic = command_name()
-    lines = [f"{ludic} init my_env   start your own environment"]
+    lines = [
+        f"{ludic} view {path}   look at it in a browser, token by token",
+        f"{ludic} init my_env   start your own environment",
+    ]
     rollouts = rollout_file(path / "rollouts", "train")
     if not is_given(env):  # an object of the script, which no command knows
         if rollouts.is_file():

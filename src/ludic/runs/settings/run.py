@@ -31,10 +31,13 @@ class RunSection(Section):
 
 
 class LoggingSection(Section):
-    """Where metrics go besides `metrics.jsonl`, which is always written."""
+    """Where metrics go besides `metrics.jsonl`, which is always written. `keep_rollouts` writes
+    every episode; `keep_tokens` also what the trainer made of its tokens: weights, log-probs and
+    entropies, which `ludic view` shows."""
 
-    loggers: list[Literal["live", "console", "wandb", "tensorboard"]] = ["live"]
+    loggers: list[Literal["live", "console", "wandb", "tensorboard", "trackio"]] = ["live"]
     keep_rollouts: bool = True
+    keep_tokens: bool = True
 
 
 class RunConfig(Section):

@@ -3,7 +3,7 @@
 run.json          the resolved configuration
 origin.json       versions, git state, machine, command
 metrics.jsonl     one line per step
-rollouts/         every episode, compressed
+rollouts/         every episode, compressed, and what the trainer made of its tokens
 checkpoints/      resumable state; `latest` names the newest whole one
 eval/             reports, one file per stage
 summary.json      the figures at the end

@@ -7,9 +7,11 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ludic.rollouts import RolloutWriter, read_rollouts
 from ludic.rollouts.lines import CutFileWarning
+from ludic.runs.storage.folder import RunFolder
 
 
 def rollout_file(folder: Path, name: str) -> Path:
@@ -17,6 +19,21 @@ def rollout_file(folder: Path, name: str) -> Path:
     earlier version."""
     before = folder / f"{name}.jsonl.gz"
     return before if before.is_file() else folder / f"{name}.jsonl.zst"
+
+
+def token_file(folder: Path) -> Path:
+    """Where a run keeps what its trainer made of the tokens of its rollouts."""
+    return folder / "train.tokens.jsonl.zst"
+
+
+def keep_tokenizer(folder: RunFolder, tokenizer: Any) -> None:
+    """Saves what the tokens' text is read from, once, beside the rollouts."""
+    target = folder.rollouts / "tokenizer.json"
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and not target.exists():
+        temporary = target.with_name(f".{os.getpid()}-{target.name}")
+        temporary.write_text(backend.to_str(), encoding="utf-8")
+        os.replace(temporary, target)
 
 
 def open_rollout_log(

@@ -21,13 +21,14 @@ from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
 from ludic.training.losses.policy_ratio import MAX_LOG_RATIO
 from ludic.training.metrics.stats import StatBuffer, policy_stats
-from ludic.training.types import Loss, Stat
+from ludic.training.types import Loss, Stat, TokenLogProbs
 from ludic.training.update.budget import default_budget
 from ludic.training.update.layout import Layout, lay_out
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.packing import MicroBatch, pack
 from ludic.training.update.planning import Cost, Work, plan_micro_batches, workload
 from ludic.training.update.policy import Policy
+from ludic.training.update.token_scores import TokenScores
 
 Plan = list[tuple[tuple[int, ...], bool]]
 """One rank's micro-batches, and whether each counts."""
@@ -85,8 +86,10 @@ class Passes:
         *,
         version: int,
         proximal: Scores | None,
+        keep: tuple[TokenScores, Sequence[int]] | None = None,
     ) -> Work:
-        """Adds the batch's gradient to the optimizer, one micro-batch after another. Returns what
+        """Adds the batch's gradient to the optimizer, one micro-batch after another. `keep` has
+        what takes the scores, and the numbers that it knows the layout's items by. Returns what
         all ranks computed for it."""
         plan, work = self._plan(layout)
         for indices, counted in plan:
@@ -95,13 +98,15 @@ class Passes:
             )
             try:
                 with float32_products(self.policy.precision):
-                    self._one(micro, counted, optimizer, stats, version)
+                    scored = self._one(micro, counted, optimizer, stats, version)
             except torch.OutOfMemoryError as exc:
                 raise self._out_of_memory(micro) from exc
             except RuntimeError as exc:
                 if "can't allocate memory" not in str(exc):
                     raise
                 raise self._out_of_memory(micro) from exc
+            if keep is not None and counted:
+                keep[0].add([keep[1][i] for i in indices], scored)
         return work
 
     def _one(
@@ -111,7 +116,7 @@ class Passes:
         optimizer: MasterAdamW,
         stats: StatBuffer,
         version: int,
-    ) -> None:
+    ) -> TokenLogProbs:
         scored = self.policy.score(micro, entropy=True, logits=self.loss.needs_logits)
         loss, loss_stats = self.loss.compute(scored, micro.loss)
         # FSDP averages gradients over ranks, while these losses are shares of a sum.
@@ -120,6 +125,7 @@ class Passes:
         own: dict[str, Stat] = {"loss": Stat.sum(loss)}
         own |= policy_stats(scored, micro.loss, version)
         stats.add(own | dict(loss_stats), counted=counted)
+        return scored
 
     def _out_of_memory(self, micro: MicroBatch) -> OutOfMemoryError:
         return OutOfMemoryError(

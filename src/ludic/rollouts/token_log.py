@@ -1,0 +1,246 @@
+"""What the trainer made of each sampled token, on disk beside the rollouts.
+
+One line per trained sequence and update: the rollout, its turns with their weights, where its
+sampled tokens stand, and for each of them the trainer's log-prob and entropy (and a weight, where
+the tokens of a turn differ in it). Numbers are little-endian float32 in base64: exact, and cheap to
+write. Files are in blocks, as those of rollouts are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+import weakref
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ludic.errors import SchemaVersionError, SerializationError
+from ludic.json_codec import encoder
+from ludic.rollouts.block_writer import BlockWriter
+from ludic.rollouts.lines import CutFileWarning, as_stored, mend_last_line, parse_line, read_lines
+from ludic.saw.items import SAWItem
+
+SCHEMA = 1
+"""The version of a line's layout; a line of a newer one is refused."""
+_CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainedTokens:
+    """One sequence as an update saw it.
+
+    `turns` are (turn index, weight, number of its tokens), in order; `spans` are (position in the
+    sequence, length) of the runs of sampled tokens. The arrays have one entry for each sampled
+    token; `entropies` are those of the trainer's distribution. The log-probs are of the first pass
+    over the sequence, so of the policy before this update unless it has several mini-batches.
+    """
+
+    update: int
+    rollout_id: str
+    turns: tuple[tuple[int, float, int], ...]
+    spans: tuple[tuple[int, int], ...]
+    weights: NDArray[np.float32]
+    logprobs: NDArray[np.float32]
+    entropies: NDArray[np.float32]
+
+    def at(self, turn: int, position: int, count: int) -> slice | None:
+        """Where the tokens of a model call are in the arrays: `count` sampled tokens of `turn`
+        that follow a prompt of length `position`. None where this sequence has no such call."""
+        start = 0
+        for first, length in self.spans:
+            if first <= position and position + count <= first + length:
+                found = start + position - first
+                return slice(found, found + count) if self._turn_at(found) == turn else None
+            start += length
+        return None
+
+    def _turn_at(self, place: int) -> int | None:
+        for turn, _, count in self.turns:
+            if place < count:
+                return turn
+            place -= count
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UpdateTokens:
+    """The tokens of one update, as the trainer hands them over; the arrays are the items' action
+    tokens end to end."""
+
+    update: int
+    items: Sequence[SAWItem]
+    logprobs: NDArray[np.float32]
+    entropies: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    """Some of an update's items: few enough for a block to stay small."""
+
+    tokens: UpdateTokens
+    first: int
+    start: int
+
+    def lines(self) -> bytes:
+        """The items as lines; called in the writing thread."""
+        tokens, place, found, encode = self.tokens, self.start, list[bytes](), encoder()
+        for item in tokens.items[self.first : self.first + _CHUNK]:
+            end = place + item.turns[-1].end
+            row = _row(tokens.update, item, tokens.logprobs[place:end], tokens.entropies[place:end])
+            found.append(encode(row) + b"\n")
+            place = end
+        return b"".join(found)
+
+
+class TokenLog:
+    """Appends what the trainer computed to a file, in blocks, from a thread of its own."""
+
+    def __init__(self, path: str | Path, *, append: bool = False) -> None:
+        self.path = Path(path)
+        if self.path.exists():
+            if not append:
+                raise SerializationError(f"{self.path} already exists: pass append=True")
+            mend_last_line(self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._blocks = BlockWriter(self.path, _Chunk.lines)
+        weakref.finalize(self, self._blocks.close_at_exit)
+
+    def write(self, tokens: UpdateTokens) -> None:
+        """Hands an update over; returns before it is encoded."""
+        start = 0
+        for first in range(0, len(tokens.items), _CHUNK):
+            self._blocks.put(_Chunk(tokens, first, start))
+            start += sum(i.turns[-1].end for i in tokens.items[first : first + _CHUNK])
+
+    async def flush_async(self) -> None:
+        """Returns when every update so far is on disk."""
+        await self._blocks.flush_async()
+
+    def close(self) -> None:
+        """Writes what waits, and closes the file."""
+        self._blocks.close()
+
+    def __enter__(self) -> TokenLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            if exc is None:
+                raise
+            exc.add_note(f"{self.path}: not everything was written: {error}")
+
+
+def open_token_log(path: Path, update: int) -> TokenLog:
+    """Returns a log that goes on after `update`: what it has of later ones is forgotten, since a
+    resumed run repeats them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CutFileWarning)  # of an update that comes again
+        if path.exists():
+            _forget_after(path, update)
+        return TokenLog(path, append=True)
+
+
+def read_token_log(path: str | Path) -> Iterator[TrainedTokens]:
+    """The sequences of a file that `TokenLog` wrote. One that breaks off is read up to there."""
+    for number, (line, whole) in enumerate(read_lines(Path(path)), start=1):
+        if whole:
+            yield trained_tokens(parse_line(line, f"{path}, line {number}"))
+
+
+def trained_tokens(row: Any) -> TrainedTokens:
+    """One line, decoded."""
+    if not isinstance(row, dict) or not isinstance(row.get("schema"), int):
+        raise SerializationError("not a line of a token log: it has no schema number")
+    if row["schema"] > SCHEMA:
+        raise SchemaVersionError(
+            f"a token log of schema {row['schema']}, and this version of Ludic reads up to {SCHEMA}"
+        )
+    try:
+        turns = tuple((int(t), float(w), int(n)) for t, w, n in row["turns"])
+        logprobs, entropies = _array(row["logprobs"]), _array(row["entropies"])
+        weights = (
+            _array(row["weights"])
+            if row["weights"]
+            else np.repeat(np.array([w for _, w, _ in turns], np.float32), [n for *_, n in turns])
+        )
+        spans = tuple((int(a), int(b)) for a, b in row["spans"])
+        sizes = {len(weights), len(logprobs), len(entropies), sum(length for _, length in spans)}
+        if len(sizes) != 1:
+            raise ValueError(f"arrays of lengths {sorted(sizes)}")
+        return TrainedTokens(
+            int(row["update"]), str(row["rollout"]), turns, spans, weights, logprobs, entropies
+        )
+    except (KeyError, TypeError, ValueError) as exc:
+        raise SerializationError(f"a damaged line of a token log: {exc!r}") from exc
+
+
+def _row(
+    update: int, item: SAWItem, logprobs: NDArray[np.float32], entropies: NDArray[np.float32]
+) -> dict[str, Any]:
+    turns = [(s.turn_index, float(s.weight), s.end - s.start) for s in item.turns]
+    own = item.attachments.token_weights
+    if own is not None:
+        even = np.repeat(np.array([w for _, w, _ in turns], np.float32), [n for *_, n in turns])
+        own = None if np.array_equal(own, even) else own
+    return {
+        "schema": SCHEMA,
+        "update": update,
+        "rollout": item.rollout_id,
+        "turns": turns,
+        "spans": _spans(item.action_mask),
+        "weights": "" if own is None else _text(own),
+        "logprobs": _text(logprobs),
+        "entropies": _text(entropies),
+    }
+
+
+def _spans(mask: NDArray[np.int8]) -> list[tuple[int, int]]:
+    places = np.flatnonzero(mask)
+    if len(places) and places[-1] - places[0] + 1 == len(places):  # one call, as is most usual
+        return [(int(places[0]), len(places))]
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask != 0, [0]]).astype(np.int8)))
+    return [(int(a), int(b - a)) for a, b in edges.reshape(-1, 2)]
+
+
+def _text(values: NDArray[np.float32]) -> str:
+    return b64encode(values.astype("<f4", copy=False).tobytes()).decode("ascii")
+
+
+def _array(text: str) -> NDArray[np.float32]:
+    return np.frombuffer(b64decode(text, validate=True), dtype="<f4").astype(np.float32, copy=False)
+
+
+def _forget_after(path: Path, update: int) -> None:
+    temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    kept: list[bytes] = []
+    forgotten = False
+    try:
+        with open(temporary, "wb") as file:
+            for line, whole in read_lines(path):
+                if not whole:
+                    continue
+                if json.loads(line)["update"] > update:
+                    forgotten = True
+                    continue
+                kept.append(line + b"\n")
+                if len(kept) == 4 * _CHUNK:
+                    file.write(as_stored(path, b"".join(kept)))
+                    kept = []
+            if kept:
+                file.write(as_stored(path, b"".join(kept)))
+        if forgotten:
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,318 @@
+"""The web application: its pages are files of this package, its data is JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import mimetypes
+from collections.abc import Callable, Iterable
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+try:
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+except ImportError as exc:
+    from ludic.errors import MissingExtraError
+
+    raise MissingExtraError("starlette", "view") from exc
+
+from ludic.errors import LudicError
+from ludic.view import queries
+from ludic.view.curves import STAGES, CurveStore
+from ludic.view.evaluations import compared, figures, read_report
+from ludic.view.export import rollout_html
+from ludic.view.folders import Folders, RunPlace, ViewError, state_of
+from ludic.view.groups import group_page
+from ludic.view.index import Indexes, RunIndex
+from ludic.view.overview import card, details, differing, fingerprint
+from ludic.view.rollout_page import rollout_page
+from ludic.view.security import LOOPBACK, Guard
+from ludic.view.token_text import TokenizerStore
+
+MOST_CURVES = 64
+_FIRST_INDEX_S = 10.0
+_KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_CONTROL = ("run", "sort", "order", "offset", "limit", "id")
+
+
+class View:
+    """What the pages ask for. Every method is called in a worker thread."""
+
+    def __init__(self, roots: Iterable[Path]) -> None:
+        self.folders = Folders(list(roots))
+        self.indexes, self.curves = Indexes(), CurveStore()
+        self.tokenizers = TokenizerStore()
+        self._facets: dict[Path, tuple[int, dict[str, Any]]] = {}
+
+    def runs(self, _: Request) -> Any:
+        """All runs, and in which settings they differ."""
+        cards = []
+        for run in self.folders.runs().values():
+            try:
+                cards.append(card(run, self.curves))
+            except (LudicError, OSError) as exc:
+                cards.append({"name": run.name, "problems": [str(exc)], "settings": {}})
+        different = differing(cards)
+        for each in cards:
+            each["settings"] = {k: v for k, v in each["settings"].items() if k in different}
+        return {
+            "runs": cards,
+            "differing": different,
+            "problems": self.folders.problems,
+            "roots": [root.name or str(root) for root in self.folders.roots],
+        }
+
+    def run(self, request: Request) -> Any:
+        """One run: settings, origin, metrics that there are, evaluations."""
+        run = self._run(request)
+        reports = {}
+        for name in run.reports():
+            try:
+                reports[name] = figures(read_report(run, name))
+            except LudicError as exc:
+                reports[name] = {"name": name, "problem": str(exc)}
+        return details(run, self.curves) | {"figures_of_reports": reports}
+
+    def state(self, request: Request) -> Any:
+        """A text that changes when something did; polled by the pages."""
+        if not request.query_params.get("run"):
+            runs = self.folders.runs()
+            paths = [r.path / name for r in runs.values() for name in ("metrics.jsonl", ".lock")]
+            return {"version": f"{len(runs)}:{fingerprint(paths)}"}
+        run = self._run(request)
+        index = self.indexes.of(run)
+        with index.reading() as db:
+            rows = db.execute("SELECT coalesce(sum(rows), 0) FROM files").fetchone()[0]
+            rollouts = db.execute("SELECT coalesce(max(n), 0) FROM rollouts").fetchone()[0]
+            notes = [dict(note) for note in db.execute("SELECT * FROM notes")]
+        names = [*STAGES.values(), "summary.json", "run.json", "eval"]
+        return {
+            "version": f"{rows}:{fingerprint(run.path / name for name in names)}",
+            "state": state_of(run),
+            "rollouts": rollouts,
+            "progress": index.progress,
+            "notes": notes,
+            "error": self.indexes.errors.get(run.path),
+        }
+
+    def curve(self, request: Request) -> Any:
+        """Points of one or more metrics of one or more runs."""
+        query = request.query_params
+        low, high = _float(query.get("low"), -math.inf), _float(query.get("high"), math.inf)
+        most = max(2, min(int(_float(query.get("most"), 400)), 2000))
+        wanted = [(name, key) for name in query.getlist("run") for key in query.getlist("key")]
+        if len(wanted) > MOST_CURVES:
+            raise ViewError(f"{len(wanted)} curves at once; at most {MOST_CURVES} can be drawn")
+        return [
+            {
+                "run": name,
+                "key": key,
+                "points": self.curves.curve(
+                    self.folders.run(name), key, low=low, high=high, most=most
+                ),
+            }
+            for name, key in wanted
+        ]
+
+    def rollouts(self, request: Request) -> Any:
+        """One page of the table."""
+        query = request.query_params
+        with self.indexes.of(self._run(request)).reading() as db:
+            return queries.page(
+                db,
+                _filters(request),
+                sort=query.get("sort", "n"),
+                descending=query.get("order", "desc") != "asc",
+                offset=int(_float(query.get("offset"), 0)),
+                limit=int(_float(query.get("limit"), 50)),
+            )
+
+    def facets(self, request: Request) -> Any:
+        """What the table can be filtered by."""
+        run = self._run(request)
+        with self.indexes.of(run).reading() as db:
+            rows = db.execute("SELECT coalesce(sum(rows), 0) FROM files").fetchone()[0]
+            known = self._facets.get(run.path)
+            if known is None or known[0] != rows:
+                known = self._facets[run.path] = (rows, queries.facets(db))
+        return known[1]
+
+    def histogram(self, request: Request) -> Any:
+        """Rewards over updates."""
+        with self.indexes.of(self._run(request)).reading() as db:
+            return queries.histogram(db, _filters(request))
+
+    def neighbours(self, request: Request) -> Any:
+        """What comes before and after a rollout in the table."""
+        query = request.query_params
+        with self.indexes.of(self._run(request)).reading() as db:
+            return queries.neighbours(
+                db,
+                query.get("id", ""),
+                _filters(request),
+                sort=query.get("sort", "n"),
+                descending=query.get("order", "desc") != "asc",
+            )
+
+    def rollout(self, request: Request) -> Any:
+        """One rollout with its tokens."""
+        run = self._run(request)
+        with self._whole(run).reading() as db:
+            identity = request.query_params.get("id", "")
+            return rollout_page(run, db, identity, self.tokenizers.of(run))
+
+    def group(self, request: Request) -> Any:
+        """The attempts of a group."""
+        run = self._run(request)
+        with self._whole(run).reading() as db:
+            return group_page(run, db, request.query_params.get("id", ""))
+
+    def evaluations(self, _: Request) -> Any:
+        """The evaluations of all runs."""
+        return [
+            {"run": run.name, "reports": reports}
+            for run in self.folders.runs().values()
+            if (reports := run.reports())
+        ]
+
+    def compare(self, request: Request) -> Any:
+        """Two evaluations, episode by episode."""
+        query = request.query_params
+        sides = []
+        for side in ("a", "b"):
+            run = self.folders.run(query.get(f"{side}_run", ""))
+            sides.append(read_report(run, query.get(side, "")))
+        return compared(*sides)
+
+    def export(self, request: Request) -> str:
+        """One rollout as a file that needs nothing else."""
+        page = self.rollout(request)
+        return rollout_html(page, self._run(request).name)
+
+    def _whole(self, run: RunPlace) -> RunIndex:
+        """The run's index. A link to one rollout may be the first that is asked for, so this waits
+        a while for what was there to be indexed."""
+        index = self.indexes.of(run)
+        index.complete.wait(_FIRST_INDEX_S)
+        return index
+
+    def _run(self, request: Request) -> RunPlace:
+        return self.folders.run(request.query_params.get("run", ""))
+
+
+def make_app(
+    roots: Iterable[Path], *, token: str, hosts: Iterable[str] = LOOPBACK
+) -> Starlette | Guard:
+    """The application behind its guard."""
+    view = View(roots)
+    names = (
+        *("runs", "run", "state", "curve", "rollouts", "facets", "histogram", "neighbours"),
+        *("rollout", "group", "evaluations", "compare"),
+    )
+    routes = [Route(f"/api/{name}", _json(getattr(view, name))) for name in names]
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> Any:
+        yield
+        view.indexes.close()
+
+    app = Starlette(
+        routes=[*routes, Route("/export/rollout", _export(view)), *_static()], lifespan=lifespan
+    )
+    app.state.view = view
+    return Guard(app, token=token, hosts=hosts)
+
+
+def dumped(value: Any) -> bytes:
+    """JSON as browsers read it: numbers that are not finite become null, and text is escaped, so
+    that halves of surrogate pairs pass."""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        return json.dumps(_finite(value), separators=(",", ":")).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    def work(request: Request) -> tuple[bytes, int]:
+        try:
+            return dumped(answer(request)), 200
+        except LudicError as exc:
+            return dumped({"error": str(exc)}), 404
+        except OSError as exc:
+            return dumped({"error": exc.strerror or str(exc)}), 404
+
+    async def handle(request: Request) -> Response:
+        body, status = await run_in_threadpool(work, request)
+        return Response(body, status, media_type="application/json")
+
+    return handle
+
+
+def _export(view: View) -> Callable[[Request], Any]:
+    async def handle(request: Request) -> Response:
+        try:
+            page = await run_in_threadpool(view.export, request)
+        except LudicError as exc:
+            return Response(str(exc), 404, media_type="text/plain")
+        name = "".join(
+            c if c.isascii() and (c.isalnum() or c in "-_.") else "-"
+            for c in request.query_params.get("id", "rollout")
+        )
+        return Response(
+            page.encode("utf-8", "replace"),
+            media_type="text/html",
+            headers={
+                "content-disposition": f'attachment; filename="{name[:100] or "rollout"}.html"',
+                "content-security-policy": "sandbox; default-src 'none'; style-src 'unsafe-inline'",
+            },
+        )
+
+    return handle
+
+
+def _static() -> Iterable[Route]:
+    """One route per file of the front end: no path is ever looked up."""
+    folder = files("ludic.view") / "static"
+    found = [("", folder)]
+    while found:
+        prefix, place = found.pop()
+        for entry in place.iterdir():
+            if entry.is_dir():
+                found.append((f"{prefix}{entry.name}/", entry))
+                continue
+            name = f"/{prefix}{entry.name}"
+            kind = _KINDS.get(Path(name).suffix) or mimetypes.guess_type(name)[0] or "text/plain"
+            address = "/" if name == "/index.html" else name
+            yield Route(address, _file(entry.read_bytes(), kind))
+
+
+def _file(body: bytes, kind: str) -> Callable[[Request], Any]:
+    async def handle(_: Request) -> Response:
+        return Response(body, media_type=kind, headers={"cache-control": "no-cache"})
+
+    return handle
+
+
+def _filters(request: Request) -> dict[str, str]:
+    return {k: v for k, v in request.query_params.items() if k not in _CONTROL}
+
+
+def _float(text: str | None, default: float) -> float:
+    try:
+        return float(text) if text else default
+    except ValueError:
+        raise ViewError(f"{text!r} is not a number") from None

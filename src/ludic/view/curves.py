@@ -1,0 +1,165 @@
+"""A run's metrics as curves: read once, followed as they grow, thinned out for a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ludic.view.folders import RunPlace, ViewError
+
+_READ = 1 << 20
+_MOST_POINTS = 4_000_000
+_LONGEST_LINE = 4 << 20
+STAGES = {"": "metrics.jsonl", "sft:": "sft/metrics.jsonl"}
+"""The prefix of a stage's keys, and its file."""
+
+
+@dataclass(slots=True)
+class _Curves:
+    """One file. Points are (step, value); the columns are arrays, so a point takes 16 bytes."""
+
+    path: Path
+    offset: int = 0
+    inode: int = -1
+    lines: int = 0
+    bad: int = 0
+    points: dict[str, tuple[array[float], array[float]]] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+
+    def follow(self) -> None:
+        """Reads the whole lines that were added; starts again if the file was rewritten."""
+        try:
+            now = self.path.stat()
+        except OSError:
+            return
+        if now.st_ino != self.inode or now.st_size < self.offset:
+            self.offset, self.inode, self.lines, self.bad = 0, now.st_ino, 0, 0
+            self.points, self.last = {}, {}
+        if now.st_size == self.offset:
+            return
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            rest = b""
+            while data := file.read(_READ):
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self.offset += len(line) + 1
+                    self._take(line)
+                if len(rest) > _LONGEST_LINE:
+                    return
+
+    def _take(self, line: bytes) -> None:
+        if not line.strip():
+            return
+        try:
+            row = json.loads(line)
+            step = float(row.get("train/step", row.get("eval/step", row["step"])))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            self.bad += 1
+            return
+        self.lines += 1
+        for key, value in row.items():
+            if key == "step" or not isinstance(value, (int, float)) or not math.isfinite(value):
+                continue
+            steps, values = self.points.setdefault(key, (array("d"), array("d")))
+            steps.append(step)
+            values.append(value)
+            self.last[key] = float(value)
+
+
+class CurveStore:
+    """The curves of the runs that were looked at last. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: OrderedDict[Path, _Curves] = OrderedDict()
+
+    def keys(self, run: RunPlace) -> dict[str, float]:
+        """The names of a run's metrics, with their last values."""
+        found: dict[str, float] = {}
+        with self._lock:
+            for prefix in STAGES:
+                for key, value in self._of(run, prefix).last.items():
+                    found[prefix + key] = value
+        return found
+
+    def progress(self, run: RunPlace) -> dict[str, Any]:
+        """How many lines there are, and how many could not be read."""
+        with self._lock:
+            curves = self._of(run, "")
+            return {"lines": curves.lines, "bad": curves.bad, "last": dict(curves.last)}
+
+    def curve(
+        self,
+        run: RunPlace,
+        key: str,
+        *,
+        low: float = -math.inf,
+        high: float = math.inf,
+        most: int = 400,
+    ) -> list[list[float]]:
+        """Points (step, mean, smallest, largest) between two steps: each of them where they are
+        few, else one for every stretch of them."""
+        prefix = next((p for p in STAGES if p and key.startswith(p)), "")
+        with self._lock:
+            steps, values = self._of(run, prefix).points.get(
+                key.removeprefix(prefix), (array("d"), array("d"))
+            )
+            rising = all(a <= b for a, b in pairwise(steps))
+            if rising:
+                first, last = bisect_left(steps, low), bisect_right(steps, high)
+                return thinned(steps[first:last], values[first:last], most)
+            chosen = [(s, v) for s, v in zip(steps, values, strict=True) if low <= s <= high]
+        chosen.sort(key=lambda point: point[0])
+        return thinned([s for s, _ in chosen], [v for _, v in chosen], most)
+
+    def _of(self, run: RunPlace, prefix: str) -> _Curves:
+        path = run.path / STAGES[prefix]
+        if not path.is_file():
+            return _Curves(path)
+        try:
+            path = run.confined(path)
+        except ViewError:
+            return _Curves(path)
+        curves = self._files.get(path)
+        if curves is None:
+            curves = self._files[path] = _Curves(path)
+        self._files.move_to_end(path)
+        curves.follow()
+        held = sum(len(s) for c in self._files.values() for s, _ in c.points.values())
+        while held > _MOST_POINTS and len(self._files) > 1:
+            _, dropped = self._files.popitem(last=False)
+            held -= sum(len(s) for s, _ in dropped.points.values())
+        return curves
+
+
+def thinned(steps: Iterable[float], values: Iterable[float], most: int) -> list[list[float]]:
+    """At most `most` points, each the mean of a stretch with its smallest and largest value."""
+    steps, values = list(steps), list(values)
+    count = len(steps)
+    if count <= most:
+        return [[s, v, v, v] for s, v in zip(steps, values, strict=True)]
+    found = []
+    for number in range(most):
+        a, b = number * count // most, (number + 1) * count // most
+        part = values[a:b]
+        found.append([steps[b - 1], math.fsum(part) / len(part), min(part), max(part)])
+    return found
+
+
+def size_of(path: Path) -> int:
+    """The size of a file, 0 where there is none."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0

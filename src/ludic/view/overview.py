@@ -1,0 +1,133 @@
+"""Runs at a glance: state, progress, headline figures, and the settings in which they differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ludic.runs.settings.run import SCHEMA
+from ludic.view.curves import CurveStore
+from ludic.view.folders import RunPlace, ViewError, state_of
+
+_HEADLINES = ("train/reward_mean", "train/loss", "train/entropy", "perf/tokens_per_s")
+_NOT_SETTINGS = ("run.name", "run.folder", "schema")
+_SPARK_POINTS = 60
+
+
+def card(run: RunPlace, curves: CurveStore) -> dict[str, Any]:
+    """What the list of runs shows of one."""
+    problems: list[str] = []
+    config = _read(run, "run.json", problems)
+    origin = _read(run, "origin.json", problems)
+    summary = _read(run, "summary.json", problems)
+    schema = config.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        problems.append(
+            f"run.json has schema {schema}, newer than {SCHEMA}: some settings may not be shown"
+        )
+    if not config:
+        problems.append("no run.json: only what else is in the folder is shown")
+    progress = curves.progress(run)
+    if progress["bad"]:
+        problems.append(f"metrics.jsonl: {progress['bad']} lines cannot be read and are left out")
+    last = progress["last"]
+    flat = flattened(config)
+    return {
+        "name": run.name,
+        "state": state_of(run),
+        "started": origin.get("started"),
+        "step": last.get("train/step"),
+        "steps": flat.get("training.steps"),
+        "model": flat.get("model.name"),
+        "env": ", ".join(_kinds(config.get("env"))),
+        "algorithm": flat.get("algorithm.name"),
+        "figures": {key: last[key] for key in _HEADLINES if key in last},
+        "spark": [[p[0], p[1]] for p in curves.curve(run, "train/reward_mean", most=_SPARK_POINTS)],
+        "headline": _headline(summary),
+        "problems": problems,
+        "settings": flat,
+        "reports": run.reports(),
+    }
+
+
+def details(run: RunPlace, curves: CurveStore) -> dict[str, Any]:
+    """What the page of one run shows beside its rollouts."""
+    problems: list[str] = []
+    return card(run, curves) | {
+        "keys": sorted(curves.keys(run)),
+        "config": _read(run, "run.json", problems),
+        "origin": _read(run, "origin.json", problems),
+        "summary": _read(run, "summary.json", problems),
+    }
+
+
+def differing(cards: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The settings that are not the same in all runs."""
+    seen: dict[str, set[str]] = {}
+    settings = [card["settings"] for card in cards if card["settings"]]
+    for each in settings:
+        for key, value in each.items():
+            seen.setdefault(key, set()).add(json.dumps(value, default=str))
+    return [
+        key
+        for key, values in seen.items()
+        if key not in _NOT_SETTINGS
+        and (len(values) > 1 or any(key not in each for each in settings))
+    ]
+
+
+def flattened(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, with dotted keys; a list that is not of tables stays one value."""
+    found: dict[str, Any] = {}
+    items: Iterable[tuple[str, Any]] = ()
+    if isinstance(config, dict):
+        items = config.items()
+    elif isinstance(config, list):
+        items = ((str(number), value) for number, value in enumerate(config))
+    for key, value in items:
+        tables = isinstance(value, list) and value and all(isinstance(v, dict) for v in value)
+        if (isinstance(value, dict) and value) or tables:
+            found |= flattened(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def fingerprint(paths: Iterable[Path]) -> str:
+    """Changes whenever one of the files does."""
+    found = []
+    for path in paths:
+        try:
+            stat = path.stat()
+            found.append(f"{stat.st_size:x}.{stat.st_mtime_ns:x}")
+        except OSError:
+            found.append("-")
+    return "/".join(found)
+
+
+def _headline(summary: Mapping[str, Any]) -> dict[str, Any] | None:
+    name = summary.get("headline")
+    if not isinstance(name, str):
+        return None
+    stages = {
+        key.removeprefix(f"{name}_"): value
+        for key, value in summary.items()
+        if key.startswith(f"{name}_") and isinstance(value, dict)
+    }
+    return {"name": name, "stages": stages}
+
+
+def _kinds(envs: Any) -> list[str]:
+    tables = envs if isinstance(envs, list) else [envs]
+    return [str(table["kind"]) for table in tables if isinstance(table, dict) and "kind" in table]
+
+
+def _read(run: RunPlace, name: str, problems: list[str]) -> dict[str, Any]:
+    try:
+        data = run.read_json(name)
+    except ViewError as exc:
+        problems.append(str(exc))
+        return {}
+    return data if isinstance(data, dict) else {}

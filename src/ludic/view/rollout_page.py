@@ -1,0 +1,181 @@
+"""One rollout, whole: what was said, what happened, and every token with its credit."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from typing import Any
+
+from ludic.errors import LudicError
+from ludic.rollouts.lines import parse_line
+from ludic.rollouts.storage import rollout_from_row
+from ludic.rollouts.stored_prompts import shared_length
+from ludic.rollouts.token_log import TrainedTokens, trained_tokens
+from ludic.types import AgentStep, EnvironmentStep, Rollout
+from ludic.view.blocks import read_block
+from ludic.view.folders import RunPlace, ViewError
+from ludic.view.queries import members
+from ludic.view.token_text import TokenTexts
+
+
+def rollout_page(
+    run: RunPlace, db: sqlite3.Connection, identity: str, texts: TokenTexts | None
+) -> dict[str, Any]:
+    """Everything about a rollout that the page shows."""
+    rollout = read_rollout(run, db, identity)
+    trained = read_trained(run, db, identity)
+    ids: set[int] = set()
+    steps = list(_steps(rollout, trained, ids))
+    return {
+        "id": rollout.id,
+        "episode": rollout.episode_id,
+        "agent": rollout.agent_id,
+        "group": rollout.group_id,
+        "task": rollout.task_key,
+        "parent": rollout.parent_id,
+        "env": {"kind": rollout.env.kind, "kwargs": rollout.env.kwargs} if rollout.env else None,
+        "protocol": rollout.protocol.kind if rollout.protocol else None,
+        "env_seed": None if rollout.env_seed is None else str(rollout.env_seed),
+        "sampling_seed": None if rollout.sampling_seed is None else str(rollout.sampling_seed),
+        "error": rollout.error,
+        "meta": dict(rollout.meta),
+        "reward": rollout.total_reward,
+        "terminated": rollout.terminated,
+        "truncated": rollout.truncated,
+        "truncation": rollout.truncation_reason,
+        "tokens": rollout.num_tokens,
+        "updates": sorted({record.update for record in trained}),
+        "trained_tokens": sum(len(record.logprobs) for record in trained),
+        "steps": steps,
+        "texts": texts.of(ids) if texts else {},
+        "special": sorted(texts.special & ids) if texts else [],
+        "same_group": members(db, "grp", rollout.group_id or ""),
+        "same_episode": members(db, "episode", rollout.episode_id),
+        "children": members(db, "parent", rollout.id),
+    }
+
+
+def read_rollout(run: RunPlace, db: sqlite3.Connection, identity: str) -> Rollout:
+    """The rollout of that id, from its file."""
+    row = db.execute(
+        "SELECT block, line FROM rollouts WHERE id = ? ORDER BY n DESC LIMIT 1", (identity,)
+    ).fetchone()
+    if row is None:
+        raise ViewError(f"there is no rollout {identity!r} in {run.name}")
+    line = _line(run, db, row["block"], row["line"])
+    try:
+        return rollout_from_row(parse_line(line, identity), identity)
+    except LudicError as exc:
+        raise ViewError(str(exc)) from exc
+
+
+def read_trained(run: RunPlace, db: sqlite3.Connection, identity: str) -> list[TrainedTokens]:
+    """What the trainer made of the rollout; of the last update that saw it."""
+    rows = db.execute(
+        "SELECT block, line FROM trained WHERE rollout = ? AND upd = (SELECT max(upd) FROM trained "
+        "WHERE rollout = ?) ORDER BY block, line",
+        (identity, identity),
+    ).fetchall()
+    found, blocks = [], dict[int, list[bytes]]()
+    for row in rows:
+        try:
+            if row["block"] not in blocks:
+                blocks[row["block"]] = _block(run, db, row["block"]).split(b"\n")
+            found.append(trained_tokens(json.loads(blocks[row["block"]][row["line"]])))
+        except (LudicError, ValueError, IndexError):
+            continue  # the conversation is worth showing without it
+    return found
+
+
+def _line(run: RunPlace, db: sqlite3.Connection, block: int, line: int) -> bytes:
+    return _block(run, db, block).split(b"\n")[line]
+
+
+def _block(run: RunPlace, db: sqlite3.Connection, block: int) -> bytes:
+    row = db.execute(
+        "SELECT name, start, length FROM blocks JOIN files ON files.id = blocks.file "
+        "WHERE blocks.id = ?",
+        (block,),
+    ).fetchone()
+    path = run.confined(run.path / row["name"])
+    try:
+        return read_block(path, row["start"], row["length"])
+    except (OSError, ValueError) as exc:
+        raise ViewError(f"{row['name']} was written anew: load the page again ({exc})") from exc
+
+
+def _steps(
+    rollout: Rollout, trained: list[TrainedTokens], ids: set[int]
+) -> Iterator[dict[str, Any]]:
+    before: tuple[int, ...] = ()
+    for step in rollout.steps:
+        if isinstance(step, EnvironmentStep):
+            yield _environment(step)
+            continue
+        tokens = None
+        if step.trace is not None:
+            tokens = _tokens(step, before, trained)
+            ids.update(step.trace.prompt_token_ids, step.trace.completion_token_ids)
+            before = step.trace.token_ids
+        yield {
+            "kind": "agent",
+            "turn": step.turn_index,
+            "new_messages": list(step.new_messages),
+            "message": step.message,
+            "finish_reason": step.finish_reason,
+            "fork": {"reason": step.fork.reason, "detail": step.fork.detail} if step.fork else None,
+            "tool_messages": list(step.tool_messages),
+            "tool_errors": list(step.tool_call_errors),
+            "sampling": {k: v for k, v in step.sampling.items() if k != "seed"},
+            "tokens": tokens,
+        }
+
+
+def _tokens(
+    step: AgentStep, before: tuple[int, ...], trained: list[TrainedTokens]
+) -> dict[str, Any]:
+    trace = step.trace
+    assert trace is not None
+    count, prompt = len(trace.completion_token_ids), len(trace.prompt_token_ids)
+    versions: list[int] | None = None
+    if trace.version_spans:
+        versions = [s.version for s in trace.version_spans for _ in range(s.end - s.start)]
+    found: dict[str, Any] = {
+        "prompt": list(trace.prompt_token_ids),
+        "repeated": shared_length(before, trace.prompt_token_ids),
+        "completion": list(trace.completion_token_ids),
+        "logprobs": list(trace.completion_logprobs) if trace.completion_logprobs else None,
+        "versions": versions,
+        "trained": False,
+    }
+    for record in trained:
+        place = record.at(step.turn_index, prompt, count)
+        if place is not None and count:
+            found |= {
+                "trained": True,
+                "update": record.update,
+                "weights": record.weights[place].tolist(),
+                "trainer_logprobs": record.logprobs[place].tolist(),
+                "entropies": record.entropies[place].tolist(),
+            }
+            break
+    return found
+
+
+def _environment(step: EnvironmentStep) -> dict[str, Any]:
+    return {
+        "kind": "environment",
+        "turn": step.turn_index,
+        "acted": bool(step.agent_steps),
+        "obs": step.obs,
+        "action": step.action,
+        "next_obs": step.next_obs,
+        "reward": step.reward,
+        "components": dict(step.reward_components),
+        "terminated": step.terminated,
+        "truncated": step.truncated,
+        "truncation": step.truncation_reason,
+        "stepped": step.stepped,
+        "info": dict(step.info),
+    }

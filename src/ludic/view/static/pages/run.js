@@ -1,0 +1,87 @@
+// One run: figures, curves, evaluations, settings and origin.
+
+import { address } from "../address.js";
+import { ask } from "../api.js";
+import { curveWall } from "../curves.js";
+import { chip, h, number, percent, problems, show, visible } from "../dom.js";
+
+export async function open(root, params) {
+  let data = await ask("run", { run: params.run });
+  const head = h("div", {});
+  const figures = h("div", { class: "tiles" });
+  const evals = h("section", {});
+  const about = h("section", { class: "about" });
+  const damage = h("div", {});
+  const wall = curveWall([data.name], data.keys, params);
+
+  function fill() {
+    show(head, h("div", { class: "head" },
+      h("h1", {}, visible(data.name)), chip(data.state, data.state),
+      h("span", { class: "quiet" }, [data.model, data.env, data.algorithm].filter(Boolean).join(" · ")),
+      h("span", { class: "grow" }),
+      h("a", { class: "button primary", href: address("rollouts", { run: data.name }) }, "Rollouts →")), problems(data.problems));
+    const tiles = [
+      ["update", number(data.step), data.steps ? `of ${number(data.steps)}` : ""],
+      ["mean reward", number(data.figures["train/reward_mean"]), ""],
+      ["entropy", number(data.figures["train/entropy"]), "per token"],
+      ["tokens per second", number(data.figures["perf/tokens_per_s"]), "in training"],
+    ];
+    const held = data.headline && Object.entries(data.headline.stages).at(-1);
+    if (held) tiles.push([`${data.headline.name}, ${held[0].replaceAll("_", " ")}`, percent(held[1].value), `${percent(held[1].low)} – ${percent(held[1].high)}`]);
+    show(figures, tiles.map(([name, value, note]) => h("div", { class: "tile" }, h("span", { class: "quiet" }, name), h("b", {}, value), h("small", { class: "quiet" }, note))));
+    show(evals, evaluations(data));
+    show(about, settings(data));
+  }
+  fill();
+  show(root, head, damage, figures, wall.node, evals, about);
+  await wall.draw(params);
+  return {
+    update: (next) => wall.draw((params = next)),
+    refresh: async () => {
+      data = await ask("run", { run: params.run });
+      fill();
+      await wall.draw(params);
+    },
+    told: (state) => show(damage, problems([...(state.notes ?? []).map((n) => `${n.file}: ${n.what}`), ...(state.error ? [state.error] : [])])),
+    close: wall.close,
+  };
+}
+
+export function estimate(found, format = percent) {
+  return found ? h("span", { class: "est" }, h("b", {}, format(found.value)), h("small", { class: "quiet" }, ` ${format(found.low)} – ${format(found.high)}`)) : "–";
+}
+
+function evaluations(data) {
+  const reports = Object.entries(data.figures_of_reports);
+  if (!reports.length) return null;
+  const names = [...new Set(reports.flatMap(([, r]) => Object.keys(r.rates ?? {})))];
+  const compare = reports.length > 1
+    ? h("a", { class: "button", href: address("evaluations", { a_run: data.name, a: reports.at(-2)[0], b_run: data.name, b: reports.at(-1)[0] }) }, "Compare the last two")
+    : null;
+  return [
+    h("div", { class: "bar" }, h("h2", {}, "Held-out episodes"), h("span", { class: "grow" }), compare),
+    h("div", { class: "scroll" }, h("table", {},
+      h("thead", {}, h("tr", {}, h("th", {}, ""), reports.map(([name, r]) => h("th", {}, name.replaceAll("_", " "), h("small", { class: "quiet" }, r.episodes ? ` n=${r.episodes}` : ""))))),
+      h("tbody", {},
+        h("tr", {}, h("td", {}, "mean reward"), reports.map(([, r]) => h("td", {}, r.problem ? h("span", { class: "bad" }, visible(r.problem)) : estimate(r.reward, number)))),
+        names.map((name) => h("tr", {}, h("td", {}, name.replace("outcome/", "").replaceAll("_", " ")), reports.map(([, r]) => h("td", {}, estimate(r.rates?.[name])))))))),
+  ];
+}
+
+function settings(data) {
+  const origin = data.origin ?? {};
+  const facts = [
+    ["started", origin.started],
+    ["command", origin.command?.join(" ")],
+    ["commit", origin.git ? `${origin.git.commit?.slice(0, 12)}${origin.git.dirty ? ", with changes" : ""}` : null],
+    ["machine", origin.machine ? `${origin.machine.system}, ${origin.machine.cpus} CPUs` : null],
+    ["versions", origin.versions ? Object.entries(origin.versions).map(([k, v]) => `${k} ${v}`).join(", ") : null],
+  ].filter(([, value]) => value);
+  const warnings = data.summary?.warnings ?? [];
+  return [
+    warnings.length ? [h("h2", {}, "Signs to look at"), problems(warnings)] : null,
+    h("h2", {}, "Origin"),
+    h("dl", { class: "facts" }, facts.map(([k, v]) => [h("dt", {}, k), h("dd", {}, visible(v))])),
+    h("details", {}, h("summary", {}, h("h2", {}, "Settings")), h("dl", { class: "facts mono" }, Object.entries(data.settings).map(([k, v]) => [h("dt", {}, k), h("dd", {}, visible(typeof v === "string" ? v : JSON.stringify(v)))]))),
+  ];
+}

@@ -1,0 +1,117 @@
+"""What a token says, by a run's own tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from ludic.view.folders import RunPlace, ViewError
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_LARGEST = 128 << 20
+
+
+class TokenTexts:
+    """The text of every token of one tokenizer. Bytes that are no whole character are shown as
+    such, `\\xe2\\x96`, so that nothing looks like a replacement character that is none."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer
+
+        text = path.read_text(encoding="utf-8")
+        self._tokenizer = Tokenizer.from_str(text)
+        self._piece = _piece_reader(json.loads(text))
+        self._added = {
+            number: token.content
+            for number, token in self._tokenizer.get_added_tokens_decoder().items()
+        }
+        self.special = {
+            number
+            for number, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+
+    def of(self, ids: Iterable[int]) -> dict[int, str]:
+        """The texts of these ids."""
+        return {number: self.text(number) for number in set(ids)}
+
+    def text(self, number: int) -> str:
+        """The text of one id."""
+        if (added := self._added.get(number)) is not None:
+            return added
+        piece = self._tokenizer.id_to_token(number) if number >= 0 else None
+        if piece is None:
+            return f"⟨{number}⟩"
+        return self._piece(piece)
+
+
+def _piece_reader(data: Any) -> Callable[[str], str]:
+    decoder = json.dumps(data.get("decoder"))
+    if "ByteLevel" in decoder:
+        table = {char: byte for byte, char in _byte_characters().items()}
+
+        def byte_level(piece: str) -> str:
+            if all(c in table for c in piece):
+                return readable(bytes(table[c] for c in piece))
+            return piece
+
+        return byte_level
+
+    def spaced(piece: str) -> str:
+        if found := _BYTE.fullmatch(piece):
+            return readable(bytes([int(found[1], 16)]))
+        return piece.replace("\u2581", " ")
+
+    return spaced
+
+
+def readable(data: bytes) -> str:
+    """UTF-8 as text, and what is none of it as escapes."""
+    return data.decode("utf-8", "backslashreplace")
+
+
+def _byte_characters() -> dict[int, str]:
+    """The characters by which byte-level tokenizers write bytes: printable ones stand for
+    themselves, the others for a code point from 256 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    found = {byte: chr(byte) for byte in plain}
+    others = (byte for byte in range(256) if byte not in found)
+    return found | {byte: chr(256 + number) for number, byte in enumerate(others)}
+
+
+class TokenizerStore:
+    """The tokenizers of runs, each read once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Path, float], TokenTexts | None] = {}
+
+    def of(self, run: RunPlace) -> TokenTexts | None:
+        """The run's tokenizer: beside the rollouts, or with a checkpoint. None if there is none,
+        or it cannot be read."""
+        for path in self._places(run):
+            try:
+                real = run.confined(path)
+                stat = real.stat()
+            except (ViewError, OSError):
+                continue
+            key = (real, stat.st_mtime)
+            if key not in self._found:
+                self._found[key] = _read(real) if stat.st_size < _LARGEST else None
+            if self._found[key] is not None:
+                return self._found[key]
+        return None
+
+    def _places(self, run: RunPlace) -> Iterable[Path]:
+        yield run.path / "rollouts" / "tokenizer.json"
+        folder = run.path / "checkpoints"
+        yield from sorted(folder.glob("*/step-*/model/tokenizer.json"), reverse=True)
+
+
+def _read(path: Path) -> TokenTexts | None:
+    try:
+        return TokenTexts(path)
+    except Exception:  # whatever is wrong with it, the ids can be shown
+        return None
