@@ -73,7 +73,7 @@ def test_it_has_the_signature_of_the_plain_one() -> None:
     assert Quick.__init__.__annotations__ == Plain.__init__.__annotations__
     for arguments in ({}, {"a": 1, "z": 2}):
         with pytest.raises(TypeError):
-            Quick(**arguments)
+            Quick(**arguments)  # type: ignore[arg-type]
 
 
 def test_two_objects_do_not_share_what_a_factory_made() -> None:
@@ -86,7 +86,7 @@ def test_it_cannot_be_changed() -> None:
             one.a = 2  # type: ignore[misc]
         with pytest.raises(FrozenInstanceError):
             del one.a
-        assert hash(replace(one, c=())) == hash(replace(one, c=()))
+        assert hash(replace(one, c=())) == hash(replace(one, c=()))  # type: ignore[arg-type]
 
 
 def test_it_is_checked_when_it_is_made_and_not_when_it_is_changed() -> None:

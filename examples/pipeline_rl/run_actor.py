@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import signal
 
-from run_trainer import GAME, arguments
+from run_trainer import GAME, arguments  # type: ignore[import-not-found]
 
 from ludic.inference import HFChatTemplate, InferenceSpec, LocalChatClient, SamplingConfig
 from ludic.inference.tiny import tiny_model, tiny_tokenizer

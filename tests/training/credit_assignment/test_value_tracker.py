@@ -152,7 +152,7 @@ def test_what_the_tracker_cannot_take_is_refused() -> None:
             DriftForgetting(**bounds)
     for prior in ({"prior_value": 1.5}, {"prior_value": -0.5}, {"prior_count": 0.0}):
         with pytest.raises(ConfigError, match="prior_value in"):
-            BetaTracker(**prior)
+            BetaTracker(**prior)  # type: ignore[arg-type]
 
 
 def tasks(names: str) -> dict[str, RolloutRequest]:
