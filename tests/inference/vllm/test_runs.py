@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -33,6 +34,7 @@ from ludic.rewards import Attempt
 from ludic.rollouts import read_rollouts
 from ludic.runs.storage.rollout_log import rollout_file
 from ludic.sharding.weights import ModelWeights
+from ludic.types import AgentStep, VersionSpan
 from tests.inference.vllm.asking import PATIENT, largest_gap, request, scored, trace_of
 from tests.inference.vllm.conftest import NAME, ROOT, server_model
 
@@ -42,7 +44,7 @@ Servers = tuple[VLLMServer, VLLMServer]
 SIZES = {"hidden_size": 64, "heads": 2, "kv_heads": 1}
 KEY = "sesame-4711"
 
-TWO_RANKS = """\
+TINY_RUN = """\
 [model]
 kwargs = {{ hidden_size = 64, heads = 2, kv_heads = 1 }}
 
@@ -71,16 +73,12 @@ episodes = 2
 """
 
 
-async def test_two_ranks_sample_from_the_server_and_publish_to_it(
-    server: VLLMServer, client: VLLMChatClient, tmp_path: Path
-) -> None:
-    (tmp_path / "run.toml").write_text(TWO_RANKS.format(url=server.url))
+async def output_of(where: Path, *command: str) -> str:
+    """What a command printed, which must end well."""
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
-        *("-m", "ludic", "train", "run.toml", "--out", "run"),
-        cwd=tmp_path,
+        *(sys.executable, "-m", *command),
+        cwd=where,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -93,7 +91,34 @@ async def test_two_ranks_sample_from_the_server_and_publish_to_it(
             process.terminate()
             await process.wait()
     assert process.returncode == 0, out.decode()
-    assert b"sharded over 2 ranks; sampled by vLLM" in out
+    return out.decode()
+
+
+def trace_spans(step: AgentStep) -> tuple[VersionSpan, ...]:
+    """Which policies sampled the call's tokens."""
+    assert step.trace is not None
+    return step.trace.version_spans
+
+
+async def is_served(client: VLLMChatClient, trained: Path) -> bool:
+    """Whether the server has the weights of a checkpoint after two updates."""
+    model = Qwen2ForCausalLM.from_pretrained(trained / "model")
+    trace = trace_of(await client.complete_tokens(request()))
+    assert {span.version for span in trace.version_spans} == {2}
+    return largest_gap(scored(model, trace), trace.completion_logprobs) <= 1e-3
+
+
+async def test_two_ranks_sample_from_the_server_and_publish_to_it(
+    server: VLLMServer, client: VLLMChatClient, tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text(TINY_RUN.format(url=server.url))
+    out = await output_of(
+        tmp_path,
+        *("torch.distributed.run", "--nproc-per-node", "2"),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
+        *("-m", "ludic", "train", "run.toml", "--out", "run"),
+    )
+    assert "sharded over 2 ranks; sampled by vLLM" in out
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
     assert [line["train/version"] for line in lines] == [1, 2]
     assert all(line["train/mismatch_max"] <= 1e-3 for line in lines)
@@ -102,10 +127,28 @@ async def test_two_ranks_sample_from_the_server_and_publish_to_it(
     # The server has what the ranks have trained.
     saved = tmp_path / "run/checkpoints/rl/step-00000002"
     assert json.loads((saved / "manifest.json").read_text())["world_size"] == 2
-    trained = Qwen2ForCausalLM.from_pretrained(saved / "model")
-    trace = trace_of(await client.complete_tokens(request()))
-    assert {span.version for span in trace.version_spans} == {2}
-    assert largest_gap(scored(trained, trace), trace.completion_logprobs) <= 1e-3
+    assert await is_served(client, saved)
+
+
+@pytest.mark.skipif(not shutil.which("redis-server"), reason="needs a redis-server")
+async def test_an_actor_over_redis_samples_from_the_server_that_the_trainer_publishes_to(
+    server: VLLMServer, client: VLLMChatClient, tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text(TINY_RUN.format(url=server.url))
+    train = ("ludic", "train", "run.toml", "--async", "--out", "run", "pipeline.actors=1")
+    await output_of(tmp_path, *train, "training.max_lag=0")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    assert [line["train/version"] for line in lines] == [1, 2]
+    assert all(line["train/mismatch_max"] <= 1e-3 for line in lines)
+    assert all(line["pipeline/lag_max"] == 0 for line in lines)
+    spans = [
+        (span.attempt, span.version)
+        for rollout in read_rollouts(rollout_file(tmp_path / "run/rollouts", "train"))
+        for step in rollout.agent_steps
+        for span in trace_spans(step)
+    ]
+    assert set(spans) == {(1, 0), (1, 1)}
+    assert await is_served(client, tmp_path / "run/checkpoints/rl/step-00000002")
 
 
 def test_a_run_files_settings_reach_a_server(two_servers: Servers) -> None:

@@ -8,18 +8,22 @@ import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
 from ludic.inference.templates.plain_tokenizer import load_plain_tokenizer
+from ludic.inference.tiny import tiny_tokenizer
 from ludic.interaction import Runtime
 from ludic.pipeline.actor import Accepts, ActorConfig, ActorReport, only, run_pipeline_actor
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutRequest
 from ludic.runs.episodes import bring_in, rollout_engine, runtime_of
 from ludic.runs.pipeline.address import find_pipeline, read_run, section_of
 from ludic.runs.settings import RunConfig
+from ludic.runs.settings.paths import earlier_run
 from ludic.runs.settings.servers import read_key
+from ludic.runs.storage.folder import RunFolder
 from ludic.seeding import derive_seed
 
 
@@ -85,7 +89,7 @@ async def _opened(
             "running ones in inference.servers"
         )
     async with AsyncExitStack() as stack:
-        ours = load_plain_tokenizer(tokenizer or config.model.name)
+        ours = load_plain_tokenizer(tokenizer) if tokenizer else _tokenizer_of(config)
         model = "policy" if servers and not config.inference.servers else config.model.name
         client = VLLMChatClient(
             addresses, model=model, api_key=read_key(config.inference, "inference")
@@ -101,6 +105,17 @@ async def _opened(
             await stack.enter_async_context(players)
             others = dict(players.runtimes)
         yield runtime_of(config, client, ours, others), None
+
+
+def _tokenizer_of(config: RunConfig) -> Any:
+    """The tokenizer of the run's model, however it is named."""
+    name = config.model.name
+    if name == "tiny":
+        return tiny_tokenizer(words=config.model.kwargs.get("words", ()))
+    if (earlier := earlier_run(name)) is not None:
+        path, which = earlier
+        return load_plain_tokenizer(str(RunFolder.open(path).weights(which)))
+    return load_plain_tokenizer(name)
 
 
 def actor_log(folder: Path, name: str) -> Path:
