@@ -46,8 +46,12 @@ def test_every_extra_that_an_error_names_can_be_installed(repo_root: Path) -> No
     named: set[str] = set()
     for path in (repo_root / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "MissingExtraError":
+            # `load_package` raises it with the extra that its callers name.
+            names_it = ("MissingExtraError", "load_package")
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in names_it:
                 _, extra = node.args
+                if path.name == "packages.py" and ast.unparse(extra) == "extra":
+                    continue
                 assert isinstance(extra, ast.Constant), f"{path}:{node.lineno}"
                 named.add(str(extra.value))
     assert named

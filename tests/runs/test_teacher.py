@@ -77,8 +77,11 @@ def higher() -> Any:
     ENVS.unregister("higher")
 
 
-async def lessons(tmp_path: Path, name: str) -> list[Any]:
+async def lessons(tmp_path: Path, name: str, **protocol: Any) -> list[Any]:
     config: RunConfig = parse_run(RUN % name)
+    kwargs = {**config.protocol.kwargs, **protocol}
+    changed = config.protocol.model_copy(update={"kwargs": kwargs})
+    config = config.model_copy(update={"protocol": changed})
     await write_lessons(config, tiny_tokenizer(), tmp_path / "lessons.jsonl")
     return list(read_rollouts(tmp_path / "lessons.jsonl"))
 
@@ -92,6 +95,12 @@ async def test_a_teacher_with_the_history_shows_a_strategy(tmp_path: Path) -> No
     assert first == ("Your guess?", [{"role": "system", "content": "From 1 to 100."}])
     assert [message["role"] for message in later[1]] == ["system", "user", "assistant"]
     assert later[1][2]["content"] == "<move>50</move>"
+
+
+@pytest.mark.usefixtures("higher")
+async def test_a_teacher_beside_tools_hears_as_much(tmp_path: Path) -> None:
+    rollouts = await lessons(tmp_path, "halving", agent="tool", tools=["calculator"])
+    assert all(rollout.total_reward == 1 for rollout in rollouts)
 
 
 @pytest.mark.usefixtures("higher")

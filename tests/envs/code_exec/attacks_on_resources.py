@@ -59,6 +59,7 @@ ATTACKS = [
         import mmap
         kept = mmap.mmap(-1, 300 << 20)
         for i in range(0, 300 << 20, 4096): kept[i] = 1
+        time.sleep(9)
         print('HARM')
         """,
         frozenset({S.MEMORY}),

@@ -61,7 +61,7 @@ async def write_lessons(config: RunConfig, tokenizer: Any, path: Path) -> None:
     seed = derive_seed(config.run.seed, "lessons")
     rng = Random(derive_seed(seed, "teacher"))
     template = _Overheard(tokenizer, tool_parser_of(config))
-    client = ScriptedChatClient(lambda _: teacher(template.shown, rng), template)
+    client = ScriptedChatClient(lambda _: teacher(template.heard, rng), template)
     runtime = Runtime(client, template, "teacher", inference_spec(config))
     with episodes_bar(f"synthetic data by {config.sft.teacher}") as update:
         rollouts = await rollout_engine(config, runtime, seed=seed).generate_rollouts(
@@ -83,12 +83,23 @@ async def write_lessons(config: RunConfig, tokenizer: Any, path: Path) -> None:
 class _Overheard(HFChatTemplate):
     """A template that remembers the conversation it rendered, for a teacher that reads text."""
 
-    shown: Sequence[Message] = ()
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.heard: list[Message] = []
+
+    def for_tools(self) -> HFChatTemplate:
+        chosen = super().for_tools()
+        if not isinstance(chosen, _Overheard):
+            chosen = self._for_tools = _Overheard(
+                self.tokenizer, chosen.tool_parser, **self._options
+            )
+            chosen.heard = self.heard
+        return chosen
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
-        self.shown = messages
+        self.heard[:] = messages
         return super().render(messages, tools)
 
     def extend(
@@ -97,5 +108,5 @@ class _Overheard(HFChatTemplate):
         previous: TokenTrace,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int] | Fork:
-        self.shown = messages
+        self.heard[:] = messages
         return super().extend(messages, previous, tools)
