@@ -11,6 +11,7 @@ import pytest
 
 from ludic.rollouts import read_rollouts
 from ludic.runs.run import Run
+from ludic.runs.storage.rollout_log import rollout_file
 
 pytestmark = [pytest.mark.adapters, pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -36,7 +37,7 @@ def test_the_tiny_model_is_trained_from_a_run_file(name: str, tmp_path: Path) ->
     assert len([m for m in metrics if "train/loss" in m]) == 3
     assert any(m.get("train/grad_norm", 0.0) > 0 for m in metrics)
     assert run.report.stages["after_rl"].episodes
-    rollouts = list(read_rollouts(next(run.folder.rollouts.glob("train*"))))
+    rollouts = list(read_rollouts(rollout_file(run.folder.rollouts, "train")))
     assert len(rollouts) == 3 * 8
     assert all(rollout.error is None for rollout in rollouts)
     assert all(step.trace is not None for r in rollouts for step in r.agent_steps)
@@ -86,7 +87,7 @@ def test_the_servers_of_a_run_are_started_once_and_end_with_it(tmp_path: Path) -
     (tmp_path / "run.toml").write_text(SERVED.replace('MARKS"', f'{marks}"'))
     run, metrics = trained(tmp_path / "run.toml", tmp_path / "run")
     assert len([m for m in metrics if "train/loss" in m]) == 3
-    rollouts = list(read_rollouts(next(run.folder.rollouts.glob("train*"))))
+    rollouts = list(read_rollouts(rollout_file(run.folder.rollouts, "train")))
     assert all(rollout.error is None for rollout in rollouts)
     pids = [int(mark.name) for mark in marks.iterdir()]
     # One for the run itself, and one for the teacher's episodes before it.
