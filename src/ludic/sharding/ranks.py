@@ -35,6 +35,12 @@ def launched() -> Launched:
     return Launched(*(int(os.environ.get(name, default)) for name, default in names))
 
 
+def environment_alone() -> dict[str, str]:
+    """This process's environment for one that it starts and that is none of the ranks."""
+    ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+    return {name: value for name, value in os.environ.items() if name not in ours}
+
+
 def tells_of_failure(*, told_of_it: bool = False) -> bool:
     """Whether this rank is to report that the run failed: the first one that asks.
 

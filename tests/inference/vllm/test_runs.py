@@ -94,6 +94,14 @@ async def output_of(where: Path, *command: str) -> str:
     return out.decode()
 
 
+def on_two_ranks(*module: str) -> tuple[str, ...]:
+    """The command line after `python -m` for a module on two ranks of this machine."""
+    return (
+        *("torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"),
+        *("--master-port", str(free_port()), "-m", *module),
+    )
+
+
 def trace_spans(step: AgentStep) -> tuple[VersionSpan, ...]:
     """Which policies sampled the call's tokens."""
     assert step.trace is not None
@@ -112,12 +120,7 @@ async def test_two_ranks_sample_from_the_server_and_publish_to_it(
     server: VLLMServer, client: VLLMChatClient, tmp_path: Path
 ) -> None:
     (tmp_path / "run.toml").write_text(TINY_RUN.format(url=server.url))
-    out = await output_of(
-        tmp_path,
-        *("torch.distributed.run", "--nproc-per-node", "2"),
-        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
-        *("-m", "ludic", "train", "run.toml", "--out", "run"),
-    )
+    out = await output_of(tmp_path, *on_two_ranks("ludic", "train", "run.toml", "--out", "run"))
     assert "sharded over 2 ranks; sampled by vLLM" in out
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
     assert [line["train/version"] for line in lines] == [1, 2]
@@ -131,12 +134,14 @@ async def test_two_ranks_sample_from_the_server_and_publish_to_it(
 
 
 @pytest.mark.skipif(not shutil.which("redis-server"), reason="needs a redis-server")
+@pytest.mark.parametrize("ranks", [1, 2])
 async def test_an_actor_over_redis_samples_from_the_server_that_the_trainer_publishes_to(
-    server: VLLMServer, client: VLLMChatClient, tmp_path: Path
+    server: VLLMServer, client: VLLMChatClient, tmp_path: Path, ranks: int
 ) -> None:
     (tmp_path / "run.toml").write_text(TINY_RUN.format(url=server.url))
     train = ("ludic", "train", "run.toml", "--async", "--out", "run", "pipeline.actors=1")
-    await output_of(tmp_path, *train, "training.max_lag=0")
+    train = (*train, "training.max_lag=0")
+    await output_of(tmp_path, *(on_two_ranks(*train) if ranks == 2 else train))
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
     assert [line["train/version"] for line in lines] == [1, 2]
     assert all(line["train/mismatch_max"] <= 1e-3 for line in lines)

@@ -41,6 +41,7 @@ from ludic.runs.pipeline.status import read_status
 from ludic.runs.results.terminal import command_name, say, warn
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.from_python import given_names
+from ludic.sharding.ranks import environment_alone
 
 if TYPE_CHECKING:
     from ludic.runs.run import Run
@@ -190,7 +191,7 @@ class RunPipeline:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C is for the trainer, which ends them in order
-                env={**os.environ, URL_VARIABLE: self.seat.config.url},
+                env={**environment_alone(), URL_VARIABLE: self.seat.config.url},
             )
         self._actors[name] = process
         self._watchers[name] = end_with_us(process.pid)
