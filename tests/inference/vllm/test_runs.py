@@ -139,8 +139,8 @@ async def test_an_actor_over_redis_samples_from_the_server_that_the_trainer_publ
     server: VLLMServer, client: VLLMChatClient, tmp_path: Path, ranks: int
 ) -> None:
     (tmp_path / "run.toml").write_text(TINY_RUN.format(url=server.url))
-    train = ("ludic", "train", "run.toml", "--async", "--out", "run", "pipeline.actors=1")
-    train = (*train, "training.max_lag=0")
+    settings = ("pipeline.actors=1", "training.max_lag=0")
+    train = ("ludic", "train", "run.toml", "--async", "--out", "run", *settings)
     await output_of(tmp_path, *(on_two_ranks(*train) if ranks == 2 else train))
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
     assert [line["train/version"] for line in lines] == [1, 2]
