@@ -305,6 +305,8 @@ class LocalChatClient:
     def _foreign(self, params: Mapping[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Those of `params` that are not the module's own tensors, all checked to fit, each with
         the tensor that it is to be copied into."""
+        if not params:
+            return []
         own: dict[str, torch.Tensor] = dict(self._model.named_parameters(remove_duplicate=False))
         own.update(self._model.named_buffers(remove_duplicate=False))
         foreign = []
