@@ -224,7 +224,9 @@ async def in_process(
             process.kill()
     if process.returncode:
         raise RuntimeError(f"vLLM's LLM failed: {err.decode()[-400:]}")
-    results.add(**json.loads(out.decode().splitlines()[-1]))
+    # vLLM may say something after it.
+    (found,) = (line for line in out.decode().splitlines() if line.startswith('{"tokens_s_'))
+    results.add(**json.loads(found))
 
 
 async def publishes(
