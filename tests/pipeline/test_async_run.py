@@ -16,10 +16,12 @@ import pytest
 
 from ludic.errors import ConfigError, PipelineError
 from ludic.pipeline.local_redis import LocalRedis
+from ludic.rollouts import read_rollouts, read_token_log
 from ludic.runs.assemble import requests_of
 from ludic.runs.pipeline.acting import accepted
 from ludic.runs.pipeline.address import read_run
 from ludic.runs.run import Run
+from ludic.runs.storage.rollout_log import rollout_file, token_file
 from ludic.types import EnvSpec, ProtocolSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +80,10 @@ def test_one_command_starts_everything_shows_it_and_ends_it(tmp_path: Path) -> N
     steps = [line for line in lines if "train/step" in line]
     assert [line["train/step"] for line in steps] == [1.0, 2.0]
     assert all(line["pipeline/lag_max"] <= 1 for line in steps)
+    kept = {rollout.id for rollout in read_rollouts(rollout_file(out / "rollouts", "train"))}
+    trained = list(read_token_log(token_file(out / "rollouts")))
+    assert {record.update for record in trained} == {1, 2}
+    assert {record.rollout_id for record in trained} <= kept
 
 
 def test_without_a_redis_server_one_sentence_says_what_to_install(

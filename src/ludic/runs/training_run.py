@@ -253,17 +253,18 @@ class TrainingRun:
                 stack.enter_context(rare_collections())
                 if isinstance(source, ScoredBatchSource):
                     source = source.source
-                if self.config.logging.keep_rollouts and isinstance(source, RolloutBatchSource):
-                    log = open_rollout_log(rollout_file(self.folder.rollouts, "train"), source.step)
+                logging, log = self.config.logging, None
+                file = rollout_file(self.folder.rollouts, "train")
+                if logging.keep_rollouts and isinstance(source, RolloutBatchSource):
+                    log = open_rollout_log(file, source.step)
                     source.engine.writer = await stack.enter_async_context(log)
-                    if self.config.logging.keep_tokens:
-                        keep_tokenizer(self.folder, run.tokenizer)
-                        tokens = open_token_log(token_file(self.folder.rollouts), trainer.step)
-                        trainer.token_log = stack.enter_context(tokens)
-                if self.config.logging.keep_rollouts and isinstance(source, PipelineBatchSource):
-                    file = rollout_file(self.folder.rollouts, "train")
+                elif logging.keep_rollouts and isinstance(source, PipelineBatchSource):
                     log = open_rollout_log(file, source.step, source.ledger.is_settled)
                     source.writer = await stack.enter_async_context(log)
+                if logging.keep_tokens and log is not None:
+                    keep_tokenizer(self.folder, run.tokenizer)
+                    tokens = open_token_log(token_file(self.folder.rollouts), trainer.step)
+                    trainer.token_log = stack.enter_context(tokens)
                 await self._train(trainer, seats.train(trainer, training.steps))
                 if run.pipeline and not self.stopped:
                     run.pipeline.finished()
