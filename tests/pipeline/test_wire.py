@@ -21,7 +21,7 @@ from ludic.pipeline.messages import (
     read_unit,
     unit_message,
 )
-from ludic.pipeline.wire import Limits, get_array, pack, put_array, unpack
+from ludic.pipeline.wire import SizeLimits, get_array, pack, put_array, unpack
 from ludic.rollouts import RolloutRequest
 from ludic.types import (
     AgentStep,
@@ -115,14 +115,14 @@ def test_a_newer_schema_says_what_to_do(fields: int) -> None:
 
 def test_a_message_over_the_limit_is_refused_before_it_is_opened() -> None:
     with pytest.raises(SerializationError, match="over the limit of 100"):
-        unpack("unit", b"\x00" * 101, Limits(packed_bytes=100))
+        unpack("unit", b"\x00" * 101, SizeLimits(packed_bytes=100))
 
 
 def test_a_small_message_with_a_huge_body_is_refused_before_it_is_unpacked() -> None:
     bomb = pack("unit", b"\x00" * 10**7)
     assert len(bomb) < 2000
     with pytest.raises(SerializationError, match="over the limit of 1,000,000"):
-        unpack("unit", bomb, Limits(body_bytes=10**6))
+        unpack("unit", bomb, SizeLimits(body_bytes=10**6))
 
 
 @pytest.mark.parametrize("with_size", [True, False])
@@ -135,10 +135,10 @@ def test_a_body_that_lies_about_its_size_is_refused(with_size: bool) -> None:
 
 def test_what_is_over_the_limit_is_not_sent() -> None:
     with pytest.raises(SerializationError, match="over the limit"):
-        pack("unit", b"\x00" * 2000, Limits(body_bytes=1000))
+        pack("unit", b"\x00" * 2000, SizeLimits(body_bytes=1000))
     noise = np.random.default_rng(0).bytes(2000)
     with pytest.raises(SerializationError, match="over the limit"):
-        pack("unit", noise, Limits(packed_bytes=1000))
+        pack("unit", noise, SizeLimits(packed_bytes=1000))
 
 
 def test_objects_are_never_an_array() -> None:

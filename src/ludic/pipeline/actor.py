@@ -25,10 +25,10 @@ from ludic.errors import (
 )
 from ludic.inference.client import ChatClient
 from ludic.pipeline.messages import Group, Unit, group_message, read_unit
-from ludic.pipeline.policies import Policy, load_policy
+from ludic.pipeline.policies import StoredPolicy, load_policy
 from ludic.pipeline.stamping import AmbiguousVersionError, stamped
 from ludic.pipeline.store import PipelineConfig, Store, entries, policy_of
-from ludic.pipeline.wire import Limits
+from ludic.pipeline.wire import SizeLimits
 from ludic.rollouts.engine import RolloutEngine
 from ludic.rollouts.requests import RolloutRequest
 
@@ -79,7 +79,7 @@ async def run_pipeline_actor(
     accepts: Accepts,
     client: ChatClient | None = None,
     cfg: ActorConfig | None = None,
-    limits: Limits | None = None,
+    limits: SizeLimits | None = None,
     stop: asyncio.Event | None = None,
 ) -> ActorReport:
     """Works until the run ends, or `stop` is set; then it finishes what it has begun.
@@ -105,7 +105,7 @@ class Actor:
         accepts: Accepts,
         client: ChatClient | None,
         cfg: ActorConfig,
-        limits: Limits | None,
+        limits: SizeLimits | None,
     ) -> None:
         made_up = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.cfg, self.name = cfg, cfg.name or made_up
@@ -115,8 +115,8 @@ class Actor:
         self._limits = limits
         self._lock = threading.Lock()
         self._held: dict[str, asyncio.Task[None]] = {}
-        self._news: tuple[Policy | None, str] = (None, "")
-        self._seen: list[Policy] = []
+        self._news: tuple[StoredPolicy | None, str] = (None, "")
+        self._seen: list[StoredPolicy] = []
         self._policy_changed = asyncio.Condition()
         self._failure: BaseException | None = None
         self._over = threading.Event()
@@ -268,7 +268,7 @@ class Actor:
                 f"{self._seen[-1].serial if self._seen else 'none'}"
             ) from exc
 
-    async def _follow(self, policy: Policy | None) -> None:
+    async def _follow(self, policy: StoredPolicy | None) -> None:
         """Brings the client to the announced policy; requests under way go on, and their tokens
         say which policy each is from."""
         if policy is None or (self._seen and policy.serial <= self._seen[-1].serial):
@@ -290,7 +290,7 @@ class Actor:
 
     # Heartbeat
 
-    def _heard(self) -> tuple[Policy | None, str]:
+    def _heard(self) -> tuple[StoredPolicy | None, str]:
         with self._lock:
             return self._news
 
@@ -319,7 +319,7 @@ class Actor:
         }
         answer = self._store.run("beat", self.name, json.dumps(facts), *held, patience_s=patience_s)
         found = policy_of(answer[0])
-        policy = None if found is None else Policy.read(found)
+        policy = None if found is None else StoredPolicy.read(found)
         with self._lock:
             self._news = (policy, answer[1].decode())
 

@@ -25,7 +25,7 @@ from ludic.pipeline.messages import Group, read_group, unit_message
 from ludic.pipeline.seat import TrainerSeat
 from ludic.pipeline.staleness import StalePolicy, check_staleness, judge, lag_of
 from ludic.pipeline.store import LostRunError, entries, flat
-from ludic.pipeline.wire import Limits
+from ludic.pipeline.wire import SizeLimits
 from ludic.rollouts.curricula import Curriculum
 from ludic.rollouts.storage import BufferedWriter, RolloutWriterLike, write_rollouts
 from ludic.rollouts.strategies import RequestStrategy
@@ -71,7 +71,7 @@ class PipelineBatchSource:
         stale: StalePolicy = "wait",
         in_order: bool = True,
         bounds: Bounds | None = None,
-        limits: Limits | None = None,
+        limits: SizeLimits | None = None,
         writer: RolloutWriterLike | None = None,
         wait_s: float = 3600.0,
         max_empty_batches: int = 8,

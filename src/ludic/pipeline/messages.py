@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.errors import DataError, SerializationError
-from ludic.pipeline.wire import Limits, get_array, pack, put_array, unpack
+from ludic.pipeline.wire import SizeLimits, get_array, pack, put_array, unpack
 from ludic.rollouts.requests import RolloutRequest
 from ludic.rollouts.stored_prompts import StoredRollout, with_repeats, without_repeats
 from ludic.types import AgentStep, Rollout, Step, TokenTrace, VersionSpan, from_json, to_json
@@ -58,7 +58,7 @@ def unit_message(unit: Unit) -> bytes:
     )
 
 
-def read_unit(message: bytes, limits: Limits | None = None) -> Unit:
+def read_unit(message: bytes, limits: SizeLimits | None = None) -> Unit:
     """Raises `SerializationError` for what is no unit."""
     match unpack("unit", message, limits):
         case {
@@ -73,7 +73,7 @@ def read_unit(message: bytes, limits: Limits | None = None) -> Unit:
     raise SerializationError("not a unit of work")
 
 
-def group_message(group: Group, limits: Limits | None = None) -> bytes:
+def group_message(group: Group, limits: SizeLimits | None = None) -> bytes:
     return pack(
         "group",
         {
@@ -86,7 +86,7 @@ def group_message(group: Group, limits: Limits | None = None) -> bytes:
     )
 
 
-def read_group(message: bytes, limits: Limits | None = None) -> Group:
+def read_group(message: bytes, limits: SizeLimits | None = None) -> Group:
     """Raises `SerializationError` for what is no group."""
     match unpack("group", message, limits):
         case {

@@ -18,7 +18,7 @@ _CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class StoredPolicy:
     """A policy as the trainer announced it. `serial` is its name among all policies of the run;
     `path` is empty where the actors' servers get the weights in another way."""
 
@@ -30,10 +30,10 @@ class Policy:
     at: str = ""
 
     @staticmethod
-    def read(facts: Mapping[str, Any]) -> Policy:
+    def read(facts: Mapping[str, Any]) -> StoredPolicy:
         """Raises `PipelineError` for what is no policy."""
         try:
-            return Policy(**facts)
+            return StoredPolicy(**facts)
         except TypeError as exc:
             raise PipelineError(f"not an announced policy: {exc}") from exc
 
@@ -67,7 +67,7 @@ class PolicyFolder:
         return {"path": str(target.resolve()), "checksum": checksum}
 
 
-def load_policy(policy: Policy) -> dict[str, Tensor] | None:
+def load_policy(policy: StoredPolicy) -> dict[str, Tensor] | None:
     """Returns the weights of an announced policy; None if a newer one took its file's place.
 
     Raises `PublishError` when the file is not what was announced.

@@ -14,7 +14,7 @@ is too old is dropped and its prompt put back. "correct": actors run ahead, and 
 trained on all the same, with the importance ratios of the loss and its corrections."""
 
 
-class Verdict(NamedTuple):
+class DropReason(NamedTuple):
     """Why a group is dropped, and whether its prompt is put back."""
 
     reason: str
@@ -50,16 +50,16 @@ def lag_of(group: Group, version: int | None) -> int:
 
 def judge(
     group: Group | None, version: int | None, max_lag: int, stale: StalePolicy
-) -> Verdict | None:
+) -> DropReason | None:
     """Why a group is not trained on; None if it is. A group that came damaged is None."""
     if group is None:
-        return Verdict("damaged", put_back=True)
+        return DropReason("damaged", put_back=True)
     if group.refused is not None:  # every actor of this run would refuse it again
-        return Verdict("refused", put_back=False)
+        return DropReason("refused", put_back=False)
     if lag_of(group, version) <= max_lag:
         return None
     if stale != "correct":
-        return Verdict("stale", put_back=True)
+        return DropReason("stale", put_back=True)
     for rollout in group.rollouts:
         for step in rollout.agent_steps:
             if step.trace is not None and step.trace.completion_logprobs is None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ludic.errors import PipelineError
-from ludic.pipeline.policies import Policy
+from ludic.pipeline.policies import StoredPolicy
 from ludic.types import AgentStep, Rollout, TokenTrace, VersionSpan
 
 
@@ -15,7 +15,7 @@ class AmbiguousVersionError(PipelineError):
 
 
 def stamped(
-    rollouts: Sequence[Rollout], seen: Sequence[Policy], *, by_serial: bool
+    rollouts: Sequence[Rollout], seen: Sequence[StoredPolicy], *, by_serial: bool
 ) -> list[Rollout]:
     """The same rollouts, with attempt and version in every span of tokens.
 

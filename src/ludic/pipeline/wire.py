@@ -25,7 +25,7 @@ _NOT_MSGPACK = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryE
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SizeLimits:
     """The largest message, as it travels and after decompression."""
 
     packed_bytes: int = 64 * 2**20
@@ -45,9 +45,9 @@ _read_schema = msgspec.msgpack.Decoder(list[Any]).decode
 _write = msgspec.msgpack.Encoder().encode
 
 
-def pack(kind: str, body: Any, limits: Limits | None = None) -> bytes:
+def pack(kind: str, body: Any, limits: SizeLimits | None = None) -> bytes:
     """Returns `body` (dicts, lists, text, numbers, bytes) as one message."""
-    limits = limits or Limits()
+    limits = limits or SizeLimits()
     plain = _write(body)
     if len(plain) > limits.body_bytes:
         raise SerializationError(
@@ -62,13 +62,13 @@ def pack(kind: str, body: Any, limits: Limits | None = None) -> bytes:
     return message
 
 
-def unpack(kind: str, message: bytes, limits: Limits | None = None) -> Any:
+def unpack(kind: str, message: bytes, limits: SizeLimits | None = None) -> Any:
     """Returns the body of a message of this kind.
 
     Raises `SchemaVersionError` for a newer schema, and `SerializationError` for whatever is
     damaged, too large, or of another kind.
     """
-    limits = limits or Limits()
+    limits = limits or SizeLimits()
     if len(message) > limits.packed_bytes:
         raise SerializationError(
             f"a message of {len(message):,} bytes is over the limit of {limits.packed_bytes:,}"
@@ -99,7 +99,7 @@ def _opened(message: bytes) -> _Envelope:
         raise SerializationError(f"not a message of a pipeline: {exc}") from exc
 
 
-def _decompressed(envelope: _Envelope, limits: Limits) -> bytes:
+def _decompressed(envelope: _Envelope, limits: SizeLimits) -> bytes:
     if not 0 <= envelope.size <= limits.body_bytes:
         raise SerializationError(
             f"a body of {envelope.size:,} bytes is over the limit of {limits.body_bytes:,}"

@@ -32,14 +32,14 @@ from ludic.training.metrics.loggers import Logger, MetricLog
 from ludic.training.metrics.perf import PerfMeter
 from ludic.training.metrics.publish_log import PublishLog
 from ludic.training.metrics.stats import StatBuffer, batch_metrics, over_steps
+from ludic.training.metrics.workload import Workload
 from ludic.training.stateful import Commits, KeepsRecord
 from ludic.training.types import BatchSource, Stateful, WorksAhead
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes, mean_kl, mini_batches, pick, score_batch
-from ludic.training.update.planning import Work
 from ludic.training.update.policy import Policy, attention_cost, check_packing, check_split
 from ludic.training.update.schedule import curve, describe_change, learning_rate
-from ludic.training.update.token_scores import TokenScores
+from ludic.training.update.score_record import ScoreRecord
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -202,9 +202,9 @@ class Trainer:
         several, watched = len(parts) > 1, self.algo.watches_drift
         before = await self._run(score_batch, self.passes, batch) if several or watched else None
         stats, stepped = StatBuffer(), False
-        lines, skipped, work = list[Metrics](), list[Metrics](), list[Work]()
+        lines, skipped, work = list[Metrics](), list[Metrics](), list[Workload]()
         rate = learning_rate(self.cfg, self.step)
-        scores = TokenScores(batch) if await self._logging_tokens() else None
+        scores = ScoreRecord(batch) if await self._logging_tokens() else None
         for number, part in enumerate(parts):
             clock.lap("perf/other_s")
             accumulate = functools.partial(

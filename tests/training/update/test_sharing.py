@@ -28,7 +28,7 @@ from ludic.training.update.packing import MicroBatch, pack
 from ludic.training.update.passes import Passes
 from ludic.training.update.planning import Cost, plan_micro_batches, workload
 from ludic.training.update.policy import Policy, check_packing
-from ludic.training.update.sharing import LEAST, TokenOrder, gather
+from ludic.training.update.sharing import LEAST, RowOrder, gather
 from tools.families import tiny
 
 CPU = torch.device("cpu")
@@ -184,7 +184,7 @@ def test_rows_that_share_little_or_nothing_are_packed_as_ever() -> None:
 def test_the_order_of_tokens_puts_rows_that_begin_alike_side_by_side() -> None:
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, 3, int(rng.integers(1, 12))) for _ in range(40)]
-    order = TokenOrder.of(rows)
+    order = RowOrder.of(rows)
     by_rank = sorted(range(40), key=order.ranks.__getitem__)
     assert [rows[i].tolist() for i in by_rank] == sorted(row.tolist() for row in rows)
     for row, shared in order.arrange(range(40)):

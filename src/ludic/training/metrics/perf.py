@@ -11,7 +11,7 @@ from torch import nn
 from ludic.saw.items import SAWBatch
 from ludic.sharding.model_parts import base_causal_lm, config_facts, head_of
 from ludic.sharding.world import World
-from ludic.training.update.planning import Work
+from ludic.training.metrics.workload import Workload
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "L40S": 362e12}
 """Dense bfloat16 operations per second, from the makers' data sheets."""
@@ -75,7 +75,7 @@ class PerfMeter:
         return clock
 
     def metrics(
-        self, batch: SAWBatch, clock: Clock, work: Sequence[Work], *, passes: int = 1
+        self, batch: SAWBatch, clock: Clock, work: Sequence[Workload], *, passes: int = 1
     ) -> Mapping[str, float]:
         """Tokens per second, share of the device's arithmetic, memory, and the laps themselves.
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ludic.errors import BatchError
 from ludic.saw.batch import make_batch
 from ludic.saw.items import BatchCounts, SAWBatch, SAWItem
-from ludic.training.update.sharing import TokenOrder
+from ludic.training.update.sharing import RowOrder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +32,7 @@ class Layout:
 
     items: tuple[SAWItem, ...]
     packed: tuple[PackedItem, ...]
-    order: TokenOrder
+    order: RowOrder
     turn_lengths: NDArray[np.int64]
     rollout_lengths: NDArray[np.int64]
     group_lengths: NDArray[np.int64]
@@ -88,7 +88,7 @@ def lay_out(batch: SAWBatch, *, max_seq_len: int | None = None) -> Layout:
     return Layout(
         items,
         tuple(packed),
-        TokenOrder.of([p.input_ids for p in packed]),
+        RowOrder.of([p.input_ids for p in packed]),
         np.bincount(np.concatenate([p.turn_ids for p in packed])),
         np.bincount([p.rollout_id for p in packed], counts).astype(np.int64),
         np.bincount([p.group_id for p in packed], counts).astype(np.int64),

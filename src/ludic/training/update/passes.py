@@ -21,14 +21,15 @@ from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
 from ludic.training.losses.policy_ratio import MAX_LOG_RATIO
 from ludic.training.metrics.stats import StatBuffer, policy_stats
+from ludic.training.metrics.workload import Workload
 from ludic.training.types import Loss, Stat, TokenLogProbs
 from ludic.training.update.budget import default_budget
 from ludic.training.update.layout import Layout, lay_out
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.packing import MicroBatch, pack
-from ludic.training.update.planning import Cost, Work, plan_micro_batches, workload
+from ludic.training.update.planning import Cost, plan_micro_batches, workload
 from ludic.training.update.policy import Policy
-from ludic.training.update.token_scores import TokenScores
+from ludic.training.update.score_record import ScoreRecord
 
 Plan = list[tuple[tuple[int, ...], bool]]
 """One rank's micro-batches, and whether each counts."""
@@ -59,7 +60,7 @@ class Passes:
         repeats a small one for nothing, since all must take part in the collectives."""
         return self._plan(layout)[0]
 
-    def _plan(self, layout: Layout) -> tuple[Plan, Work]:
+    def _plan(self, layout: Layout) -> tuple[Plan, Workload]:
         """The plan, and the work of all ranks that counts."""
         shares = self.policy.shares
         plan = plan_micro_batches(
@@ -76,7 +77,7 @@ class Passes:
         }
         spare = min(works, key=lambda m: works[m].tokens)
         own = [(m, True) if m else (spare, False) for m in plan[self.world.rank]]
-        return own, sum(works.values(), Work())
+        return own, sum(works.values(), Workload())
 
     def accumulate(
         self,
@@ -86,8 +87,8 @@ class Passes:
         *,
         version: int,
         proximal: Scores | None,
-        keep: tuple[TokenScores, Sequence[int]] | None = None,
-    ) -> Work:
+        keep: tuple[ScoreRecord, Sequence[int]] | None = None,
+    ) -> Workload:
         """Adds the batch's gradient to the optimizer, one micro-batch after another. `keep` has
         what takes the scores, and the numbers that it knows the layout's items by. Returns what
         all ranks computed for it."""

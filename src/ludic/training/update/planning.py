@@ -14,6 +14,7 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 
 from ludic.errors import BatchError
+from ludic.training.metrics.workload import Workload
 from ludic.training.types import Scope
 from ludic.training.update.layout import Layout, describe
 from ludic.training.update.sharing import REPEATED
@@ -94,31 +95,12 @@ def plan_micro_batches(
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What computing rows together takes: `size` in the budget's tokens, `cost` in time; the tokens
-    that are computed, and the pairs of tokens that meet in attention, twice."""
-
-    size: int = 0
-    cost: float = 0.0
-    tokens: int = 0
-    pairs: int = 0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.size + other.size,
-            self.cost + other.cost,
-            self.tokens + other.tokens,
-            self.pairs + other.pairs,
-        )
-
-
-def workload(layout: Layout, members: Sequence[int], cost: Cost, *, shares: bool) -> Work:
+def workload(layout: Layout, members: Sequence[int], cost: Cost, *, shares: bool) -> Workload:
     """The work of one micro-batch."""
-    total = Work()
+    total = Workload()
     for row, shared in layout.order.arrange(members, share=shares):
         length = layout.order.lengths[row]
-        total += Work(
+        total += Workload(
             length - _saved(shared),
             cost(length) - cost(shared),
             length - shared,

@@ -37,7 +37,7 @@ class SharedKeys:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenOrder:
+class RowOrder:
     """Rows in the order of their tokens. Row i is at `ranks[i]`; the row at k begins with
     `common[k]` tokens of the row at k - 1."""
 
@@ -46,7 +46,7 @@ class TokenOrder:
     common: tuple[int, ...]
 
     @classmethod
-    def of(cls, rows: Sequence[NDArray[np.int64]]) -> TokenOrder:
+    def of(cls, rows: Sequence[NDArray[np.int64]]) -> RowOrder:
         """Sorts the rows."""
         keys = [row.astype(">u4").tobytes() for row in rows]  # compares like the ids themselves
         order = sorted(range(len(rows)), key=keys.__getitem__)

@@ -15,7 +15,7 @@ from ludic.sharding.world import World
 from ludic.training.types import TokenLogProbs
 
 
-class TokenScores:
+class ScoreRecord:
     """Collects the scores of a batch, micro-batch by micro-batch, where they were computed.
 
     Nothing is copied to the host before `write`, so that no pass has to wait.
