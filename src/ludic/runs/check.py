@@ -30,12 +30,12 @@ from ludic.runs.assemble import (
     trainer_config,
 )
 from ludic.runs.model import build_model, check_device, configuring
-from ludic.runs.pipeline.training import check_pipeline
 from ludic.runs.players.opponents import check_seating
 from ludic.runs.players.scoring import check_scoring
 from ludic.runs.players.teacher import load_teacher
 from ludic.runs.ranks import check_ranks
 from ludic.runs.settings import EnvSection, RunConfig
+from ludic.runs.settings.from_python import given_names
 from ludic.runs.settings.servers import read_key
 from ludic.runs.vllm_backend import check_publishing
 from ludic.training import RLAlgorithm
@@ -49,7 +49,7 @@ def check_parts(config: RunConfig) -> None:
     """Raises if a part of the run is missing, does not fit, or could never train."""
     check_device(config.model)
     check_ranks(config)
-    check_pipeline(config)
+    _check_pipeline(config)
     if config.model.name == "tiny":  # any other takes too long to load twice
         build_model(config)
     algorithm = algorithm_of(config)
@@ -72,6 +72,26 @@ def check_parts(config: RunConfig) -> None:
         raise ConfigError(
             "this run trains nothing: set training.steps or sft.steps above 0; `ludic eval` "
             "measures a model as it is"
+        )
+
+
+def _check_pipeline(config: RunConfig) -> None:
+    """Raises if a run over Redis asks for what only one process can do."""
+    section, training = config.pipeline, config.training
+    if section is None:
+        return
+    rules = (
+        (not training.overlap, "training.overlap: actors sample ahead by themselves"),
+        (not training.dynamic_sampling, "training.dynamic_sampling: leave it out"),
+        (not training.past_opponents, "training.past_opponents: leave it out"),
+    )
+    for ok, what in rules:
+        if not ok:
+            raise ConfigError(f"a run over Redis ([pipeline], --async) cannot have {what}")
+    if given := given_names(config.plain()):
+        raise ConfigError(
+            f"actors are other processes, and {', '.join(given)} is an object of this script: put "
+            "it into a module, and name it as module:name"
         )
 
 

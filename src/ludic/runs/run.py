@@ -7,7 +7,7 @@ import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,7 +37,6 @@ from ludic.runs.interruption import blocking
 from ludic.runs.locate import builtin_runs, check_given, find_run
 from ludic.runs.model import build_model
 from ludic.runs.pieces import Piece
-from ludic.runs.pipeline.training import RunPipeline
 from ludic.runs.players.opponents import Seating, seating
 from ludic.runs.players.scoring import Scoring
 from ludic.runs.players.seats import OtherPlayers
@@ -59,6 +58,9 @@ from ludic.training import (
 )
 from ludic.training.metrics.loggers import Logger
 from ludic.training.trainer import Evaluate
+
+if TYPE_CHECKING:
+    from ludic.runs.pipeline.training import RunPipeline
 
 PARTS = (
     *("env", "model", "algorithm", "parser", "protocol", "reference", "teacher", "player"),
@@ -206,6 +208,13 @@ class Run:
             "run.publisher, to None if it takes none"
         )
 
+    def _make_pipeline(self) -> RunPipeline | None:
+        if self.config.pipeline is None:
+            return None
+        from ludic.runs.pipeline.training import RunPipeline  # which needs the extra `redis`
+
+        return RunPipeline(self)
+
     def _make_source(self) -> BatchSource:
         training, seed = self.config.training, derive_seed(self.config.run.seed, "train")
         source: BatchSource = (
@@ -303,9 +312,7 @@ class Run:
         ),
         *("model", "tokenizer", "folder"),
     )
-    pipeline: Piece[RunPipeline | None] = Piece(
-        lambda run: RunPipeline(run) if run.config.pipeline is not None else None, "folder"
-    )
+    pipeline: Piece[RunPipeline | None] = Piece(lambda run: run._make_pipeline(), "folder")
     source: Piece[BatchSource] = Piece(
         lambda run: run._make_source(), "seating", "scoring", "algorithm", "pipeline"
     )

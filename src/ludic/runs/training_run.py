@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ludic.agents.mcp import tool_servers
 from ludic.errors import ConfigError, RolloutError
 from ludic.eval import EvalReport
-from ludic.pipeline import PipelineBatchSource
 from ludic.precision import float32_products
 from ludic.rollouts.token_log import open_token_log
 from ludic.runs.assemble import sft_algorithm
@@ -258,9 +257,9 @@ class TrainingRun:
                 if logging.keep_rollouts and isinstance(source, RolloutBatchSource):
                     log = open_rollout_log(file, source.step)
                     source.engine.writer = await stack.enter_async_context(log)
-                elif logging.keep_rollouts and isinstance(source, PipelineBatchSource):
-                    log = open_rollout_log(file, source.step, source.ledger.is_settled)
-                    source.writer = await stack.enter_async_context(log)
+                elif logging.keep_rollouts and run.pipeline and (over := run.pipeline.batches):
+                    log = open_rollout_log(file, over.step, over.ledger.is_settled)
+                    over.writer = await stack.enter_async_context(log)
                 if logging.keep_tokens and log is not None:
                     keep_tokenizer(self.folder, run.tokenizer)
                     tokens = open_token_log(token_file(self.folder.rollouts), trainer.step)

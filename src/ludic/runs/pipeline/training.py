@@ -39,8 +39,6 @@ from ludic.runs.pipeline.address import (
 )
 from ludic.runs.pipeline.status import read_status
 from ludic.runs.results.terminal import command_name, say, warn
-from ludic.runs.settings import RunConfig
-from ludic.runs.settings.from_python import given_names
 from ludic.sharding.ranks import environment_alone
 
 if TYPE_CHECKING:
@@ -51,32 +49,13 @@ _RESTARTS = 3
 _SAY_EVERY_S = 60.0
 
 
-def check_pipeline(config: RunConfig) -> None:
-    """Raises if a run over Redis asks for what only one process can do."""
-    section, training = config.pipeline, config.training
-    if section is None:
-        return
-    rules = (
-        (not training.overlap, "training.overlap: actors sample ahead by themselves"),
-        (not training.dynamic_sampling, "training.dynamic_sampling: leave it out"),
-        (not training.past_opponents, "training.past_opponents: leave it out"),
-    )
-    for ok, what in rules:
-        if not ok:
-            raise ConfigError(f"a run over Redis ([pipeline], --async) cannot have {what}")
-    if given := given_names(config.plain()):
-        raise ConfigError(
-            f"actors are other processes, and {', '.join(given)} is an object of this script: put "
-            "it into a module, and name it as module:name"
-        )
-
-
 class RunPipeline:
     """Entered: Redis, the trainer's seat and the actors are there; left, all of them have ended."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.config, self.folder = run, run.config, run.folder.path
         self.section = section_of(run.config)
+        self.batches: PipelineBatchSource | None = None
         self._redis: LocalRedis | None = None
         self._seat: TrainerSeat | None = None
         self._policies: Path | None = None
@@ -162,6 +141,7 @@ class RunPipeline:
             wait_s=training.batch_timeout_s,
         )
         source.alarm = self._alarm
+        self.batches = source
         return source
 
     def publisher(self, inner: PolicyPublisher | None) -> PipelinePublisher:
