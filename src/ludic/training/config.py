@@ -59,7 +59,8 @@ class TrainerConfig:
     is then one version old, which `max_lag` must allow.
     `precision` must fit the weights; None: in their type, with torch's switches as they are.
     `compile` has torch.compile work on the decoder layers, which takes a while to begin with;
-    `head_kernels` says what turns logits into log-probs on a GPU.
+    `head_kernels` says what turns logits into log-probs on a GPU. `graphs` replays passes as CUDA
+    graphs where the model is so small that launching is what they cost.
     """
 
     learning_rate: float = 1e-5
@@ -84,6 +85,7 @@ class TrainerConfig:
     gradient_checkpointing: bool = False
     compile: bool = False
     head_kernels: HeadKernels = "auto"
+    graphs: bool = True
 
     max_nonfinite_steps: int = 3
     batch_timeout_s: float = 3600.0

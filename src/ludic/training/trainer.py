@@ -94,6 +94,7 @@ class Trainer:
             compile_layers=cfg.compile,
             precision=cfg.precision,
             head_kernels=cfg.head_kernels,
+            graphs=cfg.graphs and mesh is None,
         )
         cost = attention_cost(model)
         device = next(model.parameters()).device

@@ -67,6 +67,7 @@ class TrainingSection(Section):
     gradient_checkpointing: bool = TRAINER["gradient_checkpointing"]
     compile: bool = TRAINER["compile"]
     head_kernels: HeadKernels = TRAINER["head_kernels"]
+    graphs: bool = TRAINER["graphs"]
     max_nonfinite_steps: int = Field(default=TRAINER["max_nonfinite_steps"], ge=0)
     batch_timeout_s: float = Field(default=TRAINER["batch_timeout_s"], gt=0)
     publish_timeout_s: float = Field(default=TRAINER["publish_timeout_s"], gt=0)

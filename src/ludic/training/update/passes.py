@@ -126,7 +126,9 @@ class Passes:
         own: dict[str, Stat] = {"loss": Stat.sum(loss)}
         own |= policy_stats(scored, micro.loss, version)
         stats.add(own | dict(loss_stats), counted=counted)
-        return scored
+        # Without what leads back to the parameters, which would stay alive during the next pass.
+        entropy = None if scored.entropy is None else scored.entropy.detach()
+        return TokenLogProbs(scored.logprobs.detach(), entropy)
 
     def _out_of_memory(self, micro: MicroBatch) -> OutOfMemoryError:
         return OutOfMemoryError(

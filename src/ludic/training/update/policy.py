@@ -37,6 +37,7 @@ from ludic.training.update.attention import (
     packed_arguments,
     restore_attention,
 )
+from ludic.training.update.graphed import PassGraphs
 from ludic.training.update.layout import lay_out
 from ludic.training.update.logprobs import (
     LogitRule,
@@ -69,6 +70,7 @@ class Policy(nn.Module):
         compile_layers: bool = False,
         precision: Precision | None = None,
         head_kernels: HeadKernels = "auto",
+        graphs: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -80,14 +82,40 @@ class Policy(nn.Module):
             enable_packed_attention(causal, attention)
         except CannotPack as exc:
             self.one_at_a_time(exc)
+        self.graphs: PassGraphs | None = None
         if gradient_checkpointing or compile_layers:
             for layer in decoder_layers(model):
                 _wrap_layer(layer, gradient_checkpointing, compile_layers)
+        elif graphs and self._has_graphs(attention):
+            layers = len(decoder_layers(model))
+            self.graphs = PassGraphs(self._logprobs_and_entropies, model, layers, capture=True)
+
+    def _has_graphs(self, attention: AttentionKind) -> bool:
+        """Whether a pass takes nothing from the host but what its tensors say: with the kernel for
+        sequences of all lengths, on a GPU."""
+        first = next(self.model.parameters())
+        dtype = first.dtype if self.precision is None else sampling_dtype(self.precision)
+        narrow = dtype in (torch.bfloat16, torch.float16)
+        return self.packs and first.is_cuda and narrow and attention in ("auto", "varlen")
 
     def forward(
         self, micro: MicroBatch, entropy: bool = False, logits: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log-probs, entropies and logits of the action tokens; a plain tuple, for FSDP's hooks."""
+        if self.graphs is not None and not logits and torch.is_grad_enabled() and self.packs:
+            replayed = None if active_dropout(self.model) else self.graphs(micro)
+            if replayed is not None:
+                return replayed[0], replayed[1] if entropy else None, None
+        return self._compute(micro, entropy, logits)
+
+    def _logprobs_and_entropies(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        logprobs, entropies, _ = self._compute(micro, True, False)
+        assert entropies is not None
+        return logprobs, entropies
+
+    def _compute(
+        self, micro: MicroBatch, entropy: bool, logits: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         causal = base_causal_lm(self.model)
         with _scoring_pass(), autocast(self.precision, micro.input_ids.device):
             hidden = self._hidden(micro)

@@ -41,9 +41,10 @@ def test_graphs_are_kept_over_updates_in_place_and_dropped_when_a_weight_moved()
     weights = [torch.zeros(4), torch.zeros(4)]
     graphs = GraphCache(torch.device("cpu"), capture=True, weights=lambda: weights)
     calls: list[str] = []
-    for key in ("a", "b", "a"):
+    for key in ("a", "b", "once", "a", "b", "a"):
         graphs.run(key, lambda key=key: calls.append(key))  # type: ignore[misc]
-    assert calls == ["a", "a", "b", "b"]  # once as it is and once for the capture; then replayed
+    # Once as it is; met again, once for the capture; then replayed.
+    assert calls == ["a", "b", "once", "a", "b"]
     weights[1].add_(1)
     graphs.drop_if_moved()
     assert len(graphs) == 2

@@ -13,13 +13,17 @@ from torch import Tensor
 
 
 class GraphCache:
-    """One graph per key, captured when the key is first asked for, all in one memory pool."""
+    """One graph per key, captured when the key is asked for a second time, all in one memory pool.
+
+    A capture takes as long as a few plain calls: what is met once is not worth it.
+    """
 
     def __init__(
         self, device: torch.device, *, capture: bool, weights: Callable[[], Iterable[Tensor]]
     ) -> None:
         self.device, self.capture = device, capture
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._met: set[Hashable] = set()
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._weights = weights
         self._addresses: tuple[int, ...] = ()
@@ -39,14 +43,14 @@ class GraphCache:
 
     def run(self, key: Hashable, function: Callable[[], None]) -> None:
         """Does what `function` does to the buffers that it closes over."""
-        if not self.capture:
+        if not self.capture or key not in self._met:
+            # Outside of a graph libraries set themselves up, too.
+            self._met.add(key)
             function()
             return
         if key not in self._graphs:
             if not self._graphs:
                 self._addresses = self._where()
-            # The call itself, outside of a graph: libraries set themselves up on first use.
-            function()
             graph = torch.cuda.CUDAGraph()
             torch.cuda.current_stream(self.device).synchronize()
             # Other threads (the trainer's) may allocate meanwhile; only ours must not.
@@ -56,5 +60,4 @@ class GraphCache:
             finally:
                 graph.capture_end()
             self._graphs[key] = graph
-            return
         self._graphs[key].replay()

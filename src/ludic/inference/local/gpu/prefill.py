@@ -19,7 +19,7 @@ from ludic.inference.local.scheduler import Work
 
 MAX_TOKENS = 32_768
 """The most tokens of one forward pass."""
-_GRAPH_TOKENS = 2048
+_GRAPH_TOKENS = 8192
 """Up to so many tokens a pass is bound by launches, and worth a graph."""
 
 
@@ -47,7 +47,8 @@ class Prefill:
         self.forward, self.arena, self.vocab = forward, arena, vocab
         self.graphs, self.kernels = graphs, kernels
         self.trash = arena.kv.shape[2] - 1
-        self.lengths = length_buckets(arena.length)
+        # Fewer than a decode step has: a prompt's attention is a small part of it.
+        self.lengths = sorted({*length_buckets(arena.length)[1::2], arena.length})
         self._boxes: dict[tuple[int, int, bool], tuple[_Rectangle, Tensor]] = {}
 
     def batches(self, work: Seq[Work]) -> list[list[Work]]:
@@ -130,14 +131,11 @@ class Prefill:
 
 def _width(tokens: int) -> int:
     """A few widths only, so that graphs are met again."""
-    for width in (16, 32, 64, 128):
-        if tokens <= width:
-            return width
-    return -(-tokens // 128) * 128
+    return 32 if tokens <= 32 else -(-tokens // 128) * 128
 
 
 def _count(sequences: int) -> int:
-    for count in (1, 4, 16, 32, 64):
+    for count in (4, 16):
         if sequences <= count:
             return count
     return -(-sequences // 64) * 64

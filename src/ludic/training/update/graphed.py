@@ -1,0 +1,374 @@
+"""Forward and backward passes as CUDA graphs, for models so small that launching is what they cost.
+
+A graph works on buffers of fixed sizes. So a micro-batch is padded to a graph's sizes: with whole
+sequences of padding that no other sequence sees, and with action tokens whose gradient is zero.
+Values and gradients are those of the micro-batch alone.
+
+All graphs share one memory pool and one set of gradients, so between a forward pass and its
+backward pass no other may run; one that does is noticed (`_Replay`). A graph reads the weights
+where they lay when it was captured: weights that moved make every graph stale.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ludic.training.update.packing import MicroBatch
+from ludic.training.update.sharing import SharedKeys
+
+_log = logging.getLogger("ludic.training")
+
+Compute = Callable[[MicroBatch], tuple[Tensor, Tensor]]
+"""Log-probs and entropies of a micro-batch's action tokens."""
+
+_PER_LAYER = 1e11
+"""Parameters times tokens, for each layer, up to which a pass takes longer to launch than to
+compute: on an H200, where a layer's launches take 5 ms."""
+_BLOCK = 128
+"""The longest sequence is rounded up to these: what attention kernels compute at once."""
+_MOST_GRAPHS = 6
+_SPARE = 2**30
+
+
+class Sizes(NamedTuple):
+    """The sizes of a micro-batch; `keys` is 0 where sequences attend to themselves alone."""
+
+    tokens: int
+    sequences: int
+    actions: int
+    longest: int
+    keys: int
+    most_keys: int
+
+    @classmethod
+    def of(cls, micro: MicroBatch) -> Sizes:
+        keys = micro.keys
+        return cls(
+            len(micro.input_ids),
+            len(micro.lengths),
+            len(micro.target_ids),
+            max(micro.lengths),
+            0 if keys is None else len(keys.places),
+            0 if keys is None else max(keys.lengths),
+        )
+
+    def padding(self, inner: Sizes) -> tuple[int, int, int] | None:
+        """Sequences, tokens and keys of padding that make `inner` these sizes; None if none do.
+
+        Every sequence of padding has a token at least and no fewer keys than tokens.
+        """
+        rows, tokens = self.sequences - inner.sequences, self.tokens - inner.tokens
+        keys = self.keys - inner.keys
+        if any(mine < other for mine, other in zip(self, inner, strict=True)):
+            return None
+        if bool(self.keys) != bool(inner.keys):
+            return None
+        if rows == 0:
+            return (0, 0, 0) if tokens == keys == 0 else None
+        fits = rows <= tokens <= rows * self.longest
+        if self.keys:
+            fits &= tokens <= keys <= rows * self.most_keys
+        return (rows, tokens, keys) if fits else None
+
+    def roomy(self) -> Sizes | None:
+        """Sizes that this one and others like it fit; None if none were found."""
+        longest, most_keys = (-(-n // _BLOCK) * _BLOCK for n in (self.longest, self.most_keys))
+        rows, tokens, keys = 1, self.tokens, self.keys
+        for _ in range(8):
+            found = Sizes(
+                _rounded(tokens),
+                _rounded(self.sequences + rows),
+                _rounded(self.actions),
+                longest,
+                _rounded(keys) if self.keys else 0,
+                most_keys,
+            )
+            if found.padding(self) is not None:
+                return found
+            rows = max(rows, found.sequences - self.sequences)
+            if self.keys:
+                rows = max(rows, -(-(found.keys - self.keys) // most_keys))
+            rows = max(rows, -(-(found.tokens - self.tokens) // longest))
+            tokens = self.tokens + max(rows, found.sequences - self.sequences)
+            keys = self.keys + found.tokens - self.tokens
+        return None
+
+    def wastes_little(self, inner: Sizes) -> bool:
+        """Whether padding `inner` to these sizes costs less than launching it."""
+        return self.tokens <= 1.5 * inner.tokens and self.actions <= 1.5 * inner.actions + _BLOCK
+
+
+def _rounded(n: int) -> int:
+    """Up by a quarter at most, so that few sizes occur."""
+    step = max(16, 1 << max(n.bit_length() - 3, 0))
+    return -(-n // step) * step
+
+
+def pad(micro: MicroBatch, sizes: Sizes) -> MicroBatch:
+    """The micro-batch with padding behind it, in the sizes given. Its `loss` stays as it is."""
+    inner = Sizes.of(micro)
+    padding = sizes.padding(inner)
+    if padding is None:
+        raise ValueError(f"{inner} cannot be padded to {sizes}")
+    rows, tokens, keys = padding
+    actions = sizes.actions - inner.actions
+    own = _shares(tokens, rows)
+    lengths = (*micro.lengths, *own)
+    seen = micro.keys
+    if seen is not None:
+        whole = _shares(keys, rows)
+        seen = SharedKeys(
+            _extended(seen.places, keys, inner.tokens),
+            _bounds(seen.cu_seqlens, whole),
+            (*seen.lengths, *whole),
+        )
+    return replace(
+        micro,
+        input_ids=_extended(micro.input_ids, tokens, 0),
+        position_ids=_extended(micro.position_ids, tokens, 0),
+        cu_seqlens=_bounds(micro.cu_seqlens, own),
+        lengths=lengths,
+        action_positions=_extended(micro.action_positions, actions, 0),
+        target_ids=_extended(micro.target_ids, actions, 0),
+        temperatures=_extended(micro.temperatures, actions, 1),
+        keys=seen,
+    )
+
+
+def _shares(total: int, parts: int) -> list[int]:
+    """`total` in `parts` numbers as equal as can be, the larger ones first."""
+    return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+def _extended(values: Tensor, count: int, value: float) -> Tensor:
+    return torch.cat([values, values.new_full((count,), value)])
+
+
+def _bounds(cu_seqlens: Tensor, lengths: Sequence[int]) -> Tensor:
+    more = torch.tensor(lengths, dtype=cu_seqlens.dtype).cumsum(0, dtype=cu_seqlens.dtype)
+    return torch.cat([cu_seqlens, cu_seqlens[-1:] + more.to(cu_seqlens.device, non_blocking=True)])
+
+
+class PassGraphs:
+    """`compute` and its backward pass, captured per size and replayed.
+
+    `capture=False` does the same on the same buffers without graphs, for devices that have none.
+    """
+
+    def __init__(self, compute: Compute, model: nn.Module, layers: int, *, capture: bool) -> None:
+        self.compute, self.model, self.capture = compute, model, capture
+        count = sum(p.numel() for p in model.parameters())
+        self.most_tokens = int(_PER_LAYER * layers / max(count, 1))
+        self.passes: dict[Sizes, _Pass] = {}
+        self.serial = 0
+        self._off = False
+        self.pool: Any = None
+        self._addresses: tuple[int, ...] = ()
+        self.trained: list[nn.Parameter] = []
+        self.gradients: list[Tensor] = []
+        self._anchor: Tensor | None = None
+
+    def __call__(self, micro: MicroBatch) -> tuple[Tensor, Tensor] | None:
+        """What `compute` returns; None where the caller is to compute it. Gradients go to the
+        parameters' `grad`."""
+        sizes = Sizes.of(micro)
+        if self._off or micro.kept is not None or sizes.tokens > self.most_tokens:
+            return None
+        self._drop_if_changed()
+        if self._off or _has_hooks(self.model):
+            return None
+        found = self._find(sizes)
+        if found is None:
+            return None
+        assert self._anchor is not None
+        logprobs, entropies = _Replay.apply(self._anchor, self, found, micro)  # type: ignore[no-untyped-call]
+        return logprobs[: sizes.actions], entropies[: sizes.actions]
+
+    def _find(self, sizes: Sizes) -> _Pass | None:
+        for own, known in self.passes.items():
+            if own.wastes_little(sizes) and own.padding(sizes) is not None:
+                self.passes[own] = self.passes.pop(own)  # the last one used is the last to go
+                return known
+        roomy = sizes.roomy()
+        if roomy is None or not self._has_memory():
+            return None
+        if len(self.passes) >= _MOST_GRAPHS:
+            del self.passes[next(iter(self.passes))]
+        return self.passes.setdefault(roomy, _Pass(self, roomy))
+
+    def _has_memory(self) -> bool:
+        if not self.capture:
+            return True
+        device = next(self.model.parameters()).device
+        # The most that an ordinary pass took so far, beside what stays.
+        peak = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        free, _ = torch.cuda.mem_get_info(device)
+        if free < 1.25 * peak + _SPARE:
+            self._off = True
+            _log.info("passes are not captured as graphs: that would take %.0f MB", peak / 1e6)
+        return not self._off
+
+    def give_up(self, why: object) -> None:
+        """From now on leaves every pass to the caller."""
+        self._off = True
+        self.passes.clear()
+        _log.warning("passes cannot be captured as CUDA graphs, and are launched: %s", why)
+
+    def _drop_if_changed(self) -> None:
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        addresses = tuple(p.data_ptr() for p in self.model.parameters())
+        if addresses == self._addresses and len(trained) == len(self.trained):
+            return
+        self.passes.clear()
+        self._addresses, self.trained = addresses, trained
+        self.gradients = [torch.zeros_like(p) for p in trained]
+        self._anchor = torch.zeros((), device=trained[0].device, requires_grad=True)
+        # A pool without graphs is gone; its handle must not be used again.
+        self.pool = torch.cuda.graph_pool_handle() if self.capture else None
+
+    def add_gradients(self) -> None:
+        """Adds the last backward pass's to the parameters', as autograd does."""
+        pairs = list(zip(self.trained, self.gradients, strict=True))
+        fresh = [(p, g) for p, g in pairs if p.grad is None]
+        more = [(p, g) for p, g in pairs if p.grad is not None]
+        if more:
+            torch._foreach_add_([p.grad for p, _ in more], [g for _, g in more])
+        if fresh:
+            copies = [torch.empty_like(g) for _, g in fresh]
+            torch._foreach_copy_(copies, [g for _, g in fresh])
+            for (parameter, _), copy in zip(fresh, copies, strict=True):
+                parameter.grad = copy
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    """Whether somebody wants to be called during a pass: a replayed one calls nobody."""
+    return any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        for m in model.modules()
+    ) or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+class _Pass:
+    """One size: its buffers and, from its second use on, its two graphs."""
+
+    def __init__(self, owner: PassGraphs, sizes: Sizes) -> None:
+        self.owner, self.sizes = owner, sizes
+        self.micro: MicroBatch | None = None
+        self.results: tuple[Tensor, Tensor] | None = None
+        self.grads: tuple[Tensor, Tensor] | None = None
+        self.graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
+
+    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        padded = pad(micro, self.sizes)
+        again = self.grads is not None
+        if self.owner.capture and again and self.graphs is None:
+            # It has run once, so by now every library has set itself up.
+            self.micro = self._fixed(padded)
+            self._capture()
+        if self.graphs is not None:
+            _overwrite(self.micro, padded)
+            self.graphs[0].replay()
+        else:
+            self.micro = padded
+            self._forward()
+        assert self.results is not None
+        logprobs, entropies = self.results
+        return logprobs.detach().clone(), entropies.detach().clone()
+
+    def backward(self, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> None:
+        assert self.results is not None
+        if self.grads is None:
+            first, second = (torch.zeros_like(t) for t in self.results)
+            self.grads = first, second
+        for fixed, new in zip(self.grads, (grad_logprobs, grad_entropies), strict=True):
+            fixed.zero_() if new is None else fixed.copy_(new)
+        if self.graphs is not None:
+            self.graphs[1].replay()
+        else:
+            self._backward()
+
+    def _fixed(self, padded: MicroBatch) -> MicroBatch:
+        """Buffers for every micro-batch of the size: the kernels are told the longest there may
+        be, and nothing else that changes is known to the host."""
+        keys = padded.keys
+        if keys is not None:
+            keys = replace(keys, lengths=(self.sizes.most_keys,))
+        return replace(padded, lengths=(self.sizes.longest,), keys=keys)
+
+    def _forward(self) -> None:
+        assert self.micro is not None
+        with torch.enable_grad():
+            self.results = self.owner.compute(self.micro)
+
+    def _backward(self) -> None:
+        owner = self.owner
+        assert self.results is not None
+        results, self.results = self.results, (self.results[0].detach(), self.results[1].detach())
+        found = torch.autograd.grad(results, owner.trained, self.grads, allow_unused=True)
+        used = [(mine, g) for mine, g in zip(owner.gradients, found, strict=True) if g is not None]
+        torch._foreach_copy_([mine for mine, _ in used], [g for _, g in used])
+
+    def _capture(self) -> None:
+        """Captures both passes; what they compute is known once they are replayed.
+
+        No graph of autograd may be alive that leads to the parameters from another stream: its
+        nodes would be met again here, and would wait for that stream. So `_backward` keeps none.
+        """
+        self.results = None
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(stream):
+                for graph, work in zip(graphs, (self._forward, self._backward), strict=True):
+                    # The engine's thread may allocate meanwhile; only this one must not.
+                    graph.capture_begin(pool=self.owner.pool, capture_error_mode="thread_local")
+                    try:
+                        work()
+                    finally:
+                        graph.capture_end()
+        except RuntimeError as exc:
+            self.owner.give_up(exc)
+            return
+        finally:
+            torch.cuda.current_stream().wait_stream(stream)
+        self.graphs = graphs
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, graphs: PassGraphs, found: _Pass, micro: MicroBatch
+    ) -> tuple[Tensor, Tensor]:
+        graphs.serial += 1
+        ctx.graphs, ctx.found, ctx.serial = graphs, found, graphs.serial
+        ctx.set_materialize_grads(False)
+        return found.forward(micro)
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None) -> Any:
+        graphs: PassGraphs = ctx.graphs
+        if ctx.serial != graphs.serial:
+            raise RuntimeError(
+                "another forward pass ran before this one's backward pass, and took its memory: "
+                "call backward first, or make the trainer with graphs=False"
+            )
+        ctx.found.backward(grad_logprobs, grad_entropies)
+        graphs.add_gradients()
+        return (None,) * 4
+
+
+def _overwrite(fixed: Any, new: Any) -> None:
+    """Copies what a padded micro-batch's passes read into the buffers of another."""
+    for field in fields(fixed):
+        old, value = getattr(fixed, field.name), getattr(new, field.name)
+        if isinstance(old, Tensor):
+            old.copy_(value, non_blocking=True)
+        elif isinstance(old, SharedKeys):
+            _overwrite(old, value)

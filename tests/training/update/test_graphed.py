@@ -1,0 +1,173 @@
+"""Passes on buffers of fixed sizes: padding changes no value and no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ludic.inference.tiny import tiny_model
+from ludic.saw.batch import make_batch
+from ludic.saw.items import SAWBatch, SAWItem
+from ludic.training.update.graphed import PassGraphs, Sizes, pad
+from ludic.training.update.layout import lay_out
+from ludic.training.update.packing import MicroBatch, pack
+from ludic.training.update.policy import Policy
+
+
+def groups(prompts: Sequence[int], members: int, seed: int = 0) -> SAWBatch:
+    """Rows that begin alike, group by group."""
+    rng, items = np.random.default_rng(seed), []
+    for prompt in prompts:
+        start = rng.integers(3, 250, prompt)
+        for _ in range(members):
+            ids = np.concatenate([start, rng.integers(3, 250, int(rng.integers(1, 9)))])
+            mask = np.zeros(len(ids), np.int8)
+            mask[prompt:] = 1
+            items.append(SAWItem(ids, np.ones(len(ids), np.int8), mask, 1.0))
+    return make_batch(items)
+
+
+def packed(prompts: Sequence[int], *, share: bool, members: int = 4, seed: int = 0) -> MicroBatch:
+    batch = groups(prompts, members, seed)
+    return pack(lay_out(batch), range(len(batch.items)), share=share)
+
+
+def double_policy() -> Policy:
+    return Policy(tiny_model(layers=2).double())
+
+
+def gradients(policy: Policy) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+
+
+def weighted(logprobs: torch.Tensor, entropies: torch.Tensor | None) -> torch.Tensor:
+    assert entropies is not None
+    weights = torch.linspace(-1, 2, len(logprobs), dtype=logprobs.dtype)
+    return (logprobs * weights).sum() + 0.3 * entropies.sum()
+
+
+def graphed(policy: Policy) -> PassGraphs:
+    """The policy's passes on fixed buffers, without graphs, which a CPU does not have."""
+    graphs = PassGraphs(policy._logprobs_and_entropies, policy.model, 2, capture=False)
+    policy.graphs = graphs
+    return graphs
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_padding_changes_neither_values_nor_gradients(share: bool) -> None:
+    policy = double_policy()
+    micro = packed((20, 33, 7), share=share)
+    plain = policy.score(micro, entropy=True)
+    weighted(plain.logprobs, plain.entropy).backward()  # type: ignore[no-untyped-call]
+    expected = gradients(policy)
+    policy.zero_grad()
+
+    sizes = Sizes.of(micro).roomy()
+    assert sizes is not None
+    assert sizes.tokens > len(micro.input_ids)
+    padded = policy.score(pad(micro, sizes), entropy=True)
+    actions = len(micro.target_ids)
+    assert padded.entropy is not None
+    assert len(padded.logprobs) == sizes.actions
+    torch.testing.assert_close(padded.logprobs[:actions], plain.logprobs, rtol=1e-12, atol=1e-12)
+    weighted(padded.logprobs[:actions], padded.entropy[:actions]).backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(gradients(policy), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_passes_on_fixed_buffers_add_the_same_gradients_micro_batch_by_micro_batch(
+    share: bool,
+) -> None:
+    policy = double_policy()
+    micros = [packed((20, 33, 7), share=share, seed=s) for s in range(3)]
+    for micro in micros:
+        scored = policy.score(micro, entropy=True)
+        weighted(scored.logprobs, scored.entropy).backward()  # type: ignore[no-untyped-call]
+    expected = gradients(policy)
+    policy.zero_grad()
+
+    graphs = graphed(policy)
+    for number, micro in enumerate(micros):
+        scored = policy.score(micro, entropy=True)
+        assert graphs.serial == number + 1
+        weighted(scored.logprobs, scored.entropy).backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(gradients(policy), expected, rtol=1e-9, atol=1e-12)
+    assert len(graphs.passes) < len(micros), "sizes that are alike share a graph"
+
+
+def test_a_backward_pass_whose_memory_was_taken_by_another_pass_raises() -> None:
+    policy = double_policy()
+    graphed(policy)
+    micro = packed((20, 33), share=True)
+    first = policy.score(micro, entropy=True)
+    policy.score(micro, entropy=True)
+    with pytest.raises(RuntimeError, match="another forward pass"):
+        weighted(first.logprobs, first.entropy).backward()  # type: ignore[no-untyped-call]
+
+
+def test_hooks_logits_and_scoring_without_gradients_are_not_replayed() -> None:
+    policy = double_policy()
+    graphs = graphed(policy)
+    micro = packed((20, 33), share=True)
+    with torch.no_grad():
+        policy.score(micro, entropy=True)
+    policy.score(micro, logits=True)
+    called = []
+    handle = policy.model.get_input_embeddings().register_forward_hook(  # type: ignore[operator]
+        lambda *_: called.append(1)
+    )
+    policy.score(micro, entropy=True)
+    assert called
+    assert graphs.serial == 0
+    handle.remove()
+    policy.score(micro, entropy=True)
+    assert graphs.serial == 1
+
+
+def test_weights_that_moved_make_every_pass_new() -> None:
+    policy = double_policy()
+    graphs = graphed(policy)
+    micro = packed((20, 33), share=True)
+    policy.score(micro, entropy=True)
+    before = list(graphs.passes.values())
+    weight = next(policy.model.parameters())
+    weight.data = weight.data.clone()
+    policy.score(micro, entropy=True)
+    assert list(graphs.passes.values()) != before
+
+
+def test_large_micro_batches_and_truncated_sampling_are_left_to_the_caller() -> None:
+    policy = double_policy()
+    graphs = graphed(policy)
+    graphs.most_tokens = 30
+    policy.score(packed((20, 33), share=True), entropy=True)
+    assert graphs.serial == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_roomy_sizes_fit_what_they_were_made_for(data: st.DataObject) -> None:
+    whole = data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=600))
+    own = [data.draw(st.integers(1, n)) for n in whole[:20]] + whole[20:]
+    shares = own != whole
+    sizes = Sizes(
+        sum(own),
+        len(own),
+        data.draw(st.integers(1, 5000)),
+        max(own),
+        sum(whole) if shares else 0,
+        max(whole) if shares else 0,
+    )
+    roomy = sizes.roomy()
+    if roomy is None:  # rare, and then the pass is launched
+        return
+    rows, tokens, keys = roomy.padding(sizes) or (0, 0, 0)
+    assert sizes.tokens + tokens == roomy.tokens
+    assert sizes.sequences + rows == roomy.sequences
+    assert keys in (0, roomy.keys - sizes.keys)
+    assert roomy.tokens <= 1.25 * (sizes.tokens + roomy.sequences) + 16
