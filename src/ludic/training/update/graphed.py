@@ -100,8 +100,8 @@ class Sizes(NamedTuple):
         return None
 
     def wastes_little(self, inner: Sizes) -> bool:
-        """Whether padding `inner` to these sizes costs less than launching it."""
-        return self.tokens <= 1.5 * inner.tokens and self.actions <= 1.5 * inner.actions + _BLOCK
+        """Whether padding `inner` to these sizes costs less than launching it, and no new graph."""
+        return self.tokens <= 3 * inner.tokens and self.actions <= 3 * inner.actions + _BLOCK
 
 
 def _rounded(n: int) -> int:
