@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from ludic.interaction import Runtime
 from ludic.precision import float32_products
 from ludic.registry import CORRECTIONS, FILTERS
 from ludic.runs.episodes import inference_spec, runtime_of
-from ludic.runs.model import build_model, configuring, precision_of
+from ludic.runs.model import build_model, configuring, local_client, precision_of
 from ludic.runs.players.seats import OtherPlayers
 from ludic.runs.settings import RunConfig
 from ludic.saw.filters import SampleFilter, combine
@@ -27,9 +27,6 @@ from ludic.seeding import derive_seed
 from ludic.training import CheckpointConfig, RLAlgorithm, TrainerConfig, make_algorithm
 from ludic.training.losses.corrections import CorrectedLoss
 from ludic.training.preprocess import KLInReward, chain
-
-if TYPE_CHECKING:
-    from ludic.inference import LocalChatClient
 
 
 @dataclass(frozen=True)
@@ -68,20 +65,6 @@ async def open_policy(
         await stack.enter_async_context(players)
         runtime = runtime_of(config, client, tokenizer, players.runtimes)
         yield OpenPolicy(model, tokenizer, runtime, publisher)
-
-
-def local_client(config: RunConfig, model: nn.Module, tokenizer: Any) -> LocalChatClient:
-    """Returns an engine in this process that samples from `model` itself."""
-    from ludic.inference import LocalChatClient
-
-    return LocalChatClient(
-        model,
-        tokenizer,
-        max_slots=config.inference.slots,
-        max_context_tokens=config.inference.max_context_tokens,
-        deterministic=config.inference.deterministic,
-        precision=precision_of(config),
-    )
 
 
 def algorithm_of(config: RunConfig) -> RLAlgorithm:

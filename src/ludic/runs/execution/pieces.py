@@ -18,7 +18,6 @@ from ludic.interaction import Runtime
 from ludic.runs.assemble import (
     OpenPolicy,
     algorithm_of,
-    local_client,
     sample_filter_of,
     sft_algorithm,
     trainer_config,
@@ -28,7 +27,7 @@ from ludic.runs.evaluation import evaluate_policy
 from ludic.runs.execution.piece import Piece
 from ludic.runs.execution.ranks import Crew
 from ludic.runs.execution.updates import Stage, Update, make_loggers
-from ludic.runs.model import build_model
+from ludic.runs.model import build_model, local_client
 from ludic.runs.pipeline.training import RunPipeline
 from ludic.runs.players.opponents import Seating, seating
 from ludic.runs.players.scoring import Scoring
