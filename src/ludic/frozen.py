@@ -3,8 +3,8 @@
 A frozen dataclass sets each field with a call of `object.__setattr__`: for ten fields that is two
 thirds of what making the object costs, and an episode makes two dozen of them. `quick` gives the
 class an `__init__` that assigns instead. Assigning is forbidden in the class itself, so a new
-object is for that moment an instance of `opened`: a subclass with the same slots that allows it. For
-the class below, `__init__` is written out as
+object is for that moment an instance of `opened`: a subclass with the same slots that allows it.
+For the class below, `__init__` is written out as
 
     def __init__(self, x, y=default_y):
         if self.__class__ is not cls:       # of a derived class, with fields or slots of its own
