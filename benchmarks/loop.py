@@ -46,10 +46,10 @@ from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sequence
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.precision import Precision
+from ludic.runs.execution.training_run import TrainingRun
 from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig, check_run
 from ludic.runs.storage.folder import RunFolder
-from ludic.runs.training_run import TrainingRun
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes
 
@@ -139,7 +139,7 @@ async def reinforce(config: RunConfig, stamps: Stamps) -> None:
     with tempfile.TemporaryDirectory() as where:
         run = Run.of_config(config, RunFolder.planned(config, Path(where) / "run"), FOLDER.parent)
         run.loggers = [stamps]
-        stages = TrainingRun.of(run)
+        stages = TrainingRun(run)
         run.folder.make(config, modules=FOLDER.parent)
         async with stages._opened():
             await stages._reinforce(0)

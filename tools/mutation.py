@@ -67,6 +67,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/training/test_trainer.py",
     ),
     "training/checkpoints/checkpoint.py": ("tests/training/checkpoints",),
+    "training/checkpoints/contents.py": ("tests/training/checkpoints",),
     "training/checkpoints/state_shards.py": ("tests/training/checkpoints",),
     "rollouts/planning.py": ("tests/rollouts/test_planning.py", "tests/rollouts/test_engine.py"),
     "interaction/collector.py": ("tests/interaction",),

@@ -15,36 +15,10 @@ from typing_extensions import TypedDict  # pydantic reads no other before Python
 
 from ludic.errors import DataError
 from ludic.frozen import changed, quick
-from ludic.json_codec import ByKind, JsonObject, check_json, from_json, to_json
-
-__all__ = [
-    "Action",
-    "AgentID",
-    "AgentStep",
-    "ChatResponse",
-    "EnvSpec",
-    "EnvironmentStep",
-    "FinishReason",
-    "Fork",
-    "ForkReason",
-    "FunctionCall",
-    "Info",
-    "Message",
-    "Obs",
-    "ProtocolSpec",
-    "Rollout",
-    "RolloutStepKey",
-    "Step",
-    "StepOutcome",
-    "TokenTrace",
-    "ToolCall",
-    "TruncationReason",
-    "Turn",
-    "VersionSpan",
-    "check_json",
-    "from_json",
-    "to_json",
-]
+from ludic.json_codec import ByKind, JsonObject
+from ludic.json_codec import check_json as check_json
+from ludic.json_codec import from_json as from_json
+from ludic.json_codec import to_json as to_json
 
 AgentID: TypeAlias = str
 Obs: TypeAlias = str

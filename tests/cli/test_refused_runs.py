@@ -12,7 +12,7 @@ import pytest
 from ludic.errors import ConfigError
 from ludic.interaction import MultiAgentProtocol
 from ludic.rollouts import read_rollouts
-from ludic.runs.check import check_parts
+from ludic.runs.execution.check import check_parts
 from ludic.runs.settings import parse_run
 from ludic.runs.storage.lock import locked
 from tests.cli.conftest import Ludic
@@ -237,7 +237,7 @@ def test_players_are_made_for_the_seats_that_there_are(monkeypatch: pytest.Monke
     def protocol(kind: str, runtime: Any, **_: Any) -> MultiAgentProtocol:
         return MultiAgentProtocol({}, default=player)
 
-    monkeypatch.setattr("ludic.runs.check.make_protocol", protocol)
+    monkeypatch.setattr("ludic.runs.execution.check.make_protocol", protocol)
     check_parts(parse_run('[env]\nkind = "tic_tac_toe_two_player"\n'))
     assert set(asked) == {"X", "O"}
 

@@ -16,10 +16,10 @@ from ludic.distributed.local import LocalPolicyPublisher
 from ludic.errors import ConfigError
 from ludic.inference import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
+from ludic.runs.arguments import given_again, read_arguments
+from ludic.runs.execution.updates import Update
 from ludic.runs.results.terminal import command_name
-from ludic.runs.run import given_again, read_arguments
 from ludic.runs.storage.folder import RunFolder
-from ludic.runs.training_run import Update
 from ludic.training import RolloutBatchSource, Trainer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]

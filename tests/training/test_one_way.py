@@ -292,13 +292,13 @@ async def test_whatever_goes_wrong_on_rank_0_the_others_are_told(
     def cannot(batch: SAWBatch) -> Any:
         raise TypeError("no wire for this")
 
-    monkeypatch.setattr("ludic.training.trainer.batch_to_dict", cannot)
+    monkeypatch.setattr("ludic.training.batching.intake.batch_to_dict", cannot)
     trainer = trainer_of(make_reinforce(), Given(synthetic_batch(1)))
     first = TwoRanks(leads=True)
-    trainer.world = first  # type: ignore[assignment]
+    trainer.intake.world = first  # type: ignore[assignment]
     with pytest.raises(TypeError, match="no wire"):
-        await trainer._next_batch()
-    trainer.world = TwoRanks(leads=False, told=first.told)  # type: ignore[assignment]
+        await trainer.intake.next_batch(trainer.source)
+    trainer.intake.world = TwoRanks(leads=False, told=first.told)  # type: ignore[assignment]
     with pytest.raises(BatchError, match=r"rank 0 has no batch.*no wire"):
-        await trainer._next_batch()
+        await trainer.intake.next_batch(trainer.source)
     trainer.close()

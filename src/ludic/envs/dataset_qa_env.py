@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Awaitable, Sequence
 from typing import Any, ClassVar
 
-from ludic.envs.datasets.rows import DatasetRows, Row, load_rows
+from ludic.envs.dataset_rows import DatasetRows, Row, load_rows
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, EnvError
 from ludic.rewards import Attempt, RewardSpec, RewardSum, Score, make_rewards

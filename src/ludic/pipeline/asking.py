@@ -11,9 +11,9 @@ from ludic.errors import CheckpointError, ConfigError
 from ludic.pipeline.ledger import Asked
 from ludic.rollouts.curricula import Curriculum
 from ludic.rollouts.requests import RolloutRequest
-from ludic.rollouts.strategies import IdentityStrategy, RequestStrategy
+from ludic.rollouts.strategies import RequestStrategy
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.batching.requests import RequestFeed, RequestFn, choose_strategy
+from ludic.training.batching.requests import RequestFeed, RequestFn
 from ludic.types import Rollout
 
 
@@ -55,18 +55,10 @@ class UnitFeed:
         rollouts_per_update: int,
         strategy: RequestStrategy | None,
     ) -> None:
-        self._strategy = choose_strategy(strategy, algorithm)
-        self._keeps_groups = strategy is None
-        algorithm.check_rollouts_per_update(rollouts_per_update)
-        size = self._strategy.group_size
-        if rollouts_per_update % size:
-            raise ConfigError(
-                f"rollouts_per_update={rollouts_per_update} is not a multiple of the request "
-                f"strategy's group_size={size}: a batch holds whole groups"
-            )
-        self.groups_per_update = rollouts_per_update // (algorithm.group_size or size)
+        self._feed = RequestFeed(source, algorithm, strategy, rollouts_per_update)
+        size = algorithm.group_size or self._feed.strategy.group_size
+        self.groups_per_update = rollouts_per_update // size
         self._rollouts_per_update = rollouts_per_update
-        self._feed = RequestFeed(source, rollouts_per_update // size)
         self._draws = 0
 
     async def draw(self) -> list[Asked]:
@@ -82,10 +74,7 @@ class UnitFeed:
         return [Asked(unit) for unit in units]
 
     def _units(self, requests: Sequence[RolloutRequest]) -> list[tuple[RolloutRequest, ...]]:
-        strategy = self._strategy
-        if self._keeps_groups and all(r.group_id is not None for r in requests):
-            strategy = IdentityStrategy()
-        expanded = strategy.expand(requests, prefix=f"draw-{self._draws}/")
+        expanded = self._feed.expand(requests, f"draw-{self._draws}/")
         places = [(r.group_id or f"\0{i}", r) for i, r in enumerate(expanded)]
         return [tuple(r for _, r in unit) for _, unit in groupby(places, key=lambda p: p[0])]
 

@@ -15,7 +15,6 @@ from ludic.errors import (
     CheckpointError,
     DeadlineError,
     PipelineError,
-    RolloutError,
     SchemaVersionError,
     SerializationError,
 )
@@ -35,6 +34,7 @@ from ludic.saw.grouping import LostMember
 from ludic.saw.items import SAWBatch
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.requests import RequestFn
+from ludic.training.batching.rollout_batch_source import first_filled
 from ludic.types import Rollout
 
 _log = logging.getLogger("ludic.pipeline")
@@ -160,17 +160,7 @@ class PipelineBatchSource:
         """The next batch. If one turns out empty, the next is tried, up to `max_empty_batches` in
         all."""
         await self.open()
-        drops: Counter[str] = Counter()
-        for _ in range(self.max_empty_batches):
-            batch = await self._batch(drops)
-            self.step += 1
-            if batch.items:
-                return batch
-            drops = Counter(batch.meta["dropped"])
-        raise RolloutError(
-            f"{self.max_empty_batches} batches in a row had nothing to train on; dropped, in "
-            f"turns: {dict(drops)}. Loosen the filters, or look at why rewards do not vary"
-        )
+        return await first_filled(self._batch, self.max_empty_batches)
 
     async def _batch(self, drops: Counter[str]) -> SAWBatch:
         before = Counter(self.ledger.dropped)
@@ -212,6 +202,7 @@ class PipelineBatchSource:
         for number in numbers:
             del self._groups[number]
         self._feed.report(rollouts)
+        self.step += 1
         return batch
 
     async def _collect(self) -> list[int]:

@@ -8,7 +8,7 @@ import json
 import os
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import zstandard
 from ludic.errors import SerializationError
 
 _CHUNK = 1 << 16
+_BLOCK = 1 << 20
 _COMPRESSED = (".gz", ".zst")
 
 
@@ -72,6 +73,34 @@ def mend_last_line(path: Path) -> None:
     if rest:
         with open(path, "ab") as file:
             file.write(as_stored(path, b"\n"))
+
+
+def keep_lines(path: Path, keep: Callable[[Any], bool]) -> None:
+    """Rewrites a file with only those lines whose JSON `keep` is true for, and without one that
+    breaks off. Where all are kept, the file stays as it is."""
+    temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    waiting, size, dropped = list[bytes](), 0, False
+    try:
+        with open(temporary, "wb") as file:
+            for number, (line, whole) in enumerate(read_lines(path), start=1):
+                if not whole:
+                    continue
+                if not keep(parse_line(line, f"{path}, line {number}")):
+                    dropped = True
+                    continue
+                waiting.append(line + b"\n")
+                size += len(line)
+                if size >= _BLOCK:
+                    file.write(as_stored(path, b"".join(waiting)))
+                    waiting, size = [], 0
+            if waiting:
+                file.write(as_stored(path, b"".join(waiting)))
+            file.flush()
+            os.fsync(file.fileno())
+        if dropped:
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _pieces(path: Path) -> Iterator[tuple[int, bytes, bool]]:

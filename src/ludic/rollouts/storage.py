@@ -11,16 +11,14 @@ from __future__ import annotations
 import json
 import math
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ludic.errors import ConfigError, SchemaVersionError, SerializationError
 from ludic.json_codec import encoder
-from ludic.rollouts.block_writer import BlockWriter
-from ludic.rollouts.lines import CutFileWarning, mend_last_line, parse_line, read_lines
+from ludic.rollouts.block_file import BlockFile
+from ludic.rollouts.lines import CutFileWarning, parse_line, read_lines
 from ludic.rollouts.stored_prompts import StoredRollout, with_repeats, without_repeats
 from ludic.types import AgentStep, Message, Rollout, from_json, to_json
 
@@ -45,7 +43,7 @@ class BufferedWriter(RolloutWriterLike, Protocol):
     async def flush_async(self) -> None: ...
 
 
-class RolloutWriter:
+class RolloutWriter(BlockFile[Rollout]):
     """Appends rollouts to a file, in blocks, from a thread of its own.
 
     The path's ending decides the format: `.jsonl.zst`, `.jsonl.gz` or plain `.jsonl`. An existing
@@ -61,18 +59,8 @@ class RolloutWriter:
     def __init__(self, path: str | Path, *, append: bool = False, max_waiting: int = 1024) -> None:
         if max_waiting < 1:
             raise ConfigError(f"max_waiting={max_waiting}: must be at least 1")
-        self.path = Path(path)
+        super().__init__(path, rollout_line, append=append, max_waiting=max_waiting)
         self.count = 0
-        if self.path.exists() and not append:
-            raise ConfigError(
-                f"{self.path} already exists: choose another path, or RolloutWriter(path, "
-                "append=True)"
-            )
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            mend_last_line(self.path)
-        self._blocks = BlockWriter(self.path, rollout_line, max_waiting=max_waiting)
-        weakref.finalize(self, self._blocks.close_at_exit)
 
     def write(self, rollout: Rollout) -> None:
         """Hands one rollout over to be written."""
@@ -82,54 +70,6 @@ class RolloutWriter:
     async def room(self) -> None:
         """Waits until `write` will not block."""
         await self._blocks.room()
-
-    def flush(self) -> None:
-        """Returns when every rollout written so far is on disk."""
-        self._blocks.flush()
-
-    async def flush_async(self) -> None:
-        """`flush` without holding up the event loop."""
-        await self._blocks.flush_async()
-
-    def close(self) -> None:
-        """Writes what waits, and closes the file."""
-        self._blocks.close()
-
-    async def aclose(self) -> None:
-        """`close` without holding up the event loop."""
-        try:
-            await self._blocks.flush_async()
-        finally:
-            self._blocks.close()
-
-    def __enter__(self) -> RolloutWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except Exception as error:
-            self._beside(exc, error)
-
-    async def __aenter__(self) -> RolloutWriter:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None
-    ) -> None:
-        try:
-            await self.aclose()
-        except Exception as error:
-            self._beside(exc, error)
-
-    def _beside(self, exc: BaseException | None, error: Exception) -> None:
-        """Raises `error`, unless `exc` is on its way already: then says it in a note."""
-        if exc is None:
-            raise error
-        if exc is not error:
-            exc.add_note(f"{self.path}: not all rollouts were written: {error}")
 
 
 async def write_rollouts(writer: RolloutWriterLike, rollouts: Iterable[Rollout]) -> None:

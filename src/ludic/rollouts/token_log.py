@@ -8,15 +8,11 @@ write. Files are in blocks, as those of rollouts are.
 
 from __future__ import annotations
 
-import json
-import os
 import warnings
-import weakref
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -24,8 +20,8 @@ from numpy.typing import NDArray
 
 from ludic.errors import SchemaVersionError, SerializationError
 from ludic.json_codec import encoder
-from ludic.rollouts.block_writer import BlockWriter
-from ludic.rollouts.lines import CutFileWarning, as_stored, mend_last_line, parse_line, read_lines
+from ludic.rollouts.block_file import BlockFile
+from ludic.rollouts.lines import CutFileWarning, keep_lines, parse_line, read_lines
 from ludic.saw.items import SAWItem
 
 SCHEMA = 1
@@ -100,18 +96,11 @@ class _Chunk:
         return b"".join(found)
 
 
-class TokenLog:
+class TokenLog(BlockFile[_Chunk]):
     """Appends what the trainer computed to a file, in blocks, from a thread of its own."""
 
     def __init__(self, path: str | Path, *, append: bool = False) -> None:
-        self.path = Path(path)
-        if self.path.exists():
-            if not append:
-                raise SerializationError(f"{self.path} already exists: pass append=True")
-            mend_last_line(self.path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._blocks = BlockWriter(self.path, _Chunk.lines)
-        weakref.finalize(self, self._blocks.close_at_exit)
+        super().__init__(path, _Chunk.lines, append=append)
 
     def write(self, tokens: UpdateTokens) -> None:
         """Hands an update over; returns before it is encoded."""
@@ -120,27 +109,6 @@ class TokenLog:
             self._blocks.put(_Chunk(tokens, first, start))
             start += sum(i.turns[-1].end for i in tokens.items[first : first + _CHUNK])
 
-    async def flush_async(self) -> None:
-        """Returns when every update so far is on disk."""
-        await self._blocks.flush_async()
-
-    def close(self) -> None:
-        """Writes what waits, and closes the file."""
-        self._blocks.close()
-
-    def __enter__(self) -> TokenLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except Exception as error:
-            if exc is None:
-                raise
-            exc.add_note(f"{self.path}: not everything was written: {error}")
-
 
 def open_token_log(path: Path, update: int) -> TokenLog:
     """Returns a log that goes on after `update`: what it has of later ones is forgotten, since a
@@ -148,7 +116,7 @@ def open_token_log(path: Path, update: int) -> TokenLog:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CutFileWarning)  # of an update that comes again
         if path.exists():
-            _forget_after(path, update)
+            keep_lines(path, lambda row: row["update"] <= update)
         return TokenLog(path, append=True)
 
 
@@ -220,27 +188,3 @@ def _text(values: NDArray[np.float32]) -> str:
 
 def _array(text: str) -> NDArray[np.float32]:
     return np.frombuffer(b64decode(text, validate=True), dtype="<f4").astype(np.float32, copy=False)
-
-
-def _forget_after(path: Path, update: int) -> None:
-    temporary = path.with_name(f".{os.getpid()}-{path.name}")
-    kept: list[bytes] = []
-    forgotten = False
-    try:
-        with open(temporary, "wb") as file:
-            for line, whole in read_lines(path):
-                if not whole:
-                    continue
-                if json.loads(line)["update"] > update:
-                    forgotten = True
-                    continue
-                kept.append(line + b"\n")
-                if len(kept) == 4 * _CHUNK:
-                    file.write(as_stored(path, b"".join(kept)))
-                    kept = []
-            if kept:
-                file.write(as_stored(path, b"".join(kept)))
-        if forgotten:
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ludic.agents.mcp import tool_servers
-from ludic.arguments import nearest
 from ludic.distributed import PolicyPublisher
 from ludic.distributed.local import LocalPolicyPublisher
-from ludic.errors import ConfigError
-from ludic.given import given, is_given
 from ludic.inference.client import ChatClient
 from ludic.interaction import Runtime
-from ludic.lazy import resolve
 from ludic.precision import float32_products
 from ludic.registry import CORRECTIONS, FILTERS
-from ludic.rollouts import RolloutRequest
-from ludic.runs.episodes import bring_in as bring_in
-from ludic.runs.episodes import inference_spec as inference_spec
-from ludic.runs.episodes import make_importable as make_importable
-from ludic.runs.episodes import rollout_engine as rollout_engine
-from ludic.runs.episodes import runtime_of as runtime_of
-from ludic.runs.episodes import tool_parser_of as tool_parser_of
-from ludic.runs.model import build_model, configuring, precision_of
-from ludic.runs.players.scoring import TEACHER, teachers_by_env
+from ludic.runs.episodes import inference_spec, runtime_of
+from ludic.runs.model import build_model, configuring, local_client, precision_of
 from ludic.runs.players.seats import OtherPlayers
-from ludic.runs.settings import EnvSection, RunConfig
-from ludic.runs.settings.from_python import key_of
+from ludic.runs.settings import RunConfig
 from ludic.saw.filters import SampleFilter, combine
 from ludic.seeding import derive_seed
 from ludic.training import CheckpointConfig, RLAlgorithm, TrainerConfig, make_algorithm
 from ludic.training.losses.corrections import CorrectedLoss
 from ludic.training.preprocess import KLInReward, chain
-from ludic.types import EnvSpec, ProtocolSpec
-
-if TYPE_CHECKING:
-    from ludic.inference import LocalChatClient
 
 
 @dataclass(frozen=True)
@@ -81,49 +65,6 @@ async def open_policy(
         await stack.enter_async_context(players)
         runtime = runtime_of(config, client, tokenizer, players.runtimes)
         yield OpenPolicy(model, tokenizer, runtime, publisher)
-
-
-def local_client(config: RunConfig, model: nn.Module, tokenizer: Any) -> LocalChatClient:
-    """Returns an engine in this process that samples from `model` itself."""
-    from ludic.inference import LocalChatClient
-
-    return LocalChatClient(
-        model,
-        tokenizer,
-        max_slots=config.inference.slots,
-        max_context_tokens=config.inference.max_context_tokens,
-        deterministic=config.inference.deterministic,
-        precision=precision_of(config),
-    )
-
-
-def requests_of(
-    config: RunConfig, *, held_out: bool = False
-) -> Mapping[str, tuple[RolloutRequest, float]]:
-    """Returns one request per environment of the run, with its share, by name. With `held_out`,
-    those of the evaluation, which may have other environments and another protocol."""
-    envs, part = config.env, config.protocol
-    if held_out:
-        envs, part = config.eval.env or envs, config.eval.protocol or part
-    protocol = ProtocolSpec(part.kind, part.kwargs)
-    named: dict[str, EnvSection] = {}
-    for section in envs:
-        name = section.name or key_of(section.kind)
-        while name in named:
-            name += "+"
-        named[name] = section
-    teachers = {} if held_out else teachers_by_env(config, list(named))
-    return {
-        name: (
-            RolloutRequest(
-                EnvSpec(section.kind, section.kwargs),
-                protocol,
-                meta={TEACHER: teachers[name]} if name in teachers else {},
-            ),
-            section.weight,
-        )
-        for name, section in named.items()
-    }
 
 
 def algorithm_of(config: RunConfig) -> RLAlgorithm:
@@ -188,22 +129,3 @@ def trainer_config(config: RunConfig, stage: Literal["sft", "rl"], folder: Path)
         run_dir=folder if stage == "rl" else folder / stage,
         eval_every=config.eval.every or None,
     )
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    """Returns the function named by `module:function`, or given as an object."""
-    if is_given(name):
-        return given(name, "function")  # type: ignore[no-any-return]
-    try:
-        function = resolve(name)
-    except (ImportError, AttributeError, TypeError, ValueError) as exc:
-        near = ""
-        if isinstance(exc, AttributeError) and exc.name is not None:
-            there = [n for n, f in vars(exc.obj).items() if callable(f) and not n.startswith("_")]
-            near = nearest(exc.name, there)
-        raise ConfigError(
-            f"{name!r} names no function in the form module:function: {exc}{near}"
-        ) from exc
-    if not callable(function):
-        raise ConfigError(f"{name!r} is not a function")
-    return function  # type: ignore[no-any-return]

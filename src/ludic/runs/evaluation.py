@@ -11,8 +11,10 @@ from ludic.errors import ConfigError
 from ludic.eval import EvalReport, RolloutEvaluator, eval_requests
 from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.rollouts.progress import ProgressCallback
-from ludic.runs.assemble import OpenPolicy, inference_spec, open_policy, requests_of, rollout_engine
+from ludic.runs.assemble import OpenPolicy, open_policy
+from ludic.runs.episodes import inference_spec, rollout_engine
 from ludic.runs.locate import locate
+from ludic.runs.requests import requests_of
 from ludic.runs.results.terminal import episodes_bar
 from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed

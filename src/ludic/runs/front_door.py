@@ -16,13 +16,14 @@ from ludic.envs.running.play import play_by_hand
 from ludic.errors import ConfigError
 from ludic.eval import EvalReport
 from ludic.given import in_use
-from ludic.runs.assemble import bring_in
+from ludic.runs.arguments import given_again, read_arguments, script_folder
+from ludic.runs.episodes import bring_in
 from ludic.runs.evaluation import evaluate_model
-from ludic.runs.interruption import blocking
+from ludic.runs.execution.interruption import blocking
 from ludic.runs.locate import RUNS, find_run, locate
 from ludic.runs.playing import watch_model
 from ludic.runs.results.terminal import episode_text, say
-from ludic.runs.run import Run, given_again, read_arguments, script_folder
+from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.from_python import Tables
 from ludic.runs.storage.folder import RunFolder

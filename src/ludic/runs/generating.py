@@ -9,8 +9,10 @@ from pathlib import Path
 from ludic.errors import ConfigError, UnknownNameError
 from ludic.rollouts import FixedMix, RolloutWriter
 from ludic.rollouts.storage import write_rollouts
-from ludic.runs.assemble import open_policy, requests_of, rollout_engine
+from ludic.runs.assemble import open_policy
+from ludic.runs.episodes import rollout_engine
 from ludic.runs.locate import locate
+from ludic.runs.requests import requests_of
 from ludic.runs.results.terminal import episodes_bar
 from ludic.seeding import derive_seed
 from ludic.types import FinishReason, Rollout

@@ -16,6 +16,7 @@ from torch import nn
 from ludic.arguments import unknown_argument
 from ludic.errors import ConfigError, LudicError, MissingExtraError
 from ludic.given import given, is_given
+from ludic.inference import LocalChatClient
 from ludic.precision import Precision, default_precision, weights_dtype
 from ludic.runs.settings import ModelSection, RunConfig
 from ludic.runs.settings.paths import earlier_run
@@ -201,3 +202,15 @@ def configuring(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {exc}") from exc
     except Exception as exc:
         raise ConfigError(f"{what} cannot be made: {type(exc).__name__}: {exc}") from exc
+
+
+def local_client(config: RunConfig, model: nn.Module, tokenizer: Any) -> LocalChatClient:
+    """Returns an engine in this process that samples from `model` itself."""
+    return LocalChatClient(
+        model,
+        tokenizer,
+        max_slots=config.inference.slots,
+        max_context_tokens=config.inference.max_context_tokens,
+        deterministic=config.inference.deterministic,
+        precision=precision_of(config),
+    )

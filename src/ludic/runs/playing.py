@@ -7,14 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ludic.runs.assemble import (
-    inference_spec,
-    make_importable,
-    open_policy,
-    requests_of,
-    rollout_engine,
-)
+from ludic.runs.assemble import open_policy
+from ludic.runs.episodes import inference_spec, make_importable, rollout_engine
 from ludic.runs.locate import locate
+from ludic.runs.requests import requests_of
 from ludic.runs.settings import RunConfig, apply_override
 from ludic.runs.storage.folder import RunFolder
 from ludic.seeding import derive_seed

@@ -11,7 +11,8 @@ from pathlib import Path
 from ludic.errors import ConfigError, RolloutError, UnknownNameError
 from ludic.interaction import Runtime
 from ludic.rollouts import read_rollouts, replay
-from ludic.runs.assemble import make_importable, open_policy
+from ludic.runs.assemble import open_policy
+from ludic.runs.episodes import make_importable
 from ludic.runs.locate import locate
 from ludic.types import Rollout
 

@@ -6,27 +6,26 @@ import asyncio
 import functools
 import logging
 import math
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 from ludic.distributed.interfaces import PolicyPublisher
-from ludic.errors import BatchError, ConfigError, DeadlineError, NonFiniteError
+from ludic.errors import ConfigError, NonFiniteError
 from ludic.precision import check_precision, float32_products
 from ludic.rollouts.token_log import TokenLog
-from ludic.saw.codec import batch_from_dict, batch_to_dict
 from ludic.saw.items import SAWBatch
 from ludic.sharding.weights import ModelWeights
 from ludic.sharding.world import World, work_on
 from ludic.training.algorithm import RLAlgorithm, one_algorithm
 from ludic.training.batching.ahead import SamplingAhead
-from ludic.training.checkpoints.checkpoint import Checkpointer, TrainerState
+from ludic.training.batching.intake import Intake
+from ludic.training.checkpoints.checkpoint import Checkpointer
+from ludic.training.checkpoints.contents import TrainerState
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.loggers import Logger, MetricLog
 from ludic.training.metrics.perf import PerfMeter
@@ -40,13 +39,13 @@ from ludic.training.update.passes import Passes, mean_kl, mini_batches, pick, sc
 from ludic.training.update.policy import Policy, attention_cost, check_packing, check_split
 from ludic.training.update.schedule import curve, describe_change, learning_rate
 from ludic.training.update.score_record import ScoreRecord
+from ludic.workers.deadlines import bounded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("ludic.training")
 T = TypeVar("T")
-_MAX_EMPTY_BATCHES = 8
 Metrics = dict[str, float]
 Evaluate = Callable[[int], Awaitable[Mapping[str, float]]]
 
@@ -132,6 +131,7 @@ class Trainer:
         self._compute = ThreadPoolExecutor(
             1, "ludic-train", initializer=work_on, initargs=(self.world.device,)
         )
+        self.intake = Intake(algo, self.world, self._run, self._source_name, cfg.batch_timeout_s)
         self._saving_s = 0.0  # time of the previous save, logged with the next step
         self._states_before_ahead: dict[str, Any] | None = None
         self._asked = self._taken = 0  # steps in this process; a resumed `step` may be ahead
@@ -193,7 +193,8 @@ class Trainer:
         """One batch: as many optimizer steps as the settings say, one publish, one log line."""
         await self.start()
         clock = self.perf.clock()
-        batch = await self._next_batch()
+        self._states_before_ahead = None
+        batch = await self.intake.next_batch(self.source)
         clock.lap("perf/wait_for_batch_s")
         last = self._goal is not None and self.step + 1 >= self._goal
         if isinstance(self.source, WorksAhead) and not last:
@@ -293,51 +294,10 @@ class Trainer:
                 f"max_nonfinite_steps={self.cfg.max_nonfinite_steps}. The samples are in {where}"
             )
 
-    async def _next_batch(self) -> SAWBatch:
-        """Rank 0's next batch, on every rank."""
-        if self.world.size == 1:
-            return await self._from_source()
-        batch, error, told = None, None, dict[str, Any]()
-        if self.world.leads:
-            try:
-                batch = await self._from_source()
-                told = dict(batch_to_dict(batch))
-            except Exception as exc:  # the others wait to be told, whatever went wrong
-                ended = isinstance(exc, StopAsyncIteration)
-                error, told = exc, {"ended": str(exc)} if ended else {"error": repr(exc)}
-        shared = await self._run(self.world.share, told)
-        if error is not None:
-            raise error
-        if "ended" in shared:
-            raise StopAsyncIteration(shared["ended"])
-        if "error" in shared:
-            raise BatchError(f"rank 0 has no batch: {shared['error']}")
-        return batch or batch_from_dict(shared)
-
-    async def _from_source(self) -> SAWBatch:
-        """The source's next batch after the algorithm's preprocess, which is applied only here. If
-        nothing is left of a batch, the next one is taken, and the drops of all are counted."""
-        assert self.source is not None
-        dropped: Counter[str] = Counter()
-        for _ in range(_MAX_EMPTY_BATCHES):
-            self._states_before_ahead = None
-            batch = await self._bounded(
-                self.source.next_batch(), "a batch", self._source_name, self.cfg.batch_timeout_s
-            )
-            batch = self.algo.prepare(batch)
-            dropped += Counter(batch.meta.get("dropped", {}))
-            if batch.items:
-                return replace(batch, meta={**batch.meta, "dropped": dict(dropped)})
-        raise BatchError(
-            f"{_MAX_EMPTY_BATCHES} batches in a row had nothing to train on after the preprocess "
-            f"of {self.algo.name!r}; dropped, in turns: {dict(dropped)}. Look at why rewards do "
-            "not vary"
-        )
-
     async def _settle(self) -> None:
         """Waits until no batch is being made, on every rank."""
         if isinstance(self.source, WorksAhead):
-            await self._bounded(
+            await bounded(
                 self.source.settle(),
                 "the batch that is made ahead",
                 self._source_name,
@@ -352,7 +312,7 @@ class Trainer:
     async def _publish(self) -> Metrics:
         if self.publisher is None:
             return {}
-        report = await self._bounded(
+        report = await bounded(
             self.publisher.publish(ModelWeights(self.model), self.version),
             f"the publish of version {self.version}",
             type(self.publisher).__name__,
@@ -425,11 +385,3 @@ class Trainer:
         """Runs `work` in the trainer's own thread, so that the event loop can keep sampling."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._compute, functools.partial(work, *args, **kwargs))
-
-    async def _bounded(self, work: Awaitable[T], what: str, whom: str, seconds: float) -> T:
-        try:
-            return await asyncio.wait_for(work, seconds)
-        except DeadlineError:
-            raise
-        except TimeoutError as exc:
-            raise DeadlineError(what, whom, seconds) from exc

@@ -10,7 +10,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
+from collections.abc import Awaitable
 from types import TracebackType
+from typing import TypeVar
+
+from ludic.errors import DeadlineError
+
+T = TypeVar("T")
 
 
 class deadline:
@@ -56,6 +62,17 @@ class deadline:
         """Called by the watch, in the loop's thread."""
         self.expired = True
         self._task.cancel()
+
+
+async def bounded(work: Awaitable[T], what: str, whom: str, seconds: float) -> T:
+    """Awaits `work`; after `seconds` cancels it and raises a `DeadlineError` that says what was
+    waited for, and on whom."""
+    try:
+        return await asyncio.wait_for(work, seconds)
+    except DeadlineError:
+        raise
+    except TimeoutError as exc:
+        raise DeadlineError(what, whom, seconds) from exc
 
 
 class _Watch:

@@ -22,7 +22,7 @@ from ludic.inference.tiny import tiny_model
 from ludic.training.batching.ahead import SamplingAhead
 from ludic.training.batching.scoring import ScoredBatchSource
 from ludic.training.checkpoints import state_shards
-from ludic.training.checkpoints.checkpoint import TrainerState, load_checkpoint
+from ludic.training.checkpoints.contents import TrainerState, load_checkpoint
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.trainer import Trainer
 from ludic.training.types import WorksAhead

@@ -11,7 +11,7 @@ from ludic.envs.code_exec.judge import Judge, Verdict
 from ludic.envs.code_exec.sandbox import DEFAULT_SANDBOX, Limits, SandboxPool, shared_pool
 from ludic.envs.code_exec.tasks import ADAPTERS, Adapter, CodeTask, FunctionTask, StdioTask
 from ludic.envs.code_exec.verifiers import Verifier, make_verifier
-from ludic.envs.datasets.rows import DatasetRows, Row, load_rows
+from ludic.envs.dataset_rows import DatasetRows, Row, load_rows
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, EnvError
 from ludic.lazy import names_are_stored

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ludic.envs.datasets.rows import Row
+from ludic.envs.dataset_rows import Row
 from ludic.errors import EnvError
 from ludic.naming import Entry, Registry
 

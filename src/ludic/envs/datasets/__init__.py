@@ -1,1 +1,1 @@
-"""Question sets as environments: where their rows come from, and the built-in ones."""
+"""The built-in question sets as environments."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ludic.envs.dataset_qa_env import DatasetQAEnv
-from ludic.envs.datasets.rows import Row
+from ludic.envs.dataset_rows import Row
 from ludic.errors import EnvError
 from ludic.rewards.answers import read_number
 

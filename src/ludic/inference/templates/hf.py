@@ -19,11 +19,12 @@ from typing import Any, cast
 from ludic.errors import ConfigError, TemplateError
 from ludic.frozen import quick
 from ludic.inference.templates.chat_template import ParsedCompletion
+from ludic.inference.templates.guarding import MessageGuard
 from ludic.inference.templates.jinja import JinjaTemplate
 from ludic.inference.templates.openings import Openings, spelling
 from ludic.inference.templates.probes import Closing, TemplateProbes
 from ludic.inference.templates.respelling import fork_of_history, fork_of_message, same_message
-from ludic.inference.templates.token_codec import NOTHING, TokenCodec, literal_pattern, unguard
+from ludic.inference.templates.token_codec import TokenCodec, unguard
 from ludic.inference.templates.tool_parsers import (
     HermesToolParser,
     JSONToolParser,
@@ -34,7 +35,6 @@ from ludic.types import ChatResponse, Fork, ForkReason, Message, TokenTrace, Too
 
 Tools = Sequence[Mapping[str, Any]] | None
 
-ROLES = ("system", "user", "assistant", "tool")
 NO_TOOLS = (
     "this chat template does not show tools to the model: describe them in the system prompt and "
     "render without `tools`, or use a tokenizer whose template takes them"
@@ -100,9 +100,9 @@ class HFChatTemplate:
         self._probes = TemplateProbes(self._plain, self._with_tools, self.codec)
         eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
         self._end_ids = self.codec.special_ids.union(eos)
-        named = tokenizer.special_tokens_map
-        ends = {named[k] for k in ("bos_token", "eos_token", "pad_token") if named.get(k)}
-        self._control_pattern = literal_pattern(self._probes.control_tokens() | ends)
+        self._guard = MessageGuard(
+            self.codec, self._probes, tokenizer.special_tokens_map, trust_content=trust_content
+        )
 
     @property
     def supports_tools(self) -> bool:
@@ -153,7 +153,7 @@ class HFChatTemplate:
         if (found := self._openings.find(key)) is not None:
             self._remember(*found)
             return list(found[0])
-        guarded = self._guarded(messages)
+        guarded = self._guard.messages(messages)
         text = self._text(guarded, tools)
         ids = self.codec.encode(text)
         made = tuple(ids), _Rendered(tuple(messages), guarded, tools, text)
@@ -177,7 +177,7 @@ class HFChatTemplate:
                 ForkReason.TEMPLATE_NOT_EXTENSIBLE,
                 "the template does not show where a message ends",
             )
-        guarded = before.guarded + self._guarded(messages[last:], last)
+        guarded = before.guarded + self._guard.messages(messages[last:], last)
         text = self._text(guarded, tools)
 
         prompt = before.text
@@ -193,7 +193,7 @@ class HFChatTemplate:
                 ForkReason.CONTENT_RERENDERED,
                 f"the completion ended with {ending!r}; the template closes with {closing.text!r}",
             )
-        sampled = self._guard_content(
+        sampled = self._guard.content(
             self.codec.decode(completion[:-1] if closed else completion), "assistant"
         )
         end = self._end_of_message(text, len(prompt), sampled, closing)
@@ -262,7 +262,7 @@ class HFChatTemplate:
                 return Fork(ForkReason.TOOLS_CHANGED, "the tools are not those of the last call")
             if found.messages == tuple(messages):
                 return found
-        guarded = self._guarded(messages)
+        guarded = self._guard.messages(messages)
         text = self._text(guarded, tools)
         spelled = self.codec.decode(previous.prompt_token_ids)
         # By way of ids, since a tokenizer may not keep every character of a text.
@@ -296,53 +296,6 @@ class HFChatTemplate:
             while self._remembered_chars > _REMEMBERED_CHARS and len(self._remembered) > 1:
                 _, dropped = self._remembered.popitem(last=False)
                 self._remembered_chars -= len(dropped.text)
-
-    def _guarded(
-        self, messages: Sequence[Message], first: int = 0
-    ) -> tuple[Mapping[str, Any], ...]:
-        """The messages as the template may see them: checked, and with special tokens in their
-        content marked as ordinary text."""
-        if not messages:
-            raise TemplateError("no messages: a prompt needs at least one")
-        return tuple(self._guarded_message(m, first + i) for i, m in enumerate(messages))
-
-    def _guarded_message(self, message: Message, index: int) -> Mapping[str, Any]:
-        if not isinstance(message, dict):
-            raise TemplateError(f"message {index} is {type(message).__name__}: a message is a dict")
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise TemplateError(f"message {index} has the role {role!r}; the roles are {ROLES}")
-        if not isinstance(content, str):
-            raise TemplateError(
-                f"message {index} ({role}) has content of type {type(content).__name__}: "
-                "content is one string"
-            )
-        if not self._probes.renders_role(role):
-            raise TemplateError(
-                f"message {index}: this chat template leaves out messages of the role {role!r}"
-            )
-        safe = self._guard_content(content, role)
-        if len(message) == 2:  # nothing but role and content, as most messages are
-            return message if safe is content else {"role": role, "content": safe}
-        return {**{k: self._guard_value(v, role) for k, v in message.items()}, "content": safe}
-
-    def _guard_content(self, content: str, role: str) -> str:
-        if self._trust_content:
-            return self.codec.guard(content, NOTHING)
-        # What the model itself wrote may hold special tokens that are not control tokens, such as
-        # the mark of a tool call: those are spelled as they were sampled.
-        return self.codec.guard(content, self._control_pattern if role == "assistant" else None)
-
-    def _guard_value(self, value: Any, role: str) -> Any:
-        if isinstance(value, str):
-            return self._guard_content(value, role)
-        if isinstance(value, Mapping):
-            return {
-                self._guard_value(k, role): self._guard_value(v, role) for k, v in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self._guard_value(v, role) for v in value]
-        return value
 
 
 def load_tokenizer(name_or_path: str) -> Any:

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from ludic.distributed import PolicyPublisher
 from ludic.errors import ConfigError, PipelineError
 from ludic.inference import VLLMChatClient
+from ludic.inference.client import ChatClient
 from ludic.pipeline import (
     Bounds,
     LocalRedis,
@@ -27,6 +29,7 @@ from ludic.pipeline import (
     TrainerSeat,
 )
 from ludic.pipeline.local_redis import dismiss, end_with_us
+from ludic.rollouts import Curriculum
 from ludic.runs.assemble import sample_filter_of
 from ludic.runs.pipeline.acting import actor_log
 from ludic.runs.pipeline.address import (
@@ -39,10 +42,9 @@ from ludic.runs.pipeline.address import (
 )
 from ludic.runs.pipeline.status import read_status
 from ludic.runs.results.terminal import command_name, say, warn
+from ludic.runs.settings import RunConfig
 from ludic.sharding.ranks import environment_alone
-
-if TYPE_CHECKING:
-    from ludic.runs.run import Run
+from ludic.training import RLAlgorithm
 
 _GRACE_S = 60.0
 _RESTARTS = 3
@@ -52,9 +54,9 @@ _SAY_EVERY_S = 60.0
 class RunPipeline:
     """Entered: Redis, the trainer's seat and the actors are there; left, all of them have ended."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.config, self.folder = run, run.config, run.folder.path
-        self.section = section_of(run.config)
+    def __init__(self, config: RunConfig, folder: Path, client: Callable[[], ChatClient]) -> None:
+        self.config, self.folder, self._client = config, folder, client
+        self.section = section_of(config)
         self.batches: PipelineBatchSource | None = None
         self._redis: LocalRedis | None = None
         self._seat: TrainerSeat | None = None
@@ -122,13 +124,13 @@ class RunPipeline:
             f"{command_name()} pipeline status {self.folder}"
         )
 
-    def source(self) -> PipelineBatchSource:
+    def source(self, curriculum: Curriculum, algorithm: RLAlgorithm) -> PipelineBatchSource:
         """Returns the run's batches."""
         training, section = self.config.training, self.section
         source = PipelineBatchSource(
             seat=self.seat,
-            request_fn=self.run.seating.curriculum,
-            algorithm=self.run.algorithm,
+            request_fn=curriculum,
+            algorithm=algorithm,
             rollouts_per_update=training.rollouts_per_update,
             checkpoint_every=training.checkpoint_every or max(training.steps, 1),
             max_steps=training.max_steps,
@@ -157,7 +159,7 @@ class RunPipeline:
 
     def _start(self, name: str) -> None:
         command = [sys.executable, "-m", "ludic.cli", "actor", str(self.folder), "--name", name]
-        client = self.run._built.get("client")
+        client = self._client()
         if isinstance(client, VLLMChatClient) and not self.config.inference.servers:
             for url in (replica.url for replica in client.replicas):
                 command += ["--server", url]

@@ -14,7 +14,7 @@ from ludic.rollouts import (
     Stages,
     TargetSolveRate,
 )
-from ludic.runs.assemble import requests_of
+from ludic.runs.requests import requests_of
 from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed
 from ludic.training import RLAlgorithm, UncertainTasks

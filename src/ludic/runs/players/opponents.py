@@ -12,10 +12,10 @@ from ludic.envs import build_env
 from ludic.errors import ConfigError
 from ludic.interaction import Runtime
 from ludic.rollouts import Curriculum
-from ludic.runs.assemble import requests_of
 from ludic.runs.model import precision_of
 from ludic.runs.players.curriculum import make_curriculum
 from ludic.runs.players.seats import check_players
+from ludic.runs.requests import requests_of
 from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed
 from ludic.training import RLAlgorithm, Trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ludic.errors import CheckpointError, ConfigError, UnknownNameError
+from ludic.errors import CheckpointError, ConfigError
 from ludic.precision import Precision
 from ludic.registry import ALGORITHMS
 from ludic.runs.model import precision_of
@@ -25,6 +25,7 @@ from ludic.runs.players.loading import (
     load_other,
     served_name,
 )
+from ludic.runs.requests import TEACHER, teacher_name, teachers_by_env
 from ludic.runs.settings import OtherModelSection, RunConfig, TeacherSection
 from ludic.saw.items import SAWItem
 from ludic.training import RLAlgorithm
@@ -41,9 +42,6 @@ from ludic.training.batching.scoring import (
 )
 from ludic.training.losses.kl import TokenKLLoss
 from ludic.training.types import parts_of
-
-TEACHER = "teacher"
-"""The key in the `meta` of a request and its rollouts that names their teacher."""
 
 
 class Scoring:
@@ -174,11 +172,6 @@ class _ServerScores:
         return await ClientScores(self._client, name).logprobs(items)
 
 
-def teacher_name(index: int) -> str:
-    """What the rollouts of a run call its teachers."""
-    return f"teacher-{index + 1}"
-
-
 def _router(teachers: Sequence[TeacherSection]) -> Any:
     def route(item: SAWItem) -> str:
         task = item.meta.get("task_key")
@@ -188,36 +181,6 @@ def _router(teachers: Sequence[TeacherSection]) -> Any:
         return str(item.meta.get(TEACHER, task))
 
     return route
-
-
-def teachers_by_env(config: RunConfig, envs: Sequence[str]) -> Mapping[str, str]:
-    """Returns the teacher of each environment, by name; empty if there is only one for all. Raises
-    if one has none, or two."""
-    teachers = config.teacher
-    for number, teacher in enumerate(teachers, 1):
-        for env in teacher.envs:
-            if env not in envs:
-                raise UnknownNameError(f"environment of teacher {number},", env, envs)
-    if len(teachers) < 2:
-        return {}
-    rest = [i for i, t in enumerate(teachers) if not t.envs and not t.tasks]
-    if len(rest) > 1:
-        raise ConfigError(
-            f"teachers {rest[0] + 1} and {rest[1] + 1} both say neither `envs` nor `tasks`: say "
-            f"which is for what, as in envs = [{envs[0]!r}]"
-        )
-    found: dict[str, str] = {}
-    for env in envs:
-        own = [i for i, t in enumerate(teachers) if env in t.envs]
-        if len(own) > 1:
-            raise ConfigError(
-                f"teachers {own[0] + 1} and {own[1] + 1} are both for environment {env!r}"
-            )
-        if own or rest:
-            found[env] = teacher_name((own or rest)[0])
-        elif not any(t.tasks for t in teachers):
-            raise ConfigError(f"no teacher is for environment {env!r}: name it in one's `envs`")
-    return found
 
 
 def check_scoring(config: RunConfig, algorithm: RLAlgorithm, envs: Sequence[str]) -> None:

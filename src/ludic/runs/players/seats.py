@@ -11,14 +11,13 @@ from ludic.errors import ConfigError
 from ludic.inference import (
     HFChatTemplate,
     InferenceSpec,
-    LocalChatClient,
     OpenAIChatClient,
     ReturnSpec,
     VLLMChatClient,
 )
 from ludic.inference.client import ChatClient
 from ludic.interaction import Runtime
-from ludic.runs.model import load_tokenizer, precision_of
+from ludic.runs.model import load_tokenizer, local_client
 from ludic.runs.players.loading import check_other, client_of, load_other
 from ludic.runs.settings import PlayerSection, RunConfig
 from ludic.runs.settings.servers import read_key
@@ -42,14 +41,7 @@ class OtherPlayers:
         client: ChatClient
         if player.server is None:
             model, tokenizer = load_other(config, player, where)
-            client = LocalChatClient(
-                model,
-                tokenizer,
-                max_slots=config.inference.slots,
-                max_context_tokens=config.inference.max_context_tokens,
-                deterministic=config.inference.deterministic,
-                precision=precision_of(config),
-            )
+            client = local_client(config, model, tokenizer)
         else:
             if player.tokenizer is not None:
                 tokenizer = load_tokenizer(player.tokenizer, where)

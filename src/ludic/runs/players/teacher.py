@@ -10,24 +10,40 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeAlias
 
-from ludic.arguments import misfit
+from ludic.arguments import misfit, nearest
 from ludic.errors import ConfigError, RolloutError
+from ludic.given import given, is_given
 from ludic.inference import HFChatTemplate, ScriptedChatClient
 from ludic.interaction import Runtime
+from ludic.lazy import resolve
 from ludic.rollouts import FixedMix, RolloutWriter
-from ludic.runs.assemble import (
-    inference_spec,
-    load_function,
-    requests_of,
-    rollout_engine,
-    tool_parser_of,
-)
+from ludic.runs.episodes import inference_spec, rollout_engine, tool_parser_of
+from ludic.runs.requests import requests_of
 from ludic.runs.results.terminal import episodes_bar
 from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed
 from ludic.types import Fork, Message, TokenTrace
 
 Teacher: TypeAlias = Callable[[Sequence[Message], Random], str]
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """Returns the function named by `module:function`, or given as an object."""
+    if is_given(name):
+        return given(name, "function")  # type: ignore[no-any-return]
+    try:
+        function = resolve(name)
+    except (ImportError, AttributeError, TypeError, ValueError) as exc:
+        near = ""
+        if isinstance(exc, AttributeError) and exc.name is not None:
+            there = [n for n, f in vars(exc.obj).items() if callable(f) and not n.startswith("_")]
+            near = nearest(exc.name, there)
+        raise ConfigError(
+            f"{name!r} names no function in the form module:function: {exc}{near}"
+        ) from exc
+    if not callable(function):
+        raise ConfigError(f"{name!r} is not a function")
+    return function  # type: ignore[no-any-return]
 
 
 def load_teacher(name: str) -> Teacher:

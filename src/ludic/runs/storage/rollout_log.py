@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ludic.rollouts import RolloutWriter, read_rollouts
-from ludic.rollouts.lines import CutFileWarning
+from ludic.rollouts import RolloutWriter
+from ludic.rollouts.lines import CutFileWarning, keep_lines
 from ludic.runs.storage.folder import RunFolder
 
 
@@ -45,24 +45,8 @@ def open_rollout_log(
         # A kill may leave half a line, and what it was of is sampled again.
         warnings.simplefilter("ignore", CutFileWarning)
         if path.exists():
-            _forget_from(path, step, is_settled)
+            keep_lines(path, lambda row: _is_kept(row["episode_id"], step, is_settled))
         return RolloutWriter(path, append=True)
-
-
-def _forget_from(path: Path, step: int, is_settled: Callable[[int], bool]) -> None:
-    temporary = path.with_name(f".{os.getpid()}-{path.name}")
-    forgotten = 0
-    try:
-        with RolloutWriter(temporary) as writer:
-            for rollout in read_rollouts(path):
-                if _is_kept(rollout.episode_id, step, is_settled):
-                    writer.write(rollout)
-                else:
-                    forgotten += 1
-        if forgotten:
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _is_kept(episode_id: str, step: int, is_settled: Callable[[int], bool]) -> bool:

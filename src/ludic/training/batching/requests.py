@@ -20,14 +20,32 @@ RequestFn: TypeAlias = Callable[..., Requests | Awaitable[Requests]]
 
 
 class RequestFeed:
-    """Requests from a function or a curriculum, through one interface.
+    """Requests from a function or a curriculum, through one interface, and their groups.
 
     A curriculum is asked for the number needed and told the outcomes. A function that takes an
-    argument is given the step; any other is called without one.
+    argument is given the step; any other is called without one. Without a `strategy`, requests
+    become groups of the algorithm's size, and those that have a `group_id` stay as they are.
     """
 
-    def __init__(self, source: RequestFn | Curriculum, count: int | None) -> None:
+    def __init__(
+        self,
+        source: RequestFn | Curriculum,
+        algorithm: RLAlgorithm,
+        strategy: RequestStrategy | None,
+        rollouts_per_update: int | None,
+    ) -> None:
         self.source = source
+        self.strategy = choose_strategy(strategy, algorithm)
+        self._keeps_groups = strategy is None
+        count, size = rollouts_per_update, self.strategy.group_size
+        if count is not None:
+            algorithm.check_rollouts_per_update(count)
+            if count % size:
+                raise ConfigError(
+                    f"rollouts_per_update={count} is not a multiple of the request strategy's "
+                    f"group_size={size}: a batch holds whole groups"
+                )
+            count //= size
         self.count = count
         self._curriculum = source if isinstance(source, Curriculum) else None
         if self._curriculum is not None:
@@ -53,7 +71,15 @@ class RequestFeed:
             raise ConfigError(f"request_fn gave no requests for step {step}")
         return requests if count is None else requests[:count]
 
+    def expand(self, requests: Requests, prefix: str) -> list[RolloutRequest]:
+        """The requests of whole groups; the groups' names begin with `prefix`."""
+        strategy = self.strategy
+        if self._keeps_groups and all(r.group_id is not None for r in requests):
+            strategy = IdentityStrategy()
+        return strategy.expand(requests, prefix=prefix)
+
     def report(self, rollouts: Sequence[Rollout]) -> None:
+        """Tells the curriculum how it went."""
         if self._curriculum is not None:
             self._curriculum.report(rollouts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,14 +13,14 @@ from ludic.rollouts.engine import RolloutEngine
 from ludic.rollouts.progress import Budget, ProgressCallback
 from ludic.rollouts.requests import RolloutRequest
 from ludic.rollouts.storage import BufferedWriter, RolloutWriterLike
-from ludic.rollouts.strategies import IdentityStrategy, RequestStrategy
+from ludic.rollouts.strategies import RequestStrategy
 from ludic.saw.assembly import batch_from_rollouts
 from ludic.saw.filters import SampleFilter
 from ludic.saw.grouping import settle_groups
 from ludic.saw.items import SAWBatch
 from ludic.seeding import derive_seed
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.batching.requests import RequestFeed, RequestFn, choose_strategy
+from ludic.training.batching.requests import RequestFeed, RequestFn
 from ludic.types import Rollout
 
 
@@ -68,7 +68,6 @@ class RolloutBatchSource:
         self.algorithm = algorithm
         self.max_steps = max_steps
         self.concurrency = concurrency
-        self.strategy = choose_strategy(request_strategy, algorithm)
         self.sample_filter = sample_filter
         self.merge = merge
         self.writer = writer
@@ -78,51 +77,22 @@ class RolloutBatchSource:
         self.max_empty_batches = max_empty_batches
         self.on_progress = on_progress
         self.step = 0
-        self._keeps_groups = request_strategy is None
         self._episodes = 0
         self._tokens = 0
-        if rollouts_per_update is not None:
-            self._check_whole_groups(rollouts_per_update)
-        if resample is not None and self._group_size == 1:
+        self._feed = RequestFeed(request_fn, algorithm, request_strategy, rollouts_per_update)
+        if resample is not None and (algorithm.group_size or self._feed.strategy.group_size) == 1:
             raise ConfigError("DynamicSampling needs groups: give a GRPORequestStrategy")
-        per_request = self.strategy.group_size
-        self._feed = RequestFeed(
-            request_fn,
-            None if rollouts_per_update is None else rollouts_per_update // per_request,
-        )
-
-    @property
-    def _group_size(self) -> int:
-        return self.algorithm.group_size or self.strategy.group_size
-
-    def _check_whole_groups(self, rollouts_per_update: int) -> None:
-        self.algorithm.check_rollouts_per_update(rollouts_per_update)
-        if rollouts_per_update % self.strategy.group_size:
-            raise ConfigError(
-                f"rollouts_per_update={rollouts_per_update} is not a multiple of the request "
-                f"strategy's group_size={self.strategy.group_size}: a batch holds whole groups"
-            )
 
     async def next_batch(self) -> SAWBatch:
         """The next batch. If one turns out empty, the next is tried, up to `max_empty_batches` in
         all."""
-        drops: Counter[str] = Counter()
-        for _ in range(self.max_empty_batches):
-            batch = await self._sample(drops)
-            self.step += 1
-            if batch.items:
-                return batch
-            drops = Counter(batch.meta["dropped"])
-        raise RolloutError(
-            f"{self.max_empty_batches} batches in a row had nothing to train on; dropped, in "
-            f"turns: {dict(drops)}. Loosen the filters, or look at why rewards do not vary"
-        )
+        return await first_filled(self._sample, self.max_empty_batches)
 
     async def _sample(self, drops: Counter[str]) -> SAWBatch:
         if self._spent():
             raise StopAsyncIteration(f"the budget is spent: {self.budget}")
         kept, sampled, rounds = await self._rollouts(drops)
-        return batch_from_rollouts(
+        batch = batch_from_rollouts(
             kept,
             self.algorithm.credit_assigner,
             sample_filter=self.sample_filter,
@@ -133,6 +103,8 @@ class RolloutBatchSource:
             # The log shows how well the policy does, so it counts dropped rollouts too.
             sampled=sampled,
         )
+        self.step += 1
+        return batch
 
     async def _rollouts(self, drops: Counter[str]) -> tuple[list[Rollout], list[Rollout], int]:
         """The batch's rollouts, all rollouts that were sampled for it, and the number of rounds."""
@@ -175,7 +147,7 @@ class RolloutBatchSource:
                 else replace(r, sampling_seed=derive_seed(r.sampling_seed, "round", number))
                 for r in requests
             ]
-        expanded = self._expand(requests, prefix)
+        expanded = self._feed.expand(requests, f"{prefix}/")
         if number == 0:
             self._check_count(expanded)
         left = self.budget.max_episodes
@@ -194,12 +166,6 @@ class RolloutBatchSource:
         self._tokens += sum(r.num_tokens for r in rollouts)
         self._feed.report(rollouts)
         return rollouts
-
-    def _expand(self, requests: Sequence[RolloutRequest], prefix: str) -> list[RolloutRequest]:
-        strategy = self.strategy
-        if self._keeps_groups and all(r.group_id is not None for r in requests):
-            strategy = IdentityStrategy()
-        return strategy.expand(requests, prefix=f"{prefix}/")
 
     def _check_count(self, requests: Sequence[RolloutRequest]) -> None:
         episodes = sum(r.num_episodes for r in requests)
@@ -240,6 +206,23 @@ class RolloutBatchSource:
             raise CheckpointError(f"not the state of a RolloutBatchSource: {exc!r}") from exc
         self._feed.load_state_dict(requests)
         self.step, self._episodes, self._tokens = step, episodes, tokens
+
+
+async def first_filled(
+    sample: Callable[[Counter[str]], Awaitable[SAWBatch]], attempts: int
+) -> SAWBatch:
+    """The first batch that has anything to train on, of at most `attempts`. `sample` makes one, and
+    counts on from what those before it dropped."""
+    drops: Counter[str] = Counter()
+    for _ in range(attempts):
+        batch = await sample(drops)
+        if batch.items:
+            return batch
+        drops = Counter(batch.meta["dropped"])
+    raise RolloutError(
+        f"{attempts} batches in a row had nothing to train on; dropped, in turns: {dict(drops)}. "
+        "Loosen the filters, or look at why rewards do not vary"
+    )
 
 
 def _groups(rollouts: Sequence[Rollout]) -> set[str | None]:

@@ -1,13 +1,5 @@
-"""The whole state of a run on disk, such that a half-written one is never taken for whole.
-
-A checkpoint is a folder:
-
-    manifest.json      what is in it: every file with size and checksum, every tensor's pieces
-    model/             the model (or adapter) as transformers and PEFT load it
-    state-*.safetensors  per rank: the trained weights, the optimizer's moments, RNG states
-
-It is written under a temporary name, renamed when complete, and `latest` is moved last.
-"""
+"""The checkpoints of a run, such that a half-written one is never taken for whole: each is written
+under a temporary name, renamed when complete, and `latest` is moved last."""
 
 from __future__ import annotations
 
@@ -17,40 +9,34 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from re import fullmatch
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, DamagedCheckpointError
 from ludic.sharding.world import World
 from ludic.training.checkpoints.background import BackgroundWriter
+from ludic.training.checkpoints.contents import (
+    FORMAT,
+    TrainerState,
+    checksum_of,
+    load_checkpoint,
+    rng_state,
+    trainer_tensors,
+    verify_checkpoint,
+)
 from ludic.training.checkpoints.model_loading import model_fingerprint, save_model
-from ludic.training.checkpoints.state_shards import describe_shards, load_tensors, write_shard
+from ludic.training.checkpoints.state_shards import describe_shards, write_shard
 from ludic.training.config import CheckpointConfig
 from ludic.training.update.optimizer import MasterAdamW
 
 _log = logging.getLogger("ludic.training")
-FORMAT = 1
 _TEMPORARY = ".writing-"
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerState:
-    """What a trainer is besides tensors. `curve` are the learning rate's settings; `parts` are the
-    states of batch source, algorithm and whatever else is saved, as JSON."""
-
-    step: int
-    version: int
-    nonfinite_steps: int = 0
-    curve: Mapping[str, Any] = field(default_factory=dict)
-    parts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Checkpointer:
@@ -78,12 +64,12 @@ class Checkpointer:
         copying the tensors is waited for; an error of the writing comes with the next call."""
         self.finish()
         name = f"step-{state.step:08d}"
-        pieces = _trainer_tensors(optimizer)
+        pieces = trainer_tensors(optimizer)
         if self.cfg.background:
             pieces = {k: t.detach().clone() for k, t in pieces.items()}
         model_files = save_model(model, self.world, self._tokenizer)
         fingerprint = model_fingerprint(model)
-        rng = _rng_state(self.world.device)
+        rng = rng_state(self.world.device)
         write = partial(self._write, name, pieces, model_files, fingerprint, rng, state, then)
         self._background.start(write)
         if not self.cfg.background:
@@ -149,7 +135,7 @@ class Checkpointer:
         files = {
             str(path.relative_to(temporary)): {
                 "bytes": path.stat().st_size,
-                "blake2b": _checksum(path),
+                "blake2b": checksum_of(path),
             }
             for path in sorted(temporary.rglob("*"))
             if path.is_file()
@@ -290,107 +276,6 @@ def _own_group(world: World, group: dist.ProcessGroup) -> World:
     ranks = dist.get_process_group_ranks(group)
     own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return World(world.rank, world.size, own)
-
-
-def load_checkpoint(
-    path: str | Path,
-    model: nn.Module,
-    optimizer: MasterAdamW,
-    world: World | None = None,
-    *,
-    manifest: Mapping[str, Any] | None = None,
-) -> TrainerState:
-    """Brings model, optimizer and RNG to the checkpoint's state, on any number of ranks.
-
-    Raises `CheckpointError` when a file is missing, cut or changed, or the model is another. With
-    the `manifest` that `verify_checkpoint` returned, the files are not checked again.
-    """
-    path, world = Path(path), world or World()
-    manifest = manifest or verify_checkpoint(path)
-    own = model_fingerprint(model)
-    if manifest["fingerprint"] != own:
-        raise CheckpointError(
-            f"{path} is a checkpoint of another model (fingerprint {manifest['fingerprint']}, this "
-            f"one has {own}): names, shapes and frozen weights must be the same"
-        )
-    wanted = _trainer_tensors(optimizer, moments=True)
-    loaded = load_tensors(path, manifest["tensors"], wanted, required=_trainer_tensors(optimizer))
-    with torch.no_grad():
-        for name, parameter in optimizer.parameters.items():
-            parameter.copy_(loaded[f"{name}/weight"])
-            if optimizer.masters[name] is not parameter:
-                loaded[f"{name}/master"] = loaded[f"{name}/weight"]
-    optimizer.load_state_dict(loaded)
-    _load_rng(path, manifest, world)
-    return TrainerState(**manifest["state"])
-
-
-def verify_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The manifest of a whole checkpoint; raises `DamagedCheckpointError` for anything less."""
-    path = Path(path)
-    try:
-        manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        files, version = manifest["files"].items(), manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise DamagedCheckpointError(
-            f"{path} is not a whole checkpoint: its manifest: {exc}"
-        ) from exc
-    if version > FORMAT:
-        raise CheckpointError(f"{path} has format {version}; this Ludic reads up to {FORMAT}")
-    for name, facts in files:
-        file = path / name
-        if not file.is_file() or file.stat().st_size != facts["bytes"]:
-            raise DamagedCheckpointError(f"{path} is half-written: {name} is missing or cut")
-        try:
-            checksum = _checksum(file)
-        except OSError as exc:
-            raise DamagedCheckpointError(f"{path} is damaged: {name}: {exc}") from exc
-        if checksum != facts["blake2b"]:
-            raise DamagedCheckpointError(f"{path} is damaged: {name} is not what was written")
-    return manifest
-
-
-def _trainer_tensors(optimizer: MasterAdamW, *, moments: bool = False) -> dict[str, Tensor]:
-    """The trained weights in full precision, and the optimizer's state.
-
-    With `moments`, also the places of moments that a fresh optimizer does not have yet.
-    """
-    tensors = {f"{name}/weight": master for name, master in optimizer.masters.items()}
-    for key, value in optimizer.state_dict().items():
-        if not key.endswith("/master"):
-            tensors[key] = value
-    if moments:
-        for name, master in optimizer.masters.items():
-            tensors.setdefault(f"{name}/exp_avg", master)
-            tensors.setdefault(f"{name}/exp_avg_sq", master)
-            tensors.setdefault(f"{name}/step", torch.zeros(()))
-    return tensors
-
-
-def _rng_state(device: torch.device) -> dict[str, Tensor]:
-    state = {"rng/cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["rng/cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def _load_rng(path: Path, manifest: Mapping[str, Any], world: World) -> None:
-    from safetensors import safe_open
-
-    if manifest["world_size"] != world.size:
-        return  # other ranks, other streams: nothing that could be the same
-    with safe_open(path / f"state-{world.rank:05d}.safetensors", framework="pt") as file:
-        torch.set_rng_state(file.get_tensor("rng/cpu"))
-        if world.device.type == "cuda" and "rng/cuda" in file.keys():  # noqa: SIM118
-            torch.cuda.set_rng_state(file.get_tensor("rng/cuda"), world.device)
-
-
-def _checksum(path: Path) -> str:
-    digest = blake2b(digest_size=16)
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _write_synced(path: Path, text: str) -> None:

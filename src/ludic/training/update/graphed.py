@@ -236,9 +236,9 @@ class PassGraphs:
         """Adds the last backward pass's to the parameters', as autograd does."""
         pairs = list(zip(self.trained, self.gradients, strict=True))
         fresh = [(p, g) for p, g in pairs if p.grad is None]
-        more = [(p, g) for p, g in pairs if p.grad is not None]
+        more = [(p.grad, g) for p, g in pairs if p.grad is not None]
         if more:
-            torch._foreach_add_([p.grad for p, _ in more], [g for _, g in more])
+            torch._foreach_add_([held for held, _ in more], [g for _, g in more])
         if fresh:
             copies = [torch.empty_like(g) for _, g in fresh]
             torch._foreach_copy_(copies, [g for _, g in fresh])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ludic.inference.local import LocalChatClient, build
+from ludic.inference.local import LocalChatClient, build, sizes
 from ludic.inference.local.attention import rotate
 from ludic.inference.local.forward import Forward
 from ludic.inference.local.gpu.fused_layer import FusedLayer, fused_layers
@@ -219,7 +219,7 @@ def test_a_lora_layer_is_called_as_it_is(kernels: ModuleType) -> None:
     causal = adapted.get_base_model()
     ids = torch.tensor([[5, 6, 7, 8]])
     plain, fused = module_view(causal), module_view(causal, stand_in=fused_layers(kernels))
-    shape = build.kv_shape(causal, causal.config)
+    shape = sizes.kv_shape(causal, causal.config)
     logits = []
     for view in (plain, fused):
         forward = Forward(view, torch.device("cpu"))

@@ -10,9 +10,9 @@ from torch import nn
 
 from ludic.inference.local.arena import KVShape, arena_bytes
 from ludic.inference.local.attention import MAX_MASK
-from ludic.inference.local.build import cache_tokens, context_tokens, kv_shape, text_config
 from ludic.inference.local.gpu.prefill import MAX_TOKENS
 from ludic.inference.local.module.base_model import base_causal_lm
+from ludic.inference.local.sizes import cache_tokens, context_tokens, kv_shape, text_config
 
 _SCORED_ROWS = 512
 _BYTES_PER_LOGIT = 16

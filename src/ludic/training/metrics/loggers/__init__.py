@@ -7,8 +7,7 @@ from ludic.training.metrics.loggers.console import ConsoleLogger
 from ludic.training.metrics.loggers.jsonl import JSONLLogger
 from ludic.training.metrics.loggers.rich_live import RichLiveLogger
 from ludic.training.metrics.loggers.tensorboard import TensorBoardLogger
-from ludic.training.metrics.loggers.trackio import TrackioLogger
-from ludic.training.metrics.loggers.wandb import WandbLogger
+from ludic.training.metrics.loggers.trackers import TrackioLogger, WandbLogger
 
 __all__ = [
     "ConsoleLogger",

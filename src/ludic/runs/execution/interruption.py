@@ -7,7 +7,7 @@ import contextvars
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -68,12 +68,20 @@ def blocking(
         future = pool.submit(contextvars.copy_context().run, in_turn)
         try:
             turn.put(True)
-            return future.result()
+            return _result(future)
         except KeyboardInterrupt:
             if on_interrupt is None or future.done():
                 raise
             on_interrupt()
-            return future.result()
+            return _result(future)
     finally:
         turn.put(False)
         pool.shutdown(wait=False)
+
+
+def _result(future: Future[T]) -> T:
+    """Waits in short stretches: an interrupt that comes as a wait begins is noticed only at the
+    wait's end."""
+    while not future.done():
+        wait([future], timeout=0.5)
+    return future.result()

@@ -1,9 +1,10 @@
-"""The pieces of a run: each is built when it is first asked for, and may be replaced until then
-or later. What was built from a piece is built again after it is replaced."""
+"""A piece of a run: built when it is first asked for, and replaceable until the run begins. What
+was built from it is then built again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import getmembers_static
 from typing import Any, Generic, Protocol, TypeVar, overload
 
 from ludic.errors import ConfigError
@@ -54,7 +55,7 @@ class Piece(Generic[T]):
 
     def _users(self, owner: type) -> set[str]:
         """Returns the pieces that are built from this one, directly or not."""
-        pieces = {n: p for n, p in vars(owner).items() if isinstance(p, Piece)}
+        pieces = {n: p for n, p in getmembers_static(owner) if isinstance(p, Piece)}
         found: set[str] = set()
         fresh = {self._name}
         while fresh:

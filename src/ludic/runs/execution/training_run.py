@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from ludic.agents.mcp import tool_servers
 from ludic.errors import ConfigError, RolloutError
@@ -16,17 +15,18 @@ from ludic.eval import EvalReport
 from ludic.precision import float32_products
 from ludic.rollouts.token_log import open_token_log
 from ludic.runs.assemble import sft_algorithm
-from ludic.runs.collecting import rare_collections
 from ludic.runs.evaluation import evaluate_policy
-from ludic.runs.interruption import interruptible
+from ludic.runs.execution.collecting import rare_collections
+from ludic.runs.execution.conclusion import conclude
+from ludic.runs.execution.following import follow
+from ludic.runs.execution.interruption import interruptible
+from ludic.runs.execution.pieces import RunPieces
+from ludic.runs.execution.ranks import cold_start_copy
 from ludic.runs.locate import how_to_go_on
 from ludic.runs.model import precision_of
 from ludic.runs.players.teacher import write_lessons
-from ludic.runs.ranks import cold_start_copy, follow
-from ludic.runs.results.conclusion import conclude
-from ludic.runs.results.terminal import console, episodes_bar, say, warn
+from ludic.runs.results.terminal import episodes_bar, say, warn
 from ludic.runs.results.watch import REWARD, LearningWatch, doubtful, fallen, measured_alike
-from ludic.runs.settings import RunConfig
 from ludic.runs.storage.folder import RunFolder
 from ludic.runs.storage.lock import locked
 from ludic.runs.storage.rollout_log import (
@@ -42,56 +42,28 @@ from ludic.training import (
     ScoredBatchSource,
     Trainer,
 )
-from ludic.training.metrics.loggers import (
-    ConsoleLogger,
-    Logger,
-    RichLiveLogger,
-    TensorBoardLogger,
-    TrackioLogger,
-    WandbLogger,
-)
-
-if TYPE_CHECKING:
-    from ludic.runs.run import Run
 
 T = TypeVar("T")
-Stage = Literal["sft", "rl"]
-SHOWN = {
-    "sft": ("train/nll", "perf/tokens_per_s"),
-    "rl": ("train/reward_mean", "train/loss", "train/entropy", "perf/tokens_per_s"),
-}
 BACKENDS = {"local": "in this process", "vllm": "by vLLM"}
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """One update of a run: its stage, its number in that stage, and its metrics."""
-
-    stage: Stage
-    step: int
-    metrics: Mapping[str, float]
 
 
 class TrainingRun:
     """Carries a run out: evaluation, cold start, reinforcement, each followed by an evaluation.
     Stages that the folder shows as done are skipped."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.config, self.folder = run, run.config, run.folder
+    def __init__(self, run: RunPieces) -> None:
+        self.run, self.config = run, run.config
         self.seed = run.config.run.seed
         self.reports: dict[str, EvalReport] = {}
-        self.watch = LearningWatch(run.config)
         self.stopped = False
         self._begun = False
         self._trainer: Trainer | None = None
         self._playing: asyncio.Task[Any] | None = None
 
-    @staticmethod
-    def of(run: Run) -> TrainingRun:
-        """Returns what carries out `run`, the same one every time."""
-        if run._stages is None:
-            run._stages = TrainingRun(run)
-        return run._stages
+    @property
+    def folder(self) -> RunFolder:
+        """The run's folder."""
+        return self.run.folder
 
     async def go(self) -> None:
         """Runs the stages that are left, until the end or until Ctrl-C. If a new run fails before
@@ -100,7 +72,6 @@ class TrainingRun:
             raise ConfigError(
                 f"this run has been carried out: go on with ludic.resume({str(self.folder.path)!r})"
             )
-        self.folder = self.run.folder
         if not self.run.crew.world.leads:
             self._begun = True
             await follow(self.run)
@@ -183,16 +154,10 @@ class TrainingRun:
     def warnings(self) -> list[str]:
         """Says what is wrong with the run so far, each with the setting to look at."""
         fell = fallen(self.config, self.reports)
-        signs = self.watch.standing()
+        signs = self.run.watch.standing()
         if fell:
             signs.pop(REWARD, None)  # the held-out episodes say it better
         return [*doubtful(self.config), *fell, *signs.values()]
-
-    def updated(self, update: Update) -> None:
-        """Warns once of each sign that the reinforcement does not learn."""
-        if update.stage == "rl":
-            for sentence in self.watch.take(update.metrics):
-                warn(f"update {update.step}: {sentence}")
 
     def stop(self) -> None:
         """Lets the run end after the current step, with a checkpoint."""
@@ -246,8 +211,8 @@ class TrainingRun:
             trainer.version = version
             await trainer.start()
             stage_before = self.reports.get("after_sft") or self.reports.get("before")
-            self.watch = LearningWatch(self.config, measured_alike(self.config, stage_before))
-            self.watch.take_file(self.folder.metrics, trainer.step)
+            self.run.watch = LearningWatch(self.config, measured_alike(self.config, stage_before))
+            self.run.watch.take_file(self.folder.metrics, trainer.step)
             async with AsyncExitStack() as stack:
                 stack.enter_context(rare_collections())
                 if isinstance(source, ScoredBatchSource):
@@ -308,28 +273,3 @@ class TrainingRun:
             return None
         finally:
             self._playing = None
-
-    async def evaluate_during(self, step: int) -> dict[str, float]:
-        """Plays the held-out episodes between two updates, and returns figures to log."""
-        report = await evaluate_policy(self.config, self.run.policy, name=f"step-{step}")
-        self.folder.write_json(f"eval/step-{step}.json", report.to_dict())
-        return report.metrics()
-
-
-def make_loggers(config: RunConfig, folder: RunFolder, stage: Stage) -> list[Logger]:
-    """Returns the loggers that a stage of the run names, besides `metrics.jsonl`."""
-    keys = SHOWN[stage]
-    steps = config.sft.steps if stage == "sft" and config.sft else config.training.steps
-    loggers: list[Logger] = []
-    for name in config.logging.loggers:
-        if name == "live" and console.is_terminal:
-            loggers.append(RichLiveLogger(keys, total_steps=steps, console=console))
-        elif name in ("live", "console"):
-            loggers.append(ConsoleLogger(keys, every=max(steps // 10, 1)))
-        elif name == "wandb":
-            loggers.append(WandbLogger())
-        elif name == "trackio":
-            loggers.append(TrackioLogger(name=folder.path.name))
-        else:
-            loggers.append(TensorBoardLogger(folder.path / "tensorboard"))
-    return loggers

@@ -12,26 +12,19 @@ import logging
 import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ludic.errors import ConfigError
-from ludic.precision import float32_products
-from ludic.runs.interruption import interruptible
-from ludic.runs.model import check_device, precision_of
+from ludic.runs.model import check_device
 from ludic.runs.settings import RunConfig
 from ludic.runs.storage.folder import RunFolder
 from ludic.sharding.ranks import Launched, launched
 from ludic.sharding.weights import whole
 from ludic.sharding.world import PeerError, World, hearing_of_peers
-from ludic.training import Trainer
-
-if TYPE_CHECKING:
-    from ludic.runs.run import Run
 
 
 class Crew:
@@ -92,34 +85,6 @@ class Crew:
         self._listening = False
         yield
         self._listening = True
-
-
-async def follow(run: Run) -> None:
-    """Trains along with rank 0 until that says it is over. A first Ctrl-C is rank 0's matter."""
-    crew = run.crew
-    precision = precision_of(run.config)
-    with (
-        interruptible(lambda: None, b""),
-        float32_products(precision),
-        hearing_of_peers(crew.world),
-    ):
-        _ = run.model  # loaded while rank 0 prepares
-        run._frozen = "the run has begun"
-        while (word := await crew.hear())["stage"] != "end":
-            run._built["folder"] = RunFolder(Path(word["folder"]))
-            if word["stage"] == "sft":
-                with cold_start_copy(run.model, crew) as model:
-                    await _take_part(run.sft_trainer(model, None), word["version"])
-            else:
-                await _take_part(run.trainer, word["version"])
-
-
-async def _take_part(trainer: Trainer, version: int) -> None:
-    trainer.version = version
-    try:
-        await trainer.train()
-    finally:
-        trainer.close()
 
 
 @contextmanager

@@ -20,20 +20,14 @@ from ludic.interaction import (
 )
 from ludic.registry import make_protocol
 from ludic.rollouts import RolloutRequest
-from ludic.runs.assemble import (
-    algorithm_of,
-    inference_spec,
-    requests_of,
-    sample_filter_of,
-    sft_algorithm,
-    tool_parser_of,
-    trainer_config,
-)
+from ludic.runs.assemble import algorithm_of, sample_filter_of, sft_algorithm, trainer_config
+from ludic.runs.episodes import inference_spec, tool_parser_of
+from ludic.runs.execution.ranks import check_ranks
 from ludic.runs.model import build_model, check_device, configuring
 from ludic.runs.players.opponents import check_seating
 from ludic.runs.players.scoring import check_scoring
 from ludic.runs.players.teacher import load_teacher
-from ludic.runs.ranks import check_ranks
+from ludic.runs.requests import requests_of
 from ludic.runs.settings import EnvSection, RunConfig
 from ludic.runs.settings.from_python import given_names
 from ludic.runs.settings.servers import read_key

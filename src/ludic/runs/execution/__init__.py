@@ -1,0 +1,1 @@
+"""Carrying a run out: its checks, its pieces, its stages, its ranks, its end."""

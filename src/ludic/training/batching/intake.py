@@ -1,0 +1,73 @@
+"""The way of a batch into the trainer: from rank 0's source, prepared once, to every rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from ludic.errors import BatchError
+from ludic.saw.codec import batch_from_dict, batch_to_dict
+from ludic.saw.items import SAWBatch
+from ludic.sharding.world import World
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.types import BatchSource
+from ludic.workers.deadlines import bounded
+
+_MAX_EMPTY_BATCHES = 8
+
+
+class Intake:
+    """Takes batches for all ranks. `run` calls a function in the trainer's thread, the only one in
+    which ranks talk to each other. A source that gives nothing for `timeout_s` is an error, which
+    calls it `name`."""
+
+    def __init__(
+        self,
+        algo: RLAlgorithm,
+        world: World,
+        run: Callable[..., Awaitable[Any]],
+        name: str,
+        timeout_s: float,
+    ) -> None:
+        self.algo, self.world = algo, world
+        self._run, self._name, self._timeout_s = run, name, timeout_s
+
+    async def next_batch(self, source: BatchSource | None) -> SAWBatch:
+        """Rank 0's next batch, on every rank; only rank 0 has a `source`."""
+        if self.world.size == 1:
+            return await self._from(source)
+        batch, error, told = None, None, dict[str, Any]()
+        if self.world.leads:
+            try:
+                batch = await self._from(source)
+                told = dict(batch_to_dict(batch))
+            except Exception as exc:  # the others wait to be told, whatever went wrong
+                ended = isinstance(exc, StopAsyncIteration)
+                error, told = exc, {"ended": str(exc)} if ended else {"error": repr(exc)}
+        shared = await self._run(self.world.share, told)
+        if error is not None:
+            raise error
+        if "ended" in shared:
+            raise StopAsyncIteration(shared["ended"])
+        if "error" in shared:
+            raise BatchError(f"rank 0 has no batch: {shared['error']}")
+        return batch or batch_from_dict(shared)
+
+    async def _from(self, source: BatchSource | None) -> SAWBatch:
+        """The source's next batch after the algorithm's preprocess, which is applied only here. If
+        nothing is left of a batch, the next one is taken, and the drops of all are counted."""
+        assert source is not None
+        dropped: Counter[str] = Counter()
+        for _ in range(_MAX_EMPTY_BATCHES):
+            batch = await bounded(source.next_batch(), "a batch", self._name, self._timeout_s)
+            batch = self.algo.prepare(batch)
+            dropped += Counter(batch.meta.get("dropped", {}))
+            if batch.items:
+                return replace(batch, meta={**batch.meta, "dropped": dict(dropped)})
+        raise BatchError(
+            f"{_MAX_EMPTY_BATCHES} batches in a row had nothing to train on after the preprocess "
+            f"of {self.algo.name!r}; dropped, in turns: {dict(dropped)}. Look at why rewards do "
+            "not vary"
+        )
