@@ -299,7 +299,8 @@ async def tool_servers() -> AsyncIterator[None]:
         yield
     finally:
         _scope.reset(token)
-        await _loop.run(scope.close())
+        if scope.connections:  # without one, not even the thread was started
+            await _loop.run(scope.close())
 
 
 @atexit.register
