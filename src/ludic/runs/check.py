@@ -29,6 +29,7 @@ from ludic.runs.assemble import (
     tool_parser_of,
     trainer_config,
 )
+from ludic.runs.episodes import with_template
 from ludic.runs.model import build_model, check_device, configuring
 from ludic.runs.pipeline.training import check_pipeline
 from ludic.runs.players.opponents import check_seating
@@ -48,6 +49,7 @@ Env: TypeAlias = LudicEnv[Any, Any, Any]
 def check_parts(config: RunConfig) -> None:
     """Raises if a part of the run is missing, does not fit, or could never train."""
     check_device(config.model)
+    with_template(config, tiny_tokenizer())  # raises if the file cannot be read
     check_ranks(config)
     check_pipeline(config)
     if config.model.name == "tiny":  # any other takes too long to load twice
