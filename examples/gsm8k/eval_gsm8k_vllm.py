@@ -13,6 +13,7 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -35,7 +36,7 @@ from ludic.seeding import derive_seed
 
 def make_requests(args: argparse.Namespace) -> list[RolloutRequest]:
     """`samples` requests for each row. Only the number counts, and no reward for the form."""
-    source = {"path": str(args.data)} if args.data else {"split": "test"}
+    source: dict[str, Any] = {"path": str(args.data)} if args.data else {"split": "test"}
     rows = GSM8KEnv(**source, limit=args.limit).num_rows()
     protocol = ProtocolSpec("single_agent", {"parser": {"kind": "boxed", "error_reward": 0.0}})
     return [

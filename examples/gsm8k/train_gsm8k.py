@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 
 def overrides(args: argparse.Namespace) -> list[str]:
     """The options as settings of the run file."""
-    found = {}
+    found: dict[str, object] = {}
     if args.model:
         found["model.name"] = args.model
     if args.data:
@@ -30,7 +30,7 @@ def overrides(args: argparse.Namespace) -> list[str]:
     if args.port:
         found["inference.backend"] = "vllm"
         found["inference.servers"] = [f"http://{args.host}:{args.port}"]
-    return [f"{key}={json.dumps(value)}" for key, value in found.items()] + args.settings
+    return [*(f"{key}={json.dumps(value)}" for key, value in found.items()), *args.settings]
 
 
 def main() -> None:
