@@ -19,12 +19,13 @@ EXAMPLE = ROOT / "examples" / "fsdp2_training"
 
 
 async def test_math_is_trained_on_two_ranks(
-    server: VLLMServer, client: VLLMChatClient, tmp_path: Path
+    server: VLLMServer, client: VLLMChatClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await output_of(tmp_path, "runpy", str(EXAMPLE / "make_tiny.py"), "--output", "tiny")
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLE))
+    await output_of(tmp_path, "make_tiny", "--output", "tiny")
     told = await output_of(
         tmp_path,
-        *on_two_ranks("runpy", str(EXAMPLE / "train_math_fsdp2.py")),
+        *on_two_ranks("train_math_fsdp2"),
         *("--model", "tiny", "--data", "tiny/rows.jsonl", "--served-name", NAME),
         *("--port", server.url.rpartition(":")[2], "--publish-timeout-s", "900"),
         *("--steps", "2", "--rollouts-per-update", "32", "--lr", "1e-3", "--output", "run"),
