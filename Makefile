@@ -27,7 +27,7 @@ SOURCES := src tools benchmarks tests $(if $(wildcard examples/*.py examples/*/*
 # One thread per test process: small matrices are faster that way, and results repeat.
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS)
 
-.PHONY: help setup test test-slow test-gpu test-sandbox test-pipeline chaos test-view test-vllm vllm vllm-install test-adapters adapters lint format types docs wheel-check bench demo constraints clean
+.PHONY: help setup test test-slow test-gpu test-sandbox test-pipeline chaos test-view test-vllm vllm vllm-install test-adapters adapters test-examples lint format types docs wheel-check bench demo constraints clean
 
 help:
 	@echo "make test        set up, then run the tests (ARGS='tests/envs -k win' to choose)"
@@ -39,6 +39,7 @@ help:
 	@echo "make test-view   the tests of the pages, in the system's chromium"
 	@echo "make test-vllm   the tests against a real vLLM server"
 	@echo "make test-sandbox the tests of the sandbox; they fail where bubblewrap is missing"
+	@echo "make test-examples  every example's tiny setting, in one process"
 	@echo "make test-adapters  the tests with other packages' environments and tools"
 	@echo "make lint        ruff: style and formatting;  make format puts it right"
 	@echo "make types       mypy, strict"
@@ -85,6 +86,10 @@ test-vllm: setup vllm
 test-adapters: setup adapters
 	@echo "==> the tests with other packages' environments and tools"
 	@OMP_NUM_THREADS=1 $(ADAPTERS_PY) -m pytest -q -n $(JOBS) -m adapters tests/envs/adapters tests/agents tests/runs $(ARGS)
+
+test-examples: setup
+	@echo "==> every example's tiny setting"
+	@LUDIC_SANDBOX_TESTS= OMP_NUM_THREADS=1 $(PY) -m pytest -q -m examples tests/examples $(ARGS)
 
 # The packages of other environments go into an environment over the project's own.
 adapters: $(READY)

@@ -318,9 +318,6 @@ RENAMED: dict[str, str] = {
 }
 
 STILL_TO_COME: dict[str, str] = {
-    "examples/fsdp2_training/train_math_fsdp2.py": "the examples",
-    "examples/gsm8k/eval_gsm8k_vllm.py": "the examples",
-    "examples/gsm8k/train_gsm8k.py": "the examples",
     "src/ludic/cli/push.py": "the command line",
 }
 

@@ -2,7 +2,7 @@
 
     python examples/code_exec/eval_humaneval.py --data HumanEval.jsonl --model runs/code-exec
     python examples/code_exec/eval_humaneval.py --model Qwen/Qwen2.5-Coder-7B-Instruct \\
-        --server http://127.0.0.1:8000 --samples 10 --temperature 0.8
+        --port 8000 --samples 10 --temperature 0.8
 
 Without --data, the dataset comes from the Hugging Face hub, which needs the extra `datasets`.
 """
@@ -58,8 +58,8 @@ async def evaluate(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     async with AsyncExitStack() as stack:
         client: ChatClient
-        if args.server:
-            remote = VLLMChatClient([args.server], model=args.model)
+        if args.port:
+            remote = VLLMChatClient([f"http://{args.host}:{args.port}"], model=args.model)
             await stack.enter_async_context(remote)
             await remote.connect(tokenizer=tokenizer)
             client = remote
@@ -83,7 +83,8 @@ async def evaluate(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Evaluates a model on HumanEval.")
     parser.add_argument("--model", required=True, help="a folder, or a name on the hub")
-    parser.add_argument("--server", help="the address of a vLLM server; default: this process")
+    parser.add_argument("--host", default="127.0.0.1", help="of a vLLM server")
+    parser.add_argument("--port", type=int, help="of a vLLM server; default: sample here")
     parser.add_argument("--data", type=Path, help="HumanEval.jsonl; default: from the hub")
     parser.add_argument("--sandbox", default="bubblewrap")
     parser.add_argument("--samples", type=int, default=1, help="answers per task")

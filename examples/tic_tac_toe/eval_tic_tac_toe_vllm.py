@@ -2,9 +2,9 @@
 
     python examples/tic_tac_toe/eval_tic_tac_toe_vllm.py --model runs/tic_tac_toe/grpo
     python examples/tic_tac_toe/eval_tic_tac_toe_vllm.py --model Qwen/Qwen2.5-7B-Instruct \\
-        --server http://127.0.0.1:8000
+        --port 8000
 
-With a server, vLLM plays under the name --model; without one, the model plays in this process.
+With a port, vLLM plays under the name --model; without one, the model plays in this process.
 """
 
 import argparse
@@ -48,8 +48,8 @@ async def evaluate(args: argparse.Namespace) -> None:
     )
     async with AsyncExitStack() as stack:
         client: ChatClient
-        if args.server:
-            remote = VLLMChatClient([args.server], model=args.model)
+        if args.port:
+            remote = VLLMChatClient([f"http://{args.host}:{args.port}"], model=args.model)
             await stack.enter_async_context(remote)
             await remote.connect(tokenizer=tokenizer)
             client = remote
@@ -76,7 +76,8 @@ async def evaluate(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Evaluates a model at Tic-Tac-Toe.")
     parser.add_argument("--model", default="runs/tic_tac_toe/grpo")
-    parser.add_argument("--server", help="the address of a vLLM server; default: this process")
+    parser.add_argument("--host", default="127.0.0.1", help="of a vLLM server")
+    parser.add_argument("--port", type=int, help="of a vLLM server; default: sample here")
     parser.add_argument("--opponent", choices=["random", "mixed", "perfect"], default="mixed")
     parser.add_argument("--games", type=int, default=400)
     parser.add_argument("--temperature", type=float, default=1.0)

@@ -2,7 +2,7 @@
 
     python examples/tic_tac_toe/train_tic_tac_toe.py                    # the tiny model, on the CPU
     python examples/tic_tac_toe/train_tic_tac_toe.py --model Qwen/Qwen2.5-7B-Instruct \\
-        --lr 1e-5 --server http://127.0.0.1:8000                        # sampled by vLLM
+        --lr 1e-5 --port 8000                        # sampled by vLLM
 
 Without a server the model samples in this process, from the very weights that are trained. With
 one, the weights go there after every update; start it with `python -m ludic.inference.vllm.server`.
@@ -58,8 +58,8 @@ async def train(args: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         client: ChatClient
         publisher: PolicyPublisher
-        if args.server:
-            remote = VLLMChatClient([args.server], model=args.model)
+        if args.port:
+            remote = VLLMChatClient([f"http://{args.host}:{args.port}"], model=args.model)
             await stack.enter_async_context(remote)
             await remote.connect(tokenizer=tokenizer)
             client, publisher = remote, BroadcastPolicyPublisher(remote)
@@ -95,7 +95,8 @@ async def train(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="GRPO + LoRA at Tic-Tac-Toe.")
     parser.add_argument("--model", default="runs/tic_tac_toe/sft")
-    parser.add_argument("--server", help="the address of a vLLM server; default: this process")
+    parser.add_argument("--host", default="127.0.0.1", help="of a vLLM server")
+    parser.add_argument("--port", type=int, help="of a vLLM server; default: sample here")
     parser.add_argument("--output", type=Path, default=Path("runs/tic_tac_toe/grpo"))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rollouts-per-update", type=int, default=64)

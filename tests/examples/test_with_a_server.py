@@ -1,4 +1,4 @@
-"""The scripts' `--server` against a stand-in for vLLM, whose answers are moves."""
+"""The scripts' `--host` and `--port` against a stand-in for vLLM, whose answers are moves."""
 
 from __future__ import annotations
 
@@ -88,6 +88,11 @@ class PlayingServer(FakeVLLM):
         return {"choices": [choice]}
 
 
+def address(fake: FakeVLLM) -> list[str]:
+    host, _, port = fake.url.removeprefix("http://").rpartition(":")
+    return ["--host", host, "--port", port]
+
+
 async def run(where: Path, script: str, *arguments: object) -> str:
     """The script in a process of its own, while this one serves."""
     process = await asyncio.create_subprocess_exec(
@@ -111,7 +116,7 @@ async def run(where: Path, script: str, *arguments: object) -> str:
 
 async def test_games_are_evaluated_on_the_server(tmp_path: Path, model: Path) -> None:
     async with PlayingServer(folder=model).serving() as fake:
-        common = ["--model", model, "--server", fake.url, "--max-tokens", 24]
+        common = ["--model", model, *address(fake), "--max-tokens", 24]
         told = await run(
             tmp_path, "eval_tic_tac_toe_vllm.py", *common, "--games", 6, "--output", "report.json"
         )
@@ -127,7 +132,7 @@ async def test_training_samples_on_the_server_and_publishes_every_update_to_it(
     tmp_path: Path, model: Path
 ) -> None:
     async with PlayingServer(folder=model).serving() as fake:
-        common = ["--model", model, "--server", fake.url, "--max-tokens", 24, "--output", "grpo"]
+        common = ["--model", model, *address(fake), "--max-tokens", 24, "--output", "grpo"]
         small = ["--steps", 2, "--rollouts-per-update", 8, "--group-size", 4, "--rank", 2]
         told = await run(tmp_path, "train_tic_tac_toe.py", *common, *small)
     assert "step      2" in told

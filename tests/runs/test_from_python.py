@@ -221,6 +221,28 @@ def test_paths_of_a_file_are_relative_to_it_and_those_of_the_command_line_are_no
     assert config.sft.data == str(here / "rows.jsonl")
 
 
+def test_an_environments_file_beside_the_run_file_is_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ludic.runs.settings import load_run
+
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    here.mkdir()
+    monkeypatch.chdir(here)
+    (there / "rows.jsonl").touch()
+    file = there / "run.toml"
+    file.write_text(
+        '[env]\nkind = "gsm8k"\nkwargs = { path = "rows.jsonl" }\n'
+        '[eval.env]\nkind = "gsm8k"\nkwargs = { path = "elsewhere" }\n'
+    )
+    config = load_run(file)
+    assert config.env[0].kwargs["path"] == str(there / "rows.jsonl")
+    assert config.eval.env[0].kwargs["path"] == "elsewhere"  # no file: its environment's matter
+    config = load_run(file, ["env.kwargs.path=rows.jsonl"])
+    assert config.env[0].kwargs["path"] == "rows.jsonl"
+
+
 def test_every_preset_is_there_under_its_short_name() -> None:
     from ludic.registry import ALGORITHMS
 

@@ -1,4 +1,4 @@
-"""What a scripted teacher is called with."""
+"""What a scripted teacher is called with, and how a run spells its conversations."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ from ludic.errors import ConfigError
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.registry import ENVS
 from ludic.rollouts import read_rollouts
+from ludic.runs.episodes import with_template
+from ludic.runs.execution.check import check_parts
+from ludic.runs.model import build_model
 from ludic.runs.players.teacher import load_teacher, write_lessons
-from ludic.runs.settings import RunConfig, parse_run
+from ludic.runs.results.terminal import episode_text
+from ludic.runs.settings import RunConfig, load_run, parse_run
 
 RUN = """
+[inference.sampling]
+max_tokens = 256
 [env]
 kind = "higher"
 [protocol]
@@ -65,6 +71,13 @@ def as_before(obs: str, rng: Random, certainty: float = 1.0) -> str:
     return f"<move>{rng.randint(1, 100)}</move>"
 
 
+def calling(obs: str, rng: Random) -> str:
+    if obs == "Your guess?":
+        call = '{"name": "calculator", "arguments": {"expression": "25 + 25"}}'
+        return f"Half of it. <tool_call>{call}</tool_call>"
+    return f"<move>{obs if obs.isdigit() else rng.randint(1, 100)}</move>"
+
+
 def too_much(obs: str, rng: Random, memory: list[Any]) -> str:
     return ""
 
@@ -104,6 +117,14 @@ async def test_a_teacher_beside_tools_hears_as_much(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("higher")
+async def test_a_teachers_tool_calls_are_run_and_shown_in_its_episodes(tmp_path: Path) -> None:
+    rollouts = await lessons(tmp_path, "calling", agent="tool", tools=["calculator"])
+    shown = episode_text(rollouts[0]).plain
+    called = shown.index("calls: calculator(expression='25 + 25')")
+    assert called < shown.index("tool: 50") < shown.index("model: <move>50</move>")
+
+
+@pytest.mark.usefixtures("higher")
 async def test_a_teacher_of_two_arguments_is_called_as_before(tmp_path: Path) -> None:
     rollouts = await lessons(tmp_path, "as_before")
     assert not any(rollout.error for rollout in rollouts)
@@ -117,3 +138,30 @@ def test_a_misspelt_teacher_gets_the_nearest_name() -> None:
 def test_a_teacher_that_cannot_be_called_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"is called with the observation.*'memory'"):
         load_teacher("tests.runs.test_teacher:too_much")
+
+
+async def test_a_run_may_bring_its_own_chat_template(tmp_path: Path) -> None:
+    shown = "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    (tmp_path / "plain.jinja").write_text(shown + "<|im_start|>assistant: ")
+    (tmp_path / "run.toml").write_text(
+        '[model]\nchat_template = "plain.jinja"\n[env]\nkind = "key_door"\n'
+    )
+    config = load_run(tmp_path / "run.toml")
+    _, tokenizer = build_model(config)
+    spelled = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert spelled == "<|im_start|>user: hi<|im_end|><|im_start|>assistant: "
+
+    given = tiny_tokenizer()
+    before = given.chat_template
+    assert with_template(config, given).chat_template.startswith("{% for m in")
+    assert given.chat_template == before  # the script's own is left as it is
+
+
+def test_a_chat_template_that_is_not_there_is_named_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "run.toml").write_text(
+        '[model]\nname = "no/such-model"\nchat_template = "gone.jinja"\n[env]\nkind = "key_door"\n'
+    )
+    with pytest.raises(ConfigError, match=r"model.chat_template=.*gone\.jinja.*cannot be read"):
+        check_parts(load_run(tmp_path / "run.toml"))

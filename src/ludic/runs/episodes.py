@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -28,6 +29,20 @@ def inference_spec(
         values["temperature"] = temperature
     sampling = SamplingConfig(**values)
     return InferenceSpec(sampling, ReturnSpec(kept_ids=trained_on and sampling.truncates))
+
+
+def with_template(config: RunConfig, tokenizer: Any) -> Any:
+    """Returns the tokenizer with the run's chat template, if it names one, in place of its own."""
+    name = config.model.chat_template
+    if name is None:
+        return tokenizer
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"model.chat_template={name!r} cannot be read: {exc}") from exc
+    tokenizer = copy.deepcopy(tokenizer)  # which may be a script's
+    tokenizer.chat_template = text
+    return tokenizer
 
 
 def tool_parser_of(config: RunConfig) -> ToolParser | None:

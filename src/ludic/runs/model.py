@@ -18,6 +18,7 @@ from ludic.errors import ConfigError, LudicError, MissingExtraError
 from ludic.given import given, is_given
 from ludic.inference import LocalChatClient
 from ludic.precision import Precision, default_precision, weights_dtype
+from ludic.runs.episodes import with_template
 from ludic.runs.settings import ModelSection, RunConfig
 from ludic.runs.settings.paths import earlier_run
 from ludic.runs.storage.folder import RunFolder
@@ -36,6 +37,7 @@ def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Modu
         model, tokenizer = _from_run(section, dtype, *earlier)
     else:
         model, tokenizer = _from_pretrained(section, section.name, dtype)
+    tokenizer = with_template(config, tokenizer)
     if section.lora is not None:
         model = _with_adapter(model, section)
     if weights is not None:

@@ -274,6 +274,17 @@ async def test_a_closed_client_refuses(fake: FakeVLLM) -> None:
         await client.complete_tokens(request())
 
 
+async def test_a_client_that_finds_no_server_leaves_no_connection_open() -> None:
+    async with FakeVLLM().serving() as gone:
+        url = gone.url
+    client = VLLMChatClient(url, backoff=QUICK)
+    with pytest.raises(InferenceError, match="no vLLM server answers"):
+        async with client:
+            pass
+    with pytest.raises(EngineClosedError):
+        await client.complete_tokens(request())
+
+
 async def test_weights_need_a_publisher(client: VLLMChatClient) -> None:
     with pytest.raises(PublishError, match="BroadcastPolicyPublisher"):
         await client.sync_weights({}, version=1)

@@ -21,7 +21,7 @@ from ludic.interaction import (
 from ludic.registry import make_protocol
 from ludic.rollouts import RolloutRequest
 from ludic.runs.assemble import algorithm_of, sample_filter_of, sft_algorithm, trainer_config
-from ludic.runs.episodes import inference_spec, tool_parser_of
+from ludic.runs.episodes import inference_spec, tool_parser_of, with_template
 from ludic.runs.execution.ranks import check_ranks
 from ludic.runs.model import build_model, check_device, configuring
 from ludic.runs.players.opponents import check_seating
@@ -42,6 +42,7 @@ Env: TypeAlias = LudicEnv[Any, Any, Any]
 def check_parts(config: RunConfig) -> None:
     """Raises if a part of the run is missing, does not fit, or could never train."""
     check_device(config.model)
+    with_template(config, tiny_tokenizer())  # raises if the file cannot be read
     check_ranks(config)
     _check_pipeline(config)
     if config.model.name == "tiny":  # any other takes too long to load twice

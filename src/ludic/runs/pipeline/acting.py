@@ -18,7 +18,7 @@ from ludic.inference.tiny import tiny_tokenizer
 from ludic.interaction import Runtime
 from ludic.pipeline.actor import Accepts, ActorConfig, ActorReport, only, run_pipeline_actor
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutRequest
-from ludic.runs.episodes import bring_in, rollout_engine, runtime_of
+from ludic.runs.episodes import bring_in, rollout_engine, runtime_of, with_template
 from ludic.runs.pipeline.address import find_pipeline, read_run, section_of
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.paths import earlier_run
@@ -89,7 +89,8 @@ async def _opened(
             "running ones in inference.servers"
         )
     async with AsyncExitStack() as stack:
-        ours = load_plain_tokenizer(tokenizer) if tokenizer else _tokenizer_of(config)
+        named = load_plain_tokenizer(tokenizer) if tokenizer else _tokenizer_of(config)
+        ours = with_template(config, named)
         model = "policy" if servers and not config.inference.servers else config.model.name
         client = VLLMChatClient(
             addresses, model=model, api_key=read_key(config.inference, "inference")

@@ -17,7 +17,7 @@ from ludic.eval import Estimate, EvalReport
 from ludic.rollouts.progress import Progress as RolloutProgress
 from ludic.rollouts.progress import ProgressCallback
 from ludic.runs.results.summary import Curve, outcomes_of, smoothed
-from ludic.types import AgentStep, Rollout
+from ludic.types import AgentStep, Rollout, ToolCall
 
 # What is shown is mostly the words of environments and models, whose brackets are only brackets.
 console = Console(highlight=False, markup=False, emoji=False)
@@ -125,8 +125,15 @@ def episode_text(rollout: Rollout) -> Text:
                 if message["role"] == "user":
                     lines += ["", *(f"    {line}" for line in message["content"].splitlines())]
             lines += ["", Text.assemble("  ", ("model:", "bold"), f" {step.message['content']}")]
+            lines += [f"  calls: {_call_text(call)}" for call in step.message.get("tool_calls", ())]
             lines += [f"  tool: {m['content']}" for m in step.tool_messages]
         elif step.terminated or step.truncated:
             lines += ["", *(f"    {line}" for line in step.next_obs.splitlines())]
     lines += ["", f"  total reward {rollout.total_reward:+g}"]
     return Text("\n").join(Text(line) if isinstance(line, str) else line for line in lines)
+
+
+def _call_text(call: ToolCall) -> str:
+    function = call["function"]
+    arguments = (f"{name}={value!r}" for name, value in function["arguments"].items())
+    return f"{function['name']}({', '.join(arguments)})"

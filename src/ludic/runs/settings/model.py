@@ -22,7 +22,9 @@ class ModelSection(Section):
     """`tiny` is the embedded model; anything else is a folder, a name on the hub, or an earlier run
     by its folder: `runs/first`, or one of its models, `runs/first:sft` or `runs/first:step-40`.
     `precision` is what trainer and engine compute in (see `ludic.precision`); left out, it is
-    float32 on a CPU. `dtype` is the older word for it, and names the type of the weights only."""
+    float32 on a CPU. `dtype` is the older word for it, and names the type of the weights only.
+    `chat_template` is a file with a Jinja template to use in place of the tokenizer's: many a
+    model's own cannot show tools."""
 
     name: str = "tiny"
     revision: str | None = None
@@ -32,6 +34,7 @@ class ModelSection(Section):
     kwargs: Arguments = {}
     lora: LoraSection | None = None
     tool_parser: str | None = None
+    chat_template: str | None = None
 
     @field_validator("precision")
     @classmethod

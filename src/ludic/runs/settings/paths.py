@@ -7,7 +7,10 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-KEYS = (("run", "folder"), ("sft", "data"), ("inference", "vllm_python"))
+KEYS = (
+    *(("run", "folder"), ("model", "chat_template"), ("sft", "data")),
+    ("inference", "vllm_python"),
+)
 OTHERS = ("reference", "teacher", "player")
 
 
@@ -25,6 +28,12 @@ def resolve_paths(data: dict[str, Any], folder: Path, overridden: Collection[str
             if isinstance(table, dict) and isinstance(table.get("api_key_file"), str):
                 given = f"{place}.api_key_file" in overridden
                 table["api_key_file"] = str(_found(table["api_key_file"], folder, given))
+    for place, table in _envs(data):
+        value = table.get("path")
+        if isinstance(value, str) and f"{place}.kwargs.path" not in overridden:
+            found = _found(value, folder, overridden=False)
+            if found.exists():  # only an environment knows what else its `path` may be
+                table["path"] = str(found)
     for place, table, key in _models(data):
         if not isinstance(table, dict) or not isinstance(table.get(key), str):
             continue
@@ -32,6 +41,17 @@ def resolve_paths(data: dict[str, Any], folder: Path, overridden: Collection[str
         path = _found(name, folder, f"{place}.{key}" in overridden)
         if name not in ("tiny", "start") and (path.is_dir() or name.startswith((".", "~", "/"))):
             table[key] = f"{path}:{which}" if which else str(path)
+
+
+def _envs(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the arguments of the run's environments, and the name of their table."""
+    held_out = data.get("eval")
+    places = {"env": data.get("env")}
+    places["eval.env"] = held_out.get("env") if isinstance(held_out, dict) else None
+    for place, tables in places.items():
+        for table in tables if isinstance(tables, list) else [tables]:
+            if isinstance(table, dict) and isinstance(table.get("kwargs"), dict):
+                yield place, table["kwargs"]
 
 
 def _models(data: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
