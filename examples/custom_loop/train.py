@@ -18,6 +18,7 @@ from ludic.interaction import Runtime
 from ludic.rollouts import GRPORequestStrategy, RolloutEngine, RolloutRequest
 from ludic.saw import SAWBatch, batch_from_rollouts
 from ludic.training import GroupNormalizedReturn
+from ludic.types import Info, Obs
 
 
 class Echo(ludic.SingleAgentEnv):
@@ -25,14 +26,14 @@ class Echo(ludic.SingleAgentEnv):
 
     blocking = False
 
-    def env_reset(self, *, seed=None):
+    def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
         self.letter = Random(seed).choice("ABCD")
         return self.letter, {}
 
-    def env_current_obs(self):
+    def env_current_obs(self) -> Obs:
         return self.letter
 
-    def env_step(self, action):
+    def env_step(self, action: str) -> ludic.StepOutcome:
         reward = 1.0 if action == self.letter else 0.1 * (action in ("A", "B", "C", "D"))
         return ludic.StepOutcome("", reward, terminated=True)
 
@@ -75,5 +76,5 @@ async def train(steps: int, groups: int = 8, group_size: int = 16, lr: float = 3
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A training loop by hand, on the CPU.")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=80)
     asyncio.run(train(parser.parse_args().steps))

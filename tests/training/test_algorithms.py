@@ -207,6 +207,7 @@ TAKES_AN_AGGREGATION = [
     "cispo",
     "scalerl",
     "spo",
+    "opd",
     "sft",
 ]
 

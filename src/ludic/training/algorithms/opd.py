@@ -12,8 +12,8 @@ fastest by ending the turn after one token. Defaults: token level, no reward, no
 `group_size` the outcome's credit is GRPO's.
 
 Departures: logp_student is the current policy's, not the sampler's, so that stale data stays
-right under ρ. With several teachers each sample's own is chosen where it is scored. MOPD is
-`aggregation=sequence_mean` with a `MaskedImportance`, which drops tokens by their ratio.
+right under ρ. Each sample's teacher is chosen where it is scored. MOPD is `sequence_mean` with a
+`MaskedImportance`.
 """
 
 from __future__ import annotations
@@ -65,17 +65,13 @@ def make_opd(
     cap: float = math.inf,
     aggregation: Aggregation = token_mean,
 ) -> RLAlgorithm:
-    """Distillation on the student's samples; `group_size` or `credit_assigner` is for the
-    rewards."""
+    """Distillation on the student's samples; `group_size` or `credit_assigner` is for rewards."""
     if group_size is not None:
         if credit_assigner is not None:
             raise ConfigError("make_opd: give a group_size or a credit_assigner, not both")
         credit_assigner = GroupNormalizedReturn(group_size, normalize_adv=True)
     if reward_coeff and credit_assigner is None:
-        raise ConfigError(
-            "make_opd: reward_coeff needs a group_size, or a credit_assigner, to say what an "
-            "outcome is worth"
-        )
+        raise ConfigError("make_opd: reward_coeff needs a group_size or a credit_assigner")
     loss = OnPolicyDistillationLoss(
         reward_coeff=reward_coeff, level=level, cap=cap, aggregation=aggregation
     )

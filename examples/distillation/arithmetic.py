@@ -1,16 +1,17 @@
 """Two domains with one right number each, and what a cold start may show of them.
 
-`Sums` asks "What is 3 + 4?", `Larger` asks "Which is larger, 3 or 4?"; `largest` bounds the numbers.
+`Sums` asks "What is 3 + 4?", `Larger` asks "Which is larger, 3 or 4?".
 """
 
 import re
 from random import Random
 
 import ludic
+from ludic.types import Info, Obs
 
 
 class Sums(ludic.SingleAgentEnv):
-    """Add two numbers; 1 for the right one."""
+    """Add two numbers up to `largest`; 1 for the right sum."""
 
     blocking = False
     template = "What is {} + {}? Answer with the number only."
@@ -20,15 +21,15 @@ class Sums(ludic.SingleAgentEnv):
         self.largest = largest
         self.template = self.template.split("?")[0] + "?" if short else self.template
 
-    def env_reset(self, *, seed=None):
+    def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
         rng = Random(seed)
         self.numbers = rng.randint(0, self.largest), rng.randint(0, self.largest)
         return self.env_current_obs(), {}
 
-    def env_current_obs(self):
+    def env_current_obs(self) -> Obs:
         return self.template.format(*self.numbers)
 
-    def env_step(self, action):
+    def env_step(self, action: str) -> ludic.StepOutcome:
         right = action.strip() == answer(self.env_current_obs())
         return ludic.StepOutcome("", float(right), terminated=True, info={"success": right})
 
