@@ -1,7 +1,6 @@
 """The training loop written out by hand: Ludic's rollouts and credit, your own update.
 
-Nothing here needs `Trainer`: a `RolloutEngine` plays, a credit assigner gives every turn a weight,
-and a batch is rows of token ids with masks and weights. The rest is plain PyTorch.
+A `RolloutEngine` plays, a credit assigner weighs every turn, the rest is plain PyTorch.
 """
 
 import argparse

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import ludic
+from ludic.errors import ConfigError
 from ludic.runs.run import Run
 from ludic.training import KLInReward, MaskedImportance, make_algorithm
 from ludic.training.preprocess import steps_of, turn_weights
@@ -95,7 +96,7 @@ def test_reinforce_pp_is_used_by_name_and_stays_near_its_start() -> None:
     charge, _ = steps_of(run.algorithm.preprocess)
     assert charge == KLInReward(0.01, "rollout")
     assert len(metrics(run)) == 3
-    with pytest.raises(ludic.LudicError, match=r"reinforce_pp.*needs a reference"):
+    with pytest.raises(ConfigError, match=r"reinforce_pp.*needs a reference"):
         Run.of_config(
             run.config.model_copy(update={"reference": None}),
             run.folder,
