@@ -8,6 +8,7 @@ import asyncio
 from random import Random
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import ludic
@@ -37,12 +38,12 @@ class Echo(ludic.SingleAgentEnv):
         return ludic.StepOutcome("", reward, terminated=True)
 
 
-def loss_of(model: torch.nn.Module, batch: SAWBatch) -> torch.Tensor:
+def loss_of(model: torch.nn.Module, batch: SAWBatch) -> Tensor:
     """The policy gradient with an entropy bonus, as a mean over the sampled tokens."""
     ids = pad_sequence([torch.from_numpy(i.input_ids) for i in batch.items], batch_first=True)
     mask = pad_sequence([torch.from_numpy(i.action_mask) for i in batch.items], batch_first=True)
     weights = torch.tensor([item.weight for item in batch.items])[:, None]
-    logps = model(input_ids=ids[:, :-1]).logits.log_softmax(-1)  # padding stands behind: unseen
+    logps: Tensor = model(input_ids=ids[:, :-1]).logits.log_softmax(-1)  # padding is behind: unseen
     objective = weights * logps.gather(2, ids[:, 1:, None])[..., 0]
     objective -= 0.1 * (logps.exp() * logps).sum(-1)
     return -(objective * mask[:, 1:]).sum() / batch.counts.tokens
@@ -65,7 +66,7 @@ async def train(steps: int, groups: int = 8, group_size: int = 16, lr: float = 3
             rollouts = await engine.generate_rollouts(requests, max_steps=1, prefix=f"step-{step}")
             batch = batch_from_rollouts(rollouts, credit, merge=False)
             async with client.updating(version=step + 1):  # nobody samples from half an update
-                loss_of(model, batch).backward()
+                loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad()
             rewards.append(batch.meta["reward_mean"])
@@ -74,6 +75,6 @@ async def train(steps: int, groups: int = 8, group_size: int = 16, lr: float = 3
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="A training loop by hand, on the CPU.")
+    parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=80)
     asyncio.run(train(parser.parse_args().steps))

@@ -26,4 +26,4 @@ class LargerDigit(ludic.SingleAgentEnv):
 
 def either(obs: str, rng: Random) -> str:
     """A teacher that shows the form of an answer: one digit of the two."""
-    return rng.choice(re.findall(r"\d", obs))
+    return str(rng.choice(re.findall(r"\d", obs)))

@@ -108,8 +108,8 @@ def test_reinforce_pp_normalises_over_the_tokens_of_the_batch() -> None:
     importlib.import_module("reinforce_pp")  # which registers it, once
     batch = synthetic_batch(3)
     after = make_algorithm("reinforce_pp").prepare(batch)
-    before = np.concatenate([i.attachments.token_weights for i in batch.items])  # type: ignore[misc]
-    found = np.concatenate([i.attachments.token_weights for i in after.items])  # type: ignore[misc]
+    before = np.concatenate([i.attachments.token_weights for i in batch.items])
+    found = np.concatenate([i.attachments.token_weights for i in after.items])
     expected = (before - before.mean()) / before.std()
     assert found == pytest.approx(expected, abs=1e-4)
     weights = turn_weights(after)

@@ -264,7 +264,8 @@ async def test_a_batch_without_items_passes_through() -> None:
 
 async def test_it_passes_on_what_the_trainer_tells_its_source() -> None:
     class Listening(Versioned):
-        flushed, heard = 0, ()
+        flushed = 0
+        heard: tuple[Mapping[str, Any], ...] = ()
 
         async def flush_record(self) -> None:
             self.flushed += 1
