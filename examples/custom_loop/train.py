@@ -8,7 +8,6 @@ import asyncio
 from random import Random
 
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import ludic
@@ -38,12 +37,12 @@ class Echo(ludic.SingleAgentEnv):
         return ludic.StepOutcome("", reward, terminated=True)
 
 
-def loss_of(model: torch.nn.Module, batch: SAWBatch) -> Tensor:
+def loss_of(model: torch.nn.Module, batch: SAWBatch) -> torch.Tensor:
     """The policy gradient with an entropy bonus, as a mean over the sampled tokens."""
     ids = pad_sequence([torch.from_numpy(i.input_ids) for i in batch.items], batch_first=True)
     mask = pad_sequence([torch.from_numpy(i.action_mask) for i in batch.items], batch_first=True)
     weights = torch.tensor([item.weight for item in batch.items])[:, None]
-    logps: Tensor = model(input_ids=ids[:, :-1]).logits.log_softmax(-1)  # padding is behind: unseen
+    logps: torch.Tensor = model(input_ids=ids[:, :-1]).logits.log_softmax(-1)
     objective = weights * logps.gather(2, ids[:, 1:, None])[..., 0]
     objective -= 0.1 * (logps.exp() * logps).sum(-1)
     return -(objective * mask[:, 1:]).sum() / batch.counts.tokens
