@@ -32,6 +32,7 @@ TYPES = {
     "float": "a number",
     "float | None": "a number",
     "int": "a whole number",
+    "int | None": "a whole number",
     "tuple[float, float]": "two numbers",
 }
 
@@ -56,7 +57,10 @@ OF_ALGORITHMS = {
     "tracker": "the values of the tasks; empty: a new one",
     "unit": "what a sequence is",
 }
-ODD_ONES = {("gmpo", "clip"): "the bound on log ρ, on the side where A gains"}
+ODD_ONES = {
+    ("gmpo", "clip"): "the bound on log ρ, on the side where A gains",
+    ("opd", "group_size"): "compare the outcomes of so many attempts at a task, as GRPO does",
+}
 
 OF_THE_TINY_MODEL = {
     "heads": "attention heads",

@@ -207,6 +207,7 @@ TAKES_AN_AGGREGATION = [
     "cispo",
     "scalerl",
     "spo",
+    "opd",
     "sft",
 ]
 
@@ -293,6 +294,11 @@ def test_distillation_with_rewards_needs_to_know_what_they_are_worth() -> None:
     algorithm = make_opd(reward_coeff=0.5, credit_assigner=GroupNormalizedReturn(4))
     assert algorithm.group_size == 4
     assert make_opd(level="turn").loss.scope == "turn"
+    grouped = make_opd(reward_coeff=0.5, group_size=4, aggregation=SequenceMean())
+    assert grouped.credit_assigner == GroupNormalizedReturn(4, normalize_adv=True)
+    assert grouped.loss.aggregation == SequenceMean()  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="not both"):
+        make_opd(group_size=4, credit_assigner=GroupNormalizedReturn(4))
 
 
 def test_the_state_of_an_algorithm_is_that_of_its_credit() -> None:

@@ -32,6 +32,7 @@ from ludic.training.algorithms.sft import make_sft as make_sft
 from ludic.training.algorithms.spo import make_spo as make_spo
 from ludic.training.batching import DynamicSampling as DynamicSampling
 from ludic.training.batching import OfflineBatchSource as OfflineBatchSource
+from ludic.training.batching import ReplayBufferSource as ReplayBufferSource
 from ludic.training.batching import RolloutBatchSource as RolloutBatchSource
 from ludic.training.batching import SamplingAhead as SamplingAhead
 from ludic.training.batching.scoring import BatchScorer as BatchScorer

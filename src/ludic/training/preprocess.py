@@ -48,12 +48,19 @@ class Chain:
         return batch
 
 
+def steps_of(step: PreprocessFn | None) -> tuple[PreprocessFn, ...]:
+    """The steps that a preprocess is made of."""
+    if isinstance(step, Chain):
+        return step.steps
+    return () if step is None else (step,)
+
+
 def chain(*steps: PreprocessFn | None) -> PreprocessFn | None:
     """All the steps as one, without duplicates; None if there are none."""
     todo: list[PreprocessFn] = []
     for step in steps:
-        for part in step.steps if isinstance(step, Chain) else (step,):
-            if part is not None and part not in todo:
+        for part in steps_of(step):
+            if part not in todo:
                 todo.append(part)
     if len(todo) < 2:
         return todo[0] if todo else None

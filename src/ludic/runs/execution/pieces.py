@@ -39,6 +39,7 @@ from ludic.seeding import derive_seed
 from ludic.training import (
     BatchSource,
     DynamicSampling,
+    ReplayBufferSource,
     RLAlgorithm,
     RolloutBatchSource,
     ScoredBatchSource,
@@ -110,8 +111,17 @@ class RunPieces:
                 resample=DynamicSampling(rounds) if (rounds := training.dynamic_sampling) else None,
             )
         )
-        scorers = self.scoring.scorers
-        return ScoredBatchSource(source, scorers) if scorers else source
+        if scorers := self.scoring.scorers:
+            source = ScoredBatchSource(source, scorers)
+        if (replay := training.replay_buffer) is not None:  # outside: what is stored has its scores
+            source = ReplayBufferSource(
+                source,
+                share=replay.share,
+                max_age=replay.max_age,
+                half_life=replay.half_life,
+                seed=seed,
+            )
+        return source
 
     def _make_pipeline(self) -> RunPipeline | None:
         if self.config.pipeline is None:

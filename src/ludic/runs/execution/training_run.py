@@ -38,6 +38,7 @@ from ludic.runs.storage.rollout_log import (
 from ludic.seeding import derive_seed
 from ludic.training import (
     OfflineBatchSource,
+    ReplayBufferSource,
     RolloutBatchSource,
     ScoredBatchSource,
     Trainer,
@@ -215,7 +216,7 @@ class TrainingRun:
             self.run.watch.take_file(self.folder.metrics, trainer.step)
             async with AsyncExitStack() as stack:
                 stack.enter_context(rare_collections())
-                if isinstance(source, ScoredBatchSource):
+                while isinstance(source, (ReplayBufferSource, ScoredBatchSource)):
                     source = source.source
                 logging, log = self.config.logging, None
                 file = rollout_file(self.folder.rollouts, "train")

@@ -41,6 +41,7 @@ from ludic.training.batching.scoring import (
     TokenScores,
 )
 from ludic.training.losses.kl import TokenKLLoss
+from ludic.training.preprocess import KLInReward, steps_of
 from ludic.training.types import parts_of
 
 
@@ -189,7 +190,8 @@ def check_scoring(config: RunConfig, algorithm: RLAlgorithm, envs: Sequence[str]
     name, known = config.algorithm.name, config.algorithm.name in ALGORITHMS.names()
     with_kl = any(isinstance(loss, TokenKLLoss) for loss in losses)
     taught = any(isinstance(loss, OnPolicyDistillationLoss) for loss in losses)
-    if with_kl and config.reference is None:
+    charged = any(isinstance(step, KLInReward) for step in steps_of(algorithm.preprocess))
+    if (with_kl or charged) and config.reference is None:
         raise ConfigError(
             f"algorithm {name!r} with a KL term needs a reference: add [reference] with "
             'model = "start" or another model, or set algorithm.kwargs.kl_coeff=0'
@@ -201,7 +203,7 @@ def check_scoring(config: RunConfig, algorithm: RLAlgorithm, envs: Sequence[str]
         )
     if config.reference is not None:
         check_other(config.reference, "reference")
-        if known and not with_kl and not config.reference.kl_in_reward:
+        if known and not with_kl and not charged:
             raise ConfigError(
                 "nothing uses the [reference]: set algorithm.kwargs.kl_coeff above 0 for a KL in "
                 "the loss, or reference.kl_in_reward for one in the reward"

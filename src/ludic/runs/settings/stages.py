@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from ludic.rollouts import LostMemberPolicy, RolloutEngine
 from ludic.runs.settings.base import Arguments, Section
 from ludic.runs.settings.parts import Envs, ProtocolSection
+from ludic.training.batching.replay_buffer import ReplayBufferSource
 from ludic.training.config import (
     AttentionKind,
     CheckpointConfig,
@@ -24,7 +25,22 @@ CHECKPOINTS: dict[str, Any] = {field.name: field.default for field in fields(Che
 ENGINE: dict[str, Any] = {
     name: argument.default for name, argument in inspect.signature(RolloutEngine).parameters.items()
 }
+REPLAY: dict[str, Any] = {
+    name: argument.default
+    for name, argument in inspect.signature(ReplayBufferSource).parameters.items()
+}
 """What these classes do by default, and so a run."""
+
+
+class ReplayBufferSection(Section):
+    """Train on groups of earlier updates again, beside the `rollouts_per_update` new episodes: so
+    many that they are `share` of the batch's groups, of at most `max_age` policy versions ago. They
+    are drawn uniformly, or with a `half_life` with probabilities that halve for every so many
+    versions of age."""
+
+    share: float = Field(default=REPLAY["share"], gt=0, lt=1)
+    max_age: int = Field(default=REPLAY["max_age"], ge=1)
+    half_life: float | None = Field(default=REPLAY["half_life"], gt=0)
 
 
 class TrainingSection(Section):
@@ -76,6 +92,7 @@ class TrainingSection(Section):
     keep_checkpoints: int = Field(default=CHECKPOINTS["keep"], ge=1)
     filters: list[str | Arguments] = []
     dynamic_sampling: int = Field(default=0, ge=0)
+    replay_buffer: ReplayBufferSection | None = None
     past_opponents: int = Field(default=0, ge=0)
     past_share: float = Field(default=0.5, ge=0, le=1)
 

@@ -1,5 +1,5 @@
 """On-policy distillation (Agarwal et al. 2024, "GKD"; Thinking Machines 2025), with any number
-of teachers.
+of teachers (MOPD: MiMo-V2-Flash, arXiv 2601.02780).
 
 Objective per token, on the student's own samples: sg(ρ)·A·logp with
 
@@ -8,10 +8,12 @@ Objective per token, on the student's own samples: sg(ρ)·A·logp with
 token_mean. In expectation the first part is minus the gradient of KL(student‖teacher) at each
 visited state. With `level="turn"` every token of a turn has the turn's mean gap, so that early
 tokens answer for later ones, at more variance. The mean, not the sum: the KL of a whole turn falls
-fastest by ending the turn after one token. Defaults: token level, no reward, no cap on ρ.
+fastest by ending the turn after one token. Defaults: token level, no reward, no cap on ρ. With a
+`group_size` the outcome's credit is GRPO's.
 
 Departures: logp_student is the current policy's, not the sampler's, so that stale data stays
-right under ρ. With several teachers each sample's own is chosen where it is scored.
+right under ρ. Each sample's teacher is chosen where it is scored. MOPD is `sequence_mean` with a
+`MaskedImportance`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from torch import Tensor
 from ludic.errors import ConfigError
 from ludic.training.algorithm import RLAlgorithm, remembered
 from ludic.training.algorithms.reinforce import ReinforceLoss
-from ludic.training.credit_assignment.returns import ConstantCredit
+from ludic.training.credit_assignment.returns import ConstantCredit, GroupNormalizedReturn
+from ludic.training.losses.aggregation import Aggregation, token_mean
 from ludic.training.losses.policy_ratio import mean_over, missing_logprobs
 from ludic.training.types import CreditAssigner, LossBatch, LossStats, Scope, Stat, TokenLogProbs
 
@@ -56,14 +59,20 @@ class OnPolicyDistillationLoss(ReinforceLoss):
 def make_opd(
     *,
     reward_coeff: float = 0.0,
+    group_size: int | None = None,
     credit_assigner: CreditAssigner | None = None,
     level: Literal["token", "turn"] = "token",
     cap: float = math.inf,
+    aggregation: Aggregation = token_mean,
 ) -> RLAlgorithm:
-    """Distillation on the student's samples; `credit_assigner` is for the rewards."""
+    """Distillation on the student's samples; `group_size` or `credit_assigner` is for rewards."""
+    if group_size is not None:
+        if credit_assigner is not None:
+            raise ConfigError("make_opd: give a group_size or a credit_assigner, not both")
+        credit_assigner = GroupNormalizedReturn(group_size, normalize_adv=True)
     if reward_coeff and credit_assigner is None:
-        raise ConfigError(
-            "make_opd: reward_coeff needs a credit_assigner to say what an outcome is worth"
-        )
-    loss = OnPolicyDistillationLoss(reward_coeff=reward_coeff, level=level, cap=cap)
+        raise ConfigError("make_opd: reward_coeff needs a group_size or a credit_assigner")
+    loss = OnPolicyDistillationLoss(
+        reward_coeff=reward_coeff, level=level, cap=cap, aggregation=aggregation
+    )
     return RLAlgorithm("opd", credit_assigner or ConstantCredit(), loss)

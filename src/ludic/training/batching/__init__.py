@@ -2,6 +2,13 @@
 
 from ludic.training.batching.ahead import SamplingAhead
 from ludic.training.batching.offline_batch_source import OfflineBatchSource
+from ludic.training.batching.replay_buffer import ReplayBufferSource
 from ludic.training.batching.rollout_batch_source import DynamicSampling, RolloutBatchSource
 
-__all__ = ["DynamicSampling", "OfflineBatchSource", "RolloutBatchSource", "SamplingAhead"]
+__all__ = [
+    "DynamicSampling",
+    "OfflineBatchSource",
+    "ReplayBufferSource",
+    "RolloutBatchSource",
+    "SamplingAhead",
+]
