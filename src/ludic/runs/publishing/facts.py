@@ -42,8 +42,9 @@ class RunFacts:
 
     @staticmethod
     def of(folder: RunFolder, which: str | None = None) -> RunFacts:
-        """Reads a run folder, for `which` of its models. What a run that was stopped did not come
-        to is left out, as is what came after the cold start if that is published."""
+        """Reads a run folder, of which `run.json` and `metrics.jsonl` suffice, for `which` of its
+        models. What a run that was stopped did not come to is left out, as is what came after the
+        cold start if that is published."""
         summary = folder.read_json("summary.json") if folder.has("summary.json") else {}
         stages = STAGES[:2] if which == "sft" else STAGES
         there = {s: folder.evals / f"{s}.json" for s in stages}
@@ -58,16 +59,15 @@ class RunFacts:
             figures["completion tokens"] = sum(tokens)
         if elapsed:
             figures["seconds of training"] = elapsed[-1]
-        config = folder.config()
+        settings = folder.read_json("run.json")
         return RunFacts(
-            name=config.run.name,
-            settings=in_public(config.plain()),
+            name=str(settings.get("run", {}).get("name", folder.path.name)),
+            settings=in_public(settings),
             origin=in_public(folder.read_json("origin.json")) if folder.has("origin.json") else {},
             reports={s: read_report(path) for s, path in there.items() if path.is_file()},
             rewards=tuple(rewards),
             figures=figures,
             warnings=tuple(summary.get("warnings", ())),
-            earlier=folder.weights(which) != folder.weights(),
         )
 
     @property

@@ -120,12 +120,14 @@ def _deadlines() -> Iterator[None]:
 @contextmanager
 def _explained(repo: str, revision: str) -> Iterator[None]:
     """Turns whatever the client raises into one sentence, without the token."""
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:
         yield
     except HubError:
         raise
+    except OfflineModeIsEnabled:
+        raise HubError("the environment variable HF_HUB_OFFLINE is set: unset it to push") from None
     except HfHubHTTPError as exc:
         answer = getattr(exc, "response", None)
         status = getattr(answer, "status_code", None)

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -58,7 +58,8 @@ def packed(
     facts, folder = None, None
     if (Path(path) / "run.json").is_file() or which is not None:
         folder = RunFolder.open(path)
-        facts, model = RunFacts.of(folder, which), folder.weights(which)
+        model = folder.weights(which)
+        facts = replace(RunFacts.of(folder, which), earlier=model != folder.weights())
     else:
         model = Path(path)
     _check_whole(model, run)
