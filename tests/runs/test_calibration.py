@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -76,22 +78,24 @@ def test_a_servers_need_follows_from_the_model_and_the_run() -> None:
     halved = parse_run(VLLM, ["inference.vllm.flags={tensor-parallel-size = 2}"])
     wide = need_of_server(parse_run(VLLM, ["model.precision=float32"]), model)
     half = need_of_server(halved, model)
-    assert wide is not None and half is not None
+    assert wide is not None
+    assert half is not None
     assert half.weights * 2 == wide.weights == need.weights * 2
 
 
 def test_what_a_trainer_takes_grows_with_its_tokens_and_shrinks_with_checkpointing() -> None:
     model = tiny_model()
     parameters = sum(p.numel() for p in model.parameters())
-    small = trainer_bytes(model, TrainerConfig(max_seq_len=64, micro_token_budget=1024))
-    large = trainer_bytes(model, TrainerConfig(max_seq_len=64, micro_token_budget=2048))
-    usual = trainer_bytes(model, TrainerConfig(max_seq_len=64))
-    frugal = trainer_bytes(model, TrainerConfig(max_seq_len=64, gradient_checkpointing=True))
-    assert small and large and usual and frugal
+
+    def taken(**settings: Any) -> int:
+        return trainer_bytes(model, TrainerConfig(max_seq_len=64, **settings)) or 0
+
+    small, large = taken(micro_token_budget=1024), taken(micro_token_budget=2048)
+    usual, frugal = taken(), taken(gradient_checkpointing=True)
     assert small > 16 * parameters
     assert large - 16 * parameters == 2 * (small - 16 * parameters)
     assert usual > large
-    assert frugal < usual
+    assert 0 < frugal < usual
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, total: int) -> None:

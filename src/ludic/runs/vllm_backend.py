@@ -52,6 +52,7 @@ async def open_vllm(
     Servers that were running already may have any weights: the model's are published to them
     first."""
     servers, name = config.inference.servers, config.model.name
+    patience_s = ASKING_S if servers else config.inference.vllm.start_timeout_s
     adapter = config.inference.publish_lora == "adapter"
     if adapter and config.model.lora is None:
         raise ConfigError(
@@ -64,7 +65,7 @@ async def open_vllm(
     key = read_key(config.inference, "inference")
     client = VLLMChatClient(servers, model=name, api_key=key)
     await stack.enter_async_context(client)
-    await client.connect(tokenizer=tokenizer)
+    await client.connect(tokenizer=tokenizer, timeout_s=patience_s)
     publisher: PolicyPublisher
     if adapter:
         publisher = lent = AdapterPolicyPublisher(client)

@@ -30,7 +30,7 @@ ROUTES = {
     ("PUT", "store"): r"/large/(?P<oid>[0-9a-f]{64})",
     ("POST", "verify"): r"/large/(?P<oid>[0-9a-f]{64})/verify",
     ("POST", "commit"): rf"/api/models/{REPO}/commit/(?P<rev>[^/]+)",
-    ("GET", "tree"): rf"/api/models/{REPO}/tree/(?P<rev>[^/]+)/(?P<file>.+)",
+    ("GET", "tree"): rf"/api/models/{REPO}/tree/(?P<rev>[^/]+)(?:/(?P<file>.+))?",
     ("GET", "harnesses"): r"/api/agent-harnesses",
     ("HEAD", "resolve"): rf"/{REPO}/resolve/(?P<rev>[^/]+)/(?P<file>.+)",
     ("GET", "resolve"): rf"/{REPO}/resolve/(?P<rev>[^/]+)/(?P<file>.+)",
@@ -208,8 +208,14 @@ class FakeHub:
         oid = found.commit(rev, files)
         return {"commitUrl": f"{self.url}/{repo}/commit/{oid}", "commitOid": oid}
 
-    def tree(self, said: Any, repo: str, rev: str, file: str) -> Any:
-        raise Refused(404, f"no folder {file}", "EntryNotFound")
+    def tree(self, said: Any, repo: str, rev: str, file: str = "") -> Any:
+        if file:
+            raise Refused(404, f"no folder {file}", "EntryNotFound")
+        files = self.files(repo, rev).items()
+        return [
+            {"type": "file", "path": name, "size": len(content), "oid": _oid(name, content)}
+            for name, content in files
+        ]
 
     def harnesses(self, said: Any) -> Any:
         """The client asks this now and then, for its own purposes."""
@@ -246,7 +252,7 @@ class Handler(BaseHTTPRequestHandler):
                     self.hub.asked.append(name)
                     faults = self.hub.faults.get(name, [])
                     fault = faults.pop(0) if faults else None
-                self.route(name, {k: unquote(v) for k, v in match.groupdict().items()}, fault)
+                self.route(name, {k: unquote(v) for k, v in match.groupdict().items() if v}, fault)
                 return
         self.hub.unknown.append(f"{self.command} {path}")
         self.send(404, {"error": "unknown route"}, {"X-Error-Code": "RepoNotFound"})
