@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,7 +37,7 @@ def push(
     from ludic.runs.publishing.push import push_run, write_push
     from ludic.runs.results.terminal import say
 
-    options = {"revision": revision, "merged": merged, "base_model": base_model}
+    options: dict[str, Any] = {"revision": revision, "merged": merged, "base_model": base_model}
     if dry_run:
         where = out or Path(f"push-{repo.rpartition('/')[2]}")
         names = write_push(run, repo, where, **options)

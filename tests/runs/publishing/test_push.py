@@ -222,8 +222,10 @@ def test_no_request_waits_for_ever(
     assert get_session().timeout == before
 
 
-def command(hub: FakeHub, where: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(where / "home")}
+def command(
+    hub: FakeHub, where: Path, *words: str, xet: bool = False
+) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "HF_HUB_DISABLE_XET": str(int(not xet)), "HF_HOME": str(where / "home")}
     env |= {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     return subprocess.run(
         [sys.executable, *words], env=env, cwd=where, capture_output=True, text=True, timeout=600

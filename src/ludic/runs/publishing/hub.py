@@ -7,7 +7,7 @@ another name, and then the revision begins at that commit.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ def upload(
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
     with _explained(repo, revision), _deadlines():
         api.create_repo(repo, private=private or None, exist_ok=True)
-        if private and not api.repo_info(repo).private:
+        if private and not api.model_info(repo).private:
             raise HubError(
                 f"{repo} is public already, and --private does not change that: make it private on "
                 "the hub, or name another"
@@ -85,7 +85,7 @@ def _commit(api: HfApi, package: Package, repo: str, branch: str, message: str) 
     """Commits the package onto a branch, unless somebody else did so in between."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-    there = api.repo_info(repo, revision=branch)
+    there = api.model_info(repo, revision=branch)
     names = {str(file.rfilename) for file in there.siblings or ()}
     stale = sorted(names - package.files.keys() - _SERVERS_OWN)
     operations: list[Any] = [
@@ -106,7 +106,7 @@ def _commit(api: HfApi, package: Package, repo: str, branch: str, message: str) 
 @contextmanager
 def _deadlines() -> Iterator[None]:
     """Inside, no request of the client waits for ever, which by itself it would."""
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import get_session
 
     session: Any = get_session()
     before = session.timeout
@@ -163,6 +163,5 @@ def _because(status: int | None, repo: str, revision: str, said: str) -> str:
 def _without_token(text: str) -> str:
     from huggingface_hub import get_token
 
-    found: Callable[[], str | None] = get_token
-    token = found()
+    token = get_token()
     return text.replace(token, "…") if token else text
