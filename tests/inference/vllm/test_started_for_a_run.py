@@ -96,7 +96,8 @@ def test_a_run_trains_with_a_server_of_its_own_and_leaves_none(tmp_path: Path) -
     assert [line["train/version"] for line in lines] == [1, 2]
     assert all(line["train/mismatch_max"] <= 1e-3 for line in lines)
     log = (tmp_path / "run/vllm/server.log").read_text()
-    assert "'max_model_len': 512" in log and "'max_num_seqs': 8" in log
+    assert "'max_model_len': 512" in log
+    assert "'max_num_seqs': 8" in log
     assert serving(tmp_path) == []
 
 
@@ -105,7 +106,8 @@ def test_ctrl_c_ends_the_run_with_a_checkpoint_and_its_server(tmp_path: Path) ->
         deadline = time.monotonic() + 1500
         metrics = tmp_path / "run/metrics.jsonl"
         while not (metrics.is_file() and metrics.read_text().strip()):
-            assert process.poll() is None and time.monotonic() < deadline
+            assert process.poll() is None
+            assert time.monotonic() < deadline
             time.sleep(0.2)
         assert serving(tmp_path)
         process.send_signal(signal.SIGINT)

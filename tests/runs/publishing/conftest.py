@@ -45,11 +45,11 @@ def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     import huggingface_hub.constants
-    import huggingface_hub.utils._http as client
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(client.time, "sleep", lambda _: None)  # between its attempts
+    # Between the client's attempts.
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)

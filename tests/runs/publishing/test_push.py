@@ -206,7 +206,7 @@ def test_a_tag_is_no_revision_to_push_to(hub: FakeHub, run_folder: Path) -> None
 def test_no_request_waits_for_ever(
     hub: FakeHub, run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import get_session
 
     seen = []
     refs = hub.refs
