@@ -12,8 +12,10 @@ from ludic.errors import OutOfMemoryError
 GIB = 2**30
 HEADROOM = 0.05
 """Of the GPU: for what neither side counts, such as CUDA graphs and the allocators' gaps."""
-FIXED = 2 * GIB
-"""What vLLM takes for any model: the CUDA context, workspaces, its compiled code."""
+FIXED = 3 * GIB
+"""What vLLM takes for any model: the CUDA context, workspaces, its compiled code, small graphs."""
+PREFIXES = 4 * GIB
+"""For prompts that come again, if there is room: the rest of the cache keeps them."""
 BATCHED_TOKENS = 8192
 """How many tokens vLLM's server computes at once unless a flag says otherwise."""
 _BYTES_PER_LOGIT = 16
@@ -23,7 +25,8 @@ _BYTES_PER_LOGIT = 16
 @dataclass(frozen=True, slots=True)
 class ServerNeed:
     """What a server needs of one GPU, in bytes: the weights and one step in any case, and a cache
-    between that of one sequence and that of all slots, each at full length."""
+    between that of one sequence and that of all slots, each at full length, with prompts that come
+    again beside them."""
 
     weights: int
     step: int
@@ -36,7 +39,7 @@ class ServerNeed:
 
     @property
     def wanted(self) -> int:
-        return self.weights + self.step + self.whole_cache
+        return self.weights + self.step + self.whole_cache + PREFIXES
 
 
 def server_need(
