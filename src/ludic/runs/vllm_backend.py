@@ -64,7 +64,7 @@ async def open_vllm(
         servers = [await _start(config, model, tokenizer, name, stack, folder)]
     key = read_key(config.inference, "inference")
     client = VLLMChatClient(servers, model=name, api_key=key)
-    await stack.enter_async_context(client)
+    stack.push_async_callback(client.close)
     await client.connect(tokenizer=tokenizer, timeout_s=patience_s)
     publisher: PolicyPublisher
     if adapter:

@@ -101,7 +101,11 @@ class VLLMChatClient(VLLMServers):
         return f"VLLMChatClient({[r.url for r in self.replicas]})"
 
     async def __aenter__(self) -> Self:
-        await self.connect()
+        try:
+            await self.connect()
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
