@@ -126,6 +126,10 @@ class OutOfMemoryError(LudicError, MemoryError):
     """The device ran out of memory; the message names the setting to lower."""
 
 
+class HubError(LudicError):
+    """A model that could not be brought to the hub; the message says what is there now."""
+
+
 class CheckpointError(LudicError):
     """A checkpoint that cannot be written, or does not fit what it is loaded into."""
 

@@ -34,10 +34,8 @@ def test_replayed_passes_have_the_values_and_gradients_of_launched_ones(
                 weights = torch.linspace(-1, 2, len(scored.logprobs), device=CUDA)
                 loss = (scored.logprobs * weights).sum() + 0.3 * scored.entropy.sum()
                 loss.backward()  # type: ignore[no-untyped-call]
-                grads = [
-                    p.grad.flatten().double() for p in model.parameters() if p.grad is not None
-                ]
-                found.append((scored.logprobs.detach(), torch.cat(grads)))
+                flat = [p.grad.flatten().double() for p in model.parameters() if p.grad is not None]
+                found.append((scored.logprobs.detach(), torch.cat(flat)))
                 del scored, loss  # a graph of autograd from another stream breaks a capture
             (values, grads), (own_values, own_grads) = found
             assert (values - own_values).abs().max() < 0.05

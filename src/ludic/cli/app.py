@@ -15,6 +15,7 @@ from ludic.cli import (
     init,
     pipeline,
     play,
+    push,
     replay,
     serve,
     sft,
@@ -47,3 +48,4 @@ app.command()(envs.envs)
 app.command()(algorithms.algorithms)
 app.command()(init.init)
 app.command()(view.view)
+app.command()(push.push)

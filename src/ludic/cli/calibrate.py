@@ -10,11 +10,14 @@ def calibrate(run: RunFile, overrides: Overrides = None) -> None:
     from ludic.runs.calibration import calibrate_run
     from ludic.runs.results.terminal import say
 
-    found, gib = calibrate_run(run, overrides or []), 2**30
-    engine = (
+    calibration, gib = calibrate_run(run, overrides or []), 2**30
+    found, share = calibration.found, calibration.gpu_memory
+    sampling = (
         f", and sampling takes {found.reserved_bytes / gib:.1f}" if found.reserved_bytes else ""
     )
     say(
-        f"training.micro_token_budget={found.micro_token_budget}: the peak is "
-        f"{found.peak_bytes / gib:.1f} of {found.total_bytes / gib:.1f} GiB{engine}"
+        f"training.micro_token_budget={found.micro_token_budget}"
+        + (f" inference.vllm.gpu_memory={share}" if share is not None else "")
+        + f": the peak is {found.peak_bytes / gib:.1f} of {found.total_bytes / gib:.1f} GiB"
+        + sampling
     )

@@ -76,6 +76,13 @@ def _gpu() -> MachineFact:
     )
 
 
+def gpu_name() -> str | None:
+    """Returns what the first GPU is called, or None."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+
+
 def _compiler() -> MachineFact:
     """Triton and torch.compile need one to launch their kernels on a GPU."""
     named = os.environ.get("CC")

@@ -8,6 +8,7 @@ import ipaddress
 import socket
 import tempfile
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,6 +32,7 @@ from ludic.inference.vllm.names import PLACE
 from ludic.inference.vllm.replica import Replica
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
 from ludic.precision import sampling_dtype
+from ludic.runs.calibration import server_shares_gpu, share_of_server
 from ludic.runs.model import check_device, precision_of
 from ludic.runs.results.terminal import say
 from ludic.runs.settings import InferenceSection, RunConfig
@@ -50,6 +52,7 @@ async def open_vllm(
     Servers that were running already may have any weights: the model's are published to them
     first."""
     servers, name = config.inference.servers, config.model.name
+    patience_s = ASKING_S if servers else config.inference.vllm.start_timeout_s
     adapter = config.inference.publish_lora == "adapter"
     if adapter and config.model.lora is None:
         raise ConfigError(
@@ -61,8 +64,8 @@ async def open_vllm(
         servers = [await _start(config, model, tokenizer, name, stack, folder)]
     key = read_key(config.inference, "inference")
     client = VLLMChatClient(servers, model=name, api_key=key)
-    await stack.enter_async_context(client)
-    await client.connect(tokenizer=tokenizer)
+    stack.push_async_callback(client.close)
+    await client.connect(tokenizer=tokenizer, timeout_s=patience_s)
     publisher: PolicyPublisher
     if adapter:
         publisher = lent = AdapterPolicyPublisher(client)
@@ -92,11 +95,13 @@ async def _start(
     where = temporary if folder is None else folder / "vllm"
     where.mkdir(parents=True, exist_ok=True)
     adapter = config.inference.publish_lora == "adapter"
-    settings = server_settings(config, where, name)
+    share = share_of_server(config, model)
+    settings = replace(server_settings(config, where, name), gpu_memory_utilization=share)
     server = VLLMServer(
         settings,
         python=config.inference.vllm_python,
         log=where / "server.log",
+        start_timeout_s=config.inference.vllm.start_timeout_s,
         folder=temporary,
     )
     stack.callback(server.stop)
@@ -106,7 +111,8 @@ async def _start(
             save_for_vllm(model, where, merged=not adapter)
         tokenizer.save_pretrained(where)
 
-    say("starting a vLLM server for this run; that takes a minute")
+    taking = "" if share is None else f" with {share:.1%} of the GPU's memory"
+    say(f"starting a vLLM server for this run{taking}; that takes a minute")
     saving = asyncio.create_task(asyncio.to_thread(save))
     stack.push_async_callback(asyncio.wait, {saving})  # a thread goes on when it is cancelled
     await asyncio.shield(saving)
@@ -222,6 +228,11 @@ def check_publishing(config: RunConfig) -> None:
         raise ConfigError(
             f'{where} is for weights on a GPU, and the model is on the CPU: set "shared_memory" '
             'for servers on this machine, "gloo" for others, or leave it out'
+        )
+    if plane == "nccl" and server_shares_gpu(config, check_device(config.model)):
+        raise ConfigError(
+            f"{where}, but the server that this run starts is on the trainer's GPU, and NCCL "
+            'refuses two processes on one: set "ipc", or leave it out'
         )
     if plane == "ipc" and launched().size > 1:
         raise ConfigError(

@@ -22,6 +22,7 @@ from ludic.inference.retries import Backoff
 from ludic.inference.sampling import ReturnSpec
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.extensions import VLLMExtensions
+from ludic.inference.vllm.server import free_port
 from ludic.types import VersionSpan
 from tests.inference.vllm.asking import request, trace_of
 from tests.inference.vllm.fake_server import FakeVLLM, failing, hanging
@@ -308,3 +309,12 @@ def test_one_client_serves_several_event_loops_one_after_another() -> None:
     client = VLLMChatClient("http://127.0.0.1:9")
     for _ in range(2):
         asyncio.run(once(client))
+
+
+async def test_a_client_that_finds_nobody_leaves_nothing_open() -> None:
+    client = VLLMChatClient(f"http://127.0.0.1:{free_port()}", max_retries=0)
+    with pytest.raises(InferenceError, match="no vLLM server answers"):
+        await client.__aenter__()
+    assert client._connections.by_loop == {}
+    with pytest.raises(EngineClosedError):
+        await client.connect()

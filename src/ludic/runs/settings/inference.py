@@ -48,13 +48,15 @@ OWN_FLAGS = {
 
 class VLLMSection(Section):
     """For a vLLM server that is started for the run: `gpu_memory` is its share of the GPU's memory
-    (left out, vLLM takes 0.9 of it; beside a trainer on the same GPU that is too much), `eager`
-    leaves CUDA graphs out, and `kv_cache_gib` is the CPU build's cache. `flags` are any others of
-    vLLM by name, `{ max-num-batched-tokens = 8192, enable-prefix-caching = false }`."""
+    (left out, it is computed such that a trainer on the same GPU has room, and is vLLM's own
+    default on another), `eager` leaves CUDA graphs out, `kv_cache_gib` is the CPU build's cache,
+    and after `start_timeout_s` a server that is not healthy yet is given up. `flags` are any others
+    of vLLM by name, `{ max-num-batched-tokens = 8192, enable-prefix-caching = false }`."""
 
     gpu_memory: float | None = Field(default=None, gt=0, le=1)
     eager: bool | None = None
     kv_cache_gib: int = Field(default=1, ge=1)
+    start_timeout_s: float = Field(default=600.0, gt=0)
     flags: dict[str, bool | int | float | str | Arguments] = {}
 
     @field_validator("flags")
@@ -66,6 +68,10 @@ class VLLMSection(Section):
             if own in OWN_FLAGS:
                 raise ValueError(f"{name} is set by the run: use {OWN_FLAGS[own]}")
         return flags
+
+    def flag(self, name: str) -> Any:
+        """Returns the value of one of `flags` by vLLM's spelling; None if it is not there."""
+        return {flag_name(given): value for given, value in self.flags.items()}.get(name)
 
     def arguments(self) -> tuple[str, ...]:
         """Returns the `flags` as vLLM's command takes them."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.inference.addresses import without_user
-from ludic.runs.machine import installed
+from ludic.runs.machine import gpu_name, installed
 from ludic.runs.settings import RunConfig, apply_override, check_run
 
 PACKAGES = ("ludic-rl", "torch", "transformers", "tokenizers", "numpy", "peft", "vllm")
@@ -165,7 +165,7 @@ def origin() -> dict[str, Any]:
     return {
         "versions": {"python": platform.python_version(), **versions},
         "git": _git_state(),
-        "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
+        "machine": {"system": platform.platform(), "cpus": os.cpu_count(), "gpu": gpu_name()},
         "command": [Path(sys.argv[0]).name, *map(without_user, sys.argv[1:])],
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }

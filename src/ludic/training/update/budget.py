@@ -19,6 +19,8 @@ _SHARE = 0.4
 """Of the memory that is free when the trainer is made; the engine has taken its own by then."""
 _OPTIMIZER_BYTES = 16
 """For each trained parameter: masters, two moments, a gradient."""
+_MARGIN = 1.25
+"""For the head's logits, and for what an estimate of the activations leaves out."""
 
 
 def default_budget(model: nn.Module, cfg: TrainerConfig, world: World) -> int:
@@ -35,6 +37,22 @@ def default_budget(model: nn.Module, cfg: TrainerConfig, world: World) -> int:
         return least
     fitting = int(_SHARE * (free - _OPTIMIZER_BYTES * trained) / per_token)
     return max(least, min(fitting, MOST))
+
+
+def trainer_bytes(model: nn.Module, cfg: TrainerConfig, *, ranks: int = 1) -> int | None:
+    """Estimates what a trainer will take of its device beside the weights: masters, moments and
+    gradients, and the activations of one forward pass; None for a model that does not say how
+    large it is."""
+    facts, weight = config_facts(model), next(model.parameters())
+    per_token = activation_bytes(facts, weight.element_size(), mixed=cfg.precision == "mixed")
+    if per_token is None:
+        return None
+    if cfg.gradient_checkpointing:  # one layer's, and what each layer was given
+        layers = facts["num_hidden_layers"]
+        per_token = per_token // layers + layers * facts["hidden_size"] * weight.element_size()
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    tokens = cfg.micro_token_budget or max(USUAL, cfg.max_seq_len)
+    return _OPTIMIZER_BYTES * trained // ranks + int(_MARGIN * per_token * tokens)
 
 
 def activation_bytes(facts: dict[str, Any], item: int, *, mixed: bool) -> int | None:

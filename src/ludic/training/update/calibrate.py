@@ -55,7 +55,7 @@ def calibrate(
     reserved_bytes: int = 0,
 ) -> Calibration:
     """The largest budget whose update leaves `headroom` of the memory free, and `reserved_bytes`
-    for an engine that will share the device (`ludic.inference.local.gpu.engine_memory`).
+    for an engine or a server that will share the device (`ludic.runs.calibration`).
 
     `model` is as it will be trained: with adapters, in its type, on its device (or on the meta
     device, with a mesh). The more of the tokens are actions, the more memory the head needs:
@@ -119,7 +119,7 @@ def trainer_limit(total: int, headroom: float, reserved_bytes: int) -> int:
     limit = int(total * (1 - headroom)) - reserved_bytes
     if limit <= 0:
         raise OutOfMemoryError(
-            f"the in-process engine alone takes {reserved_bytes / 2**30:.1f} of "
+            f"sampling alone takes {reserved_bytes / 2**30:.1f} of "
             f"{total / 2**30:.1f} GiB: lower inference.slots or inference.max_context_tokens"
         )
     return limit

@@ -1,0 +1,99 @@
+"""How much of a GPU a vLLM server takes that shares it with a trainer. Numbers alone: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from ludic.errors import OutOfMemoryError
+
+GIB = 2**30
+HEADROOM = 0.05
+"""Of the GPU: for what neither side counts, such as CUDA graphs and the allocators' gaps."""
+FIXED = 3 * GIB
+"""What vLLM takes for any model: the CUDA context, workspaces, its compiled code, small graphs."""
+PREFIXES = 4 * GIB
+"""For prompts that come again, if there is room: the rest of the cache keeps them."""
+BATCHED_TOKENS = 8192
+"""How many tokens vLLM's server computes at once unless a flag says otherwise."""
+_BYTES_PER_LOGIT = 16
+"""A logit in float32, scaled, as a log-prob, and what the sampler keeps of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerNeed:
+    """What a server needs of one GPU, in bytes: the weights and one step in any case, and a cache
+    between that of one sequence and that of all slots, each at full length, with prompts that come
+    again beside them."""
+
+    weights: int
+    step: int
+    least_cache: int
+    whole_cache: int
+
+    @property
+    def least(self) -> int:
+        return self.weights + self.step + self.least_cache
+
+    @property
+    def wanted(self) -> int:
+        return self.weights + self.step + self.whole_cache + PREFIXES
+
+
+def server_need(
+    facts: Mapping[str, Any],
+    *,
+    weights: int,
+    item: int,
+    slots: int,
+    context: int | None,
+    batched_tokens: int | None = None,
+    gpus: int = 1,
+) -> ServerNeed | None:
+    """Estimates it from a model's configuration; None if that does not say how large the model is.
+    `item` is the bytes of one weight or cached number, `context` the longest sequence (None: the
+    model's), `gpus` how many the server is spread over."""
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    sizes = [facts.get(name) for name in names]
+    longest = context or facts.get("max_position_embeddings")
+    if not all(isinstance(size, int) and size > 0 for size in [*sizes, longest]):
+        return None
+    layers, hidden, heads, vocabulary = (int(size) for size in sizes if size)
+    head_dim = facts.get("head_dim") or hidden // heads
+    kv_heads = facts.get("num_key_value_heads") or heads
+    inner = facts.get("intermediate_size") or 4 * hidden
+    per_token = 2 * layers * int(kv_heads) * int(head_dim) * item
+    tokens = batched_tokens or BATCHED_TOKENS
+    activations = tokens * (6 * hidden + 3 * int(inner)) * item
+    logits = slots * vocabulary * _BYTES_PER_LOGIT
+    cache = int(longest or 0) * per_token
+    return ServerNeed(
+        weights=ceil(weights / gpus),
+        step=FIXED + activations + logits,
+        least_cache=ceil(cache / gpus),
+        whole_cache=ceil(slots * cache / gpus),
+    )
+
+
+def share_beside_trainer(total: int, free: int, trainer: int, server: ServerNeed | None) -> float:
+    """Returns the server's share of a GPU with `total` bytes, of which `free` are left and the
+    trainer will take `trainer` more. The server gets what it wants as far as that leaves the
+    trainer its own; one of unknown size gets half of the rest. Raises `OutOfMemoryError` if less
+    than it needs is left."""
+    left = free - trainer - int(HEADROOM * total)
+    given = left // 2 if server is None else min(server.wanted, left)
+    if given < (FIXED if server is None else server.least):
+        needs = "" if server is None else f", and the vLLM server needs {_gib(server.least)}"
+        raise OutOfMemoryError(
+            f"{_gib(free)} of the GPU's {_gib(total)} are free; the trainer will take about "
+            f"{_gib(trainer)}{needs}: lower training.micro_token_budget or "
+            "inference.max_context_tokens, set training.gradient_checkpointing = true, or state "
+            "the server's share as inference.vllm.gpu_memory"
+        )
+    return ceil(given / total * 10_000) / 10_000
+
+
+def _gib(count: int) -> str:
+    return f"{max(count, 0) / GIB:.1f} GiB"
