@@ -142,8 +142,9 @@ def _functions(reward: ProgramRewards) -> RewardSum | list[RewardSpec]:
     """Reward functions by name or table, as everywhere; one by its place is the function itself."""
     if isinstance(reward, RewardSum):
         return reward
-    one = isinstance(reward, str | Mapping) or callable(reward)
-    return [_by_place(spec) for spec in ([reward] if one else reward)]  # type: ignore[list-item]
+    if isinstance(reward, str | Mapping) or callable(reward):
+        return [_by_place(reward)]
+    return [_by_place(spec) for spec in reward]
 
 
 def _by_place(spec: RewardSpec) -> RewardSpec:

@@ -222,8 +222,7 @@ async def test_settings_of_the_run_go_before_those_of_a_request() -> None:
     client = scripted(["a long answer. And more."] * 3)
     sampling = SamplingConfig(temperature=0.7, max_tokens=12, stop=("!",))
     async with asking(client, inference=InferenceSpec(sampling), seed=5) as caller:
-        asked = {"temperature": 0.0, "top_p": 0.1, "seed": 1, "max_tokens": 1000}
-        await caller.ask([user("hello")], **asked)
+        await caller.ask([user("hello")], temperature=0.0, top_p=0.1, seed=1, max_tokens=1000)
         await caller.ask([user("hello")], max_completion_tokens=3, stop=["long"])
         answer = await caller.ask([user("hello")], temperature=0.7, stop=["ng"])
         steps = caller.session.take_steps()
