@@ -12,8 +12,10 @@ import os
 import sys
 from typing import Any
 
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
+HTTP = DefaultHttpxClient()
+"""One for all: making it takes longer than a short conversation."""
 PRICES = {"apple": "3", "pear": "5", "plum": "8", "fig": "2"}
 TOOLS: list[Any] = [
     {
@@ -39,19 +41,19 @@ def price(item: str) -> str:
 def solve(task: str, base_url: str | None = None, api_key: str | None = None) -> str:
     """Answers one question, with as many looks at the price list as the model wants, up to four."""
     messages: list[Any] = [{"role": "user", "content": task}]
-    with OpenAI(base_url=base_url, api_key=api_key) as client:
-        for _ in range(5):
-            completion = client.chat.completions.create(
-                model=os.environ.get("OPENAI_MODEL", "gpt-5-mini"), messages=messages, tools=TOOLS
-            )
-            message = completion.choices[0].message
-            messages.append(message)
-            if not message.tool_calls:
-                break
-            for call in message.tool_calls:
-                arguments = json.loads(call.function.arguments)
-                found = price(str(arguments.get("item")))
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+    client = OpenAI(base_url=base_url, api_key=api_key, http_client=HTTP)
+    for _ in range(5):
+        completion = client.chat.completions.create(
+            model=os.environ.get("OPENAI_MODEL", "gpt-5-mini"), messages=messages, tools=TOOLS
+        )
+        message = completion.choices[0].message
+        messages.append(message)
+        if not message.tool_calls:
+            break
+        for call in message.tool_calls:
+            arguments = json.loads(call.function.arguments)
+            found = price(str(arguments.get("item")))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
     return message.content or ""
 
 
