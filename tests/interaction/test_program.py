@@ -275,9 +275,9 @@ def test_a_program_that_cannot_be_started_is_refused_at_once(
 
 def test_stored_data_starts_no_program() -> None:
     runtime = scripted_runtime(ANSWERS)
-    with stored_names(), pytest.raises(ConfigError, match="no program is started"):
+    with stored_names(), pytest.raises(ConfigError, match="none is started for it"):
         make_protocol("program", runtime, command=["ls"])
-    with stored_names(), pytest.raises(ConfigError, match="no program is started"):
+    with stored_names(), pytest.raises(ConfigError, match="none is started for it"):
         make_protocol("single_agent", runtime, agent="program", command=["ls"])
 
 

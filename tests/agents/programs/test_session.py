@@ -14,6 +14,7 @@ from ludic.inference.local import LocalChatClient
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.scripted_client import ScriptedCall
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
+from ludic.rollouts.storage import dialogue
 from ludic.saw.building import build_items
 from ludic.types import EnvironmentStep, ForkReason, Rollout, TruncationReason
 from tests.agents.programs.asking import TOOL, Recorded, asking, check_exact, scripted, user
@@ -58,6 +59,10 @@ async def test_tool_calls_and_their_answers_extend_too() -> None:
     check_exact(steps, client)
     assert steps[1].fork is None
     assert steps[1].new_messages[0]["name"] == "add"
+    # As for any agent with tools: the answer stands with its call, and is read back once.
+    assert steps[0].tool_messages == steps[1].new_messages
+    roles = [m["role"] for m in dialogue(Rollout("r", steps))]
+    assert roles == ["user", "assistant", "tool", "assistant"]
 
 
 async def test_a_call_that_the_template_spells_otherwise_forks_with_its_reason() -> None:

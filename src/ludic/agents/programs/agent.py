@@ -108,7 +108,9 @@ class ProgramAgent(Agent):
             request_timeout_s=request_timeout_s,
         )
         if names_are_stored():
-            raise ConfigError("stored data names a program, and no program is started for it")
+            raise ConfigError(
+                "stored data names a program, and none is started for it: it cannot be replayed"
+            )
         if bool(command) == (function is not None):
             raise ConfigError("a program is either a `command` or a `function`: give one of them")
         if isinstance(command, str):

@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from ludic.agents.model_calls import ModelCall, ModelCaller, Tools
@@ -257,7 +258,7 @@ class Session(ModelCaller):
         return replace(sampling, max_tokens=limit, stop=stop)
 
     def _step(self, asked: _Asked, previous: _Asked | None, turn: int) -> AgentStep:
-        step = asked.call.as_step(turn)
+        step = asked.call.as_step(turn, self._tool_messages(asked))
         changes: dict[str, Any] = {}
         if step.fork is None and previous is not None and asked.continues is not previous:
             changes["fork"] = Fork(ForkReason.HISTORY_REWRITTEN, self._where(asked))
@@ -266,6 +267,14 @@ class Session(ModelCaller):
         if ignored:
             changes["info"] = {**step.info, "overruled": ignored}
         return replace(step, **changes) if changes else step
+
+    def _tool_messages(self, asked: _Asked) -> tuple[Message, ...]:
+        """What tools answered to the calls of this answer: what the next request begins with."""
+        following = next((a for a in self._asked if a.continues is asked and a.delivered), None)
+        if following is None:
+            return ()
+        new = following.request.messages[len(asked.request.messages) + 1 :]
+        return tuple(takewhile(lambda message: message["role"] == "tool", new))
 
     def _where(self, asked: _Asked) -> str:
         if asked.continues is None:

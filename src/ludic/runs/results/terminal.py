@@ -124,7 +124,12 @@ def episode_text(rollout: Rollout) -> Text:
             for message in step.new_messages:
                 if message["role"] == "user":
                     lines += ["", *(f"    {line}" for line in message["content"].splitlines())]
-            lines += ["", Text.assemble("  ", ("model:", "bold"), f" {step.message['content']}")]
+            calls = [call["function"] for call in step.message.get("tool_calls", ())]
+            said = [step.message["content"], *(f"{c['name']} {c['arguments']}" for c in calls)]
+            lines += [
+                "",
+                Text.assemble("  ", ("model:", "bold"), f" {' '.join(filter(None, said))}"),
+            ]
             lines += [f"  tool: {m['content']}" for m in step.tool_messages]
         elif step.terminated or step.truncated:
             lines += ["", *(f"    {line}" for line in step.next_obs.splitlines())]
