@@ -311,7 +311,8 @@ async def test_the_end_of_a_session_breaks_off_what_is_sampled() -> None:
         await caller.session.end()
         status, said = await task
         assert caller.session.take_steps() == ()
-    assert (status, said["error"]["type"]) == (503, "server_error")
+        assert (status, said["error"]["type"]) == (503, "server_error")
+        assert (await caller.post({"model": "m", "messages": [user("hello")]}))[0] == 401
 
 
 async def test_what_a_real_model_babbles_is_extended_exactly() -> None:

@@ -84,8 +84,9 @@ class ChatServer:
     def _session_of(self, request: web.Request) -> Session:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         # Looked up by digest, so that the time it takes says nothing about the keys.
-        session = self._sessions.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
-        if session is None:
+        asked = _digest(key.strip())
+        session = self._sessions.get(asked) if scheme.lower() == "bearer" else None
+        if session is None or _digest(session.key) != asked:  # which it loses when it ends
             message = "no open session has this key: send `Authorization: Bearer KEY`"
             raise ApiError(401, message, code="invalid_api_key")
         return session

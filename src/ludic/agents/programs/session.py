@@ -174,8 +174,8 @@ class Session(ModelCaller):
         return () if last is None else (*last.call.messages, last.call.parsed.message)
 
     async def end(self) -> None:
-        """Breaks off what is still being sampled; its requests have no answer. The session can be
-        asked again, by whoever has the new key."""
+        """Breaks off what is still being sampled; its requests have no answer. The key is worth
+        nothing any more; a server that opens the session again has another."""
         self.key = secrets.token_urlsafe(32)
         left = [asked.task for asked in self._asked if not asked.task.done()]
         for task in left:
