@@ -29,6 +29,11 @@ def solve(task: str, base_url: str, api_key: str) -> str:
     return str(complete(messages, base_url, api_key)["content"])
 
 
+def asks_once(task: str, base_url: str, api_key: str) -> str:
+    """Says what the model says."""
+    return str(complete([{"role": "user", "content": task}], base_url, api_key)["content"])
+
+
 def brief(attempt: ProgramAttempt) -> float:
     """A reward: 1 for programs that ended well, and less for each message."""
     return float(attempt.status == 0) - 0.1 * len(attempt.messages)

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from ludic.agents.programs import ProgramAgent
+from ludic.envs.tic_tac_toe import TwoPlayerTicTacToeEnv
 from ludic.errors import ConfigError
 from ludic.interaction import ProgramAttempt, ProgramProtocol, RunSpec, SingleAgentSyncProtocol
-from ludic.interaction.factories import build_agent, program_protocol
+from ludic.interaction.factories import build_agent, multi_agent_protocol, program_protocol
 from ludic.registry import make_protocol, stored_names
 from ludic.rewards import numeric_reward
 from ludic.types import Rollout, StepOutcome, TruncationReason
 from tests.agents.scripted import Script, scripted_runtime
-from tests.interaction.program_things import complete, solve
+from tests.interaction.program_things import asks_once, complete, solve
 from tests.interaction.worlds import Countdown
 
 THINGS = Path(__file__).parent / "program_things.py"
@@ -219,6 +220,19 @@ async def test_a_program_may_take_the_seat_of_any_agent() -> None:
     assert isinstance(agent, ProgramAgent)
     (rollout,) = await SingleAgentSyncProtocol(agent).run(Countdown(1), SPEC)
     assert rollout.total_reward == 1.0
+
+
+async def test_a_program_plays_against_a_bot() -> None:
+    protocol = multi_agent_protocol(
+        scripted_runtime(["A1", "B1", "C1"]),
+        seats={
+            "X": {"agent": "program", "function": asks_once},
+            "O": {"bot": "sequence", "actions": ["A3", "B3"]},
+        },
+    )
+    (rollout,) = await protocol.run(TwoPlayerTicTacToeEnv(), SPEC)
+    assert (rollout.error, rollout.agent_id, rollout.terminated) == (None, "X", True)
+    assert [turn.env_step.action for turn in rollout.turns() if turn.env_step] == ["A1", "B1", "C1"]
 
 
 async def test_seeds_are_those_of_any_agent() -> None:
