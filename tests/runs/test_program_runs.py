@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+import ludic
 from ludic.errors import ConfigError
 from ludic.rollouts import read_rollouts
 from ludic.runs.run import Run
 from ludic.runs.settings import load_run
 from ludic.runs.storage.rollout_log import rollout_file
 from ludic.saw.building import build_items
+from tests.interaction.program_things import solve
 
 ROOT = Path(__file__).resolve().parents[2]
 THINGS = ROOT / "tests" / "interaction" / "program_things.py"
@@ -98,6 +100,37 @@ def test_the_tiny_model_is_trained_through_a_program(program: str, tmp_path: Pat
         items = build_items([rollout], {(rollout.id, 0): 1.0})
         assert sum(int(item.action_mask.sum()) for item in items) == rollout.num_tokens
         assert len(items) == 1 + (second.fork is not None)
+
+
+@pytest.mark.integration
+def test_functions_of_a_script_are_trained_through_and_judge(tmp_path: Path) -> None:
+    judged: list[str] = []
+
+    def agent(task: str, base_url: str, api_key: str) -> str:
+        return solve(task.upper(), base_url, api_key)
+
+    def reward(attempt: Any) -> float:
+        judged.append(attempt.question)
+        return vowels(attempt)
+
+    run = ludic.train(
+        {"kind": "dataset_qa", "kwargs": {"rows": [{"question": "2 + 2?", "answer": "4"}]}},
+        model={
+            "name": "tiny",
+            "kwargs": {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1},
+        },
+        protocol={"kind": "program", "kwargs": {"function": agent, "reward": reward}},
+        algorithm=ludic.grpo(group_size=4),
+        inference={"max_context_tokens": 256, "sampling": {"max_tokens": 4}},
+        training={"steps": 1, "rollouts_per_update": 4, "max_steps": 1, "max_seq_len": 256},
+        eval={"episodes": 1},
+        logging={"loggers": []},
+        out=tmp_path / "run",
+    )
+    rollouts = list(read_rollouts(rollout_file(run.folder.rollouts, "train")))
+    assert [rollout.error for rollout in rollouts] == [None] * 4
+    assert rollouts[0].agent_steps[0].new_messages[0]["content"] == "2 + 2?"
+    assert set(judged) == {"2 + 2?"}
 
 
 def test_a_program_starts_where_its_run_file_lies(tmp_path: Path) -> None:
