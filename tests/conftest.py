@@ -47,14 +47,12 @@ settings.load_profile(os.environ.get("LUDIC_HYPOTHESIS_PROFILE", "ludic"))
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that was asked for where it cannot run says so instead of failing: a `gpu` test
-    without a GPU, an `adapters` test without the packages."""
-    if any(find_spec(package) is None for package in ADAPTED):
-        absent = pytest.mark.skip(
-            reason="without the other packages: `make test-adapters` has them"
-        )
-        for item in items:
-            if item.get_closest_marker("adapters"):
-                item.add_marker(absent)
+    without a GPU, an `adapters` test without the packages, or those that its mark names."""
+    absent = pytest.mark.skip(reason="without the other packages: `make test-adapters` has them")
+    for item in items:
+        mark = item.get_closest_marker("adapters")
+        if mark and any(find_spec(package) is None for package in mark.args or ADAPTED):
+            item.add_marker(absent)
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     if not wanted:
         return

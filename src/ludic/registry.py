@@ -1,5 +1,5 @@
-"""Everything that a run file can name: environments, agents, protocols, tools, bots, parsers,
-rewards, contexts, tool parsers, algorithms, aggregations, corrections and filters.
+"""Everything that a run file can name: environments, agents, protocols, programs, tools, bots,
+parsers, rewards, contexts, tool parsers, algorithms, aggregations, corrections and filters.
 
 The tables list what is built in; nothing is imported before it is asked for. Scripts add
 their own with `register_env` and its siblings, and installed packages announce theirs as entry
@@ -78,6 +78,10 @@ AGENTS = Registry(
         "react": Entry(
             "ludic.agents:ReActAgent", "A bounded loop of tool calls whose last round answers."
         ),
+        "program": Entry(
+            "ludic.agents.programs:ProgramAgent",
+            "A program that asks the model by the chat completions API.",
+        ),
     },
     "ludic.agents",
     base="ludic.agents:Agent",
@@ -96,10 +100,15 @@ PROTOCOLS = Registry(
             "ludic.interaction.factories:delegating_protocol",
             "A parent hands subtasks to sub-agents; all their rollouts are linked.",
         ),
+        "program": Entry(
+            "ludic.interaction.factories:program_protocol",
+            "A program does the task; the environment or a reward function judges it.",
+        ),
     },
     "ludic.protocols",
     base="ludic.interaction.base:InteractionProtocol",
 )
+PROGRAMS = Registry("program", {}, "ludic.programs")
 TOOLS = Registry(
     "tool",
     {
@@ -237,6 +246,7 @@ register_env, unregister_env = ENVS.register, ENVS.unregister
 register_agent, unregister_agent = AGENTS.register, AGENTS.unregister
 register_protocol, unregister_protocol = PROTOCOLS.register, PROTOCOLS.unregister
 register_tool, unregister_tool = TOOLS.register, TOOLS.unregister
+register_program = PROGRAMS.register
 register_parser, register_reward = PARSERS.register, REWARDS.register
 register_bot = BOTS.register
 register_context, register_tool_parser = CONTEXTS.register, TOOL_PARSERS.register

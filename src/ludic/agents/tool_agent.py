@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
-from ludic.agents.base_agent import ActResult, Agent, ModelCall
+from ludic.agents.base_agent import ActResult, Agent
+from ludic.agents.model_calls import ModelCall
 from ludic.agents.tools import (
     OpenTools,
     StatefulTool,

@@ -6,6 +6,7 @@ from ludic.interaction.collector import AgentTrack
 from ludic.interaction.delegating import DelegatingProtocol, SubAgent, SubtaskEnv
 from ludic.interaction.episode import Episode, begin_agent, take_turn
 from ludic.interaction.multi_agent import MultiAgentProtocol
+from ludic.interaction.program import ProgramAttempt, ProgramProtocol
 from ludic.interaction.single_agent import SingleAgentSyncProtocol
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "FunctionBot",
     "InteractionProtocol",
     "MultiAgentProtocol",
+    "ProgramAttempt",
+    "ProgramProtocol",
     "RandomBot",
     "RunSpec",
     "Runtime",

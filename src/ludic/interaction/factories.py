@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from ludic.agents.base_agent import Agent
 from ludic.agents.mcp import mcp_server
+from ludic.agents.programs import ProgramAgent
 from ludic.agents.tools import Tool
 from ludic.context import make_context
 from ludic.errors import ConfigError, UnknownNameError
@@ -14,6 +15,7 @@ from ludic.interaction.base import Runtime
 from ludic.interaction.bots import Bot, BotFunction
 from ludic.interaction.delegating import AgentFactory, DelegatingProtocol, SubAgent
 from ludic.interaction.multi_agent import MultiAgentProtocol
+from ludic.interaction.program import ProgramProtocol, ProgramRewards
 from ludic.interaction.single_agent import SingleAgentSyncProtocol
 from ludic.parsers import make_parser
 from ludic.registry import AGENTS, BOTS, get_tool, make_agent
@@ -69,6 +71,17 @@ def build_agent(
 def single_agent_protocol(runtime: Runtime, **agent_kwargs: Any) -> SingleAgentSyncProtocol:
     """One agent; the arguments are those of `build_agent`."""
     return SingleAgentSyncProtocol(build_agent(runtime, **agent_kwargs))
+
+
+def program_protocol(
+    runtime: Runtime, *, reward: ProgramRewards | None = None, **agent_kwargs: Any
+) -> ProgramProtocol:
+    """A program as the agent. `command` or `function` says which; the other arguments are those of
+    `ProgramAgent` and `build_agent`."""
+    agent = build_agent(runtime, **{"agent": "program", **agent_kwargs})
+    if not isinstance(agent, ProgramAgent):
+        raise ConfigError(f"protocol 'program' plays with a program, not with {agent!r}")
+    return ProgramProtocol(agent, reward)
 
 
 def multi_agent_protocol(

@@ -109,7 +109,7 @@ def chat_response(answer: Any) -> ChatResponse:
     errors: list[str] = []
     for number, wire in enumerate(message.get("tool_calls") or []):
         try:
-            calls.append(_tool_call(wire, number))
+            calls.append(tool_call_of(wire, number))
         except MalformedCallError as exc:
             errors.append(str(exc))
     info = _info(answer)
@@ -139,10 +139,11 @@ def finish_reason(choice: Mapping[str, Any]) -> FinishReason:
     return _FINISH_REASONS[reason]
 
 
-def _tool_call(wire: Any, number: int) -> ToolCall:
+def tool_call_of(wire: Any, number: int) -> ToolCall:
+    """A tool call as the interface writes it. Raises `MalformedCallError` for what is none."""
     function = wire.get("function") if isinstance(wire, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise MalformedCallError(f"tool call {number} of the server has no function name")
+        raise MalformedCallError(f"tool call {number} has no function name")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         arguments = read_json(arguments)

@@ -22,6 +22,14 @@ def resolve_paths(data: dict[str, Any], folder: Path, overridden: Collection[str
         value = data.get(section, {}).get(key) if isinstance(data.get(section), dict) else None
         if isinstance(value, str) and (key != "vllm_python" or "/" in value):
             data[section][key] = str(_found(value, folder, f"{section}.{key}" in overridden))
+    for place, table in (("protocol", data), ("eval.protocol", data.get("eval"))):
+        part = table.get("protocol") if isinstance(table, dict) else None
+        if isinstance(part, dict) and part.get("kind") == "program":
+            # A program starts where its run file lies, unless the file says otherwise.
+            options = part.setdefault("kwargs", {})
+            if isinstance(options, dict) and isinstance(options.setdefault("cwd", "."), str):
+                given = f"{place}.kwargs.cwd" in overridden
+                options["cwd"] = str(_found(options["cwd"], folder, given))
     for place in ("inference", *OTHERS):
         tables = data.get(place)
         for table in tables if isinstance(tables, list) else [tables]:

@@ -1,0 +1,213 @@
+"""One model call: from messages to tokens, and back to the assistant's message.
+
+A `ModelCaller` is given the call before, and extends its tokens wherever the messages only grew and
+the template allows it; where not, the new call's `fork` says why. Agents are one kind of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+from ludic.errors import AgentError, DeadlineError, InferenceError
+from ludic.frozen import quick
+from ludic.inference.client import ChatClient, TokenCompletionRequest
+from ludic.inference.sampling import InferenceSpec, SamplingConfig
+from ludic.inference.templates.chat_template import ChatTemplate, ParsedCompletion
+from ludic.seeding import derive_seed
+from ludic.types import AgentStep, ChatResponse, FinishReason, Fork, ForkReason, Message
+from ludic.workers.deadlines import deadline
+
+Tools = Sequence[Mapping[str, Any]] | None
+
+_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingConfig))
+
+
+@quick
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """One model call before its tools have run: what `AgentStep` is made of. `messages` and `tools`
+    are all that the model was shown, `new_messages` those of them that were new."""
+
+    messages: tuple[Message, ...]
+    tools: Tools
+    new_messages: tuple[Message, ...]
+    parsed: ParsedCompletion
+    response: ChatResponse
+    fork: Fork | None
+    sampling: Mapping[str, Any]
+
+    def as_step(
+        self,
+        turn: int,
+        tool_messages: tuple[Message, ...] = (),
+        tool_call_errors: tuple[str, ...] = (),
+    ) -> AgentStep:
+        """The call as a step of a rollout, with what its tools answered."""
+        return AgentStep(
+            turn,
+            self.new_messages,
+            self.parsed.message,
+            self.response.finish_reason,
+            self.response.trace,
+            self.fork,
+            tool_messages,
+            tool_call_errors or self.parsed.tool_call_errors,
+            self.sampling,
+            self.response.info,
+        )
+
+
+class ModelCaller:
+    """Asks one client for completions, each with its own seed.
+
+    The n-th call since `begin_calls` samples with `derive_seed(seed, "call", n)`.
+    """
+
+    def __init__(
+        self,
+        client: ChatClient,
+        model: str,
+        chat_template: ChatTemplate,
+        *,
+        inference: InferenceSpec | None = None,
+        request_timeout_s: float | None = 300.0,
+    ) -> None:
+        if chat_template is None:
+            raise AgentError(
+                f"{type(self).__name__} needs a chat template to turn messages into tokens: pass "
+                "chat_template=HFChatTemplate(tokenizer)"
+            )
+        self.client = client
+        self.model = model
+        self.chat_template = chat_template
+        self.inference = inference or InferenceSpec()
+        self.request_timeout_s = request_timeout_s
+        self.begin_calls(None, None)
+
+    def begin_calls(self, seed: int | None, conversation_id: str | None) -> None:
+        """Counts calls from here on. `conversation_id` lets a backend keep them together."""
+        self._seed = seed
+        self._conversation_id = conversation_id
+        self._calls = 0
+
+    def template_for(self, tools: Tools) -> ChatTemplate:
+        """The template that renders and reads a call with these tools."""
+        return self.chat_template
+
+    async def complete(
+        self,
+        messages: tuple[Message, ...],
+        tools: Tools = None,
+        previous: ModelCall | None = None,
+        sampling: SamplingConfig | None = None,
+    ) -> ModelCall | None:
+        """Samples one assistant message; None when its prompt leaves no room in the context.
+        `sampling` stands in for the settings that all calls have. Calls may overlap: each is
+        counted before the first wait."""
+        template = self.template_for(tools)
+        prompt, new_messages, fork = _prompt(template, messages, tools, previous)
+        limit = self.client.max_context_tokens
+        room = None if limit is None else limit - len(prompt)
+        if room is not None and room < 1:
+            return None
+        settings, settings_json = self._sampling(sampling or self.inference.sampling, room)
+        self._calls += 1
+        response = await self._complete(prompt, settings)
+        parsed = template.parse(response)
+        return ModelCall(messages, tools, new_messages, parsed, response, fork, settings_json)
+
+    def _sampling(
+        self, sampling: SamplingConfig, room: int | None
+    ) -> tuple[SamplingConfig, Mapping[str, Any]]:
+        """This call's sampling settings, and the same as JSON."""
+        as_json = _as_json(sampling)
+        seed, limit = sampling.seed, sampling.max_tokens
+        if self._seed is not None:
+            seed = derive_seed(self._seed, "call", self._calls)
+        if room is not None and limit is not None and limit > room:
+            limit = room
+        if seed is sampling.seed and limit is sampling.max_tokens:
+            return sampling, as_json
+        changed = sampling.for_call(seed, limit)
+        return changed, {**as_json, "seed": seed, "max_tokens": limit}
+
+    async def _complete(self, prompt: tuple[int, ...], sampling: SamplingConfig) -> ChatResponse:
+        request = TokenCompletionRequest(
+            self.model,
+            prompt,
+            sampling,
+            self.inference.returns,
+            self._conversation_id,
+            self.request_timeout_s,
+            self.inference.extensions,
+        )
+        try:
+            # The client has the deadline too; this one holds when the client does not keep it.
+            with deadline(self.request_timeout_s) as limit:
+                response = await self.client.complete_tokens(request)
+        except TimeoutError as exc:
+            if isinstance(exc, DeadlineError) or not limit.expired:
+                raise
+            raise DeadlineError(
+                "a completion", f"model {self.model!r}", self.request_timeout_s or 0.0
+            ) from exc
+        trace = response.trace
+        if trace and trace.prompt_token_ids is not prompt and trace.prompt_token_ids != prompt:
+            raise InferenceError(
+                f"model {self.model!r} answered a different prompt from the one it was sent "
+                f"({len(trace.prompt_token_ids)} tokens, sent {len(prompt)})"
+            )
+        if response.finish_reason is FinishReason.ABORT:
+            raise InferenceError(f"the backend of model {self.model!r} aborted the request")
+        return response
+
+
+def _prompt(
+    template: ChatTemplate, messages: tuple[Message, ...], tools: Tools, previous: ModelCall | None
+) -> tuple[tuple[int, ...], tuple[Message, ...], Fork | None]:
+    """The prompt's ids, the messages that are new in it, and why it forks, if it does."""
+    if previous is None:
+        return tuple(template.render(messages, tools)), messages, None
+    shown = previous.messages
+    n = len(shown)
+    grew = len(messages) > n and messages[n] == previous.parsed.message and messages[:n] == shown
+    new_messages = messages[n + 1 :] if grew else _unseen(messages, shown)
+    trace = previous.response.trace
+    if trace is None:  # a backend without ids: nothing to extend, and nothing to fork from
+        return tuple(template.render(messages, tools)), new_messages, None
+    extension: list[int] | Fork
+    if not grew:
+        extension = Fork(ForkReason.HISTORY_REWRITTEN, "the context shows another history")
+    elif tools is not previous.tools and tools != previous.tools:
+        extension = Fork(ForkReason.TOOLS_CHANGED, "the model is shown other tools")
+    else:
+        extension = template.extend(messages, trace, tools)
+    if isinstance(extension, Fork):
+        return tuple(template.render(messages, tools)), new_messages, extension
+    return (
+        (*trace.prompt_token_ids, *trace.completion_token_ids, *extension),
+        new_messages,
+        None,
+    )
+
+
+@lru_cache(maxsize=64)
+def _as_json(sampling: SamplingConfig) -> Mapping[str, Any]:
+    values = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def _unseen(messages: tuple[Message, ...], shown: tuple[Message, ...]) -> tuple[Message, ...]:
+    """The end of a rewritten history that is new in it: what follows the last assistant message,
+    and whatever else was shown before. Messages are told apart as objects, not by their text,
+    since an observation may come twice."""
+    seen = {id(message) for message in shown}
+    start = len(messages)
+    while (
+        start and messages[start - 1]["role"] != "assistant" and id(messages[start - 1]) not in seen
+    ):
+        start -= 1
+    return messages[start:]

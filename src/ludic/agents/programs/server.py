@@ -1,0 +1,162 @@
+"""A server for programs that speak the chat completions API: loopback only, a key per session.
+
+>>> async def serve(client, template):
+...     async with ChatServer() as server:
+...         session = server.open(Session(client, "my-model", template))
+...         print(server.url, session.key)   # OPENAI_BASE_URL, OPENAI_API_KEY
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from hashlib import sha256
+from typing import Any
+
+from aiohttp import web
+
+from ludic.agents.programs.api_requests import ApiError, read_request
+from ludic.agents.programs.session import Repetition, Session
+from ludic.errors import ConfigError
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+_READ_S = 60.0
+"""How long a request's body may take to arrive."""
+
+
+class ChatServer:
+    """Answers `/v1/chat/completions` and `/v1/models` for the sessions that are open, on a free
+    port of 127.0.0.1. It runs on the event loop that opened it; programs live elsewhere, or in
+    other threads or tasks."""
+
+    def __init__(self, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self._max_body_bytes = max_body_bytes
+        app = web.Application(client_max_size=max_body_bytes)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        self._sessions: dict[bytes, Session] = {}
+        self._port: int | None = None
+
+    @property
+    def url(self) -> str:
+        """The address to ask, for `OPENAI_BASE_URL`."""
+        if self._port is None:
+            raise ConfigError("this server is not open: use it in `async with`")
+        return f"http://127.0.0.1:{self._port}/v1"
+
+    async def __aenter__(self) -> ChatServer:
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._port = None
+        for session in list(self._sessions.values()):
+            await self.close(session)
+        await self._runner.cleanup()
+
+    def open(self, session: Session) -> Session:
+        """From now on, whoever has the session's key may ask."""
+        self._sessions[_digest(session.key)] = session
+        return session
+
+    async def close(self, session: Session) -> None:
+        """Its key is worth nothing any more, and what is still sampled for it is broken off."""
+        self._sessions.pop(_digest(session.key), None)
+        await session.end()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        try:
+            session = self._session_of(request)
+            return await self._route(request)(request, session)
+        except ApiError as error:
+            return web.json_response(error.body(), status=error.status)
+        except ConnectionResetError:  # the client is gone
+            return web.Response(status=499)
+        except web.HTTPRequestEntityTooLarge:
+            limit = f"the body is larger than {self._max_body_bytes} bytes"
+            return _refused(413, limit, "request_too_large")
+        except Exception as exc:  # whatever happens, the program is answered in the API's format
+            return _refused(500, f"{type(exc).__name__}: {exc}", None)
+
+    def _session_of(self, request: web.Request) -> Session:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        # Looked up by digest, so that the time it takes says nothing about the keys.
+        asked = _digest(key.strip())
+        session = self._sessions.get(asked) if scheme.lower() == "bearer" else None
+        if session is None or _digest(session.key) != asked:  # which it loses when it ends
+            message = "no open session has this key: send `Authorization: Bearer KEY`"
+            raise ApiError(401, message, code="invalid_api_key")
+        return session
+
+    def _route(
+        self, request: web.Request
+    ) -> Callable[[web.Request, Session], Awaitable[web.StreamResponse]]:
+        path = request.path.rstrip("/")
+        routes = {"/v1/chat/completions": ("POST", _complete), "/v1/models": ("GET", _list_models)}
+        if path.startswith("/v1/models/"):
+            routes[path] = ("GET", _show_model)
+        if path not in routes:
+            known = "there are /v1/chat/completions and /v1/models"
+            raise ApiError(404, f"no such address as {path[:80]}: {known}", code="unknown_url")
+        method, handler = routes[path]
+        if request.method != method:
+            raise ApiError(405, f"{path} takes only {method}", code="method_not_supported")
+        return handler
+
+
+async def _complete(request: web.Request, session: Session) -> web.StreamResponse:
+    try:
+        async with asyncio.timeout(_READ_S):
+            body = await request.read()
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {_READ_S:g} s") from None
+    asked = read_request(body)
+    headers = request.headers
+    repetition = Repetition(
+        sha256(body).digest(),
+        headers.get("Idempotency-Key"),
+        headers.get("x-stainless-retry-count", "0") not in ("", "0"),
+    )
+    async with session.answering(asked, repetition) as answer:
+        if asked.stream:
+            response = web.StreamResponse(
+                headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+            )
+            await response.prepare(request)
+            for event in answer.events(include_usage=asked.include_usage):
+                await response.write(event)
+        else:
+            response = web.json_response(answer.completion())
+            await response.prepare(request)
+        # Sent here and not by the framework: only so is it known whether there was anybody.
+        await response.write_eof()
+        _check_connected(request)
+    return response
+
+
+def _check_connected(request: web.Request) -> None:
+    if request.transport is None or request.transport.is_closing():
+        raise ConnectionResetError("the connection was cut before the answer was sent")
+
+
+async def _list_models(request: web.Request, session: Session) -> web.StreamResponse:
+    return web.json_response({"object": "list", "data": [_model(session)]})
+
+
+async def _show_model(request: web.Request, session: Session) -> web.StreamResponse:
+    return web.json_response(_model(session))
+
+
+def _model(session: Session) -> dict[str, Any]:
+    return {"id": session.model, "object": "model", "created": 0, "owned_by": "ludic"}
+
+
+def _refused(status: int, message: str, code: str | None) -> web.Response:
+    return web.json_response(ApiError(status, message, code=code).body(), status=status)
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogateescape")).digest()

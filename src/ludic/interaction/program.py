@@ -1,0 +1,154 @@
+"""A program plays an episode, and the environment or a reward function judges it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from ludic.agents.base_agent import ActResult
+from ludic.agents.programs.agent import ProgramAgent, ProgramResult
+from ludic.errors import ConfigError
+from ludic.interaction.collector import AgentTrack
+from ludic.interaction.episode import Episode, Openings, begin_agent, opening_of
+from ludic.interaction.single_agent import SingleAgentSyncProtocol, only_role, play_alone
+from ludic.registry import REWARDS
+from ludic.rewards import Attempt, RewardFn, RewardSpec, RewardSum, Score, make_rewards
+from ludic.types import AgentID, Info, Message, StepOutcome, TruncationReason
+from ludic.workers.threads import shared_threads
+
+ProgramRewards: TypeAlias = RewardSpec | Sequence[RewardSpec] | RewardSum
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramAttempt(Attempt):
+    """What a reward function of a program is given. `question` is the task, `answer` what the
+    program printed or returned (empty unless its `status` is 0), and `target` the environment's, if
+    it tells one. `outcome` is what the environment said to the answer; None if there was none that
+    the parser could read. `status` is None at a deadline."""
+
+    messages: tuple[Message, ...] = ()
+    stdout: str = ""
+    stderr: str = ""
+    status: int | None = 0
+    outcome: StepOutcome | None = None
+    info: Info = field(default_factory=dict)
+    task_key: str | None = None
+
+
+class ProgramProtocol(SingleAgentSyncProtocol):
+    """Lets a program do the environment's task.
+
+    Without `reward`, the environment judges each answer, and the program is started once for every
+    observation until the episode is over. With `reward`, it is started once, and the sum of these
+    functions is the reward instead of the environment's. They also judge programs that failed or
+    ran out of time, as long as these made a request: that is behaviour, too.
+    """
+
+    agent: ProgramAgent
+
+    def __init__(self, agent: ProgramAgent, reward: ProgramRewards | None = None) -> None:
+        super().__init__(agent)
+        if not isinstance(agent, ProgramAgent):
+            raise ConfigError(f"a program is played by a ProgramAgent, not {agent!r}")
+        self.reward = None if reward is None else make_rewards(_functions(reward))
+
+    async def _play(self, episode: Episode) -> None:
+        openings = await episode.reset()
+        role = only_role(episode)
+        track = episode.open_track(role)
+        if self.reward is None:
+            await play_alone(self.agent, track, episode, role, openings)
+        else:
+            await self._play_once(track, episode, role, openings, self.reward)
+
+    async def _play_once(
+        self,
+        track: AgentTrack,
+        episode: Episode,
+        role: AgentID,
+        openings: Openings,
+        reward: RewardSum,
+    ) -> None:
+        begin_agent(self.agent, episode, track, role, openings)
+        try:
+            result = await self.agent.run_program()
+            if not result.steps and (error := self.agent.failure_of(result)):
+                raise error
+            act = ActResult(result.steps, self.agent.parser(result.answer))
+            outcome = None
+            if result.status == 0 and act.parse.action is not None:
+                outcome = (await episode.runner.step({role: act.parse.action}))[role]
+            obs, info = opening_of(openings, role)
+            attempt = _attempt(result, outcome, obs, info, episode.task_key)
+            score = await _score(reward, attempt, episode.spec.step_timeout_s)
+        except BaseException:
+            track.add_interrupted(self.agent.steps_of_turn)
+            raise
+        cut = _ending(result)
+        told = {"status": result.status, **(outcome.info if outcome else {})}
+        track.add_outcome(
+            StepOutcome(
+                "", score.reward, cut is None, info=told, reward_components=score.components
+            ),
+            act,
+        )
+        if cut is not None:
+            track.cut(cut)
+
+
+def _ending(result: ProgramResult) -> TruncationReason | None:
+    if result.timed_out:
+        return TruncationReason.DEADLINE
+    return result.cut if result.status != 0 else None
+
+
+def _attempt(
+    result: ProgramResult,
+    outcome: StepOutcome | None,
+    obs: str,
+    info: Info,
+    task_key: str | None,
+) -> ProgramAttempt:
+    target = outcome.info.get("target", "") if outcome is not None else ""
+    return ProgramAttempt(
+        answer=result.answer,
+        target=str(target),
+        question=obs,
+        messages=result.messages,
+        stdout=result.stdout,
+        stderr=result.stderr,
+        status=result.status,
+        outcome=outcome,
+        info=info,
+        task_key=task_key,
+    )
+
+
+async def _score(reward: RewardSum, attempt: Attempt, timeout_s: float | None) -> Score:
+    """In a thread, since the functions may block; what they leave to await is awaited here."""
+    found: Any = await shared_threads().run(
+        lambda: reward(attempt),
+        what="a reward",
+        whom="the reward function",
+        timeout_s=timeout_s,
+    )
+    score: Score = await found if inspect.isawaitable(found) else found
+    return score
+
+
+def _functions(reward: ProgramRewards) -> RewardSum | list[RewardSpec]:
+    """Reward functions by name or table, as everywhere; one by its place is the function itself."""
+    if isinstance(reward, RewardSum):
+        return reward
+    if isinstance(reward, str | Mapping) or callable(reward):
+        return [_by_place(reward)]
+    return [_by_place(spec) for spec in reward]
+
+
+def _by_place(spec: RewardSpec) -> RewardSpec:
+    if isinstance(spec, str) and spec not in REWARDS.names():
+        found: RewardFn = REWARDS.get(spec)
+        return found
+    return spec
