@@ -155,6 +155,7 @@ def test_the_command_writes_the_folder_and_never_over_another(
         ("my_parts:subtract", "my_parts:subtract"),
         ("http://10.0.0.3:8000", "a server"),
         ("either/or", "either/or"),
+        ("<b>bold</b>", "<b>bold</b>"),
         ({"servers": ["http://a"], "slots": 4}, {"slots": 4}),
         ({"player": [{"api_key_file": "/k", "name": "x"}]}, {"player": [{"name": "x"}]}),
     ],

@@ -20,7 +20,7 @@ from ludic.runs.storage.folder import RunFolder
 STAGES = ("before", "after_sft", "after_rl")
 _PRIVATE = {"servers", "server", "publish_address", "publish_port", "vllm_python", "folder"}
 _PRIVATE |= {"api_key_env", "api_key_file", "machine", "run_file_folder"}
-_PATH = re.compile(r"(?:~|(?<![\w.:/-]))/(?:[^\s:=,\"']+/)*([^\s:=,\"'/]+)/?")
+_PATH = re.compile(r"(?:~|(?<![\w.:/<-]))/(?:[^\s:=,\"']+/)*([^\s:=,\"'/]+)/?")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
