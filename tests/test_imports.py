@@ -141,6 +141,8 @@ from ludic.cli.app import app
 for words in (["train", "tic-tac-toe", "--dry-run"], *([c, "--help"] for c in sys.argv[2:])):
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, (words, result.output, result.exception)
+result = CliRunner().invoke(app, ["train", "tic-tac-toe", "--async", "--dry-run"])
+assert "ludic-rl[redis]" in str(result.exception), (result.output, result.exception)
 """
     commands = ["train", "eval", "actor", "view", "play", "init", "doctor"]
     # Not those that transformers finds by their metadata, and then imports.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -83,6 +84,7 @@ def _check_pipeline(config: RunConfig) -> None:
     for ok, what in rules:
         if not ok:
             raise ConfigError(f"a run over Redis ([pipeline], --async) cannot have {what}")
+    import_module("ludic.pipeline.store")  # says now, not after the cold start, what is missing
     if given := given_names(config.plain()):
         raise ConfigError(
             f"actors are other processes, and {', '.join(given)} is an object of this script: put "
