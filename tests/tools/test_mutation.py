@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -37,20 +39,33 @@ def test_every_target_and_its_tests_are_there() -> None:
         assert mutation.faults(path)
 
 
-def test_equivalent_faults_are_named_with_a_line_that_is_there() -> None:
-    for path, line in mutation.EQUIVALENT:
-        text = (mutation.SOURCE / path).read_text(encoding="utf-8")
-        assert line in {" ".join(found.split()) for found in text.splitlines()}
+def test_faults_that_no_test_sees_are_there_and_have_a_reason() -> None:
+    for (path, line, what), reason in mutation.UNSEEN.items():
+        found = {(mutation.folded_line(f), f.what) for f in mutation.faults(path)}
+        assert (line, what) in found
+        assert reason
 
 
-def test_a_sample_is_drawn_evenly_and_repeats() -> None:
-    first = mutation.chosen_faults(["saw"], 20, 3)
-    assert len(first) == 20
-    assert first == mutation.chosen_faults(["saw"], 20, 3)
-    assert first != mutation.chosen_faults(["saw"], 20, 4)
+def test_a_sample_is_spread_over_the_targets_and_repeats() -> None:
+    first = mutation.chosen_faults(["saw", "credit"], 60, 3)
+    each = Counter(fault.path for fault in first)
+    whole = {path: len(mutation.faults(path)) for path in each}
+    assert len(first) == len(set(first)) == 60
+    assert len(each) == sum("saw" in p or "credit" in p for p in mutation.TARGETS)
+    least = min(n for path, n in each.items() if n < whole[path])
+    assert max(each.values()) - least <= 1
+    assert first == mutation.chosen_faults(["saw", "credit"], 60, 3)
+    assert first != mutation.chosen_faults(["saw", "credit"], 60, 4)
+
+
+def test_without_a_sample_every_fault_is_tried() -> None:
+    assert mutation.chosen_faults(["grouping"], None, 0) == mutation.faults("saw/grouping.py")
 
 
 @pytest.mark.slow
-def test_a_fault_in_the_core_is_noticed() -> None:
+def test_a_fault_in_the_core_is_noticed(tmp_path: Path) -> None:
+    copy = mutation.copy_of_project(tmp_path)
+    tests = ("tests/saw/test_assembly.py",)
     fault = mutation.faults("saw/grouping.py")[0]
-    assert mutation.is_noticed(fault, ("tests/saw/test_assembly.py",), 300)
+    assert mutation.verdict(fault, tests, 300, copy) == "noticed"
+    assert mutation.verdict(None, tests, 300, copy) == "missed"

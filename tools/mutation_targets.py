@@ -1,0 +1,78 @@
+"""What `tools.mutation` puts faults into, the tests that are to notice, and what none can see."""
+
+from __future__ import annotations
+
+_UPDATE = "tests/training/update"
+_TRAINER = ("tests/training/test_trainer.py", "tests/training/test_drift.py")
+
+TARGETS: dict[str, tuple[str, ...]] = {
+    "saw/assembly.py": ("tests/saw/test_assembly.py", "tests/saw"),
+    "saw/batch.py": ("tests/saw/test_batch.py", "tests/saw"),
+    "saw/building.py": ("tests/saw/test_building.py", "tests/saw"),
+    "saw/codec.py": ("tests/saw/test_codec.py", "tests/saw"),
+    "saw/filters.py": ("tests/saw/test_filters.py", "tests/saw"),
+    "saw/grouping.py": ("tests/saw/test_assembly.py", "tests/saw"),
+    "saw/statistics.py": ("tests/saw/test_statistics.py", "tests/saw"),
+    "saw/trainable.py": (
+        "tests/saw/test_trainable.py",
+        "tests/inference/test_sampling.py",
+        "tests/saw",
+    ),
+    "training/preprocess.py": (
+        "tests/training/test_preprocess.py",
+        "tests/training/test_one_way.py",
+    ),
+    "training/credit_assignment/returns.py": (
+        "tests/training/credit_assignment",
+        "tests/training/test_algorithms.py",
+    ),
+    "training/credit_assignment/value_tracker.py": (
+        "tests/training/credit_assignment/test_value_tracker.py",
+        "tests/training/credit_assignment",
+    ),
+    "training/losses/aggregation.py": ("tests/training/losses",),
+    "training/losses/composite.py": ("tests/training/losses",),
+    "training/losses/corrections.py": (
+        "tests/training/losses/test_corrections.py",
+        "tests/training/losses",
+    ),
+    "training/losses/kl.py": ("tests/training/losses",),
+    "training/losses/policy_ratio.py": ("tests/training/losses",),
+    "training/update/layout.py": (f"{_UPDATE}/test_packing.py", _UPDATE),
+    "training/update/packing.py": (f"{_UPDATE}/test_packing.py", _UPDATE),
+    "training/update/planning.py": (
+        f"{_UPDATE}/test_packing.py",
+        f"{_UPDATE}/test_sharing.py",
+        _UPDATE,
+    ),
+    "training/update/sharing.py": (f"{_UPDATE}/test_sharing.py", _UPDATE),
+    "training/update/logprobs.py": (f"{_UPDATE}/test_logprobs.py", _UPDATE),
+    "training/update/policy.py": (
+        "tests/tools/test_families.py",
+        _UPDATE,
+        "tests/training/test_precisions.py",
+        "tests/training/test_trainer.py",
+    ),
+    "training/update/passes.py": _TRAINER,
+    "training/update/optimizer.py": (f"{_UPDATE}/test_optimizer.py",),
+    "training/update/schedule.py": (
+        f"{_UPDATE}/test_optimizer.py",
+        "tests/training/test_trainer.py",
+    ),
+    "training/trainer.py": (*_TRAINER, "tests/training/test_one_way.py"),
+    "training/checkpoints/checkpoint.py": (
+        "tests/training/checkpoints/test_checkpoint.py",
+        "tests/training/checkpoints/test_starting_over.py",
+        "tests/training/checkpoints",
+    ),
+    "training/checkpoints/state_shards.py": (
+        "tests/training/checkpoints/test_checkpoint.py",
+        "tests/training/checkpoints",
+    ),
+    "rollouts/planning.py": ("tests/rollouts/test_planning.py", "tests/rollouts/test_engine.py"),
+    "interaction/collector.py": ("tests/interaction",),
+}
+"""Which tests are to notice the faults of a file: those that are quick and meant for it first."""
+
+UNSEEN: dict[tuple[str, str, str], str] = {}
+"""(file, the line with the fault, white space folded; what is changed) -> why no test notices."""
