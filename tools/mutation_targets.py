@@ -53,7 +53,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/training/test_precisions.py",
         "tests/training/test_trainer.py",
     ),
-    "training/update/passes.py": _TRAINER,
+    "training/update/passes.py": (f"{_UPDATE}/test_passes.py", *_TRAINER),
     "training/update/optimizer.py": (f"{_UPDATE}/test_optimizer.py",),
     "training/update/schedule.py": (
         f"{_UPDATE}/test_optimizer.py",

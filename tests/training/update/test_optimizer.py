@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
-from ludic.errors import ConfigError, PublishError
+from ludic.errors import CheckpointError, ConfigError, PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.sharding.weights import ModelWeights
 from ludic.training.config import CheckpointConfig, TrainerConfig
@@ -162,6 +164,12 @@ def test_the_state_comes_back_and_nothing_trainable_is_an_error() -> None:
     state, again = first.state_dict(), second.state_dict()
     assert state.keys() == again.keys()
     assert all(torch.equal(state[k], again[k]) for k in state)
+    b(torch.ones(2, 5, dtype=torch.bfloat16)).sum().backward()
+    second.accumulate()
+    second.step(1e-2)
+    assert state["weight/step"] == 2  # the two share nothing
+    with pytest.raises(CheckpointError, match="no master weights for 'weight'"):
+        second.load_state_dict({k: v for k, v in state.items() if k != "weight/master"})
     with pytest.raises(ConfigError, match="no parameter"):
         MasterAdamW([("w", nn.Parameter(torch.ones(1), requires_grad=False))], TrainerConfig())
 
@@ -174,8 +182,11 @@ def test_schedules_warm_up_and_fall_to_their_floor() -> None:
     assert learning_rate(cfg, 4) == 1.0
     assert learning_rate(cfg, 8) == pytest.approx(0.55)
     assert learning_rate(cfg, 12) == learning_rate(cfg, 99) == pytest.approx(0.1)
-    cosine = TrainerConfig(learning_rate=1.0, total_steps=10, schedule="cosine")
-    assert learning_rate(cosine, 5) == pytest.approx(0.5)
+    cosine = replace(cfg, schedule="cosine", total_steps=10, warmup_steps=2)
+    assert learning_rate(cosine, 2) == 1.0
+    assert learning_rate(cosine, 4) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+    assert learning_rate(cosine, 6) == pytest.approx(0.55)
+    assert learning_rate(cosine, 10) == learning_rate(cosine, 99) == pytest.approx(0.1)
     assert learning_rate(TrainerConfig(learning_rate=3.0), 1000) == 3.0
 
 
@@ -289,6 +300,19 @@ def test_loaded_counts_of_steps_are_where_the_step_looks_for_them(fused: bool) -
     )
     step = optimizer._adam.state[weight]["step"]
     assert step.device.type == ("meta" if fused else "cpu")
+
+
+def test_a_step_takes_the_gradients_as_they_are_unless_told_and_forgets_them() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.nn.Parameter(torch.ones(2, 2, dtype=dtype))
+        optimizer = MasterAdamW([("w", weight)], TrainerConfig(betas=(0.5, 0.5)))
+        weight.grad = torch.full_like(weight, 8.0)
+        optimizer.accumulate()
+        assert [g.tolist() for g in optimizer.gradients()] == [[[8.0, 8.0], [8.0, 8.0]]]
+        optimizer.step(1e-3)
+        assert optimizer.state_dict()["w/exp_avg"].tolist() == [[4.0, 4.0], [4.0, 4.0]]
+        assert weight.grad is None
+        assert optimizer.gradients() == []
 
 
 def test_clipped_gradients_are_what_the_moments_remember() -> None:
