@@ -41,7 +41,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "training/update/layout.py": (f"{_UPDATE}/test_packing.py", _UPDATE),
     "training/update/packing.py": (f"{_UPDATE}/test_packing.py", _UPDATE),
     "training/update/planning.py": (
-        f"{_UPDATE}/test_packing.py",
+        f"{_UPDATE}/test_planning.py",
         f"{_UPDATE}/test_sharing.py",
         _UPDATE,
     ),
@@ -66,6 +66,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/training/checkpoints",
     ),
     "training/checkpoints/state_shards.py": (
+        "tests/training/checkpoints/test_state_shards.py",
         "tests/training/checkpoints/test_checkpoint.py",
         "tests/training/checkpoints",
     ),

@@ -7,7 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from ludic.errors import CheckpointError
+from ludic.training.checkpoints.checkpoint import Checkpointer, verify_checkpoint
+from ludic.training.config import CheckpointConfig
 from tests.training.checkpoints.test_checkpoint import assert_equal, make, run
 
 
@@ -77,3 +81,63 @@ def test_what_lies_ahead_of_a_latest_moved_back_is_kept_aside(tmp_path: Path) ->
         "superseded-step-00000008",
     ]
     assert (tmp_path / "ck/latest").read_text() == "step-00000004"
+
+
+def test_a_run_that_ends_between_two_checkpoints_is_saved_where_it_ended(tmp_path: Path) -> None:
+    run(make(tmp_path, every=2), 1)
+    assert names(tmp_path) == ["step-00000001"]
+    run(make(tmp_path, every=2), 1)  # nothing is left to train, and nothing to save
+    assert names(tmp_path) == ["step-00000001"]
+    run(make(tmp_path, every=2, keep=9), 3)
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    first = make(tmp_path)
+    torch.manual_seed(5)
+    run(first, 2)
+    after = torch.rand(4)
+    resumed = make(tmp_path)
+    torch.manual_seed(6)
+    resumed._resume()
+    resumed.close()
+    assert torch.equal(torch.rand(4), after)
+
+
+def test_a_manifest_says_which_format_it_has_and_a_later_one_is_refused(tmp_path: Path) -> None:
+    run(make(tmp_path), 2)
+    path = tmp_path / "ck/step-00000002"
+    manifest = verify_checkpoint(path)
+    assert (manifest["format"], manifest["world_size"]) == (1, 1)
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 2}))
+    with pytest.raises(CheckpointError, match="has format 2; this Ludic reads up to 1"):
+        verify_checkpoint(path)
+
+
+def test_latest_is_the_newest_where_the_pointer_is_gone_or_nonsense(tmp_path: Path) -> None:
+    run(make(tmp_path, every=1, keep=3), 3)
+    pointer = tmp_path / "ck/latest"
+    checkpoints = Checkpointer(CheckpointConfig(tmp_path / "ck"))
+    pointer.write_text("step-00000002")
+    assert checkpoints.latest() == tmp_path / "ck/step-00000002"
+    for nonsense in ("../elsewhere", "step-", "step-00000099"):
+        pointer.write_text(nonsense)
+        assert checkpoints.latest() == tmp_path / "ck/step-00000003"
+    pointer.unlink()
+    assert checkpoints.latest() == tmp_path / "ck/step-00000003"
+    resumed = make(tmp_path)
+    resumed._resume()
+    resumed.close()
+    assert resumed.step == 3
+    assert Checkpointer(CheckpointConfig(tmp_path / "none")).latest() is None
+
+
+def test_a_stray_file_in_the_folder_stops_nothing(tmp_path: Path) -> None:
+    run(make(tmp_path), 2)
+    (tmp_path / "ck/.writing-stray").write_text("")
+    (tmp_path / "ck/step-stray").write_text("")
+    resumed = make(tmp_path)
+    run(resumed, 4)
+    assert resumed.step == 4
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+    run(make(tmp_path, resume=False), 2)
