@@ -103,10 +103,10 @@ def _check_item(
     actions: NDArray[np.bool_],
     max_seq_len: int | None,
 ) -> None:
-    wrong = None
-    if max_seq_len is not None and len(keep) > max_seq_len and int(keep.sum()) > max_seq_len:
+    wrong, length = None, int(keep.sum())
+    if max_seq_len is not None and length > max_seq_len:
         wrong = (
-            f" has {int(keep.sum())} tokens, over max_seq_len={max_seq_len}: raise the "
+            f" has {length} tokens, over max_seq_len={max_seq_len}: raise the "
             "setting, or drop such samples with the filter drop_overlong()"
         )
     elif (actions & ~keep).any():
