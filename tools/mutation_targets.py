@@ -4,6 +4,7 @@ from __future__ import annotations
 
 _UPDATE = "tests/training/update"
 _TRAINER = ("tests/training/test_trainer.py", "tests/training/test_drift.py")
+_RANKS = "tests/sharding/test_fsdp.py"
 
 TARGETS: dict[str, tuple[str, ...]] = {
     "saw/assembly.py": ("tests/saw/test_assembly.py", "tests/saw"),
@@ -31,12 +32,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/training/credit_assignment",
     ),
     "training/losses/aggregation.py": ("tests/training/losses",),
-    "training/losses/composite.py": ("tests/training/losses",),
+    "training/losses/composite.py": ("tests/training/losses", "tests/training/test_algorithms.py"),
     "training/losses/corrections.py": (
         "tests/training/losses/test_corrections.py",
         "tests/training/losses",
     ),
-    "training/losses/kl.py": ("tests/training/losses",),
+    "training/losses/kl.py": ("tests/training/losses", "tests/training/test_algorithms.py"),
     "training/losses/policy_ratio.py": ("tests/training/losses",),
     "training/update/layout.py": (f"{_UPDATE}/test_packing.py", _UPDATE),
     "training/update/packing.py": (f"{_UPDATE}/test_packing.py", _UPDATE),
@@ -48,18 +49,25 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "training/update/sharing.py": (f"{_UPDATE}/test_sharing.py", _UPDATE),
     "training/update/logprobs.py": (f"{_UPDATE}/test_logprobs.py", _UPDATE),
     "training/update/policy.py": (
+        f"{_UPDATE}/test_packing.py",
+        f"{_UPDATE}/test_sharing.py",
         "tests/tools/test_families.py",
         _UPDATE,
         "tests/training/test_precisions.py",
         "tests/training/test_trainer.py",
     ),
-    "training/update/passes.py": (f"{_UPDATE}/test_passes.py", *_TRAINER),
+    "training/update/passes.py": (f"{_UPDATE}/test_passes.py", *_TRAINER, _RANKS),
     "training/update/optimizer.py": (f"{_UPDATE}/test_optimizer.py",),
     "training/update/schedule.py": (
         f"{_UPDATE}/test_optimizer.py",
         "tests/training/test_trainer.py",
     ),
-    "training/trainer.py": (*_TRAINER, "tests/training/test_one_way.py"),
+    "training/trainer.py": (
+        *_TRAINER,
+        "tests/training/test_one_way.py",
+        "tests/training/checkpoints/test_checkpoint.py",
+        _RANKS,
+    ),
     "training/checkpoints/checkpoint.py": (
         "tests/training/checkpoints/test_checkpoint.py",
         "tests/training/checkpoints/test_starting_over.py",
@@ -68,7 +76,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "training/checkpoints/state_shards.py": (
         "tests/training/checkpoints/test_state_shards.py",
         "tests/training/checkpoints/test_checkpoint.py",
-        "tests/training/checkpoints",
+        _RANKS,
     ),
     "rollouts/planning.py": ("tests/rollouts/test_planning.py", "tests/rollouts/test_engine.py"),
     "interaction/collector.py": ("tests/interaction",),
