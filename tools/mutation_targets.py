@@ -49,6 +49,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "training/update/sharing.py": (f"{_UPDATE}/test_sharing.py", _UPDATE),
     "training/update/logprobs.py": (f"{_UPDATE}/test_logprobs.py", _UPDATE),
     "training/update/policy.py": (
+        f"{_UPDATE}/test_policy.py",
         f"{_UPDATE}/test_packing.py",
         f"{_UPDATE}/test_sharing.py",
         "tests/tools/test_families.py",
