@@ -213,29 +213,38 @@ def write(copy: Path, path: str, text: str) -> None:
 
 
 def verdict(fault: Fault | None, tests: Sequence[str], timeout_s: float, copy: Path) -> Verdict:
-    """Runs the tests in a fork, with the fault in the copy if there is one."""
+    """Runs the tests one after another, with the fault in the copy if there is one."""
     if fault is not None:
         original = (SOURCE / fault.path).read_text(encoding="utf-8")
         write(copy, fault.path, ast.unparse(mutated(fault.path, fault.number)))
-    child = os.fork()
-    if child == 0:
-        _run_tests(tests, timeout_s, copy)
     try:
-        end = time.monotonic() + timeout_s
-        while time.monotonic() < end:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                return "noticed" if status else "missed"
-            time.sleep(0.05)
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return "timed out"
+        for place, test in enumerate(tests):
+            done = [f"--ignore={earlier}" for earlier in tests[:place]]
+            found = _verdict_of([test, *done], timeout_s, copy)
+            if found != "missed":
+                return found
+        return "missed"
     finally:
         if fault is not None:
             write(copy, fault.path, original)
 
 
-def _run_tests(tests: Sequence[str], timeout_s: float, copy: Path) -> None:
+def _verdict_of(arguments: Sequence[str], timeout_s: float, copy: Path) -> Verdict:
+    child = os.fork()
+    if child == 0:
+        _run_tests(arguments, timeout_s, copy)
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return "noticed" if status else "missed"
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "timed out"
+
+
+def _run_tests(arguments: Sequence[str], timeout_s: float, copy: Path) -> None:
     """Ends this process: with 0 if the tests pass."""
     try:
         os.setsid()
@@ -260,7 +269,7 @@ def _run_tests(tests: Sequence[str], timeout_s: float, copy: Path) -> None:
             suppress_health_check=[HealthCheck.too_slow],
         )
         options = ["-x", "-q", "-p", "no:xdist", "-o", f"timeout={timeout_s}"]
-        status = pytest.main([*options, *tests])
+        status = pytest.main([*options, *arguments])
         os._exit(0 if status == pytest.ExitCode.OK else 1)
     except BaseException:
         os._exit(1)
@@ -297,7 +306,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", help="only targets whose path has one of these")
     parser.add_argument("--sample", type=int, help="that many faults, spread over the targets")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one fault")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds for one fault and one of its tests"
+    )
     parser.add_argument(
         "--unchecked", action="store_true", help="take it that tests pass without a fault"
     )

@@ -84,5 +84,51 @@ TARGETS: dict[str, tuple[str, ...]] = {
 }
 """Which tests are to notice the faults of a file: those that are quick and meant for it first."""
 
-UNSEEN: dict[tuple[str, str, str], str] = {}
+_AT_ONCE = "how much is taken at once changes no result"
+_ORDER = "it only makes ranks wait for each other"
+_ON_A_GPU = "only a GPU does it: tests/gpu"
+_CHECKPOINT = "training/checkpoints/checkpoint.py"
+_CUDA_STATE = 'if world.device.type == "cuda" and "rng/cuda" in file.keys(): # noqa: SIM118'
+
+UNSEEN: dict[tuple[str, str, str], str] = {
+    ("training/update/optimizer.py", "_DITHERED_AT_ONCE = 1 << 22", "1 -> 2"): _AT_ONCE,
+    ("training/update/optimizer.py", "_DITHERED_AT_ONCE = 1 << 22", "22 -> 23"): _AT_ONCE,
+    (
+        "training/update/packing.py",
+        "return _map_tensors(self, lambda t: t.to(device, non_blocking=True))",
+        "True -> False",
+    ): _ON_A_GPU,
+    (
+        "training/trainer.py",
+        '1, "ludic-train", initializer=work_on, initargs=(self.world.device,)',
+        "1 -> 2",
+    ): "a thread more has nothing to do: one piece of work is awaited before the next",
+    (
+        "training/trainer.py",
+        "self._goal: int | None = 0",
+        "0 -> 1",
+    ): "both are reached by the first step",
+    (
+        "training/trainer.py",
+        "return 1.0 if limit is None or norm <= limit else limit / norm",
+        "LtE -> Lt",
+    ): "at the limit the factor is 1 either way",
+    ("training/trainer.py", "if self.cfg.overlap:", "condition turned round"): _ORDER,
+    (
+        "training/trainer.py",
+        "self._compute.shutdown(wait=True)",
+        "True -> False",
+    ): "everything that was begun has been awaited",
+    (_CHECKPOINT, "self.last_step = -1", "1 -> 2"): "neither is the number of a step",
+    (_CHECKPOINT, "while block := file.read(1 << 22):", "1 -> 2"): _AT_ONCE,
+    (_CHECKPOINT, "while block := file.read(1 << 22):", "22 -> 23"): _AT_ONCE,
+    (
+        _CHECKPOINT,
+        'own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)',
+        "True -> False",
+    ): _ORDER,
+    (_CHECKPOINT, _CUDA_STATE, "Eq -> NotEq"): _ON_A_GPU,
+    (_CHECKPOINT, _CUDA_STATE, "In -> NotIn"): _ON_A_GPU,
+    (_CHECKPOINT, _CUDA_STATE, "and <-> or"): _ON_A_GPU,
+}
 """(file, the line with the fault, white space folded; what is changed) -> why no test notices."""

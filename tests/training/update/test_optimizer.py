@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -328,8 +329,8 @@ def test_clipped_gradients_are_what_the_moments_remember() -> None:
 
 
 def test_a_gradient_over_the_limit_is_scaled_down_to_it(tmp_path: Path) -> None:
-    norms = {}
-    for limit in (None, 1e-3):
+    norms, logged = {}, {}
+    for limit in (None, 1e3, 1e-3):
         trainer = Trainer(
             model=tiny_model(),
             algo=reinforce(),
@@ -346,5 +347,9 @@ def test_a_gradient_over_the_limit_is_scaled_down_to_it(tmp_path: Path) -> None:
         state = trainer.optimizer.state_dict()
         moments = [value for name, value in state.items() if name.endswith("/exp_avg")]
         norms[limit] = float(torch.nn.utils.get_total_norm(moments)) / (1 - 0.9)
-    assert norms[None] > 0.01
+        line = json.loads((tmp_path / str(limit) / "metrics.jsonl").read_text())
+        logged[limit] = line["train/grad_norm"]
+    assert 0.01 < norms[None] == pytest.approx(logged[None], rel=1e-4)
+    assert norms[1e3] == norms[None]
+    assert logged[1e-3] == logged[None]
     assert norms[1e-3] == pytest.approx(1e-3, rel=1e-4)
