@@ -212,21 +212,34 @@ def write(copy: Path, path: str, text: str) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def verdict(fault: Fault | None, tests: Sequence[str], timeout_s: float, copy: Path) -> Verdict:
-    """Runs the tests one after another, with the fault in the copy if there is one."""
-    if fault is not None:
+class Trial:
+    """Tries faults in a copy of the project. Tests that notice one are run without it, too, once:
+    if they fail then as well, they say nothing."""
+
+    def __init__(self, copy: Path, timeout_s: float) -> None:
+        self.copy, self.timeout_s = copy, timeout_s
+        self._passing = set[str]()
+
+    def verdict(self, fault: Fault, tests: Sequence[str]) -> Verdict:
+        """Runs the tests one after another until one notices the fault."""
         original = (SOURCE / fault.path).read_text(encoding="utf-8")
-        write(copy, fault.path, ast.unparse(mutated(fault.path, fault.number)))
-    try:
+        faulty = ast.unparse(mutated(fault.path, fault.number))
         for place, test in enumerate(tests):
-            done = [f"--ignore={earlier}" for earlier in tests[:place]]
-            found = _verdict_of([test, *done], timeout_s, copy)
+            arguments = [test, *(f"--ignore={earlier}" for earlier in tests[:place])]
+            write(self.copy, fault.path, faulty)
+            found = _verdict_of(arguments, self.timeout_s, self.copy)
+            write(self.copy, fault.path, original)
             if found != "missed":
+                self._check(test, arguments)
                 return found
+            self._passing.add(test)
         return "missed"
-    finally:
-        if fault is not None:
-            write(copy, fault.path, original)
+
+    def _check(self, test: str, arguments: Sequence[str]) -> None:
+        if test not in self._passing:
+            if _verdict_of(arguments, self.timeout_s, self.copy) != "missed":
+                raise RuntimeError(f"{test} fails without any fault: mend it first")
+            self._passing.add(test)
 
 
 def _verdict_of(arguments: Sequence[str], timeout_s: float, copy: Path) -> Verdict:
@@ -301,16 +314,13 @@ def chosen_faults(words: Sequence[str], sample: int | None, seed: int) -> list[F
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; 1 when tests do not pass without a fault."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", help="only targets whose path has one of these")
     parser.add_argument("--sample", type=int, help="that many faults, spread over the targets")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--timeout", type=float, default=600.0, help="seconds for one fault and one of its tests"
-    )
-    parser.add_argument(
-        "--unchecked", action="store_true", help="take it that tests pass without a fault"
     )
     args = parser.parse_args(argv)
     found = chosen_faults(args.words, args.sample, args.seed)
@@ -322,30 +332,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         importlib.import_module(heavy)
     gc.freeze()  # what is here stays: forks need not look through it
     with tempfile.TemporaryDirectory() as folder:
-        copy = copy_of_project(Path(folder))
-        for tests in () if args.unchecked else _all_tests(found):
-            print(f"without a fault: {tests}", file=sys.stderr, flush=True)
-            if verdict(None, [tests], args.timeout, copy) != "missed":
-                print(f"{tests} fails without any fault: mend it first", file=sys.stderr)
-                return 1
-        print(json.dumps(_try_all(found, args.timeout, copy)))
+        trial = Trial(copy_of_project(Path(folder)), args.timeout)
+        print(json.dumps(_try_all(found, trial)))
     return 0
 
 
-def _all_tests(found: Sequence[Fault]) -> list[str]:
-    """The tests of all these faults, each once."""
-    tests = dict.fromkeys(test for fault in found for test in TARGETS[fault.path])
-    return [test for test in tests if not any(test.startswith(f"{other}/") for other in tests)]
-
-
-def _try_all(found: Sequence[Fault], timeout_s: float, copy: Path) -> dict[str, Any]:
+def _try_all(found: Sequence[Fault], trial: Trial) -> dict[str, Any]:
     """Prints every fault that is not noticed; returns the figures."""
     noticed, timed_out, unseen = 0, 0, 0
     targets: dict[str, list[int]] = {}
     for number, fault in enumerate(found, start=1):
         print(f"{number}/{len(found)} {fault.path}:{fault.line}", file=sys.stderr, flush=True)
         reason = UNSEEN.get((fault.path, folded_line(fault), fault.what))
-        how = verdict(fault, TARGETS[fault.path], timeout_s, copy) if reason is None else "missed"
+        how = trial.verdict(fault, TARGETS[fault.path]) if reason is None else "missed"
         if how != "noticed":
             mark = f"unseen, {reason}" if reason else how.upper()
             print(f"{fault.path}:{fault.line}: {fault.what}: {mark}\n    {folded_line(fault)}")

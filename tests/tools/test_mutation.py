@@ -63,9 +63,15 @@ def test_without_a_sample_every_fault_is_tried() -> None:
 
 
 @pytest.mark.slow
-def test_a_fault_in_the_core_is_noticed(tmp_path: Path) -> None:
-    copy = mutation.copy_of_project(tmp_path)
-    tests = ("tests/saw/test_assembly.py",)
+def test_a_fault_is_noticed_by_tests_that_pass_without_it(tmp_path: Path) -> None:
+    trial = mutation.Trial(mutation.copy_of_project(tmp_path), 300)
     fault = mutation.faults("saw/grouping.py")[0]
-    assert mutation.verdict(fault, tests, 300, copy) == "noticed"
-    assert mutation.verdict(None, tests, 300, copy) == "missed"
+    assert trial.verdict(fault, ("tests/test_seeding.py",)) == "missed"
+    tests = ("tests/test_seeding.py", "tests/saw/test_assembly.py")
+    assert trial.verdict(fault, tests) == "noticed"
+    broken = trial.copy / "tests/test_seeding.py"
+    broken.write_text(
+        broken.read_text() + "\n\ndef test_nothing() -> None:\n    raise ValueError\n"
+    )
+    with pytest.raises(RuntimeError, match="fails without any fault"):
+        mutation.Trial(trial.copy, 300).verdict(fault, tests)
