@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 _UPDATE = "tests/training/update"
-_TRAINER = ("tests/training/test_trainer.py", "tests/training/test_drift.py")
+_TRAINER = (
+    "tests/training/test_trainer.py",
+    "tests/training/test_updates.py",
+    "tests/training/test_drift.py",
+)
 _RANKS = "tests/sharding/test_fsdp.py"
 
 TARGETS: dict[str, tuple[str, ...]] = {
