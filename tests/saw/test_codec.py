@@ -76,7 +76,7 @@ def test_a_newer_schema_is_refused() -> None:
     )
     assert item_to_dict(item)["schema"] == 2  # what is on disks already
     plain = {**item_to_dict(item), "schema": 3}
-    with pytest.raises(SchemaVersionError, match="schema 3, .* reads up to 2"):
+    with pytest.raises(SchemaVersionError, match=r"schema 3, .* reads up to 2"):
         item_from_dict(plain)
 
 
