@@ -103,6 +103,11 @@ UNSEEN: dict[tuple[str, str, str], str] = {
         "True -> False",
     ): _ON_A_GPU,
     (
+        "training/update/planning.py",
+        "units = [_Unit(*unit) for unit in zip(clusters, sizes, costs, strict=True)]",
+        "True -> False",
+    ): "there is a size and a cost for each cluster",
+    (
         "training/trainer.py",
         '1, "ludic-train", initializer=work_on, initargs=(self.world.device,)',
         "1 -> 2",

@@ -212,6 +212,24 @@ def test_the_settings_say_what_works_on_logits_on_a_gpu(monkeypatch: pytest.Monk
         assert chosen(wide, kernels) is plain
 
 
+def test_where_a_kernel_cannot_be_compiled_plain_torch_is_used_with_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ludic.training.update import head_kernels, logprobs
+
+    works = logprobs._triton_works.__wrapped__
+    monkeypatch.setattr(head_kernels, "reduce", lambda *args: None)
+    assert works(torch.device("cpu"))
+    assert caplog.messages == []
+
+    def no_compiler(*args: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(head_kernels, "reduce", no_compiler)
+    assert not works(torch.device("cpu"))
+    assert "Failed to find C compiler" in caplog.text
+
+
 def test_log_probs_alone_have_the_same_gradient_whatever_else_is_asked() -> None:
     torch.manual_seed(0)
     head = nn.Linear(WIDTH, VOCAB, dtype=torch.float64)
