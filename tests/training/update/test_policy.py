@@ -82,6 +82,7 @@ def test_attention_costs_what_its_layers_and_width_say() -> None:
     layers, width = model.config.num_hidden_layers, model.config.hidden_size
     parameters = sum(p.numel() for p in model.parameters())
     assert attention_cost(model).quadratic == pytest.approx(layers * width / parameters)
+    assert attention_cost(torch.nn.Linear(2, 2)).quadratic == 0  # it does not say
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
