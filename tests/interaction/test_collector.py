@@ -122,7 +122,7 @@ def test_a_failed_turn_has_the_parsers_reward_and_tells_why() -> None:
     assert (step.stepped, step.action, step.next_obs, step.info) == (False, None, feedback, info)
     assert not track.ended
     assert track.add_parse_failure(acted(action=None))[1]["parse_error_kind"] == "format"
-    called = replace(model_call(), tool_messages=({"role": "tool", "content": "x"},))  # type: ignore[arg-type]
+    called = replace(model_call(), tool_messages=({"role": "tool", "content": "x"},))
     calls = ActResult((called,), ParseResult(None, 0.0, "Use a tool no more."))
     feedback, info = track.add_parse_failure(calls)
     assert (feedback, info["parse_error_kind"]) == ("Use a tool no more.", "tool_calls")
@@ -157,10 +157,10 @@ def test_a_turn_cut_before_its_first_call_leaves_the_flag_on_the_step_before() -
 def test_an_agent_cut_before_its_first_step_has_one_that_was_not_taken() -> None:
     track = AgentTrack("a", "e/a")
     track.fail(TruncationReason.ERROR)
-    assert track.steps == ()
+    assert len(track.steps) == 0
     track.cut(TruncationReason.MAX_STEPS)
-    (step,) = track.steps
-    assert isinstance(step, EnvironmentStep)
+    assert len(track.steps) == 1
+    step = last(track)
     assert (step.turn_index, step.stepped, step.truncated) == (0, False, True)
     assert track.last_action() is None
     assert track.ended

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools import mutation
+from tools.mutation_targets import TARGETS, UNSEEN
 
 SOURCE = '''
 def f(a, b=2):
@@ -33,14 +34,14 @@ def test_each_fault_changes_one_place_and_messages_are_left_alone() -> None:
 
 
 def test_every_target_and_its_tests_are_there() -> None:
-    for path, tests in mutation.TARGETS.items():
+    for path, tests in TARGETS.items():
         assert (mutation.SOURCE / path).is_file()
         assert all((mutation.ROOT / test).exists() for test in tests)
         assert mutation.faults(path)
 
 
 def test_faults_that_no_test_sees_are_there_and_have_a_reason() -> None:
-    for (path, line, what), reason in mutation.UNSEEN.items():
+    for (path, line, what), reason in UNSEEN.items():
         found = {(mutation.folded_line(f), f.what) for f in mutation.faults(path)}
         assert (line, what) in found
         assert reason
@@ -51,7 +52,7 @@ def test_a_sample_is_spread_over_the_targets_and_repeats() -> None:
     each = Counter(fault.path for fault in first)
     whole = {path: len(mutation.faults(path)) for path in each}
     assert len(first) == len(set(first)) == 60
-    assert len(each) == sum("saw" in p or "credit" in p for p in mutation.TARGETS)
+    assert len(each) == sum("saw" in p or "credit" in p for p in TARGETS)
     least = min(n for path, n in each.items() if n < whole[path])
     assert max(each.values()) - least <= 1
     assert first == mutation.chosen_faults(["saw", "credit"], 60, 3)

@@ -143,7 +143,7 @@ def test_bounds_of_a_correction_belong_to_it() -> None:
     assert factors(TruncatedImportance(3.0, 0.5), 0.1, 2.5, 4.0) == [0.5, 2.5, 3.0]
     for level in ("token", "turn", "rollout"):
         _, batch = loss_inputs([Token(-1.0, -1.0, 1.0, 0, 0, 0)])
-        _, stats = TruncatedImportance(level=level).factors(torch.zeros(1), batch)  # type: ignore[arg-type]
+        _, stats = TruncatedImportance(level=level).factors(torch.zeros(1), batch)
         assert stats[f"correction_{level}_truncated_fraction"].total.item() == 0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ludic.errors import OutOfMemoryError
@@ -20,7 +21,7 @@ from ludic.training.algorithms.grpo import make_grpo
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.stats import StatBuffer
 from ludic.training.metrics.workload import Workload
-from ludic.training.types import Loss, TokenLogProbs
+from ludic.training.types import Loss, Scope, TokenLogProbs
 from ludic.training.update.layout import Layout, lay_out
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes, mean_kl, mini_batches
@@ -111,7 +112,7 @@ class Failing:
     """A loss that ends as an allocation, or anything else, may end."""
 
     needs_logits = False
-    scope = "token"
+    scope: Scope = "token"
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -173,11 +174,15 @@ def test_rows_without_a_rollout_are_split_one_by_one() -> None:
     assert sorted(part.members for part in parts) == [(0,), (1,), (2,), (3,)]
 
 
+def logs(*values: float) -> NDArray[np.float32]:
+    return np.log(np.array(values, np.float32))
+
+
 def test_the_drift_of_an_update_is_its_kl_per_token() -> None:
-    before = [np.log(np.float32([0.5, 0.25])), np.log(np.float32([0.125]))]
-    after = [np.log(np.float32([0.25, 0.5])), np.log(np.float32([0.125]))]
+    before = [logs(0.5, 0.25), logs(0.125)]
+    after = [logs(0.25, 0.5), logs(0.125)]
     ratios = np.array([0.5, 2.0, 1.0])
     assert mean_kl(before, after) == pytest.approx(np.mean(ratios - 1 - np.log(ratios)), rel=1e-6)
     assert mean_kl(before, before) == 0.0
-    gone = [np.float32([-1.0])], [np.float32([-500.0])]
-    assert 0 < mean_kl(*gone) < mean_kl(*gone[::-1]) < np.inf
+    here, gone = [logs(0.5)], [np.array([-500.0], np.float32)]
+    assert 0 < mean_kl(here, gone) < mean_kl(gone, here) < np.inf
