@@ -46,12 +46,14 @@ Verdict = Literal["noticed", "missed", "timed out"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One change of one node: `number` counts the nodes that can be changed in the file."""
+    """One change of one node: `number` counts the nodes that can be changed in the file. `text` is
+    the line it is in, white space folded."""
 
     path: str
     number: int
     line: int
     what: str
+    text: str
 
 
 _COMPARE: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -179,18 +181,20 @@ class Mutator(ast.NodeTransformer):
         return node
 
 
-def mutated(path: str, number: int) -> ast.Module:
-    """The module's tree with its fault of that number in it."""
-    tree = ast.parse((SOURCE / path).read_text(encoding="utf-8"))
-    changed: ast.Module = ast.fix_missing_locations(Mutator(number).visit(tree))
-    return changed
+def mutated(source: str, number: int) -> str:
+    """A module's source with its fault of that number in it."""
+    return ast.unparse(ast.fix_missing_locations(Mutator(number).visit(ast.parse(source))))
 
 
 def faults(path: str) -> list[Fault]:
     """Every fault that can be put into a file."""
-    mutator = Mutator()
-    mutator.visit(ast.parse((SOURCE / path).read_text(encoding="utf-8")))
-    return [Fault(path, n, line, what) for n, (line, what) in enumerate(mutator.found)]
+    source = (SOURCE / path).read_text(encoding="utf-8")
+    lines, mutator = source.splitlines(), Mutator()
+    mutator.visit(ast.parse(source))
+    return [
+        Fault(path, n, line, what, " ".join(lines[line - 1].split()))
+        for n, (line, what) in enumerate(mutator.found)
+    ]
 
 
 def copy_of_project(folder: Path) -> Path:
@@ -222,8 +226,8 @@ class Trial:
 
     def verdict(self, fault: Fault, tests: Sequence[str]) -> Verdict:
         """Runs the tests one after another until one notices the fault."""
-        original = (SOURCE / fault.path).read_text(encoding="utf-8")
-        faulty = ast.unparse(mutated(fault.path, fault.number))
+        original = (self.copy / "src" / "ludic" / fault.path).read_text(encoding="utf-8")
+        faulty = mutated(original, fault.number)
         for place, test in enumerate(tests):
             arguments = [test, *(f"--ignore={earlier}" for earlier in tests[:place])]
             write(self.copy, fault.path, faulty)
@@ -288,13 +292,6 @@ def _run_tests(arguments: Sequence[str], timeout_s: float, copy: Path) -> None:
         os._exit(1)
 
 
-def folded_line(fault: Fault) -> str:
-    """The source line of the fault, white space folded."""
-    return " ".join(
-        (SOURCE / fault.path).read_text(encoding="utf-8").splitlines()[fault.line - 1].split()
-    )
-
-
 def chosen_faults(words: Sequence[str], sample: int | None, seed: int) -> list[Fault]:
     """The faults to try; a sample has as many of each target as of the next, while there are."""
     paths = [p for p in TARGETS if not words or any(word in p for word in words)]
@@ -343,11 +340,11 @@ def _try_all(found: Sequence[Fault], trial: Trial) -> dict[str, Any]:
     targets: dict[str, list[int]] = {}
     for number, fault in enumerate(found, start=1):
         print(f"{number}/{len(found)} {fault.path}:{fault.line}", file=sys.stderr, flush=True)
-        reason = UNSEEN.get((fault.path, folded_line(fault), fault.what))
+        reason = UNSEEN.get((fault.path, fault.text, fault.what))
         how = trial.verdict(fault, TARGETS[fault.path]) if reason is None else "missed"
         if how != "noticed":
             mark = f"unseen, {reason}" if reason else how.upper()
-            print(f"{fault.path}:{fault.line}: {fault.what}: {mark}\n    {folded_line(fault)}")
+            print(f"{fault.path}:{fault.line}: {fault.what}: {mark}\n    {fault.text}")
             sys.stdout.flush()
         timed_out += how == "timed out"
         if reason is not None:
