@@ -199,6 +199,20 @@ def test_rows_without_a_group_are_a_group_by_rollout() -> None:
     assert layout.rollout_lengths.tolist() == layout.group_lengths.tolist()
 
 
+def test_groups_are_numbered_as_they_are_counted_whatever_their_names() -> None:
+    items = synthetic_batch(1, 6).items
+    names = [("a", None), ("b", None), ("c", "a"), ("d", "a"), ("e", ""), ("f", "")]
+    batch = make_batch(
+        [
+            replace(i, rollout_id=rollout, group_id=group)
+            for i, (rollout, group) in zip(items, names, strict=True)
+        ]
+    )
+    layout = lay_out(batch)
+    assert [p.group_id for p in layout.packed] == [0, 1, 2, 2, 3, 3]
+    assert len(layout.group_lengths) == batch.counts.groups == 4
+
+
 def test_a_weight_of_its_own_is_every_action_tokens() -> None:
     item = synthetic_batch(1, 1).items[0]
     plain = replace(
