@@ -121,6 +121,7 @@ def test_rows_over_the_budget_are_told_from_rows_that_just_fit(
     for world in (1, 2):
         plan = plan_micro_batches(forked, micro_token_budget=24, scope="rollout", world_size=world)
         assert [m for rank in plan for m in rank if m] == [(0, 1)]
+    plan_micro_batches(forked, micro_token_budget=24, scope="rollout", packs=False)
     assert caplog.messages == []
     for world in (1, 2):
         caplog.clear()
