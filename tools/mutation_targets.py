@@ -91,6 +91,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
 _AT_ONCE = "how much is taken at once changes no result"
 _ORDER = "it only makes ranks wait for each other"
 _ON_A_GPU = "only a GPU does it: tests/gpu"
+_MARGIN = "what leaks lies far above the bound, and what is rounded far below"
+_POLICY = "training/update/policy.py"
 _CHECKPOINT = "training/checkpoints/checkpoint.py"
 _CUDA_STATE = 'if world.device.type == "cuda" and "rng/cuda" in file.keys(): # noqa: SIM118'
 
@@ -107,6 +109,10 @@ UNSEEN: dict[tuple[str, str, str], str] = {
         "units = [_Unit(*unit) for unit in zip(clusters, sizes, costs, strict=True)]",
         "True -> False",
     ): "there is a size and a cost for each cluster",
+    (_POLICY, "if apart > 8 * max(eps, rounding):", "8 -> 9"): _MARGIN,
+    (_POLICY, "if apart > 8 * max(eps, rounding):", "Gt -> GtE"): _MARGIN,
+    (_POLICY, "if leaked > max(eps, 3 * rounding):", "3 -> 4"): _MARGIN,
+    (_POLICY, "if leaked > max(eps, 3 * rounding):", "Gt -> GtE"): _MARGIN,
     (
         "training/trainer.py",
         '1, "ludic-train", initializer=work_on, initargs=(self.world.device,)',
