@@ -20,7 +20,7 @@ from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.trainer import Trainer
 from ludic.training.update import optimizer as optimizer_module
 from ludic.training.update.optimizer import MasterAdamW, dithered
-from ludic.training.update.schedule import learning_rate
+from ludic.training.update.schedule import curve, describe_change, learning_rate
 from tests.training.synthetic import RecordingPublisher, SyntheticSource, reinforce
 
 
@@ -189,6 +189,18 @@ def test_schedules_warm_up_and_fall_to_their_floor() -> None:
     assert learning_rate(cosine, 6) == pytest.approx(0.55)
     assert learning_rate(cosine, 10) == learning_rate(cosine, 99) == pytest.approx(0.1)
     assert learning_rate(TrainerConfig(learning_rate=3.0), 1000) == 3.0
+
+
+def test_only_settings_that_move_the_learning_rate_change_its_curve() -> None:
+    constant = TrainerConfig(learning_rate=1.0, total_steps=4)
+    linear = replace(constant, schedule="linear")
+    assert describe_change(replace(constant, total_steps=8), curve(constant), 2) is None
+    assert describe_change(linear, curve(linear), 2) is None
+    assert describe_change(linear, {}, 2) is None
+    said = describe_change(replace(linear, total_steps=8), curve(linear), 2)
+    assert said is not None
+    assert "from step 2 on: total_steps=8 (was 4); it is 0.75" in said
+    assert describe_change(replace(linear, final_lr_ratio=0.5), curve(linear), 2) is not None
 
 
 def lora(dtype: torch.dtype = torch.float32, *, head: bool = False) -> PeftModel:
