@@ -1,90 +1,59 @@
 """Would the tests notice? Puts small faults into the core, one at a time, and runs its tests.
 
     python -m tools.mutation                        # every fault in every target: hours
-    python -m tools.mutation --sample 100 --seed 1  # a hundred of them, drawn evenly
+    python -m tools.mutation --sample 180 --seed 1  # so many, as many of each target as of the next
     python -m tools.mutation saw losses             # only targets whose path has one of these words
 
-A fault is a changed operator, comparison, constant or condition. Torch and the like are imported
-once; then every fault gets a fork in which the module is compiled with the fault in it and the
-target's tests run until the first failure. A fault that no test notices is printed as it would
-stand in the source. Some change nothing that can be seen: `EQUIVALENT` names them with the reason.
-The last line is JSON: `faults`, `noticed`, `equivalent`, `rate` (of those that are not equivalent).
+A fault is a changed operator, comparison, constant or condition. It is put into a copy of the
+project, in which the target's tests run until the first failure: processes that tests start have
+the fault, too. Torch and the like are imported once, and every fault gets a fork. Hypothesis draws
+the same examples each time, so a figure repeats. A fault that no test notices is printed with its
+line. Some change nothing that a test here could see: `UNSEEN` names them with the reason. The last
+line is JSON: `faults`, `noticed`, `timed_out` (counted as noticed), `unseen`, `rate` (of those that
+are not in `UNSEEN`), and for each target how many were noticed and tried.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import importlib
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import random
+import shutil
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, Literal
+
+from tools.mutation_targets import TARGETS, UNSEEN
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "ludic"
 
-TARGETS: dict[str, tuple[str, ...]] = {
-    "saw/assembly.py": ("tests/saw",),
-    "saw/batch.py": ("tests/saw",),
-    "saw/building.py": ("tests/saw",),
-    "saw/codec.py": ("tests/saw",),
-    "saw/filters.py": ("tests/saw",),
-    "saw/grouping.py": ("tests/saw",),
-    "saw/statistics.py": ("tests/saw",),
-    "saw/trainable.py": ("tests/saw", "tests/inference/test_sampling.py"),
-    "training/preprocess.py": (
-        "tests/training/test_preprocess.py",
-        "tests/training/test_one_way.py",
-    ),
-    "training/credit_assignment/returns.py": (
-        "tests/training/credit_assignment",
-        "tests/training/test_algorithms.py",
-    ),
-    "training/credit_assignment/value_tracker.py": ("tests/training/credit_assignment",),
-    "training/losses/aggregation.py": ("tests/training/losses",),
-    "training/losses/composite.py": ("tests/training/losses",),
-    "training/losses/corrections.py": ("tests/training/losses",),
-    "training/losses/kl.py": ("tests/training/losses",),
-    "training/losses/policy_ratio.py": ("tests/training/losses",),
-    "training/update/layout.py": ("tests/training/update",),
-    "training/update/packing.py": ("tests/training/update",),
-    "training/update/planning.py": ("tests/training/update",),
-    "training/update/sharing.py": ("tests/training/update",),
-    "training/update/passes.py": ("tests/training/test_trainer.py", "tests/training/test_drift.py"),
-    "training/update/optimizer.py": ("tests/training/update/test_optimizer.py",),
-    "training/update/schedule.py": (
-        "tests/training/update/test_optimizer.py",
-        "tests/training/test_trainer.py",
-    ),
-    "training/checkpoints/checkpoint.py": ("tests/training/checkpoints",),
-    "training/checkpoints/contents.py": ("tests/training/checkpoints",),
-    "training/checkpoints/state_shards.py": ("tests/training/checkpoints",),
-    "rollouts/planning.py": ("tests/rollouts/test_planning.py", "tests/rollouts/test_engine.py"),
-    "interaction/collector.py": ("tests/interaction",),
-}
-
-EQUIVALENT: dict[tuple[str, str], str] = {}
-"""(file, the line with the fault, white space folded) -> why no test could notice."""
+_PRELOADED = (
+    *("torch", "torch._dynamo", "transformers", "peft", "numpy", "safetensors.torch"),
+    *("hypothesis", "pytest", "pytest_asyncio", "jaxtyping", "pydantic", "msgspec"),
+)
+Verdict = Literal["noticed", "missed", "timed out"]
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One change of one node: `number` counts the nodes that can be changed in the file."""
+    """One change of one node: `number` counts the nodes that can be changed in the file. `text` is
+    the line it is in, white space folded."""
 
     path: str
     number: int
     line: int
     what: str
+    text: str
 
 
 _COMPARE: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -212,132 +181,187 @@ class Mutator(ast.NodeTransformer):
         return node
 
 
-def mutated(path: str, number: int) -> ast.Module:
-    """The module's tree with its fault of that number in it."""
-    tree = ast.parse((SOURCE / path).read_text(encoding="utf-8"))
-    changed: ast.Module = ast.fix_missing_locations(Mutator(number).visit(tree))
-    return changed
+def mutated(source: str, number: int) -> str:
+    """A module's source with its fault of that number in it."""
+    return ast.unparse(ast.fix_missing_locations(Mutator(number).visit(ast.parse(source))))
 
 
 def faults(path: str) -> list[Fault]:
     """Every fault that can be put into a file."""
-    mutator = Mutator()
-    mutator.visit(ast.parse((SOURCE / path).read_text(encoding="utf-8")))
-    return [Fault(path, n, line, what) for n, (line, what) in enumerate(mutator.found)]
+    source = (SOURCE / path).read_text(encoding="utf-8")
+    lines, mutator = source.splitlines(), Mutator()
+    mutator.visit(ast.parse(source))
+    return [
+        Fault(path, n, line, what, " ".join(lines[line - 1].split()))
+        for n, (line, what) in enumerate(mutator.found)
+    ]
 
 
-class _Faulty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds one module and loads it with the fault in it."""
-
-    def __init__(self, fault: Fault) -> None:
-        self.fault = fault
-        self.name = "ludic." + fault.path.removesuffix(".py").replace("/", ".")
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != self.name:
-            return None
-        origin = str(SOURCE / self.fault.path)
-        return importlib.machinery.ModuleSpec(name, self, origin=origin)
-
-    def exec_module(self, module: ModuleType) -> None:
-        origin = str(SOURCE / self.fault.path)
-        module.__file__ = origin
-        exec(compile(mutated(self.fault.path, self.fault.number), origin, "exec"), module.__dict__)
+def copy_of_project(folder: Path) -> Path:
+    """A copy to put faults into; what is large and downloaded stays where it is."""
+    copy = folder / "project"
+    ignored = shutil.ignore_patterns(".git", ".venv*", ".cache", "__pycache__")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
+    (copy / ".cache").mkdir()
+    for cached in (ROOT / ".cache").glob("smollm2*"):
+        (copy / ".cache" / cached.name).symlink_to(cached.resolve())
+    return copy
 
 
-def is_noticed(fault: Fault | None, tests: Sequence[str], timeout_s: float) -> bool:
-    """Runs the tests in a fork, with the fault in it if there is one. Too long counts as noticed,
-    since a fault that hangs is one that a person would see."""
+def write(copy: Path, path: str, text: str) -> None:
+    """Writes a source file of the copy. Bytecode knows only the second that a file is of."""
+    file = copy / "src" / "ludic" / path
+    for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+        compiled.unlink()
+    file.write_text(text, encoding="utf-8")
+
+
+class Trial:
+    """Tries faults in a copy of the project. Tests that notice one are run without it, too, once:
+    if they fail then as well, they say nothing."""
+
+    def __init__(self, copy: Path, timeout_s: float) -> None:
+        self.copy, self.timeout_s = copy, timeout_s
+        self._passing = set[str]()
+
+    def verdict(self, fault: Fault, tests: Sequence[str]) -> Verdict:
+        """Runs the tests one after another until one notices the fault."""
+        original = (self.copy / "src" / "ludic" / fault.path).read_text(encoding="utf-8")
+        faulty = mutated(original, fault.number)
+        for place, test in enumerate(tests):
+            arguments = [test, *(f"--ignore={earlier}" for earlier in tests[:place])]
+            write(self.copy, fault.path, faulty)
+            found = _verdict_of(arguments, self.timeout_s, self.copy)
+            write(self.copy, fault.path, original)
+            if found != "missed":
+                self._check(test, arguments)
+                return found
+            self._passing.add(test)
+        return "missed"
+
+    def _check(self, test: str, arguments: Sequence[str]) -> None:
+        if test not in self._passing:
+            if _verdict_of(arguments, self.timeout_s, self.copy) != "missed":
+                raise RuntimeError(f"{test} fails without any fault: mend it first")
+            self._passing.add(test)
+
+
+def _verdict_of(arguments: Sequence[str], timeout_s: float, copy: Path) -> Verdict:
     child = os.fork()
     if child == 0:
-        try:
-            os.setsid()
-            quiet = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(quiet, 1)
-            os.dup2(quiet, 2)
-            if fault is not None:
-                finder = _Faulty(fault)
-                sys.meta_path.insert(0, finder)
-                # At once: the tests put a finder of their own in front, which checks shapes.
-                importlib.import_module(finder.name)
-            import pytest
-
-            options = ["-x", "-q", "-p", "no:xdist"]
-            status = pytest.main([*options, *tests])
-            os._exit(0 if status == pytest.ExitCode.OK else 1)
-        except BaseException:
-            os._exit(1)
+        _run_tests(arguments, timeout_s, copy)
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
-            return status != 0
+            return "noticed" if status else "missed"
         time.sleep(0.05)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return True
+    return "timed out"
 
 
-def folded_line(fault: Fault) -> str:
-    """The source line of the fault, white space folded."""
-    return " ".join(
-        (SOURCE / fault.path).read_text(encoding="utf-8").splitlines()[fault.line - 1].split()
-    )
+def _run_tests(arguments: Sequence[str], timeout_s: float, copy: Path) -> None:
+    """Ends this process: with 0 if the tests pass."""
+    try:
+        os.setsid()
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        os.chdir(copy)
+        elsewhere = {str(ROOT), str(ROOT / "src"), ""}
+        sys.path[:] = [str(copy / "src"), str(copy), *(p for p in sys.path if p not in elsewhere)]
+        os.environ |= {
+            "PYTHONPATH": str(copy / "src"),
+            "LUDIC_HYPOTHESIS_PROFILE": "mutation",
+        }
+        import pytest
+        from hypothesis import HealthCheck, Phase, settings
+
+        settings.register_profile(
+            "mutation",
+            deadline=None,
+            derandomize=True,
+            phases=(Phase.explicit, Phase.generate),  # a failure is enough: no smaller one
+            suppress_health_check=[HealthCheck.too_slow],
+        )
+        options = ["-x", "-q", "-p", "no:xdist", "-o", f"timeout={timeout_s}"]
+        status = pytest.main([*options, *arguments])
+        os._exit(0 if status == pytest.ExitCode.OK else 1)
+    except BaseException:
+        os._exit(1)
 
 
 def chosen_faults(words: Sequence[str], sample: int | None, seed: int) -> list[Fault]:
-    """The faults to try; a sample is drawn evenly over all of them."""
+    """The faults to try; a sample has as many of each target as of the next, while there are."""
     paths = [p for p in TARGETS if not words or any(word in p for word in words)]
-    found = [fault for path in paths for fault in faults(path)]
-    if sample is None or sample >= len(found):
-        return found
-    return sorted(
-        random.Random(seed).sample(found, sample), key=lambda f: (paths.index(f.path), f.number)
-    )
-
-
-def survivors(found: Sequence[Fault], timeout_s: float) -> Iterator[Fault]:
-    """The faults that no test notices, as they are found."""
-    for number, fault in enumerate(found, start=1):
-        noticed = is_noticed(fault, TARGETS[fault.path], timeout_s)
-        print(f"\r{number}/{len(found)} {fault.path}", end="", file=sys.stderr, flush=True)
-        if not noticed:
-            yield fault
+    found = {path: faults(path) for path in paths}
+    if sample is None:
+        sample = sum(map(len, found.values()))
+    drawing = random.Random(seed)
+    for each in found.values():
+        drawing.shuffle(each)
+    by_turns = [
+        found[path][turn]
+        for turn in range(max(map(len, found.values()), default=0))
+        for path in drawing.sample(paths, len(paths))
+        if turn < len(found[path])
+    ]
+    return sorted(by_turns[:sample], key=lambda f: (paths.index(f.path), f.number))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; 1 when tests do not pass without a fault."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", help="only targets whose path has one of these")
-    parser.add_argument("--sample", type=int, help="that many faults, drawn evenly")
+    parser.add_argument("--sample", type=int, help="that many faults, spread over the targets")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one fault")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds for one fault and one of its tests"
+    )
     args = parser.parse_args(argv)
-    os.chdir(ROOT)
-    sys.path.insert(0, str(ROOT / "src"))
     found = chosen_faults(args.words, args.sample, args.seed)
-    for heavy in ("torch", "transformers", "numpy", "hypothesis", "pytest"):
-        __import__(heavy)
-    for tests in sorted({TARGETS[fault.path] for fault in found}):
-        if is_noticed(None, tests, 10 * args.timeout):
-            print(f"{' '.join(tests)} fail without any fault: mend them first", file=sys.stderr)
-            return 1
-    missed, equivalent = 0, 0
-    for fault in survivors(found, args.timeout):
-        reason = EQUIVALENT.get((fault.path, folded_line(fault)))
-        equivalent += reason is not None
-        missed += reason is None
-        mark = f"equivalent, {reason}" if reason else "NOT NOTICED"
-        print(f"\n{fault.path}:{fault.line}: {fault.what}: {mark}\n    {folded_line(fault)}")
-    real = len(found) - equivalent
-    figures = {
-        "faults": len(found),
-        "noticed": real - missed,
-        "equivalent": equivalent,
-        "rate": round((real - missed) / max(real, 1), 4),
-    }
-    print(json.dumps(figures))
+    # As in tests/conftest.py, which comes too late here.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if not any(Path("/dev").glob("nvidia*")):
+        os.environ["TRITON_INTERPRET"] = "1"
+    for heavy in _PRELOADED:
+        importlib.import_module(heavy)
+    gc.freeze()  # what is here stays: forks need not look through it
+    with tempfile.TemporaryDirectory() as folder:
+        trial = Trial(copy_of_project(Path(folder)), args.timeout)
+        print(json.dumps(_try_all(found, trial)))
     return 0
+
+
+def _try_all(found: Sequence[Fault], trial: Trial) -> dict[str, Any]:
+    """Prints every fault that is not noticed; returns the figures."""
+    noticed, timed_out, unseen = 0, 0, 0
+    targets: dict[str, list[int]] = {}
+    for number, fault in enumerate(found, start=1):
+        print(f"{number}/{len(found)} {fault.path}:{fault.line}", file=sys.stderr, flush=True)
+        reason = UNSEEN.get((fault.path, fault.text, fault.what))
+        how = trial.verdict(fault, TARGETS[fault.path]) if reason is None else "missed"
+        if how != "noticed":
+            mark = f"unseen, {reason}" if reason else how.upper()
+            print(f"{fault.path}:{fault.line}: {fault.what}: {mark}\n    {fault.text}")
+            sys.stdout.flush()
+        timed_out += how == "timed out"
+        if reason is not None:
+            unseen += 1
+            continue
+        noticed += how != "missed"
+        counts = targets.setdefault(fault.path, [0, 0])
+        counts[0] += how != "missed"
+        counts[1] += 1
+    return {
+        "faults": len(found),
+        "noticed": noticed,
+        "timed_out": timed_out,
+        "unseen": unseen,
+        "rate": round(noticed / max(len(found) - unseen, 1), 4),
+        "targets": {path: f"{counts[0]}/{counts[1]}" for path, counts in targets.items()},
+    }
 
 
 if __name__ == "__main__":

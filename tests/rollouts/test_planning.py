@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from ludic.errors import ConfigError
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.rollouts import EnvSpec, GRPORequestStrategy, IdentityStrategy, RolloutRequest
-from ludic.rollouts.planning import plan_episodes
-from ludic.types import ProtocolSpec, from_json, to_json
+from ludic.rollouts.planning import place_in_plan, plan_episodes
+from ludic.types import ProtocolSpec, Rollout, from_json, to_json
 
 seeds = st.none() | st.integers(0, 2**63 - 1)
 requests = st.builds(
@@ -114,3 +114,10 @@ def test_requests_are_json() -> None:
         meta={"a": [1, 2]},
     )
     assert from_json(RolloutRequest, to_json(asked)) == asked
+
+
+def test_an_episodes_id_says_its_place_whatever_its_prefix() -> None:
+    for prefix in ("p", "train/step-3"):
+        plan = plan_episodes([request(num_episodes=2), request()], seed=0, prefix=prefix)
+        rollouts = [Rollout("r", (), agent_id="a", episode_id=episode.id) for episode in plan]
+        assert [place_in_plan(r) for r in rollouts] == [(0, 0), (0, 1), (1, 0)]

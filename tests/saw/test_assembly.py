@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -126,3 +127,21 @@ def test_no_rollouts_make_an_empty_batch() -> None:
     batch = batch_from_rollouts([rollout("a", error="boom")], ConstantCredit())
     assert batch.items == ()
     assert batch.meta["dropped"] == {"rollout_error": 1}
+
+
+def test_turns_that_extend_each_other_are_one_row_unless_told_otherwise() -> None:
+    first = rollout("a")
+    again = AgentStep(
+        1,
+        (),
+        {"role": "assistant", "content": "y"},
+        FinishReason.STOP,
+        TokenTrace((1, 2, 3, 4, 5), (6,), (-1.0,), (VersionSpan(0, 1, 0),)),
+    )
+    second = EnvironmentStep(1, (2,), "n", "b", "e", 1.0, terminated=True)
+    opened = replace(first.env_steps[0], terminated=False)
+    two_turns = replace(first, steps=(first.steps[0], opened, again, second))
+    batch = batch_from_rollouts([two_turns], MonteCarloReturn())
+    assert [item.input_ids.tolist() for item in batch.items] == [[1, 2, 3, 4, 5, 6]]
+    apart = batch_from_rollouts([two_turns], MonteCarloReturn(), merge=False)
+    assert [i.input_ids.tolist() for i in apart.items] == [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]

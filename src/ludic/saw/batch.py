@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,14 +30,18 @@ def count_items(items: Iterable[SAWItem]) -> BatchCounts:
     tokens = 0
     turns: set[tuple[str, int]] = set()
     rollouts: set[str] = set()
-    groups: set[tuple[bool, str]] = set()
+    groups: set[Hashable] = set()
     for item in items:
         tokens += item.turns[-1].end
         turns.update((item.rollout_id, span.turn_index) for span in item.turns)
         rollouts.add(item.rollout_id)
-        grouped = item.group_id is not None
-        groups.add((grouped, item.group_id if item.group_id is not None else item.rollout_id))
+        groups.add(group_key(item))
     return BatchCounts(tokens, len(turns), len(rollouts), len(groups))
+
+
+def group_key(item: SAWItem) -> Hashable:
+    """What the item's group is told from others by; a rollout without a group is one itself."""
+    return item.group_id if item.group_id is not None else ("rollout", item.rollout_id)
 
 
 def _completed(item: SAWItem, index: int) -> SAWItem:

@@ -21,7 +21,7 @@ def check_sampling(sampling: Mapping[str, Any], *, kept_ids_recorded: bool, wher
 
     Settings that are not recorded count as their trainable defaults.
     """
-    if sampling.get("temperature", 1.0) == 0:
+    if sampling.get("temperature") == 0:
         raise NotTrainableError(
             f"{where} was sampled at temperature 0, which is not a distribution: "
             "sample at a temperature above 0 to train"

@@ -208,6 +208,12 @@ def test_old_checkpoints_are_pruned_and_latest_names_the_newest(tmp_path: Path) 
     assert (tmp_path / "ck/latest").read_text() == "step-00000005"
 
 
+def test_the_time_of_a_save_is_in_the_next_line_and_no_other(tmp_path: Path) -> None:
+    run(make(tmp_path), 5)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert [line["perf/checkpoint_s"] > 0 for line in lines] == [False, False, True, False, True]
+
+
 def test_nothing_in_a_checkpoint_is_pickled(tmp_path: Path) -> None:
     run(make(tmp_path), 2)
     kinds = {p.suffix for p in (tmp_path / "ck/step-00000002").rglob("*") if p.is_file()}
@@ -356,11 +362,11 @@ def test_a_checkpoint_from_before_the_curve_was_saved_is_resumed(
     run(make(tmp_path), 2)
     path = tmp_path / "ck/step-00000002/manifest.json"
     manifest = json.loads(path.read_text())
-    del manifest["state"]["curve"]
+    del manifest["state"]["curve"], manifest["state"]["nonfinite_steps"]
     path.write_text(json.dumps(manifest))
     trainer = scheduled(tmp_path, schedule="linear", total_steps=8)
     run(trainer, 3)
-    assert trainer.step == 3
+    assert (trainer.step, trainer.nonfinite_steps) == (3, 0)
     assert caplog.messages == []
 
 

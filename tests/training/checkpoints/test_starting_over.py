@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from hashlib import blake2b
 from pathlib import Path
 
 import pytest
+import torch
 
+from ludic.errors import CheckpointError
+from ludic.inference.tiny import tiny_model
+from ludic.training.checkpoints.checkpoint import Checkpointer, TrainerState, verify_checkpoint
+from ludic.training.config import CheckpointConfig, TrainerConfig
+from ludic.training.update.optimizer import MasterAdamW
 from tests.training.checkpoints.test_checkpoint import assert_equal, make, run
 
 
@@ -77,3 +84,109 @@ def test_what_lies_ahead_of_a_latest_moved_back_is_kept_aside(tmp_path: Path) ->
         "superseded-step-00000008",
     ]
     assert (tmp_path / "ck/latest").read_text() == "step-00000004"
+
+
+def test_a_run_that_ends_between_two_checkpoints_is_saved_where_it_ended(tmp_path: Path) -> None:
+    run(make(tmp_path, every=2), 1)
+    assert names(tmp_path) == ["step-00000001"]
+    run(make(tmp_path, every=2), 1)  # nothing is left to train, and nothing to save
+    assert names(tmp_path) == ["step-00000001"]
+    run(make(tmp_path, every=2, keep=9), 3)
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+    first = make(tmp_path)
+    torch.manual_seed(5)
+    run(first, 2)
+    after = torch.rand(4)
+    resumed = make(tmp_path)
+    torch.manual_seed(6)
+    resumed._resume()
+    resumed.close()
+    assert torch.equal(torch.rand(4), after)
+
+
+def test_a_manifest_says_which_format_it_has_and_a_later_one_is_refused(tmp_path: Path) -> None:
+    run(make(tmp_path), 2)
+    path = tmp_path / "ck/step-00000002"
+    manifest = verify_checkpoint(path)
+    assert (manifest["format"], manifest["world_size"]) == (1, 1)
+    written = (path / "model/config.json").read_bytes()
+    assert manifest["files"]["model/config.json"] == {
+        "bytes": len(written),
+        "blake2b": blake2b(written, digest_size=16).hexdigest(),
+    }
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 2}))
+    with pytest.raises(CheckpointError, match="has format 2; this Ludic reads up to 1"):
+        verify_checkpoint(path)
+
+
+def test_latest_is_the_newest_where_the_pointer_is_gone_or_nonsense(tmp_path: Path) -> None:
+    run(make(tmp_path, every=1, keep=3), 3)
+    pointer = tmp_path / "ck/latest"
+    checkpoints = Checkpointer(CheckpointConfig(tmp_path / "ck"))
+    pointer.write_text("step-00000002")
+    assert checkpoints.latest() == tmp_path / "ck/step-00000002"
+    for nonsense in ("../elsewhere", "step-", "step-00000099"):
+        pointer.write_text(nonsense)
+        assert checkpoints.latest() == tmp_path / "ck/step-00000003"
+    pointer.unlink()
+    assert checkpoints.latest() == tmp_path / "ck/step-00000003"
+    resumed = make(tmp_path)
+    resumed._resume()
+    resumed.close()
+    assert resumed.step == 3
+    assert Checkpointer(CheckpointConfig(tmp_path / "none")).latest() is None
+
+
+def test_a_stray_file_in_the_folder_stops_nothing(tmp_path: Path) -> None:
+    run(make(tmp_path), 2)
+    (tmp_path / "ck/.writing-stray").write_text("")
+    (tmp_path / "ck/step-stray").write_text("")
+    resumed = make(tmp_path)
+    run(resumed, 4)
+    assert resumed.step == 4
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+    run(make(tmp_path, resume=False), 2)
+
+
+def test_what_is_set_aside_again_and_again_is_all_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpointer(CheckpointConfig(tmp_path))
+    for number in range(4):
+        (tmp_path / "step-1").mkdir()
+        (tmp_path / "step-1" / str(number)).touch()
+        checkpoints._set_aside(tmp_path / "step-1", "damaged")
+    kept = {p.name: [f.name for f in p.iterdir()] for p in tmp_path.iterdir()}
+    assert kept == {
+        "damaged-step-1": ["0"],
+        "damaged-step-1-2": ["1"],
+        "damaged-step-1-3": ["2"],
+        "damaged-step-1-4": ["3"],
+    }
+
+
+def test_a_checkpoint_from_before_the_first_step_has_no_moments(tmp_path: Path) -> None:
+    model = tiny_model()
+    optimizer = MasterAdamW(model.named_parameters(), TrainerConfig())
+    checkpoints = Checkpointer(CheckpointConfig(tmp_path))
+    checkpoints.save(model, optimizer, TrainerState(0, 0))
+    manifest = verify_checkpoint(tmp_path / "step-00000000")
+    names = {f"{name}/weight" for name in optimizer.parameters}
+    assert manifest["tensors"].keys() == names
+    again = tiny_model(seed=1)
+    fresh = MasterAdamW(again.named_parameters(), TrainerConfig())
+    state = Checkpointer(CheckpointConfig(tmp_path)).resume(again, fresh)
+    assert state == TrainerState(0, 0)
+    assert fresh.state_dict() == {}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(dict(again.named_parameters())[name], parameter)
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model = tiny_model()
+    optimizer = MasterAdamW(model.named_parameters(), TrainerConfig())
+    checkpoints = Checkpointer(CheckpointConfig(tmp_path / "file/ck"))
+    with pytest.raises(CheckpointError, match=r"could not write .*there is no earlier one"):
+        checkpoints.save(model, optimizer, TrainerState(1, 1))

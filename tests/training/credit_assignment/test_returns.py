@@ -19,7 +19,7 @@ from ludic.training import (
     MonteCarloReturn,
     PerStepReward,
 )
-from ludic.training.credit_assignment.returns import rollout_return, turn_rewards
+from ludic.training.credit_assignment.returns import rollout_return, spread, turn_rewards
 from ludic.types import AgentStep, EnvironmentStep, FinishReason, Message, Rollout
 from tests.oracles import credit as oracle
 from tests.oracles.rollouts import make_rollout
@@ -37,6 +37,13 @@ def test_monte_carlo_returns_are_the_discounted_sums(rewards: list[float], gamma
     rollout = make_rollout("a", rewards)
     found = weights_of(MonteCarloReturn(gamma).compute([rollout]), rollout)
     assert found == pytest.approx(oracle.monte_carlo(rewards, gamma))
+
+
+def test_every_rollout_needs_a_weight() -> None:
+    rollouts = [make_rollout("a", [0.0, 1.0]), make_rollout("b", [1.0])]
+    assert spread(rollouts, [2.0, 3.0]) == {("a", 0): 2.0, ("a", 1): 2.0, ("b", 0): 3.0}
+    with pytest.raises(ValueError, match="zip"):
+        spread(rollouts, [2.0])
 
 
 def test_what_was_heard_without_acting_counts_undiscounted_to_the_turn_before() -> None:

@@ -102,6 +102,50 @@ def test_a_single_advantage_is_not_normalised() -> None:
     assert credit == {("a", 0): 0.5}
 
 
+def test_two_advantages_are_normalised() -> None:
+    rollouts = [make_rollout("a", [1.0], task="t"), make_rollout("b", [0.5], task="t")]
+    weights = TrackedAdvantage().compute(rollouts)
+    expected = 0.25 / (math.sqrt(2 * 0.25**2) + 1e-4)
+    assert weights == {("a", 0): pytest.approx(expected), ("b", 0): pytest.approx(-expected)}
+
+
+def test_an_update_that_moved_nothing_is_a_drift_of_zero() -> None:
+    tracker = BetaTracker(DriftForgetting())
+    tracker.observe_drift(0.0)
+    assert tracker.state_dict()["drift"] == 0.0
+    for bad in (-1e-9, math.inf):
+        with pytest.raises(ConfigError, match="a KL is finite and >= 0"):
+            tracker.observe_drift(bad)
+
+
+def test_rounding_does_not_take_a_return_out_of_its_interval() -> None:
+    for low, high in ((0.0, 1.0), (-1.0, 3.0)):
+        for place, reward in ((1.0, high + 1e-12), (0.0, low - 1e-12)):
+            credit = TrackedAdvantage(normalize=False, returns=(low, high))
+            (weight,) = credit.compute([make_rollout("a", [reward], task="t")]).values()
+            assert weight == place - 0.5
+        for outside in (high + 1e-6, low - 1e-6):
+            with pytest.raises(CreditError, match="outside"):
+                TrackedAdvantage(returns=(low, high)).compute(
+                    [make_rollout("a", [outside], task="t")]
+                )
+
+
+def test_the_bounds_of_a_tracker_belong_to_it() -> None:
+    for value in (0.0, 1.0):
+        assert BetaTracker(prior_value=value).value("t") == value
+    BetaTracker(1.0)
+    for rate in (1.1, -0.5, math.nan):
+        with pytest.raises(ConfigError):
+            BetaTracker(rate)
+    DriftForgetting(lower=0.0, upper=1.0)
+    DriftForgetting(lower=0.9, upper=0.9)
+    with pytest.raises(CreditError, match=r"a reward of -0\.1"):
+        BetaTracker().update([("t", -0.1)])
+    assert BetaTracker().sampling_weights([]) == []
+    assert BetaTracker().sampling_weights(["a", "b"]) == [0.5, 0.5]
+
+
 def test_returns_are_mapped_from_their_interval_and_others_are_refused() -> None:
     plain, mapped = TrackedAdvantage(), TrackedAdvantage(returns=(-1.0, 3.0))
     places = {"a": 0.0, "b": 1.0, "c": 0.25}

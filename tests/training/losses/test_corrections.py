@@ -127,6 +127,26 @@ def test_masked_tokens_still_count_in_the_normaliser() -> None:
     assert stats["correction_token_masked_fraction"].total.item() == 1
 
 
+def factors(correction: Any, *ratios: float) -> list[float]:
+    tokens = [Token(-1.0, -1.0, 1.0, n, n, 0) for n in range(len(ratios))]
+    _, batch = loss_inputs(tokens)
+    found, _ = correction.factors(torch.tensor(ratios, dtype=torch.float64).log(), batch)
+    return [round(value, 12) for value in found.tolist()]
+
+
+def test_bounds_of_a_correction_belong_to_it() -> None:
+    for bounds in ((1.0, 2.0), (0.5, 1.0)):
+        assert factors(MaskedImportance(*bounds), 1.0) == [1.0]
+    assert factors(MaskedImportance(keep_ratio=False), 0.4, 0.6, 1.9, 2.1) == [0.0, 1.0, 1.0, 0.0]
+    assert factors(MaskedImportance(), 0.4, 0.6, 1.9, 2.1) == [0.0, 0.6, 1.9, 0.0]
+    assert factors(TruncatedImportance(), 1e-3, 1.9, 2.1, 9.0) == [1e-3, 1.9, 2.0, 2.0]
+    assert factors(TruncatedImportance(3.0, 0.5), 0.1, 2.5, 4.0) == [0.5, 2.5, 3.0]
+    for level in ("token", "turn", "rollout"):
+        _, batch = loss_inputs([Token(-1.0, -1.0, 1.0, 0, 0, 0)])
+        _, stats = TruncatedImportance(level=level).factors(torch.zeros(1), batch)
+        assert stats[f"correction_{level}_truncated_fraction"].total.item() == 0
+
+
 def test_the_widest_scope_is_asked_for_and_a_baseline_inside_is_kept() -> None:
     turn = CorrectedLoss(CISPOLoss(), MaskedImportance(level="turn"))
     assert turn.scope == "turn"

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludic.errors import BatchError, ConfigError, NotTrainableError
+from ludic.saw.items import BatchCounts
 from ludic.training import (
     CISPOLoss,
     CompositeLoss,
@@ -31,6 +32,9 @@ from ludic.training import (
     TokenMean,
 )
 from ludic.training.losses.aggregation import Aggregation
+from ludic.training.losses.composite import with_entropy
+from ludic.training.losses.kl import with_kl
+from ludic.training.losses.policy_ratio import check_bounds, check_clip
 from ludic.training.types import Loss, TokenLogProbs
 from tests.oracles import objectives
 from tests.oracles.tokens import Token, loss_inputs, token_lists
@@ -397,6 +401,46 @@ def test_settings_that_cannot_work_are_refused() -> None:
         SequenceMean("row")  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
         CompositeLoss()
+
+
+def test_bounds_may_touch_and_may_not_cross() -> None:
+    for low, high in ((None, 0.1), (0.0, 0.1), (0.5, 0.5), (0.5, math.inf)):
+        check_bounds(low, high)
+    for low, high in ((None, 0.0), (0.0, 0.0), (-0.1, 1.0), (0.6, 0.5), (None, math.nan)):
+        with pytest.raises(ConfigError, match="bounds of a ratio"):
+            check_bounds(low, high)
+    for clip in ((0.0, 1.0), (1.0, 1.0), (1.0, 9.0)):
+        check_clip(clip)
+    for clip in ((-0.1, 1.2), (1.1, 1.2), (0.8, 0.9)):
+        with pytest.raises(ConfigError, match="bounds of the ratio"):
+            check_clip(clip)
+
+
+def test_a_term_without_a_coefficient_is_left_out_and_a_negative_one_refused() -> None:
+    loss, by_turn = TokenClippedSurrogateLoss(), SequenceMean()
+    for add in (with_kl, with_entropy):
+        assert add(loss, 0.0, by_turn) is loss
+        for bad in (-0.1, math.nan):
+            with pytest.raises(ConfigError, match="must be >= 0"):
+                add(loss, bad, by_turn)
+    kl = with_kl(loss, 0.2, by_turn)
+    assert isinstance(kl, CompositeLoss)
+    assert kl.terms == ((1.0, loss), (0.2, TokenKLLoss(estimator="k3", aggregation=by_turn)))
+    both = with_entropy(kl, 0.5, by_turn)
+    assert isinstance(both, CompositeLoss)
+    assert both.terms == (*kl.terms, (0.5, EntropyBonus(aggregation=by_turn)))
+    alone = with_entropy(loss, 0.5, by_turn)
+    assert isinstance(alone, CompositeLoss)
+    assert alone.terms == ((1.0, loss), (0.5, EntropyBonus(aggregation=by_turn)))
+    assert alone.parts == (loss, EntropyBonus(aggregation=by_turn))
+
+
+@pytest.mark.parametrize("aggregation", [a for a, _ in AGGREGATIONS[:4]], ids=repr)
+def test_one_token_alone_counts_as_one(aggregation: Aggregation) -> None:
+    _, batch = loss_inputs(TOKENS[:1])
+    assert aggregation.coefficients(batch).tolist() == [1.0]
+    empty = replace(batch, counts=BatchCounts(0, 0, 0, 0))
+    assert aggregation.coefficients(empty).tolist() == [1.0]
 
 
 def test_an_entropy_bonus_without_entropies_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -173,6 +175,115 @@ def test_results_of_a_bfloat16_model_are_float32_and_close() -> None:
 def test_a_chunk_holds_at_least_some_tokens_and_at_most_64_mb_on_a_cpu(vocab: int) -> None:
     tokens = chunk_tokens(vocab, torch.device("cpu"))
     assert tokens == 32 or tokens * vocab * 4 <= 2**26
+
+
+@pytest.mark.parametrize(("device", "megabytes"), [("cpu", 64), ("cuda", 1024)])
+def test_a_chunk_is_as_large_as_its_device_allows(device: str, megabytes: int) -> None:
+    tokens = chunk_tokens(1000, torch.device(device))
+    assert tokens % 128 == 0
+    assert tokens * 1000 * 4 <= megabytes * 2**20 < (tokens + 128) * 1000 * 4
+    assert chunk_tokens(2**30, torch.device(device)) == 32
+
+
+class OnAGPU:
+    """What is asked of a tensor before a kernel is chosen for it."""
+
+    is_cuda, dtype, device = True, torch.float32, torch.device("cuda")
+
+
+def test_the_settings_say_what_works_on_logits_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ludic.training.update import head_kernels, logprobs
+
+    def chosen(scales: Any, kernels: Any) -> Any:
+        return logprobs._kernel(logprobs._reduce, scales, kernels)
+
+    plain, triton = logprobs._reduce, head_kernels.reduce
+    gpu, compiled = OnAGPU(), logprobs._fused(logprobs._reduce)
+    assert chosen(gpu, "eager") is plain
+    assert chosen(gpu, "compiled") is compiled
+    assert chosen(gpu, "triton") is triton
+    for works, expected in ((True, triton), (False, plain)):
+        monkeypatch.setattr(logprobs, "_triton_works", lambda device, works=works: works)
+        assert chosen(gpu, "auto") is expected
+    for kernels in ("auto", "triton", "compiled"):
+        assert chosen(torch.ones(1), kernels) is plain
+        wide = OnAGPU()
+        wide.dtype = torch.float64
+        assert chosen(wide, kernels) is plain
+
+
+def test_where_a_kernel_cannot_be_compiled_plain_torch_is_used_with_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from ludic.training.update import head_kernels, logprobs
+
+    works = logprobs._triton_works.__wrapped__
+    monkeypatch.setattr(head_kernels, "reduce", lambda *args: None)
+    assert works(torch.device("cpu"))
+    assert caplog.messages == []
+
+    def no_compiler(*args: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(head_kernels, "reduce", no_compiler)
+    assert not works(torch.device("cpu"))
+    assert "Failed to find C compiler" in caplog.text
+
+
+def test_log_probs_alone_have_the_same_gradient_whatever_else_is_asked() -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(WIDTH, VOCAB, dtype=torch.float64)
+    hidden, targets, temperatures, kept = make(3, 9, truncated=True)
+    found = []
+    for entropy in (False, True):
+        h = hidden.clone().requires_grad_()
+        head.zero_grad()
+        logprobs, _ = token_logprobs(
+            h, head, targets, temperatures, kept=kept, entropy=entropy, chunk=4
+        )
+        logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        found.append([logprobs.detach(), h.grad, head.weight.grad, head.bias.grad])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+    h = hidden.clone().requires_grad_()
+    head.zero_grad()
+    _, entropies = token_logprobs(h, head, targets, temperatures, entropy=True)
+    assert entropies is not None
+    entropies.sum().backward()  # type: ignore[no-untyped-call]
+    ours = h.grad
+    h = hidden.clone().requires_grad_()
+    reference(h, head, targets, temperatures, None, LogitRule())[1].sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(ours, h.grad)
+
+
+def test_what_is_frozen_gets_no_gradient_and_nothing_has_a_gradient_of_zero() -> None:
+    hidden, targets, temperatures, _ = make(1, 5, truncated=False)
+    for narrow in (None, torch.bfloat16):
+        head = nn.Linear(WIDTH, VOCAB)
+        head.weight.requires_grad_(False)
+        h = hidden.float().requires_grad_()
+        logprobs, _ = token_logprobs(h, head, targets, temperatures.float(), narrow=narrow)
+        logprobs.sum().backward()  # type: ignore[no-untyped-call]
+        assert head.weight.grad is None
+        assert head.bias.grad is not None
+        assert head.bias.grad.any()
+        head = nn.Linear(WIDTH, VOCAB)
+        frozen, _ = token_logprobs(
+            hidden.float(), head, targets, temperatures.float(), narrow=narrow
+        )
+        frozen.sum().backward()  # type: ignore[no-untyped-call]
+        assert head.weight.grad is not None
+        assert head.weight.grad.any()
+    head = nn.Linear(WIDTH, VOCAB)
+    nothing, entropies = token_logprobs(
+        hidden[:0].float(), head, targets[:0], temperatures[:0].float(), entropy=True
+    )
+    assert nothing.shape == (0,)
+    assert entropies is not None
+    assert entropies.shape == (0,)
+    nothing.sum().backward()  # type: ignore[no-untyped-call]
+    assert head.weight.grad is not None
+    assert not head.weight.grad.any()
 
 
 class Adapted(nn.Module):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,14 +13,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
-from ludic.errors import ConfigError, PublishError
+from ludic.errors import CheckpointError, ConfigError, PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.sharding.weights import ModelWeights
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.trainer import Trainer
 from ludic.training.update import optimizer as optimizer_module
 from ludic.training.update.optimizer import MasterAdamW, dithered
-from ludic.training.update.schedule import learning_rate
+from ludic.training.update.schedule import curve, describe_change, learning_rate
 from tests.training.synthetic import RecordingPublisher, SyntheticSource, reinforce
 
 
@@ -162,6 +165,12 @@ def test_the_state_comes_back_and_nothing_trainable_is_an_error() -> None:
     state, again = first.state_dict(), second.state_dict()
     assert state.keys() == again.keys()
     assert all(torch.equal(state[k], again[k]) for k in state)
+    b(torch.ones(2, 5, dtype=torch.bfloat16)).sum().backward()
+    second.accumulate()
+    second.step(1e-2)
+    assert state["weight/step"] == 2  # the two share nothing
+    with pytest.raises(CheckpointError, match="no master weights for 'weight'"):
+        second.load_state_dict({k: v for k, v in state.items() if k != "weight/master"})
     with pytest.raises(ConfigError, match="no parameter"):
         MasterAdamW([("w", nn.Parameter(torch.ones(1), requires_grad=False))], TrainerConfig())
 
@@ -174,9 +183,24 @@ def test_schedules_warm_up_and_fall_to_their_floor() -> None:
     assert learning_rate(cfg, 4) == 1.0
     assert learning_rate(cfg, 8) == pytest.approx(0.55)
     assert learning_rate(cfg, 12) == learning_rate(cfg, 99) == pytest.approx(0.1)
-    cosine = TrainerConfig(learning_rate=1.0, total_steps=10, schedule="cosine")
-    assert learning_rate(cosine, 5) == pytest.approx(0.5)
+    cosine = replace(cfg, schedule="cosine", total_steps=10, warmup_steps=2)
+    assert learning_rate(cosine, 2) == 1.0
+    assert learning_rate(cosine, 4) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+    assert learning_rate(cosine, 6) == pytest.approx(0.55)
+    assert learning_rate(cosine, 10) == learning_rate(cosine, 99) == pytest.approx(0.1)
     assert learning_rate(TrainerConfig(learning_rate=3.0), 1000) == 3.0
+
+
+def test_only_settings_that_move_the_learning_rate_change_its_curve() -> None:
+    constant = TrainerConfig(learning_rate=1.0, total_steps=4)
+    linear = replace(constant, schedule="linear")
+    assert describe_change(replace(constant, total_steps=8), curve(constant), 2) is None
+    assert describe_change(linear, curve(linear), 2) is None
+    assert describe_change(linear, {}, 2) is None
+    said = describe_change(replace(linear, total_steps=8), curve(linear), 2)
+    assert said is not None
+    assert "from step 2 on: total_steps=8 (was 4); it is 0.75" in said
+    assert describe_change(replace(linear, final_lr_ratio=0.5), curve(linear), 2) is not None
 
 
 def lora(dtype: torch.dtype = torch.float32, *, head: bool = False) -> PeftModel:
@@ -291,6 +315,19 @@ def test_loaded_counts_of_steps_are_where_the_step_looks_for_them(fused: bool) -
     assert step.device.type == ("meta" if fused else "cpu")
 
 
+def test_a_step_takes_the_gradients_as_they_are_unless_told_and_forgets_them() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.nn.Parameter(torch.ones(2, 2, dtype=dtype))
+        optimizer = MasterAdamW([("w", weight)], TrainerConfig(betas=(0.5, 0.5)))
+        weight.grad = torch.full_like(weight, 8.0)
+        optimizer.accumulate()
+        assert [g.tolist() for g in optimizer.gradients()] == [[[8.0, 8.0], [8.0, 8.0]]]
+        optimizer.step(1e-3)
+        assert optimizer.state_dict()["w/exp_avg"].tolist() == [[4.0, 4.0], [4.0, 4.0]]
+        assert weight.grad is None
+        assert optimizer.gradients() == []
+
+
 def test_clipped_gradients_are_what_the_moments_remember() -> None:
     # The first step of Adam has the same size at any scale: only its memory tells.
     weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -304,8 +341,8 @@ def test_clipped_gradients_are_what_the_moments_remember() -> None:
 
 
 def test_a_gradient_over_the_limit_is_scaled_down_to_it(tmp_path: Path) -> None:
-    norms = {}
-    for limit in (None, 1e-3):
+    norms, logged = {}, {}
+    for limit in (None, 1e3, 1e-3):
         trainer = Trainer(
             model=tiny_model(),
             algo=reinforce(),
@@ -322,5 +359,9 @@ def test_a_gradient_over_the_limit_is_scaled_down_to_it(tmp_path: Path) -> None:
         state = trainer.optimizer.state_dict()
         moments = [value for name, value in state.items() if name.endswith("/exp_avg")]
         norms[limit] = float(torch.nn.utils.get_total_norm(moments)) / (1 - 0.9)
-    assert norms[None] > 0.01
+        line = json.loads((tmp_path / str(limit) / "metrics.jsonl").read_text())
+        logged[limit] = line["train/grad_norm"]
+    assert 0.01 < norms[None] == pytest.approx(logged[None], rel=1e-4)
+    assert norms[1e3] == norms[None]
+    assert logged[1e-3] == logged[None]
     assert norms[1e-3] == pytest.approx(1e-3, rel=1e-4)

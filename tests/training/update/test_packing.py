@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -154,6 +154,116 @@ def test_masked_tokens_are_left_out() -> None:
     plain, with_padding = (pack(lay_out(make_batch([i])), [0]) for i in (item, padded))
     assert torch.equal(plain.input_ids, with_padding.input_ids)
     assert torch.equal(plain.action_positions, with_padding.action_positions)
+
+
+def padded_left(item: SAWItem, count: int) -> SAWItem:
+    zeros = np.zeros(count, np.int8)
+    return replace(
+        item,
+        input_ids=np.concatenate([zeros, item.input_ids]),
+        attention_mask=np.concatenate([zeros, item.attention_mask]),
+        action_mask=np.concatenate([zeros, item.action_mask]),
+    )
+
+
+def test_padding_counts_neither_as_length_nor_as_what_predicts_the_first_token() -> None:
+    item = synthetic_batch(1, 1).items[0]
+    padded = padded_left(item, 3)
+    lay_out(make_batch([padded]), max_seq_len=len(item.input_ids))
+    with pytest.raises(BatchError, match=f"{len(item.input_ids)} tokens, over max_seq_len"):
+        lay_out(make_batch([padded]), max_seq_len=len(item.input_ids) - 1)
+    begins = np.flatnonzero(item.action_mask)[0]
+    unpredicted = replace(
+        item,
+        input_ids=item.input_ids[begins:],
+        attention_mask=item.attention_mask[begins:],
+        action_mask=item.action_mask[begins:],
+    )
+    with pytest.raises(BatchError, match="first token is an action"):
+        lay_out(make_batch([padded_left(unpredicted, 3)]))
+
+
+def test_rows_without_a_group_are_a_group_by_rollout() -> None:
+    items = synthetic_batch(1, 4).items
+    mixed = [
+        replace(items[0], rollout_id="a", group_id=None),
+        replace(items[1], rollout_id="a", group_id=None),
+        replace(items[2], rollout_id="b", group_id=None),
+        replace(items[3], rollout_id="c", group_id="g"),
+    ]
+    layout = lay_out(make_batch(mixed))
+    assert [p.group_id for p in layout.packed] == [0, 0, 1, 2]
+    assert [p.rollout_id for p in layout.packed] == [0, 0, 1, 2]
+    counts = [p.actions.size for p in layout.packed]
+    assert layout.group_lengths.tolist() == [counts[0] + counts[1], counts[2], counts[3]]
+    assert layout.rollout_lengths.tolist() == layout.group_lengths.tolist()
+
+
+def test_groups_are_numbered_as_they_are_counted_whatever_their_names() -> None:
+    items = synthetic_batch(1, 6).items
+    names = [("a", None), ("b", None), ("c", "a"), ("d", "a"), ("e", ""), ("f", "")]
+    batch = make_batch(
+        [
+            replace(i, rollout_id=rollout, group_id=group)
+            for i, (rollout, group) in zip(items, names, strict=True)
+        ]
+    )
+    layout = lay_out(batch)
+    assert [p.group_id for p in layout.packed] == [0, 1, 2, 2, 3, 3]
+    assert len(layout.group_lengths) == batch.counts.groups == 4
+
+
+def test_a_weight_of_its_own_is_every_action_tokens() -> None:
+    item = synthetic_batch(1, 1).items[0]
+    plain = replace(
+        item, weight=0.5, turns=(), attachments=replace(item.attachments, token_weights=None)
+    )
+    micro = pack(lay_out(make_batch([plain])), [0])
+    assert micro.loss.weights.tolist() == [0.5] * int(item.action_mask.sum())
+
+
+def test_every_tensor_goes_to_the_device() -> None:
+    items = [
+        replace(
+            item,
+            attachments=replace(
+                item.attachments, kept_token_ids=[np.array([t]) for t in item.input_ids[where]]
+            ),
+        )
+        for item in synthetic_batch(1, 4, prompt=20).items
+        for where in [np.flatnonzero(item.action_mask)]
+    ]
+    micro = pack(lay_out(make_batch(items)), range(4), share=True)
+    moved = micro.to(torch.device("meta"))
+    assert micro.kept is not None
+    assert micro.keys is not None
+    for part, other in (
+        (micro, moved),
+        (micro.loss, moved.loss),
+        (micro.kept, moved.kept),
+        (micro.keys, moved.keys),
+    ):
+        for field in fields(part):
+            before, after = getattr(part, field.name), getattr(other, field.name)
+            if isinstance(before, torch.Tensor):
+                assert (before.device.type, after.device.type) == ("cpu", "meta")
+                assert before.shape == after.shape
+
+
+def test_ids_that_sampling_kept_are_those_of_each_token_and_none_means_all() -> None:
+    first, second = synthetic_batch(1, 2).items
+    targets = first.input_ids[np.flatnonzero(first.action_mask)]
+    kept = [np.array([t, 251, 252][: n + 1]) for n, t in enumerate(targets[:3])]
+    kept += [np.zeros(0, np.int64)] * (len(targets) - len(kept))
+    narrowed = replace(first, attachments=replace(first.attachments, kept_token_ids=kept))
+    layout = lay_out(make_batch([narrowed, second]))
+    assert pack(layout, [1]).kept is None
+    both = pack(layout, [1, 0]).kept
+    assert both is not None
+    others = int(second.action_mask.sum())
+    lengths = [0] * others + [len(k) for k in kept]
+    assert both.offsets.tolist() == np.cumsum([0, *lengths]).tolist()
+    assert both.ids.tolist() == np.concatenate(kept).tolist()
 
 
 def bad(item: SAWItem, **changes: object) -> SAWBatch:

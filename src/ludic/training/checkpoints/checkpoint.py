@@ -195,7 +195,7 @@ class Checkpointer:
         A damaged one is passed over with a warning, and kept under another name. Raises
         `CheckpointError` when none is whole.
         """
-        if self.world.leads and self.folder.is_dir():
+        if self.world.leads:
             for left in self.folder.glob(f"{_TEMPORARY}*"):
                 shutil.rmtree(left, ignore_errors=True)
         if not self.cfg.resume:

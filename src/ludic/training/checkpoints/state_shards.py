@@ -95,7 +95,6 @@ def _read_like(name: str, like: Tensor, pieces: Any, opened: Mapping[str, Any]) 
         local.to(like.device),
         like.device_mesh,
         like.placements,
-        run_check=False,
         shape=like.shape,
         stride=like.stride(),
     )

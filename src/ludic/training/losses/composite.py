@@ -81,9 +81,9 @@ class EntropyBonus:
 
 def with_entropy(loss: Loss, coefficient: float, aggregation: Aggregation) -> Loss:
     """`loss` minus `coefficient` times the entropy; `loss` itself when that is 0."""
+    if not coefficient >= 0:
+        raise ConfigError(f"entropy_coeff={coefficient!r}: must be >= 0")
     if coefficient == 0:
         return loss
-    if not coefficient > 0:
-        raise ConfigError(f"entropy_coeff={coefficient!r}: must be >= 0")
     terms = loss.terms if isinstance(loss, CompositeLoss) else ((1.0, loss),)
     return CompositeLoss(*terms, (coefficient, EntropyBonus(aggregation=aggregation)))

@@ -87,9 +87,9 @@ def with_kl(
     loss: Loss, coefficient: float, aggregation: Aggregation, estimator: Estimator = "k3"
 ) -> Loss:
     """`loss` plus `coefficient` times the KL to the reference; `loss` itself when that is 0."""
+    if not coefficient >= 0:
+        raise ConfigError(f"kl_coeff={coefficient!r}: must be >= 0")
     if coefficient == 0:
         return loss
-    if not coefficient > 0:
-        raise ConfigError(f"kl_coeff={coefficient!r}: must be >= 0")
     kl = TokenKLLoss(estimator=estimator, aggregation=aggregation)
     return CompositeLoss((1.0, loss), (coefficient, kl))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.errors import BatchError
-from ludic.saw.batch import make_batch
+from ludic.saw.batch import group_key, make_batch
 from ludic.saw.items import BatchCounts, SAWBatch, SAWItem
 from ludic.training.update.sharing import RowOrder
 
@@ -66,7 +66,6 @@ def lay_out(batch: SAWBatch, *, max_seq_len: int | None = None) -> Layout:
         keep = np.asarray(item.attention_mask, dtype=bool)
         actions = np.asarray(item.action_mask, dtype=bool)
         _check_item(item, index, keep, actions, max_seq_len)
-        group = item.group_id or ("rollout", item.rollout_id)
         own = [(item.rollout_id, span.turn_index) for span in item.turns]
         weights = item.attachments.token_weights
         if weights is None:
@@ -81,7 +80,7 @@ def lay_out(batch: SAWBatch, *, max_seq_len: int | None = None) -> Layout:
                     [span.end - span.start for span in item.turns],
                 ),
                 rollouts.setdefault(item.rollout_id, len(rollouts)),
-                groups.setdefault(group, len(groups)),
+                groups.setdefault(group_key(item), len(groups)),
             )
         )
     counts = [p.actions.size for p in packed]
@@ -103,10 +102,10 @@ def _check_item(
     actions: NDArray[np.bool_],
     max_seq_len: int | None,
 ) -> None:
-    wrong = None
-    if max_seq_len is not None and len(keep) > max_seq_len and int(keep.sum()) > max_seq_len:
+    wrong, length = None, int(keep.sum())
+    if max_seq_len is not None and length > max_seq_len:
         wrong = (
-            f" has {int(keep.sum())} tokens, over max_seq_len={max_seq_len}: raise the "
+            f" has {length} tokens, over max_seq_len={max_seq_len}: raise the "
             "setting, or drop such samples with the filter drop_overlong()"
         )
     elif (actions & ~keep).any():

@@ -183,9 +183,9 @@ def mini_batches(batch: SAWBatch, cfg: TrainerConfig, *, step: int) -> list[Mini
     result = []
     for epoch in range(cfg.epochs):
         rng = np.random.default_rng(derive_seed(cfg.seed, "mini_batches", step, epoch))
-        order = rng.permutation(len(rollouts)) if cfg.mini_batches > 1 else range(len(rollouts))
         names = list(rollouts)
-        for part in np.array_split(np.asarray(order), min(cfg.mini_batches, len(names))):
+        order = rng.permutation(len(names))
+        for part in np.array_split(order, min(cfg.mini_batches, len(names))):
             members = tuple(sorted(i for n in part for i in rollouts[names[int(n)]]))
             share = make_batch([batch.items[i] for i in members], batch.meta)
             result.append(MiniBatch(lay_out(share, max_seq_len=cfg.max_seq_len), members))

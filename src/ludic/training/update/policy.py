@@ -209,7 +209,7 @@ def check_split(model: nn.Module, device: torch.device) -> None:
             f"{name}: head(backbone(x)) differs from the model's own logits; this family does "
             "something in between that the trainer cannot reproduce"
         )
-    ids[0, -1] = (ids[0, -1] + 1) % vocabulary_size(causal)
+    ids[0, -1].add_(1).remainder_(vocabulary_size(causal))
     other = causal(input_ids=ids, use_cache=False).logits.float()
     if not torch.allclose(own[:, :-1], other[:, :-1], rtol=1e-2, atol=1e-2):
         raise ConfigError(

@@ -50,9 +50,7 @@ class RowOrder:
         """Sorts the rows."""
         keys = [row.astype(">u4").tobytes() for row in rows]  # compares like the ids themselves
         order = sorted(range(len(rows)), key=keys.__getitem__)
-        ranks = [0] * len(rows)
-        for rank, row in enumerate(order):
-            ranks[row] = rank
+        ranks = sorted(range(len(rows)), key=order.__getitem__)
         common = [0, *(_in_common(rows[a], rows[b]) for a, b in pairwise(order))]
         return cls(tuple(row.size for row in rows), tuple(ranks), tuple(common))
 

@@ -1,0 +1,155 @@
+"""What `tools.mutation` puts faults into, the tests that are to notice, and what none can see."""
+
+from __future__ import annotations
+
+_UPDATE = "tests/training/update"
+_TRAINER = (
+    "tests/training/test_trainer.py",
+    "tests/training/test_updates.py",
+    "tests/training/test_drift.py",
+)
+_RANKS = "tests/sharding/test_fsdp.py"
+
+TARGETS: dict[str, tuple[str, ...]] = {
+    "saw/assembly.py": ("tests/saw/test_assembly.py", "tests/saw"),
+    "saw/batch.py": ("tests/saw/test_batch.py", "tests/saw"),
+    "saw/building.py": ("tests/saw/test_building.py", "tests/saw"),
+    "saw/codec.py": ("tests/saw/test_codec.py", "tests/saw"),
+    "saw/filters.py": ("tests/saw/test_filters.py", "tests/saw"),
+    "saw/grouping.py": ("tests/saw/test_assembly.py", "tests/saw"),
+    "saw/statistics.py": ("tests/saw/test_statistics.py", "tests/saw"),
+    "saw/trainable.py": (
+        "tests/saw/test_trainable.py",
+        "tests/inference/test_sampling.py",
+        "tests/saw",
+    ),
+    "training/preprocess.py": (
+        "tests/training/test_preprocess.py",
+        "tests/training/test_one_way.py",
+    ),
+    "training/credit_assignment/returns.py": (
+        "tests/training/credit_assignment",
+        "tests/training/test_algorithms.py",
+    ),
+    "training/credit_assignment/value_tracker.py": (
+        "tests/training/credit_assignment/test_value_tracker.py",
+        "tests/training/credit_assignment",
+    ),
+    "training/losses/aggregation.py": ("tests/training/losses",),
+    "training/losses/composite.py": ("tests/training/losses", "tests/training/test_algorithms.py"),
+    "training/losses/corrections.py": (
+        "tests/training/losses/test_corrections.py",
+        "tests/training/losses",
+    ),
+    "training/losses/kl.py": ("tests/training/losses", "tests/training/test_algorithms.py"),
+    "training/losses/policy_ratio.py": ("tests/training/losses",),
+    "training/update/layout.py": (f"{_UPDATE}/test_packing.py", _UPDATE),
+    "training/update/packing.py": (f"{_UPDATE}/test_packing.py", _UPDATE),
+    "training/update/planning.py": (
+        f"{_UPDATE}/test_planning.py",
+        f"{_UPDATE}/test_sharing.py",
+        _UPDATE,
+    ),
+    "training/update/sharing.py": (f"{_UPDATE}/test_sharing.py", _UPDATE),
+    "training/update/logprobs.py": (f"{_UPDATE}/test_logprobs.py", _UPDATE),
+    "training/update/policy.py": (
+        f"{_UPDATE}/test_policy.py",
+        f"{_UPDATE}/test_packing.py",
+        f"{_UPDATE}/test_sharing.py",
+        "tests/tools/test_families.py",
+        _UPDATE,
+        "tests/training/test_precisions.py",
+        "tests/training/test_trainer.py",
+    ),
+    "training/update/passes.py": (f"{_UPDATE}/test_passes.py", *_TRAINER, _RANKS),
+    "training/update/optimizer.py": (f"{_UPDATE}/test_optimizer.py",),
+    "training/update/schedule.py": (
+        f"{_UPDATE}/test_optimizer.py",
+        "tests/training/test_trainer.py",
+    ),
+    "training/trainer.py": (
+        *_TRAINER,
+        "tests/training/test_one_way.py",
+        "tests/training/checkpoints/test_checkpoint.py",
+        _RANKS,
+    ),
+    "training/checkpoints/checkpoint.py": (
+        "tests/training/checkpoints/test_checkpoint.py",
+        "tests/training/checkpoints/test_starting_over.py",
+        "tests/training/checkpoints",
+    ),
+    "training/checkpoints/contents.py": (
+        "tests/training/checkpoints/test_checkpoint.py",
+        "tests/training/checkpoints",
+    ),
+    "training/update/graphed.py": ("tests/training/update/test_graphed.py",),
+    "training/checkpoints/state_shards.py": (
+        "tests/training/checkpoints/test_state_shards.py",
+        "tests/training/checkpoints/test_checkpoint.py",
+        _RANKS,
+    ),
+    "rollouts/planning.py": ("tests/rollouts/test_planning.py", "tests/rollouts/test_engine.py"),
+    "interaction/collector.py": ("tests/interaction",),
+}
+"""Which tests are to notice the faults of a file: those that are quick and meant for it first."""
+
+_AT_ONCE = "how much is taken at once changes no result"
+_ORDER = "it only makes ranks wait for each other"
+_ON_A_GPU = "only a GPU does it: tests/gpu"
+_MARGIN = "what leaks lies far above the bound, and what is rounded far below"
+_POLICY = "training/update/policy.py"
+_CHECKPOINT = "training/checkpoints/checkpoint.py"
+_CONTENTS = "training/checkpoints/contents.py"
+_CUDA_STATE = 'if world.device.type == "cuda" and "rng/cuda" in file.keys(): # noqa: SIM118'
+
+UNSEEN: dict[tuple[str, str, str], str] = {
+    ("training/update/optimizer.py", "_DITHERED_AT_ONCE = 1 << 22", "1 -> 2"): _AT_ONCE,
+    ("training/update/optimizer.py", "_DITHERED_AT_ONCE = 1 << 22", "22 -> 23"): _AT_ONCE,
+    (
+        "training/update/packing.py",
+        "return _map_tensors(self, lambda t: t.to(device, non_blocking=True))",
+        "True -> False",
+    ): _ON_A_GPU,
+    (
+        "training/update/planning.py",
+        "units = [_Unit(*unit) for unit in zip(clusters, sizes, costs, strict=True)]",
+        "True -> False",
+    ): "there is a size and a cost for each cluster",
+    (_POLICY, "if apart > 8 * max(eps, rounding):", "8 -> 9"): _MARGIN,
+    (_POLICY, "if apart > 8 * max(eps, rounding):", "Gt -> GtE"): _MARGIN,
+    (_POLICY, "if leaked > max(eps, 3 * rounding):", "3 -> 4"): _MARGIN,
+    (_POLICY, "if leaked > max(eps, 3 * rounding):", "Gt -> GtE"): _MARGIN,
+    (
+        "training/trainer.py",
+        '1, "ludic-train", initializer=work_on, initargs=(self.world.device,)',
+        "1 -> 2",
+    ): "a thread more has nothing to do: one piece of work is awaited before the next",
+    (
+        "training/trainer.py",
+        "self._goal: int | None = 0",
+        "0 -> 1",
+    ): "both are reached by the first step",
+    (
+        "training/trainer.py",
+        "return 1.0 if limit is None or norm <= limit else limit / norm",
+        "LtE -> Lt",
+    ): "at the limit the factor is 1 either way",
+    ("training/trainer.py", "if self.cfg.overlap:", "condition turned round"): _ORDER,
+    (
+        "training/trainer.py",
+        "self._compute.shutdown(wait=True)",
+        "True -> False",
+    ): "everything that was begun has been awaited",
+    (_CHECKPOINT, "self.last_step = -1", "1 -> 2"): "neither is the number of a step",
+    (_CONTENTS, "while block := file.read(1 << 22):", "1 -> 2"): _AT_ONCE,
+    (_CONTENTS, "while block := file.read(1 << 22):", "22 -> 23"): _AT_ONCE,
+    (
+        _CHECKPOINT,
+        'own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)',
+        "True -> False",
+    ): _ORDER,
+    (_CONTENTS, _CUDA_STATE, "Eq -> NotEq"): _ON_A_GPU,
+    (_CONTENTS, _CUDA_STATE, "In -> NotIn"): _ON_A_GPU,
+    (_CONTENTS, _CUDA_STATE, "and <-> or"): _ON_A_GPU,
+}
+"""(file, the line with the fault, white space folded; what is changed) -> why no test notices."""
