@@ -12,7 +12,8 @@ import torch
 
 from ludic.errors import CheckpointError
 from ludic.inference.tiny import tiny_model
-from ludic.training.checkpoints.checkpoint import Checkpointer, TrainerState, verify_checkpoint
+from ludic.training.checkpoints.checkpoint import Checkpointer
+from ludic.training.checkpoints.contents import TrainerState, verify_checkpoint
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.update.optimizer import MasterAdamW
 from tests.training.checkpoints.test_checkpoint import assert_equal, make, run

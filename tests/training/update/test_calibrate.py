@@ -65,5 +65,5 @@ def test_a_synthetic_batch_fills_the_budget_of_every_rank() -> None:
 def test_what_others_take_is_not_the_trainers() -> None:
     assert trainer_limit(1000, 0.1, 0) == 900
     assert trainer_limit(1000, 0.1, 300) == 600
-    with pytest.raises(OutOfMemoryError, match=r"engine alone takes.*inference.slots"):
+    with pytest.raises(OutOfMemoryError, match=r"sampling alone takes.*inference.slots"):
         trainer_limit(1000, 0.1, 900)
