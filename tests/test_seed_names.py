@@ -317,9 +317,7 @@ RENAMED: dict[str, str] = {
     "uv.lock": "constraints.txt",
 }
 
-STILL_TO_COME: dict[str, str] = {
-    "src/ludic/cli/push.py": "the command line",
-}
+STILL_TO_COME: dict[str, str] = {}
 
 
 def find(target: str) -> None:
