@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
-from benchmarks.loop import Stamps, busy_seconds
+from benchmarks.loop import Stamps, busy_seconds, host_us
 from benchmarks.sums import Sums
 
 
@@ -40,3 +42,14 @@ def test_the_sums_of_an_episode_depend_on_its_seed_alone_and_share_the_reward() 
         rewards.append(outcome.reward)
         assert outcome.terminated == (turn == 3)
     assert rewards == [0, 0.25, 0, 0.25]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("turns", [1, 4])
+def test_the_hosts_cost_is_measured_in_a_run_that_answers_at_once(turns: int) -> None:
+    args = Namespace(
+        model="tiny", episodes=8, group=4, slots=8, max_tokens=8, host_updates=1, warmup=1
+    )
+    args.__dict__ |= {"precision": None, "overlap": False, "no_rollouts": False, "profile": None}
+    mean, lowest = host_us(args, turns)
+    assert 0 < lowest <= mean
