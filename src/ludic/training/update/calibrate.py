@@ -55,7 +55,7 @@ def calibrate(
     reserved_bytes: int = 0,
 ) -> Calibration:
     """The largest budget whose update leaves `headroom` of the memory free, and `reserved_bytes`
-    for an engine or a server that will share the device (`ludic.runs.calibration`).
+    for an engine or a server that will share the device (`ludic.runs.gpu_share`).
 
     `model` is as it will be trained: with adapters, in its type, on its device (or on the meta
     device, with a mesh). The more of the tokens are actions, the more memory the head needs:

@@ -1,0 +1,114 @@
+"""What trainer and sampler take of one GPU, and the share of a vLLM server beside the trainer."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ludic.inference.vllm.memory import ServerNeed, server_need, share_beside_trainer
+from ludic.precision import sampling_dtype
+from ludic.runs.model import precision_of
+from ludic.runs.settings import RunConfig
+from ludic.sharding.model_parts import config_facts
+from ludic.sharding.ranks import launched
+from ludic.training import TrainerConfig
+from ludic.training.update.budget import trainer_bytes
+
+
+def trainer_settings(config: RunConfig) -> TrainerConfig:
+    """Returns the settings that the memory of an update depends on."""
+    training = config.training
+    return TrainerConfig(
+        max_seq_len=training.max_seq_len,
+        micro_token_budget=training.micro_token_budget,
+        gradient_checkpointing=training.gradient_checkpointing,
+        compile=training.compile,
+        head_kernels=training.head_kernels,
+        precision=precision_of(config),
+    )
+
+
+def sampling_bytes(config: RunConfig, model: nn.Module, device: torch.device | None = None) -> int:
+    """What sampling takes of the trainer's device: the in-process engine, and for each past
+    opponent another one with a copy of the model; or the vLLM server that is started there. Engines
+    elsewhere take nothing."""
+    where = device or next(model.parameters()).device
+    if config.inference.backend != "local":
+        if not server_shares_gpu(config, where):
+            return 0
+        total = torch.cuda.get_device_properties(where).total_memory
+        said, need = config.inference.vllm.gpu_memory, need_of_server(config, model)
+        if said is None and need is not None:
+            return need.wanted
+        return int((0.5 if said is None else said) * total)
+    from ludic.inference.local.gpu.engine_memory import engine_memory
+
+    engine = engine_memory(
+        model,
+        max_slots=config.inference.slots,
+        max_context_tokens=config.inference.max_context_tokens,
+        deterministic=config.inference.deterministic,
+        device=device,
+    ).total
+    copies = config.training.past_opponents
+    return engine + copies * (engine + _weight_bytes(model))
+
+
+def share_of_server(config: RunConfig, model: nn.Module) -> float | None:
+    """Returns the share of the GPU's memory for the vLLM server that the run starts: as the run
+    says, or as is left beside the trainer, whose `model` is on the GPU already; None, which is
+    vLLM's own default, if the two are on different devices."""
+    said, device = config.inference.vllm.gpu_memory, next(model.parameters()).device
+    if said is not None or not server_shares_gpu(config, device):
+        return said
+    free, total = torch.cuda.mem_get_info(device)
+    return share_beside_trainer(
+        total, free, beside_the_weights(config, model, free), need_of_server(config, model)
+    )
+
+
+def beside_the_weights(config: RunConfig, model: nn.Module, free: int) -> int:
+    """Estimates what this process will still take of its GPU, where `free` bytes are left: for the
+    training, and for other models, each counted as large as the policy. Half of what is left if the
+    model does not say how large it is."""
+    training = trainer_bytes(model, trainer_settings(config), ranks=launched().size)
+    others = [config.reference, *config.teacher, *config.player]
+    here = [other for other in others if other is not None and other.server is None]
+    copies = len(here) + config.training.past_opponents
+    return (free // 2 if training is None else training) + copies * _weight_bytes(model)
+
+
+def need_of_server(config: RunConfig, model: nn.Module) -> ServerNeed | None:
+    """Estimates what the run's vLLM server needs of each of its GPUs."""
+    inference, vllm = config.inference, config.inference.vllm
+    item = sampling_dtype(precision_of(config)).itemsize
+    batched = vllm.flag("max-num-batched-tokens")
+    return server_need(
+        config_facts(model),
+        weights=sum(p.numel() for p in model.parameters()) * item,
+        item=item,
+        slots=inference.slots,
+        context=inference.max_context_tokens,
+        batched_tokens=batched if isinstance(batched, int) else None,
+        gpus=_gpus(config),
+    )
+
+
+def server_shares_gpu(config: RunConfig, device: torch.device) -> bool:
+    """Whether the run starts a vLLM server that will compute on the trainer's `device`: it takes
+    the first GPUs that this process sees."""
+    inference = config.inference
+    started = inference.backend == "vllm" and not inference.servers
+    return started and device.type == "cuda" and (device.index or 0) < _gpus(config)
+
+
+def _gpus(config: RunConfig) -> int:
+    """How many GPUs the server that is started is spread over."""
+    names = ("tensor-parallel-size", "pipeline-parallel-size")
+    said = [config.inference.vllm.flag(name) for name in names]
+    tensor, pipeline = (size if isinstance(size, int) else 1 for size in said)
+    return tensor * pipeline
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
