@@ -147,7 +147,7 @@ def test_the_command_writes_the_folder_and_never_over_another(
 @pytest.mark.parametrize(
     ("said", "shown"),
     [
-        ("/home/me/models/smollm2", "smollm2"),
+        ("/data/me/models/smollm2", "smollm2"),
         ("~/models/smollm2/", "smollm2"),
         ("model.name=/data/x", "model.name=x"),
         ("runs/first:sft", "runs/first:sft"),
