@@ -141,6 +141,32 @@ def test_weights_that_moved_make_every_pass_new() -> None:
     assert list(graphs.passes.values()) != before
 
 
+def test_a_parameter_without_a_part_in_the_pass_gets_no_gradient_and_a_frozen_one_neither() -> None:
+    policy = double_policy()
+    graphs = graphed(policy)
+    policy.model.register_parameter("idle", torch.nn.Parameter(torch.ones(3).double()))
+    first, second, *_ = [p for n, p in policy.model.named_parameters() if "layernorm" in n]
+    for frozen, trained in ((first, second), (second, first)):  # as many, but others
+        frozen.requires_grad_(False)
+        trained.requires_grad_(True)
+        policy.zero_grad()
+        scored = policy.score(packed((20, 33), share=True), entropy=True)
+        weighted(scored.logprobs, scored.entropy).backward()  # type: ignore[no-untyped-call]
+        assert trained.grad is not None
+        assert trained.grad.abs().sum() > 0
+        assert frozen.grad is None
+        assert policy.model.idle.grad is None
+    assert graphs.serial == 2
+
+
+def test_a_model_without_anything_to_train_is_left_to_the_caller() -> None:
+    policy = double_policy()
+    graphs = graphed(policy)
+    policy.requires_grad_(False)
+    policy.score(packed((20, 33), share=True), entropy=True)
+    assert graphs.serial == 0
+
+
 def test_large_micro_batches_and_truncated_sampling_are_left_to_the_caller() -> None:
     policy = double_policy()
     graphs = graphed(policy)

@@ -181,7 +181,7 @@ class PassGraphs:
         if self._off or micro.kept is not None or sizes.tokens > self.most_tokens:
             return None
         self._drop_if_changed()
-        if self._off or _has_hooks(self.model):
+        if self._off or not self.trained or _has_hooks(self.model):
             return None
         found = self._find(sizes)
         if found is None:
@@ -223,18 +223,20 @@ class PassGraphs:
     def _drop_if_changed(self) -> None:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         addresses = tuple(p.data_ptr() for p in self.model.parameters())
-        if addresses == self._addresses and len(trained) == len(self.trained):
+        if addresses == self._addresses and [*map(id, trained)] == [*map(id, self.trained)]:
             return
         self.passes.clear()
         self._addresses, self.trained = addresses, trained
         self.gradients = [torch.zeros_like(p) for p in trained]
-        self._anchor = torch.zeros((), device=trained[0].device, requires_grad=True)
+        device = next(self.model.parameters()).device
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
         # A pool without graphs is gone; its handle must not be used again.
         self.pool = torch.cuda.graph_pool_handle() if self.capture else None
 
-    def add_gradients(self) -> None:
-        """Adds the last backward pass's to the parameters', as autograd does."""
-        pairs = list(zip(self.trained, self.gradients, strict=True))
+    def add_gradients(self, used: Sequence[int]) -> None:
+        """Adds those of the last backward pass to the parameters', as autograd does: a parameter
+        that had no part in it gets none."""
+        pairs = [(self.trained[i], self.gradients[i]) for i in used]
         fresh = [(p, g) for p, g in pairs if p.grad is None]
         more = [(p.grad, g) for p, g in pairs if p.grad is not None]
         if more:
@@ -262,6 +264,8 @@ class _Pass:
         self.micro: MicroBatch | None = None
         self.results: tuple[Tensor, Tensor] | None = None
         self.grads: tuple[Tensor, Tensor] | None = None
+        self.used: list[int] = []
+        """Which of the trained parameters the pass has gradients for."""
         self.graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -311,8 +315,10 @@ class _Pass:
         assert self.results is not None
         results, self.results = self.results, (self.results[0].detach(), self.results[1].detach())
         found = torch.autograd.grad(results, owner.trained, self.grads, allow_unused=True)
-        used = [(mine, g) for mine, g in zip(owner.gradients, found, strict=True) if g is not None]
-        torch._foreach_copy_([mine for mine, _ in used], [g for _, g in used])
+        self.used = [i for i, g in enumerate(found) if g is not None]
+        torch._foreach_copy_(
+            [owner.gradients[i] for i in self.used], [g for g in found if g is not None]
+        )
 
     def _capture(self) -> None:
         """Captures both passes; what they compute is known once they are replayed.
@@ -360,7 +366,7 @@ class _Replay(torch.autograd.Function):
                 "call backward first, or make the trainer with graphs=False"
             )
         ctx.found.backward(grad_logprobs, grad_entropies)
-        graphs.add_gradients()
+        graphs.add_gradients(ctx.found.used)
         return (None,) * 4
 
 
