@@ -269,8 +269,8 @@ class Scheduler:
         self.counters.finished += len(answers)
         ending = [s for s, _ in answers]
         try:
-            # A cache: without an entry the next request computes it again.
-            with suppress(Exception):
+            # A cache: where there is no memory for it, the next request computes it again.
+            with suppress(torch.OutOfMemoryError, MemoryError):
                 self._keep(ending)
             self._leave_together(ending)
         finally:  # whatever becomes of the engine, these are answered

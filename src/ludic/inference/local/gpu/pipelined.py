@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -216,7 +215,7 @@ class PipelinedScheduler(Scheduler):
         tokens, logprobs = flight.tokens.tolist(), flight.logprobs.tolist()
         self._accept(flight.sequences, map(Outcome, tokens, logprobs))
 
-    # Sharing and keeping, in one copy for many: a launch takes as long as copying a short prompt.
+    # Sharing, in one copy for many: a launch takes as long as copying a short prompt.
 
     def _admit(self) -> None:
         try:
@@ -234,22 +233,6 @@ class PipelinedScheduler(Scheduler):
         # before it is looked at. A donor that still waits for its own copy has nothing else yet.
         source, _ = self._copies.get(donor.slot, (donor.slot, 0))
         self._copies[sequence.slot] = source, tokens
-
-    def _keep(self, sequences: Seq[Sequence]) -> None:
-        if not self.store.max_tokens:
-            return
-        by_length = sorted(sequences, key=lambda s: s.computed)
-        while by_length:
-            # Those at least half as long as the longest left: an entry keeps its whole row.
-            longest = by_length[-1].computed
-            first = next(i for i, s in enumerate(by_length) if 2 * s.computed >= longest)
-            alike, by_length = by_length[first:], by_length[:first]
-            tokens = [s.known_tokens() for s in alike]
-            slots = to_device([s.slot for s in alike], self.batch.device)
-            most = max(map(len, tokens))
-            rows = self.batch.arena.kv[:, :, slots, :, :most].unbind(2)
-            for known, row in zip(tokens, rows, strict=True):
-                self.store.add(known, partial(row.narrow, 2, 0, len(known)))
 
     # Leaving. A step in flight computed one token too many for those that end. Whatever it wrote,
     # finite or not, must not meet the slot's next tenant.
