@@ -83,7 +83,7 @@ def test_the_longest_shared_prefix_is_found_and_the_same_entries_stay_as_by_a_sc
     for tokens in scan.entries:
         entry, shared = store.find(tokens)
         assert entry is not None
-        assert shared == len(tokens) == entry.kv.shape[3]
+        assert shared == len(tokens) == entry.kept.shape[3]
 
 
 def test_a_store_full_of_one_system_prompt_is_as_quick_as_a_small_one() -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ludic.inference.local.transfer import to_device
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -92,10 +94,9 @@ class Arena:
                 self.tenants[slot], mover.slot = mover, slot
                 came_from[slot] = origin
         if came_from:
-            device = self.kv.device
             longest = max(self.tenants[slot].computed for slot in came_from)
-            sources = torch.tensor(list(came_from.values()), device=device)
-            targets = torch.tensor(list(came_from), device=device)
+            moves = [list(came_from.values()), list(came_from)]
+            sources, targets = to_device(moves, self.kv.device)
             self.kv[:, :, targets, :, :longest] = self.kv[:, :, sources, :, :longest]
         return [(source, target) for target, source in came_from.items()]
 

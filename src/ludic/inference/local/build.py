@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ludic.errors import ConfigError
 from ludic.inference.local import attention
@@ -23,6 +23,7 @@ from ludic.inference.local.forward import Forward
 from ludic.inference.local.gpu.device_batch import DeviceBatch
 from ludic.inference.local.gpu.fused_layer import fused_layers
 from ludic.inference.local.gpu.graphs import GraphCache
+from ludic.inference.local.gpu.kept_tokens import KeptTokens
 from ludic.inference.local.gpu.pipelined import PipelinedScheduler
 from ludic.inference.local.gpu.prefill import Prefill
 from ludic.inference.local.module.family_check import check_known_attention, check_same_logits
@@ -77,7 +78,6 @@ def build_scheduler(
     forward = Forward(module_view(model, **look), device)
     check_same_logits(model, forward, shape, context, tokenizer)
     memory = SlotMemory(shape, max_slots=max_slots, max_tokens=context, single_length=pipelined)
-    common = (memory, PrefixStore(prefix_cache_tokens), tokenizer)
     if not pipelined:
         sizes = None
         if deterministic:
@@ -88,7 +88,8 @@ def build_scheduler(
             sizes = equal_row_sizes(trial, sizes, text.vocab_size, positions, device)
         runner = EagerRunner(forward, memory, sizes)
         rows = sizes[-1] if sizes else _FAST_STEP_ROWS
-        return EagerScheduler(runner, *common, step_rows=rows, version=version)
+        store = PrefixStore[Tensor](prefix_cache_tokens)
+        return EagerScheduler(runner, memory, store, tokenizer, step_rows=rows, version=version)
     graphs = GraphCache(
         device,
         capture=device.type == "cuda",
@@ -98,7 +99,8 @@ def build_scheduler(
     parts: dict[str, Any] = {"vocab": vocab, "graphs": graphs, "kernels": kernels}
     batch = DeviceBatch(forward, memory.only, max_slots, **parts)
     prefill = Prefill(forward, memory.only, **parts)
-    return PipelinedScheduler(batch, prefill, *common, version=version)
+    kept = KeptTokens(memory.only, prefix_cache_tokens)
+    return PipelinedScheduler(batch, prefill, kept, memory, tokenizer, version=version)
 
 
 def usable_kernels(shape: KVShape) -> ModuleType | None:

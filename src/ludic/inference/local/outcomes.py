@@ -9,16 +9,7 @@ from torch import Tensor
 
 from ludic.inference.local.sampler import SamplingRows, sample
 from ludic.inference.local.scheduler import Outcome, Work
-
-
-def to_device(
-    values: Seq[int] | Seq[float] | Seq[Seq[int]],
-    device: torch.device,
-    dtype: torch.dtype = torch.long,
-) -> Tensor:
-    """The values as a tensor; on a GPU without waiting for the copy."""
-    host = torch.tensor(values, dtype=dtype)
-    return host if device.type != "cuda" else host.pin_memory().to(device, non_blocking=True)
+from ludic.inference.local.transfer import to_device
 
 
 def draw_outcomes(work: Seq[Work], logits: Tensor, last_rows: Seq[int]) -> list[Outcome]:

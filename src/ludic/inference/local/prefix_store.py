@@ -11,7 +11,6 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 _WORTH_KEEPING = 8
 T = TypeVar("T")
@@ -19,11 +18,11 @@ Tokens: TypeAlias = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prefix:
-    """Tokens and their keys and values, [layers, 2, kv_heads, tokens, head_dim]."""
+class Prefix(Generic[T]):
+    """Tokens, and whatever holds their keys and values."""
 
     tokens: NDArray[np.int64]
-    kv: Tensor
+    kept: T
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
@@ -66,23 +65,24 @@ class TokenOrder(Generic[T]):
         self._things.clear()
 
 
-class PrefixStore:
+class PrefixStore(Generic[T]):
     """At most `max_tokens` tokens, the least recently used leave first.
 
     An entry that a longer one begins with is dropped when that one comes: a conversation keeps its
-    last turn only. So no entry begins with another one.
+    last turn only. So no entry begins with another one. `on_drop` is told what an entry kept.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, on_drop: Callable[[T], None] | None = None) -> None:
         self.max_tokens = max_tokens
         self.tokens = 0
-        self._entries: OrderedDict[bytes, Prefix] = OrderedDict()
+        self._on_drop = on_drop
+        self._entries: OrderedDict[bytes, Prefix[T]] = OrderedDict()
         self._in_order = TokenOrder[bytes]()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, tokens: Tokens) -> tuple[Prefix | None, int]:
+    def find(self, tokens: Tokens) -> tuple[Prefix[T] | None, int]:
         """The entry that shares the most tokens with these, and how many; less than
         `_WORTH_KEEPING` shared tokens are not worth finding."""
         best, length = None, 0
@@ -95,9 +95,9 @@ class PrefixStore:
         self._entries.move_to_end(best)
         return self._entries[best], length
 
-    def add(self, tokens: NDArray[np.int64], copy: Callable[[], Tensor]) -> None:
-        """Keeps the keys and values that `copy` makes, unless they are covered already or larger
-        than the whole store."""
+    def add(self, tokens: NDArray[np.int64], keep: Callable[[], T]) -> None:
+        """Keeps what `keep` returns, unless the tokens are covered already or more than the whole
+        store takes. It is called when there is room."""
         if len(tokens) < _WORTH_KEEPING or len(tokens) > self.max_tokens:
             return
         key = token_key(tokens)
@@ -109,19 +109,25 @@ class PrefixStore:
                 self._drop(other)
         while self.tokens + len(tokens) > self.max_tokens:
             self._drop(next(iter(self._entries)))
-        self._entries[key] = Prefix(tokens, copy())
+        self._entries[key] = Prefix(tokens, keep())
         self._in_order.add(key, key)
         self.tokens += len(tokens)
 
     def clear(self) -> None:
+        entries = list(self._entries.values())
         self._entries.clear()
         self._in_order.clear()
         self.tokens = 0
+        if self._on_drop is not None:
+            for entry in entries:
+                self._on_drop(entry.kept)
 
     def _drop(self, key: bytes) -> None:
         entry = self._entries.pop(key)
         self._in_order.remove(key, key)
         self.tokens -= len(entry.tokens)
+        if self._on_drop is not None:
+            self._on_drop(entry.kept)
 
 
 def token_key(tokens: Tokens) -> bytes:

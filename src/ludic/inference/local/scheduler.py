@@ -57,7 +57,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, memory: SlotMemory, store: PrefixStore, tokenizer: Any, *, version: int = 0
+        self, memory: SlotMemory, store: PrefixStore[Any], tokenizer: Any, *, version: int = 0
     ) -> None:
         self.memory, self.store, self.tokenizer = memory, store, tokenizer
         self._decode = _decoder(tokenizer)
@@ -182,7 +182,7 @@ class Scheduler:
         if donor is not None:
             self._copy_beginning(donor, sequence, shared)
         elif entry is not None:
-            sequence.arena.write(sequence.slot, entry.kv[:, :, :, :shared])
+            self._copy_kept(entry.kept, sequence, shared)
         sequence.computed = sequence.reused = shared
         sequence.admitted_at = time.monotonic()
         self.running.append(sequence)
@@ -198,6 +198,10 @@ class Scheduler:
         assert donor.arena is not None
         assert sequence.arena is not None
         sequence.arena.write(sequence.slot, donor.arena.read(donor.slot, tokens))
+
+    def _copy_kept(self, kept: Any, sequence: Sequence, tokens: int) -> None:
+        assert sequence.arena is not None
+        sequence.arena.write(sequence.slot, kept[:, :, :, :tokens])
 
     # Steps
 

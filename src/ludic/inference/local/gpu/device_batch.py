@@ -16,9 +16,9 @@ from ludic.inference.local.forward import Forward
 from ludic.inference.local.gpu.graphs import GraphCache
 from ludic.inference.local.gpu.layouts import RowsLayout
 from ludic.inference.local.noise import keyed_uniform
-from ludic.inference.local.outcomes import to_device
 from ludic.inference.local.sampler import draw
 from ludic.inference.local.sequence import Sequence
+from ludic.inference.local.transfer import to_device
 
 
 def row_buckets(most: int) -> list[int]:

@@ -19,17 +19,22 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from ludic.inference.local.arena import SlotMemory
 from ludic.inference.local.gpu.device_batch import DeviceBatch
+from ludic.inference.local.gpu.kept_tokens import KeptTokens, Places
 from ludic.inference.local.gpu.prefill import MAX_TOKENS, Prefill
-from ludic.inference.local.outcomes import draw_outcomes, to_device
+from ludic.inference.local.outcomes import draw_outcomes
+from ludic.inference.local.prefix_store import PrefixStore
 from ludic.inference.local.scheduler import Outcome, Scheduler, Work, chunks
 from ludic.inference.local.sequence import Sequence
+from ludic.inference.local.transfer import to_device
 
 _JOIN_AFTER_STEPS = 12
 """A prompt waits at most so many decode steps for others to be computed with it."""
@@ -37,13 +42,33 @@ _SCORED_TOKENS = 512
 """How many tokens of prompts are scored at once: each needs a whole row of logits."""
 
 
+class _Sheet:
+    """Memory of the host that takes a step's results while the next steps run."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.tokens = torch.empty(slots, dtype=torch.long, pin_memory=self.cuda)
+        self.logprobs = torch.empty(slots, dtype=torch.float32, pin_memory=self.cuda)
+        self.done = torch.cuda.Event() if self.cuda else None  # type: ignore[no-untyped-call]
+
+    def copy_from(self, tokens: Tensor, logprobs: Tensor, rows: int) -> None:
+        self.tokens[:rows].copy_(tokens[:rows], non_blocking=self.cuda)
+        self.logprobs[:rows].copy_(logprobs[:rows], non_blocking=self.cuda)
+        if self.done is not None:
+            self.done.record()
+
+    def read(self, rows: int) -> tuple[list[int], list[float]]:
+        """What the last `copy_from` copied, as soon as it is here."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.tokens[:rows].tolist(), self.logprobs[:rows].tolist()
+
+
 class _Flight(NamedTuple):
     """A step that was launched: who was in which slot, and where the results will be."""
 
     sequences: list[Sequence]
-    tokens: Tensor
-    logprobs: Tensor
-    done: torch.cuda.Event | None
+    sheet: _Sheet
 
 
 class PipelinedScheduler(Scheduler):
@@ -53,13 +78,28 @@ class PipelinedScheduler(Scheduler):
     has read by one.
     """
 
-    def __init__(self, batch: DeviceBatch, prefill: Prefill, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.batch, self.prefill = batch, prefill
+    def __init__(
+        self,
+        batch: DeviceBatch,
+        prefill: Prefill,
+        kept: KeptTokens,
+        memory: SlotMemory,
+        tokenizer: Any,
+        *,
+        version: int = 0,
+    ) -> None:
+        store = PrefixStore(kept.max_tokens, on_drop=kept.drop)
+        super().__init__(memory, store, tokenizer, version=version)
+        self.batch, self.prefill, self.kept = batch, prefill, kept
         self._flights: deque[_Flight] = deque()
+        # One more than there are flights: `advance` launches a step before it reads the last.
+        slots, device = self.memory.max_slots, batch.device
+        self._sheets = deque(_Sheet(slots, device) for _ in range(3))
         self._steps_waited = 0
         self._copies: dict[int, tuple[int, int]] = {}
         """Of those being admitted: from which slot each takes its first tokens, and how many."""
+        self._taken: list[tuple[int, Places]] = []
+        """Likewise: from which places of what was kept."""
 
     @contextmanager
     def in_thread(self) -> Iterator[None]:
@@ -192,35 +232,30 @@ class PipelinedScheduler(Scheduler):
     def _launch(self) -> None:
         self.batch.step(*self._sizes())
         sequences = self._in_slots()
-        n, cuda = len(sequences), self.batch.device.type == "cuda"
-        tokens = torch.empty(n, dtype=torch.long, pin_memory=cuda)
-        logprobs = torch.empty(n, dtype=torch.float32, pin_memory=cuda)
-        tokens.copy_(self.batch.tokens[:n], non_blocking=cuda)
-        logprobs.copy_(self.batch.logprobs[:n], non_blocking=cuda)
-        done = None
-        if cuda:
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
+        sheet = self._sheets[0]
+        self._sheets.rotate()
+        sheet.copy_from(self.batch.tokens, self.batch.logprobs, len(sequences))
         for s in sequences:
             s.computed += 1
         self._count_step()
-        self._flights.append(_Flight(sequences, tokens, logprobs, done))
+        self._flights.append(_Flight(sequences, sheet))
 
     def _read(self) -> None:
         flight = self._flights.popleft()
         begin = time.perf_counter()
-        if flight.done is not None:
-            flight.done.synchronize()
+        tokens, logprobs = flight.sheet.read(len(flight.sequences))
         self.counters.wait_seconds += time.perf_counter() - begin
-        tokens, logprobs = flight.tokens.tolist(), flight.logprobs.tolist()
         self._accept(flight.sequences, map(Outcome, tokens, logprobs))
 
-    # Sharing, in one copy for many: a launch takes as long as copying a short prompt.
+    # Sharing and keeping, in one copy for many: a launch takes as long as copying a short prompt.
 
     def _admit(self) -> None:
         try:
             super()._admit()
         finally:
+            # First what was kept: others may have joined that take it from these.
+            taken, self._taken = self._taken, []
+            self.kept.read(taken)
             copies, self._copies = self._copies, {}
             if copies:
                 sources, lengths = zip(*copies.values(), strict=True)
@@ -228,11 +263,26 @@ class PipelinedScheduler(Scheduler):
                 part = self.batch.arena.kv[:, :, :, :, : max(lengths)]
                 part[:, :, where[0]] = part[:, :, where[1]]
 
+    def _copy_kept(self, kept: Places, sequence: Sequence, tokens: int) -> None:
+        self._taken.append((sequence.slot, kept[:tokens]))
+
     def _copy_beginning(self, donor: Sequence, sequence: Sequence, tokens: int) -> None:
         # Nobody leaves or moves before `_admit` ends. What is copied beyond `tokens` is computed
         # before it is looked at. A donor that still waits for its own copy has nothing else yet.
         source, _ = self._copies.get(donor.slot, (donor.slot, 0))
         self._copies[sequence.slot] = source, tokens
+
+    def _keep(self, sequences: Seq[Sequence]) -> None:
+        try:
+            for s in sequences:
+                tokens = s.known_tokens()
+                self.store.add(tokens, partial(self.kept.keep, s.slot, len(tokens)))
+            self.kept.write()
+        except BaseException as exc:
+            self.store.clear()  # some entries may never have been written
+            if isinstance(exc, torch.OutOfMemoryError | MemoryError):
+                self.store.max_tokens = self.kept.room  # asking for more each time would be slow
+            raise
 
     # Leaving. A step in flight computed one token too many for those that end. Whatever it wrote,
     # finite or not, must not meet the slot's next tenant.
@@ -240,11 +290,10 @@ class PipelinedScheduler(Scheduler):
     def _leave_together(self, sequences: Seq[Sequence]) -> None:
         """What `_leave` does, in a few launches for all of them."""
         batch, before = self.batch, len(self.batch.arena.tenants)
-        ahead = [s for s in sequences if s.computed == len(s.tokens)]
+        ahead = [(s.slot, s.computed - 1) for s in sequences if s.computed == len(s.tokens)]
         if ahead:
-            slots = to_device([s.slot for s in ahead], batch.device)
-            places = to_device([s.computed - 1 for s in ahead], batch.device)
-            batch.arena.kv[:, :, slots, :, places] = 0
+            slots, positions = to_device(list(zip(*ahead, strict=True)), batch.device)
+            batch.arena.kv[:, :, slots, :, positions] = 0
         for sequence in sequences:
             self._stop_running(sequence)
         moves = self.memory.release_all(sequences)

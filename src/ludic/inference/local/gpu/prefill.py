@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from types import ModuleType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,8 +15,8 @@ from ludic.inference.local.forward import Forward
 from ludic.inference.local.gpu.device_batch import length_buckets
 from ludic.inference.local.gpu.graphs import GraphCache
 from ludic.inference.local.gpu.layouts import RectangleLayout
-from ludic.inference.local.outcomes import to_device
 from ludic.inference.local.scheduler import Work
+from ludic.inference.local.transfer import to_device
 
 MAX_TOKENS = 32_768
 """The most tokens of one forward pass."""
@@ -100,23 +101,18 @@ class Prefill:
         return _count(len(work)), width, min(longest, self.arena.length), fresh
 
     def _fill(self, work: Seq[Work], count: int, width: int) -> _Rectangle:
-        table = torch.zeros(3, count, width, dtype=torch.long)
+        table = np.zeros((3, count, width), dtype=np.int64)
         table[2] = self.trash
-        columns = torch.zeros(2, count, dtype=torch.long)
-        columns[0] = self.trash
-        columns[1] = torch.arange(count) * width
+        columns = np.stack([np.full(count, self.trash), np.arange(count) * width])
+        steps = np.arange(width)
         for i, item in enumerate(work):
             s, first, n = item.sequence, item.sequence.computed, item.count
-            table[0, i, :n] = torch.tensor(s.tokens[first : first + n])
-            table[1, i, :n] = torch.arange(first, first + n)
-            table[2, i, :n] = s.slot
-            columns[0, i] = s.slot
+            table[0, i, :n] = s.tokens[first : first + n]
+            table[1, i, :n] = steps[:n] + first
+            table[2, i, :n] = columns[0, i] = s.slot
             columns[1, i] += n - 1
         device = self.arena.kv.device
-        if device.type == "cuda":
-            table = table.pin_memory().to(device, non_blocking=True)
-            columns = columns.pin_memory().to(device, non_blocking=True)
-        return _Rectangle(table, columns)
+        return _Rectangle(to_device(table, device), to_device(columns, device))
 
     def _forward(
         self, box: _Rectangle, length: int, fresh: bool, rows: Tensor | None = None
