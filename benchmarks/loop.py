@@ -214,7 +214,8 @@ class InstantScheduler(Scheduler):
 
     def answer(self, sequence: Sequence) -> None:
         info = {"seed": sequence.seed, "reused_tokens": 0, "queue_seconds": 0.0}
-        sequence.deliver(sequence.response(self.decode(sequence.completion), info))
+        text = self.decode(sequence.completion) if sequence.returns.text else None
+        sequence.deliver(sequence.response(text, info))
 
 
 class WorkClock:

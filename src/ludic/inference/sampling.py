@@ -94,11 +94,13 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ReturnSpec:
-    """What to return besides the tokens. `prompt_logprobs` scores the prompt (for teachers)."""
+    """What to return besides the tokens. `prompt_logprobs` scores the prompt (for teachers);
+    without `text` a backend that would have to decode it for you does not."""
 
     logprobs: bool = True
     kept_ids: bool = False
     prompt_logprobs: bool = False
+    text: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,9 @@ def inference_spec(
     if temperature is not None:
         values["temperature"] = temperature
     sampling = SamplingConfig(**values)
-    return InferenceSpec(sampling, ReturnSpec(kept_ids=trained_on and sampling.truncates))
+    return InferenceSpec(
+        sampling, ReturnSpec(kept_ids=trained_on and sampling.truncates, text=False)
+    )
 
 
 def with_template(config: RunConfig, tokenizer: Any) -> Any:

@@ -267,7 +267,8 @@ class Scheduler:
                 "queue_seconds": s.admitted_at - s.submitted_at,
             }
             try:
-                answers.append((s, s.response(self.decode(s.completion), info)))
+                text = self.decode(s.completion) if s.returns.text else None
+                answers.append((s, s.response(text, info)))
             except Exception as exc:
                 self._fail(s, step_error(exc, s, by="the engine"))
         self.counters.finished += len(answers)

@@ -119,7 +119,7 @@ class Sequence(Tenant):
         tail = decode(self.tokens[max(self.prompt_len, len(self.tokens) - reach) :])
         return any(s in tail for s in self.sampling.stop)
 
-    def response(self, text: str, info: dict[str, Any]) -> ChatResponse:
+    def response(self, text: str | None, info: dict[str, Any]) -> ChatResponse:
         """The finished sequence as what the client returns."""
         ends = [start for start, _ in self.versions[1:]] + [self.generated]
         spans = tuple(

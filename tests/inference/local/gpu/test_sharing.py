@@ -37,3 +37,25 @@ async def test_a_donor_that_waits_for_its_own_copy_gives_what_it_will_have(token
         found = answer.trace.completion_logprobs
         assert found == pytest.approx(plain_logprobs(model, answer), abs=2e-5)
     assert sum(answer.info["reused_tokens"] for answer in answers) >= 6 * 24
+
+
+async def test_a_prompt_that_another_one_is_costs_no_pass_over_prompts(tokenizer: Any) -> None:
+    model = family("Llama")
+    options: Any = {"deterministic": False, "pipelined": True, "max_slots": 8}
+    asks = [request(BEGINNING, seed=i, max_tokens=4, ignore_eos=True) for i in range(8)]
+    async with LocalChatClient(model, tokenizer, **options) as client:
+        scheduler: Any = client._scheduler
+        passes = []
+        batches = scheduler.prefill.batches
+
+        def noted(work: Any) -> Any:
+            passes.append([item.count for item in work])
+            return batches(work)
+
+        scheduler.prefill.batches = noted
+        answers = await ask_all(client, asks)
+    assert passes == [[len(BEGINNING)]]
+    for answer in answers:
+        assert answer.trace is not None
+        found = answer.trace.completion_logprobs
+        assert found == pytest.approx(plain_logprobs(model, answer), abs=2e-5)

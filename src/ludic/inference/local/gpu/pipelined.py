@@ -181,7 +181,10 @@ class PipelinedScheduler(Scheduler):
     def _compute_prompts(self) -> None:
         begin = time.perf_counter()
         while True:
+            # Decoding computes the last token of a prompt that is known from another one.
             todo = [s for s in self.running if not s.started]
+            self._start([s for s in todo if _has_one_token_left(s)])
+            todo = [s for s in todo if not s.started]
             if not todo:
                 break
             if scored := [s for s in todo if s.scores_prompt]:
@@ -209,15 +212,13 @@ class PipelinedScheduler(Scheduler):
             self._fail_step([item.sequence for item in work], exc)
             return
         self._take(work, outcomes)
-        # Those that have their next token and go on decode in their slots from now on.
-        ready = [
-            s
-            for s in (item.sequence for item in work)
-            if s.arena is not None and s.computed == len(s.tokens) - 1
-        ]
-        for s in ready:
+        self._start([item.sequence for item in work if _has_one_token_left(item.sequence)])
+
+    def _start(self, sequences: list[Sequence]) -> None:
+        """From now on these decode in their slots."""
+        for s in sequences:
             s.started = True
-        self.batch.set_rows(ready)
+        self.batch.set_rows(sequences)
 
     # Decoding
 
@@ -307,3 +308,12 @@ class PipelinedScheduler(Scheduler):
         if slot != last:
             self.batch.move_rows([(last, slot)])
         self.batch.clear_rows(last, last + 1)
+
+
+def _has_one_token_left(sequence: Sequence) -> bool:
+    """Whether decoding can go on with it: all but its last token are in its slot."""
+    return (
+        sequence.arena is not None
+        and sequence.computed == len(sequence.tokens) - 1
+        and not sequence.scores_prompt
+    )
