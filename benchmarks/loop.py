@@ -317,9 +317,11 @@ def main() -> None:
         asyncio.run(reinforce(config, stamps))
         steps = stamps.between(0, args.warmup - 1)[: args.updates]
         print("seconds of each update: " + ", ".join(f"{s:.3f}" for s in steps))
-        for name, value in stamps.metrics[args.warmup + args.updates - 1].items():
-            if name.endswith("_s") or name == "perf/tokens":
-                print(f"  {name}: {value:.4f}")
+        counted = stamps.metrics[args.warmup : args.warmup + args.updates]
+        for name in counted[-1]:
+            if name.endswith("_s") or name.startswith("perf/tokens"):
+                values = [metrics[name] for metrics in counted if name in metrics]
+                print(f"  {name}: median {statistics.median(values):.4f}, last {values[-1]:.4f}")
         figures["step_s"] = round(statistics.median(steps), 4)
         figures["device_busy"] = round(busy.share, 3) if busy else None
         trl = trl_step_s(args) if args.trl_updates else None
