@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ludic
+from ludic.runs.settings import apply_override
 
 ALPHA, WINDOW = 0.5, (0.5, 2.0)  # the report gives no values
 
@@ -29,15 +30,24 @@ def settings(model: str | None) -> dict[str, Any]:
         return {
             "model": {"name": "tiny", "kwargs": kwargs},
             "inference": {"max_context_tokens": 48, "sampling": {"max_tokens": 3}},
-            "training": {"rollouts_per_update": 128, "max_steps": 1, "max_seq_len": 64},
-            "learning_rate": 1e-3,
+            "training": {
+                "rollouts_per_update": 128,
+                "max_steps": 1,
+                "max_seq_len": 64,
+                "learning_rate": 1e-3,
+            },
             "run": {"threads": 1},
         }
     return {
-        "model": model,
+        "model": {"name": model},
         "inference": {"slots": 512, "max_context_tokens": 128, "sampling": {"max_tokens": 24}},
-        "training": {"rollouts_per_update": 512, "concurrency": 512, "max_steps": 1},
-        "learning_rate": 1e-5,
+        "training": {
+            "rollouts_per_update": 512,
+            "concurrency": 512,
+            "max_steps": 1,
+            "max_seq_len": 128,
+            "learning_rate": 1e-5,
+        },
     }
 
 
@@ -49,9 +59,12 @@ def main(arguments: list[str] | None = None) -> ludic.Run:
     parser.add_argument("--start-steps", type=int, default=150, help="of the tiny model's start")
     parser.add_argument("--episodes", type=int, default=200, help="held-out, for each evaluation")
     parser.add_argument("--out", type=Path, default=Path("runs/mopd"))
+    parser.add_argument("settings", nargs="*", help="of every run, as section.key=value")
     args = parser.parse_args(arguments)
     tiny = args.model is None
     shared = settings(args.model) | {"eval": {"episodes": args.episodes}}
+    for override in args.settings:
+        apply_override(shared, override)
     questions = {"largest": 4 if tiny else 20, "short": tiny}
     domains = {
         name: {"kind": f"arithmetic:{kind}", "name": name, "kwargs": questions}
@@ -65,7 +78,8 @@ def main(arguments: list[str] | None = None) -> ludic.Run:
             "steps": args.start_steps,
         }
         start = ludic.sft([*domains.values()], **shared, sft=lessons, out=args.out / "start")
-        shared["model"] = str(start.folder.path)
+        del shared["model"]["kwargs"]
+        shared["model"]["name"] = str(start.folder.path)
 
     grpo = ludic.grpo(group_size=8)
     teachers = [
