@@ -9,6 +9,7 @@ plain slice.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -143,7 +144,7 @@ class SlotMemory:
 
     def length_for(self, tokens: int) -> int:
         """The length of the arena for a sequence of so many tokens."""
-        return next(length for length in self.lengths if length >= tokens)
+        return self.lengths[bisect_left(self.lengths, tokens)]
 
     def arena(self, length: int) -> Arena:
         if length not in self._arenas:

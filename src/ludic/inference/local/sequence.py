@@ -45,6 +45,10 @@ class Sequence(Tenant):
     prompt: NDArray[np.uint32] = field(init=False)
     """The tokens that it came with, as an array, for finding a common beginning quickly."""
     prompt_key: bytes = field(init=False)
+    is_special: bool = field(init=False)
+    """Whether its distribution needs more than a temperature."""
+    is_plain: bool = field(init=False)
+    """Whether a draw from the scaled logits is all that it needs."""
     started: bool = False
     cancelled: bool = False
     finished: FinishReason | None = None
@@ -55,6 +59,9 @@ class Sequence(Tenant):
         self.tokens, self.prompt_len = list(self.prompt_token_ids), len(self.prompt_token_ids)
         self.prompt_key = key_of_ids(self.prompt_token_ids)
         self.prompt = np.frombuffer(self.prompt_key, dtype=">u4")
+        # Asked for every token, and the same for all of them.
+        self.is_special = self.sampling.truncates or self.sampling.penalises
+        self.is_plain = self.sampling.temperature > 0 and not self.is_special
 
     @property
     def completion(self) -> list[int]:
@@ -74,16 +81,6 @@ class Sequence(Tenant):
     def scores_prompt(self) -> bool:
         """Whether log-probs of the prompt are still to be found."""
         return self.returns.prompt_logprobs and len(self.prompt_logprobs) < self.prompt_len
-
-    @property
-    def is_special(self) -> bool:
-        """Whether its distribution needs more than a temperature."""
-        return self.sampling.truncates or self.sampling.penalises
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a draw from the scaled logits is all that it needs."""
-        return self.sampling.temperature > 0 and not self.is_special
 
     @property
     def description(self) -> str:

@@ -115,15 +115,16 @@ def _reduce(
     """Log-normaliser, log-prob and entropy of each row of the head's output."""
     logits = logits * scales[:, None]
     if mask is not None:
-        logits = logits.masked_fill(mask, -torch.inf)
-    lse = logits.logsumexp(dim=1)
-    logprobs = logits.gather(1, targets[:, None]).squeeze(1) - lse
+        logits.masked_fill_(mask, -torch.inf)
+    logp = logits.log_softmax(dim=1)
+    logprobs = logp.gather(1, targets[:, None]).squeeze(1)
+    lse = logits.amax(1) - logp.amax(1)
     if not entropy:
         return lse, logprobs, torch.zeros_like(lse)
-    probs = torch.exp(logits - lse[:, None])
+    probs = logp.exp()
     if mask is not None:
-        logits = logits.masked_fill(mask, 0.0)  # 0 * inf would be NaN
-    return lse, logprobs, lse - (probs * logits).sum(1)
+        logp = logp.masked_fill_(mask, 0.0)  # 0 * inf would be NaN
+    return lse, logprobs, -probs.mul_(logp).sum(1)
 
 
 def _logit_gradient(
@@ -138,16 +139,17 @@ def _logit_gradient(
     dtype: torch.dtype,
 ) -> Tensor:
     """The gradient for the head's output, in `dtype`, from those of log-prob and entropy."""
-    logp = logits * scales[:, None] - lse[:, None]
-    probs = torch.exp(logp)
+    logp = torch.addcmul(-lse[:, None], logits, scales[:, None])
+    probs = logp.exp()
     if mask is not None:
-        probs = probs.masked_fill(mask, 0.0)
-    factor = -grad_logprobs[:, None]
-    if grad_entropies is not None:
-        factor = factor - (logp + entropies[:, None]) * grad_entropies[:, None]
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    hit = torch.where(ids[None, :] == targets[:, None], grad_logprobs[:, None], 0.0)
-    return ((probs * factor + hit) * scales[:, None]).to(dtype)
+        probs.masked_fill_(mask, 0.0)
+    gradient = grad_logprobs * scales
+    if grad_entropies is None:
+        probs.mul_(-gradient[:, None])
+    else:
+        slope = logp.add_(entropies[:, None]).mul_((grad_entropies * scales)[:, None])
+        probs.mul_(-gradient[:, None] - slope)
+    return probs.scatter_add_(1, targets[:, None], gradient[:, None]).to(dtype)
 
 
 @cache

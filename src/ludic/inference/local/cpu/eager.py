@@ -128,21 +128,25 @@ class EagerRunner:
         decodes: dict[int, tuple[list[int], list[int], list[int]]] = {}
         row = 0
         for item in work:
-            s, first = item.sequence, item.sequence.computed
-            end = first + item.count
-            ids[row : row + item.count] = s.tokens[first:end]
-            positions[row : row + item.count] = range(first, end)
-            arena = s.arena
+            s, count = item.sequence, item.count
+            first, arena = s.computed, s.arena
+            end = first + count
             assert arena is not None
-            if item.count == 1 and self.memory.length_for(end) == arena.length:
-                group = decodes.setdefault(arena.length, ([], [], []))
-                for values, value in zip(group, (row, s.slot, first), strict=True):
-                    values.append(value)
+            if count == 1 and self.memory.length_for(end) == arena.length:
+                ids[row], positions[row] = s.tokens[first], first
+                if arena.length not in decodes:
+                    decodes[arena.length] = [], [], []
+                its_rows, slots, places = decodes[arena.length]
+                its_rows.append(row)
+                slots.append(s.slot)
+                places.append(first)
             else:
+                ids[row : row + count] = s.tokens[first:end]
+                positions[row : row + count] = range(first, end)
                 for begin, stop, length in self._pieces(first, end, arena.length):
                     at = row + begin - first
                     layout.add_chunk(arena, s.slot, at, begin, length, stop - begin)
-            row += item.count
+            row += count
         for length, (its_rows, slots, places) in decodes.items():
             layout.add_decodes(self.memory.arena(length), its_rows, slots, places)
         return ids, positions, layout
