@@ -373,23 +373,21 @@ class Rollout:
 
     def turns(self) -> Iterator[Turn]:
         """The rollout as turns, in order. Outcomes heard before the first turn count to it."""
-        calls: dict[int, list[AgentStep]] = {}
-        acted: dict[int, EnvironmentStep] = {}
-        heard: dict[int, list[EnvironmentStep]] = {}
+        by_index: dict[int, list[Step]] = {}
         for step in self.steps:
-            if isinstance(step, AgentStep):
-                calls.setdefault(step.turn_index, []).append(step)
-            elif step.agent_steps:
-                acted[step.turn_index] = step
-            else:
-                heard.setdefault(step.turn_index, []).append(step)
-        for index in sorted(calls.keys() | acted.keys() | heard.keys()):
-            yield Turn(
-                index,
-                tuple(calls.get(index, ())),
-                acted.get(index),
-                tuple(heard.get(index, ())),
-            )
+            by_index.setdefault(step.turn_index, []).append(step)
+        for index in sorted(by_index):
+            calls: list[AgentStep] = []
+            acted: EnvironmentStep | None = None
+            heard: list[EnvironmentStep] = []
+            for step in by_index[index]:
+                if isinstance(step, AgentStep):
+                    calls.append(step)
+                elif step.agent_steps:
+                    acted = step
+                else:
+                    heard.append(step)
+            yield Turn(index, tuple(calls), acted, tuple(heard))
 
 
 RolloutStepKey: TypeAlias = tuple[str, int]

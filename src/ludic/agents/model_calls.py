@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from ludic.errors import AgentError, DeadlineError, InferenceError
@@ -23,6 +23,7 @@ from ludic.workers.deadlines import deadline
 Tools = Sequence[Mapping[str, Any]] | None
 
 _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingConfig))
+_sampling_values = attrgetter(*_SAMPLING_FIELDS)
 
 
 @quick
@@ -123,16 +124,13 @@ class ModelCaller:
         self, sampling: SamplingConfig, room: int | None
     ) -> tuple[SamplingConfig, Mapping[str, Any]]:
         """This call's sampling settings, and the same as JSON."""
-        as_json = _as_json(sampling)
         seed, limit = sampling.seed, sampling.max_tokens
         if self._seed is not None:
             seed = derive_seed(self._seed, "call", self._calls)
         if room is not None and limit is not None and limit > room:
             limit = room
-        if seed is sampling.seed and limit is sampling.max_tokens:
-            return sampling, as_json
-        changed = sampling.for_call(seed, limit)
-        return changed, {**as_json, "seed": seed, "max_tokens": limit}
+        own = sampling.for_call(seed, limit)
+        return own, _as_json(own)
 
     async def _complete(self, prompt: tuple[int, ...], sampling: SamplingConfig) -> ChatResponse:
         request = TokenCompletionRequest(
@@ -194,10 +192,10 @@ def _prompt(
     )
 
 
-@lru_cache(maxsize=64)
 def _as_json(sampling: SamplingConfig) -> Mapping[str, Any]:
-    values = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+    values = dict(zip(_SAMPLING_FIELDS, _sampling_values(sampling), strict=True))
+    values["stop"], values["stop_token_ids"] = list(sampling.stop), list(sampling.stop_token_ids)
+    return values
 
 
 def _unseen(messages: tuple[Message, ...], shown: tuple[Message, ...]) -> tuple[Message, ...]:

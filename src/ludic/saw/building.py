@@ -72,7 +72,7 @@ def build_items(
         rows: list[list[_Call]] = []
         for calls in _trained_turns(rollout, credit, sample_filter, drops):
             rows.extend(_extend_rows(rows if merge else (), calls))
-        items.extend(_make_item(row, rollout, meta) for row in rows)
+        items.extend([_make_item(row, rollout, meta) for row in rows])
     return items
 
 
@@ -152,9 +152,9 @@ def _item_meta(rollout: Rollout) -> Mapping[str, Any]:
 
 def _make_item(row: Sequence[_Call], rollout: Rollout, meta: Mapping[str, Any]) -> SAWItem:
     input_ids = np.array(row[-1].trace.token_ids, dtype=np.int64)
-    attention_mask = np.empty(len(input_ids), dtype=np.int8)
+    attention_mask = np.empty(input_ids.size, dtype=np.int8)
     attention_mask.fill(1)
-    action_mask = np.zeros(len(input_ids), dtype=np.int8)
+    action_mask = np.zeros(input_ids.size, dtype=np.int8)
     logprobs: list[float] = []
     versions: list[int] = []
     spans: list[TurnSpan] = []
@@ -170,7 +170,7 @@ def _make_item(row: Sequence[_Call], rollout: Rollout, meta: Mapping[str, Any]) 
             begin = spans.pop().start
         spans.append(TurnSpan(begin, end, call.turn_index, call.weight))
     one_weight = len(spans) == 1
-    known = any(call.trace.version_spans for call in row)
+    known = any([call.trace.version_spans for call in row])
     return SAWItem(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -204,7 +204,7 @@ def _token_weights(spans: Sequence[TurnSpan]) -> NDArray[np.float32]:
 
 
 def _kept_ids(row: Sequence[_Call]) -> tuple[NDArray[np.int64], ...] | None:
-    if all(call.trace.kept_token_ids is None for call in row):
+    if all([call.trace.kept_token_ids is None for call in row]):
         return None
     everything = np.empty(0, dtype=np.int64)
     kept: list[NDArray[np.int64]] = []
