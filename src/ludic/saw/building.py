@@ -157,6 +157,7 @@ def _make_item(row: Sequence[_Call], rollout: Rollout, meta: Mapping[str, Any]) 
     action_mask = np.zeros(input_ids.size, dtype=np.int8)
     logprobs: list[float] = []
     versions: list[int] = []
+    known = False
     spans: list[TurnSpan] = []
     end = 0
     for call in row:
@@ -165,12 +166,12 @@ def _make_item(row: Sequence[_Call], rollout: Rollout, meta: Mapping[str, Any]) 
         action_mask[start : start + count] = 1
         logprobs += trace.completion_logprobs or ()
         versions += _versions(trace)
+        known = known or bool(trace.version_spans)
         begin, end = end, end + count
         if spans and spans[-1].turn_index == call.turn_index:
             begin = spans.pop().start
         spans.append(TurnSpan(begin, end, call.turn_index, call.weight))
     one_weight = len(spans) == 1
-    known = any([call.trace.version_spans for call in row])
     return SAWItem(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -204,7 +205,7 @@ def _token_weights(spans: Sequence[TurnSpan]) -> NDArray[np.float32]:
 
 
 def _kept_ids(row: Sequence[_Call]) -> tuple[NDArray[np.int64], ...] | None:
-    if all([call.trace.kept_token_ids is None for call in row]):
+    if all(call.trace.kept_token_ids is None for call in row):
         return None
     everything = np.empty(0, dtype=np.int64)
     kept: list[NDArray[np.int64]] = []

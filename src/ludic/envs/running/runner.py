@@ -188,9 +188,9 @@ class EnvRunner:
                     "actions are text"
                 )
         active = self.active_agents
-        if len(actions) == len(active) and all(agent in actions for agent in active):
-            return
         missing = [agent for agent in active if agent not in actions]
+        if not missing and len(actions) == len(active):
+            return
         extra = [agent for agent in actions if agent not in active]
         if extra or not actions or not self.accepts_partial_actions:
             raise EnvError(

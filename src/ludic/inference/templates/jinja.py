@@ -74,7 +74,8 @@ def _compile(source: str, today: dt.date) -> Any:
 
     class Environment(ImmutableSandboxedEnvironment):
         """The sandbox, with a short way for the two look-ups that chat templates consist of. Both
-        are ones that it allows: a loop's public counters, and the keys of a message."""
+        are ones that it allows: a loop's public counters, and the keys of a message, which may be
+        missing."""
 
         def getattr(self, obj: Any, attribute: str) -> Any:
             kind = type(obj)
@@ -84,6 +85,13 @@ def _compile(source: str, today: dt.date) -> Any:
             elif kind is dict and attribute not in _DICT_METHODS and attribute in obj:
                 return obj[attribute]
             return super().getattr(obj, attribute)
+
+        def getitem(self, obj: Any, argument: Any) -> Any:
+            if type(obj) is dict and type(argument) is str and argument not in _DICT_METHODS:
+                if argument in obj:
+                    return obj[argument]
+                return self.undefined(obj=obj, name=argument)
+            return super().getitem(obj, argument)
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
