@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from operator import attrgetter
+from functools import lru_cache
 from typing import Any
 
 from ludic.errors import AgentError, DeadlineError, InferenceError
@@ -23,7 +23,6 @@ from ludic.workers.deadlines import deadline
 Tools = Sequence[Mapping[str, Any]] | None
 
 _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingConfig))
-_sampling_values = attrgetter(*_SAMPLING_FIELDS)
 
 
 @quick
@@ -129,8 +128,11 @@ class ModelCaller:
             seed = derive_seed(self._seed, "call", self._calls)
         if room is not None and limit is not None and limit > room:
             limit = room
+        as_json = _as_json(sampling)
+        if seed is sampling.seed and limit is sampling.max_tokens:
+            return sampling, as_json
         own = sampling.for_call(seed, limit)
-        return own, _as_json(own)
+        return own, {**as_json, "seed": seed, "max_tokens": limit}
 
     async def _complete(self, prompt: tuple[int, ...], sampling: SamplingConfig) -> ChatResponse:
         request = TokenCompletionRequest(
@@ -192,10 +194,10 @@ def _prompt(
     )
 
 
+@lru_cache(maxsize=64)
 def _as_json(sampling: SamplingConfig) -> Mapping[str, Any]:
-    values = dict(zip(_SAMPLING_FIELDS, _sampling_values(sampling), strict=True))
-    values["stop"], values["stop_token_ids"] = list(sampling.stop), list(sampling.stop_token_ids)
-    return values
+    values = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
 def _unseen(messages: tuple[Message, ...], shown: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -75,7 +75,7 @@ class SamplingConfig:
         """The same settings for one call. What is not given anew was checked already."""
         if max_tokens is not self.max_tokens:
             return replace(self, seed=seed, max_tokens=max_tokens)
-        return self if seed is self.seed else changed(self, seed=seed)
+        return changed(self, seed=seed)
 
     @property
     def truncates(self) -> bool:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from struct import error as StructError
 
-import numpy as np
-
 from ludic.errors import RequestRejectedError
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local.prefix_store import key_of_ids
-from ludic.inference.local.sequence import PACKED
 
 _INT = frozenset({int})
 
@@ -29,7 +26,7 @@ def checked_prompt(request: TokenCompletionRequest, *, vocab: int, context: int)
         key = key_of_ids(ids) if _INT.issuperset(map(type, ids)) else b""
     except StructError:  # a negative id, or one of more than 32 bits
         key = b""
-    if not key or np.frombuffer(key, PACKED).max() >= vocab:
+    if not key or max(ids) >= vocab:
         i, token = next(
             (i, t) for i, t in enumerate(ids) if type(t) is not int or not 0 <= t < vocab
         )

@@ -14,8 +14,8 @@ from ludic.inference.local.arena import Tenant
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
 
-PACKED = np.dtype(">u4")
-"""What the tokens are as `key_of_ids` packs them."""
+_PACKED = np.dtype(">u4")
+"""The tokens as `key_of_ids` packs them."""
 Deliver = Callable[[ChatResponse | BaseException], None]
 
 
@@ -55,7 +55,7 @@ class Sequence(Tenant):
 
     def __post_init__(self) -> None:
         self.tokens, self.prompt_len = list(self.prompt_token_ids), len(self.prompt_token_ids)
-        self.prompt = np.frombuffer(self.prompt_key, PACKED)
+        self.prompt = np.frombuffer(self.prompt_key, _PACKED)
 
     @property
     def completion(self) -> list[int]:

@@ -133,7 +133,10 @@ def _check_logprobs(items: Sequence[SAWItem]) -> None:
     is packed."""
     for name in ("behavior_logprobs", "reference_logprobs", "teacher_logprobs"):
         found = [getattr(item.attachments, name) for item in items]
-        if all(values is None for values in found):
+        known = [values for values in found if values is not None]
+        if not known or (
+            len(known) == len(found) and bool(np.isfinite(np.concatenate(known)).all())
+        ):
             continue
         for index, (item, values) in enumerate(zip(items, found, strict=True)):
             if values is None:
