@@ -88,8 +88,8 @@ def quick(cls: type[T]) -> type[T]:
 def changed(value: T, /, **changes: Any) -> T:
     """What `dataclasses.replace` returns, without the checks in `__post_init__`: `value` passed
     them, and the caller vouches for the changes."""
-    made: T = _changers.get(type(value), replace)(value, **changes)
-    return made
+    change: Callable[..., T] = _changers.get(type(value), replace)
+    return change(value, **changes)
 
 
 def _function(head: str, body: list[str], known: dict[str, Any]) -> Any:

@@ -169,8 +169,9 @@ class Registry:
 
     def make_from(self, spec: str | Mapping[str, Any]) -> Any:
         """What a run file describes: a name, or a mapping of "kind" and the arguments."""
-        described = type(spec) is dict or isinstance(spec, Mapping)
-        options = dict(spec) if described else {"kind": spec}
+        options: dict[str, Any] = {"kind": spec}
+        if type(spec) is dict or isinstance(spec, Mapping):
+            options = dict(spec)
         name = options.pop("kind", None)
         if not isinstance(name, str):
             known = ", ".join(self.names())
