@@ -196,7 +196,10 @@ def _versions(trace: TokenTrace) -> list[int]:
     """The policy version of every sampled token."""
     if not trace.version_spans:
         return [UNKNOWN_VERSION] * len(trace.completion_token_ids)
-    return [span.version for span in trace.version_spans for _ in range(span.start, span.end)]
+    versions: list[int] = []
+    for span in trace.version_spans:
+        versions += [span.version] * (span.end - span.start)
+    return versions
 
 
 def _token_weights(spans: Sequence[TurnSpan]) -> NDArray[np.float32]:
