@@ -32,8 +32,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_copiers: dict[type, Callable[[Any], Any]] = {}
-"""By class: what copies an object into one that is still `opened`."""
+_changers: dict[type, Callable[..., Any]] = {}
+"""By class: `changed` for its objects."""
 
 
 def quick(cls: type[T]) -> type[T]:
@@ -45,6 +45,7 @@ def quick(cls: type[T]) -> type[T]:
         "become": object.__setattr__,
         "cls": cls,
         "MISSING": MISSING,
+        "SAME": object(),
         "new": object.__new__,
         "opened": opened,
         "original": cls.__init__,
@@ -69,30 +70,26 @@ def quick(cls: type[T]) -> type[T]:
         "self.__class__ = cls",
         *(["self.__post_init__()"] if hasattr(cls, "__post_init__") else []),
     ]
-    copy = ["made = new(opened)", *(f"made.{name} = old.{name}" for name in names), "return made"]
+    change = [
+        "made = new(opened)",
+        *(f"made.{name} = old.{name} if {name} is SAME else {name}" for name in names),
+        "made.__class__ = cls",
+        "return made",
+    ]
+    changes = ", ".join(f"{name}=SAME" for name in names)
     made = _function(f"__init__({', '.join(parameters)})", init, known)
     made.__annotations__ = cls.__init__.__annotations__
     made.__qualname__ = f"{cls.__qualname__}.__init__"
     cls.__init__ = made  # type: ignore[method-assign]
-    _copiers[cls] = _function("copy(old)", copy, known)
+    _changers[cls] = _function(f"changed(old, /, *, {changes})", change, known)
     return cls
 
 
-def changed(value: T, **changes: Any) -> T:
+def changed(value: T, /, **changes: Any) -> T:
     """What `dataclasses.replace` returns, without the checks in `__post_init__`: `value` passed
     them, and the caller vouches for the changes."""
-    cls = type(value)
-    copy = _copiers.get(cls)
-    if copy is None:
-        return replace(value, **changes)  # type: ignore[type-var]
-    made: T = copy(value)
-    try:
-        for name, new in changes.items():
-            setattr(made, name, new)
-    except AttributeError:
-        raise TypeError(f"a {cls.__name__} has no field {name!r}") from None
-    made.__class__ = cls
-    return made
+    change: Callable[..., T] = _changers.get(type(value), replace)
+    return change(value, **changes)
 
 
 def _function(head: str, body: list[str], known: dict[str, Any]) -> Any:

@@ -143,9 +143,12 @@ def _checked_object(value: Any) -> Any:
     return value
 
 
+_TEXT_OR_FLOAT = (str, float)
+
+
 def _not_json(value: Any, path: str = "", depth: int = 0) -> str | None:
     """The first place under `value` that JSON would change, and why."""
-    if value is None or isinstance(value, str | float):
+    if value is None or isinstance(value, _TEXT_OR_FLOAT):
         return None
     if isinstance(value, int):
         return f"{path} has too many digits" if value.bit_length() > MAX_INT_BITS else None

@@ -71,7 +71,7 @@ def _shape(hint: Any) -> Shape:
     if origin is list:
         return Shape(frozenset({list}), {list: _all_items(_shape(args[0]))})
     if origin is Mapping and args[0] is str:
-        check = _is_free_object if args[1] is Any else _all_values(_shape(args[1]))
+        check = _is_free if args[1] is Any else _all_values(_shape(args[1]))
         return Shape(frozenset({dict}), {dict: check})
     if is_typeddict(hint):
         return Shape(frozenset({dict}), {dict: _all_keys(hint)})
@@ -85,11 +85,12 @@ def _shape(hint: Any) -> Shape:
 def _all_items(shape: Shape) -> Check:
     """Checks each item; the loops are in C, since there is an item for every token."""
     checks = list(shape.checks.values())
+    fits = shape.types.issuperset
     if not checks:
-        return lambda items: shape.types.issuperset(map(type, items))
+        return lambda items: fits(map(type, items))
     if len(set(checks)) == 1 and len(checks) == len(shape.types):
         check = checks[0]
-        return lambda items: shape.types.issuperset(map(type, items)) and all(map(check, items))
+        return lambda items: fits(map(type, items)) and all(map(check, items))
     return lambda items: all(map(shape.holds, items))
 
 
@@ -163,17 +164,13 @@ def _left(shapes: list[Shape], kinds: tuple[type, ...]) -> _Left | None:
         return None
     found = ((at, shape.checks.get(kinds[at])) for at, shape in enumerate(shapes))
     return tuple(
-        (at, check, not (kinds[at] in (tuple, list) or check is _is_free_object))
+        (at, check, not (kinds[at] in (tuple, list) or check is _is_free))
         for at, check in found
         if check is not None
     )
 
 
-def _is_free_object(value: dict[Any, Any]) -> bool:
-    return _is_free(value, 0)
-
-
-def _is_free(value: dict[Any, Any] | list[Any], depth: int) -> bool:
+def _is_free(value: dict[Any, Any] | list[Any], depth: int = 0) -> bool:
     """Whether a dict or list is JSON through and through: exact types, finite numbers."""
     if depth >= MAX_DEPTH:
         return False

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,17 @@ _MOVED = {
 
 def resolve(place: str) -> Any:
     """What `module:attribute` stands for; the attribute may be dotted."""
-    module, path = _parts(place)
+    module, look_up = _parts(place)
     try:
-        return _look_up(sys.modules[module], path)
+        return look_up(sys.modules[module])
     except (KeyError, AttributeError):  # not imported yet, or in this moment by another thread
-        return _look_up(import_module(module), path)
+        return look_up(import_module(module))
 
 
 @lru_cache(maxsize=1024)
-def _parts(place: str) -> tuple[str, tuple[str, ...]]:
+def _parts(place: str) -> tuple[str, Callable[[Any], Any]]:
     module, _, path = place.partition(":")
-    return _MOVED.get(module, module), tuple(path.split("."))
-
-
-def _look_up(thing: Any, path: tuple[str, ...]) -> Any:
-    for part in path:
-        thing = getattr(thing, part)
-    return thing
+    return _MOVED.get(module, module), attrgetter(path)
 
 
 def late_names(package: str, file: str) -> tuple[Callable[[str], Any], list[str]]:

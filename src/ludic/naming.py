@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -105,10 +105,10 @@ class Registry:
         """
         if is_given(name):
             return given(name, self.kind)  # type: ignore[no-any-return]
-        entry, announced = self._entries.get(name), self._announced.get(name, [])
-        if entry and not announced:
+        entry, announced = self._entries.get(name), self._announced.get(name, ())
+        if entry is not None and not announced:
             target = entry.target
-            return target if callable(target) else _load(self.kind, name, target)
+            return _load(self.kind, name, target) if isinstance(target, str) else target
         sources = [self._owner(name)] if entry else []
         sources += [f"the package {_package(point)}" for point in announced]
         if len(sources) > 1:
@@ -126,7 +126,7 @@ class Registry:
         """What stands at `module:attribute`. Names also come from stored data, which must not
         get just anything called: there, only a class that is seen to be of this kind will do."""
         stored = names_are_stored()
-        if not self._base and stored:
+        if stored and not self._base:
             raise ConfigError(
                 f"{self.kind} {place!r} is named by stored data, for which no function is "
                 f"imported: register it first, under this name, with `{self._register}`"
@@ -149,10 +149,14 @@ class Registry:
 
     def make(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the factory behind `name`; arguments it does not take are a `ConfigError`."""
-        return self.make_with(self.get(name), name, *args, **kwargs)
+        return self.make_with(self.get(name), name, args, kwargs)
 
     def make_with(
-        self, factory: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any
+        self,
+        factory: Callable[..., Any],
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         """Calls `factory`, which `get(name)` returned, as `make` does."""
         try:
@@ -165,13 +169,15 @@ class Registry:
 
     def make_from(self, spec: str | Mapping[str, Any]) -> Any:
         """What a run file describes: a name, or a mapping of "kind" and the arguments."""
-        options = dict(spec) if isinstance(spec, Mapping) else {"kind": spec}
+        options: dict[str, Any] = {"kind": spec}
+        if type(spec) is dict or isinstance(spec, Mapping):
+            options = dict(spec)
         name = options.pop("kind", None)
         if not isinstance(name, str):
             known = ", ".join(self.names())
             raise ConfigError(f"{self.kind} {spec!r} needs a 'kind', one of: {known}")
         try:
-            return self.make(name, **options)
+            return self.make_with(self.get(name), name, (), options)
         except TypeError as exc:
             raise ConfigError(f"{self.kind} {name!r} with {options}: {exc}") from exc
 

@@ -287,7 +287,7 @@ def make_parser(spec: str | Mapping[str, Any] | Sequence[Any] | Parser) -> Parse
     """
     if callable(spec):
         return spec
-    if isinstance(spec, str | Mapping):
+    if isinstance(spec, str) or type(spec) is dict or isinstance(spec, Mapping):
         return PARSERS.make_from(spec)  # type: ignore[no-any-return]
     return compose_parsers(*map(make_parser, spec))
 

@@ -124,8 +124,11 @@ class TokenTrace:
 
     def __post_init__(self) -> None:
         # A list would never equal a tuple, so a prompt that extends another would look forked.
-        for name in ("prompt_token_ids", "completion_token_ids", "completion_logprobs"):
-            value = getattr(self, name)
+        for name, value in (
+            ("prompt_token_ids", self.prompt_token_ids),
+            ("completion_token_ids", self.completion_token_ids),
+            ("completion_logprobs", self.completion_logprobs),
+        ):
             if type(value) is tuple:
                 continue
             if isinstance(value, list):
@@ -135,10 +138,12 @@ class TokenTrace:
                     f"TokenTrace.{name} is a {type(value).__name__}: give a tuple of plain numbers"
                 )
         n = len(self.completion_token_ids)
-        for name in ("completion_logprobs", "kept_token_ids"):
-            value = getattr(self, name)
-            if value is not None and len(value) != n:
-                raise DataError(f"TokenTrace.{name} has {len(value)} entries for {n} tokens")
+        for name, values in (
+            ("completion_logprobs", self.completion_logprobs),
+            ("kept_token_ids", self.kept_token_ids),
+        ):
+            if values is not None and len(values) != n:
+                raise DataError(f"TokenTrace.{name} has {len(values)} entries for {n} tokens")
         covered, in_order = 0, True
         for span in self.version_spans:
             in_order = in_order and span.start == covered <= span.end
@@ -373,23 +378,21 @@ class Rollout:
 
     def turns(self) -> Iterator[Turn]:
         """The rollout as turns, in order. Outcomes heard before the first turn count to it."""
-        calls: dict[int, list[AgentStep]] = {}
-        acted: dict[int, EnvironmentStep] = {}
-        heard: dict[int, list[EnvironmentStep]] = {}
+        by_index: dict[int, list[Step]] = {}
         for step in self.steps:
-            if isinstance(step, AgentStep):
-                calls.setdefault(step.turn_index, []).append(step)
-            elif step.agent_steps:
-                acted[step.turn_index] = step
-            else:
-                heard.setdefault(step.turn_index, []).append(step)
-        for index in sorted(calls.keys() | acted.keys() | heard.keys()):
-            yield Turn(
-                index,
-                tuple(calls.get(index, ())),
-                acted.get(index),
-                tuple(heard.get(index, ())),
-            )
+            by_index.setdefault(step.turn_index, []).append(step)
+        for index in sorted(by_index):
+            calls: list[AgentStep] = []
+            acted: EnvironmentStep | None = None
+            heard: list[EnvironmentStep] = []
+            for step in by_index[index]:
+                if isinstance(step, AgentStep):
+                    calls.append(step)
+                elif step.agent_steps:
+                    acted = step
+                else:
+                    heard.append(step)
+            yield Turn(index, tuple(calls), acted, tuple(heard))
 
 
 RolloutStepKey: TypeAlias = tuple[str, int]

@@ -123,16 +123,16 @@ class ModelCaller:
         self, sampling: SamplingConfig, room: int | None
     ) -> tuple[SamplingConfig, Mapping[str, Any]]:
         """This call's sampling settings, and the same as JSON."""
-        as_json = _as_json(sampling)
         seed, limit = sampling.seed, sampling.max_tokens
         if self._seed is not None:
             seed = derive_seed(self._seed, "call", self._calls)
         if room is not None and limit is not None and limit > room:
             limit = room
+        as_json = _as_json(sampling)
         if seed is sampling.seed and limit is sampling.max_tokens:
             return sampling, as_json
-        changed = sampling.for_call(seed, limit)
-        return changed, {**as_json, "seed": seed, "max_tokens": limit}
+        own = sampling.for_call(seed, limit)
+        return own, {**as_json, "seed": seed, "max_tokens": limit}
 
     async def _complete(self, prompt: tuple[int, ...], sampling: SamplingConfig) -> ChatResponse:
         request = TokenCompletionRequest(

@@ -186,9 +186,8 @@ class AgentTrack:
                 "AgentStep for each, unless it was truncated"
             )
         turn, start = self._turns if acted else max(self._turns - 1, 0), len(self._steps)
-        self._steps.extend(
-            s if s.turn_index == turn else replace(s, turn_index=turn) for s in calls
-        )
+        for call in calls:
+            self._steps.append(call if call.turn_index == turn else replace(call, turn_index=turn))
         self._turns += acted
         self._last = len(self._steps)
         self._steps.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
@@ -23,29 +24,40 @@ async def run_bounded(
     happens without an exception when the generator is closed. A slow consumer holds jobs back.
     """
     pending = iter(jobs)
-    done: asyncio.Queue[tuple[Result] | Exception | None] = asyncio.Queue(concurrency)
+    done: deque[tuple[Result] | Exception] = deque()
+    news, room = asyncio.Event(), asyncio.Event()
+    working = concurrency
 
     async def work() -> None:
+        nonlocal working
         try:
             for job in pending:
-                await done.put((await run(job),))
+                done.append((await run(job),))
+                news.set()
+                while len(done) >= concurrency:
+                    room.clear()
+                    await room.wait()
         except Exception as exc:
-            await done.put(exc)
-        else:
-            await done.put(None)
+            done.append(exc)
+        finally:
+            working -= 1
+            news.set()
 
     workers = [asyncio.create_task(work()) for _ in range(concurrency)]
     try:
-        left = len(workers)
-        while left:
-            result = await done.get()
-            if result is None:
-                left -= 1
-            elif isinstance(result, Exception):
+        while working or done:
+            if not done:
+                news.clear()
+                await news.wait()
+                continue
+            result = done.popleft()
+            if len(done) < concurrency:
+                room.set()
+            if isinstance(result, Exception):
                 raise result
-            else:
-                yield result[0]
+            yield result[0]
     finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.wait(workers, timeout=_STOP_S)
+        if still := [worker for worker in workers if not worker.done()]:
+            for worker in still:
+                worker.cancel()
+            await asyncio.wait(still, timeout=_STOP_S)

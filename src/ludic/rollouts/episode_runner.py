@@ -103,7 +103,7 @@ class EpisodeRunner:
         if self.env_registry is None:
             factory: Any = ENVS.get(spec.kind)
             if _answers_at_once(factory):
-                return ENVS.make_with(factory, spec.kind, **spec.kwargs)  # type: ignore[no-any-return]
+                return ENVS.make_with(factory, spec.kind, (), spec.kwargs)  # type: ignore[no-any-return]
             build = partial(build_env, spec)
         else:
             factory = _look_up("environment", spec.kind, self.env_registry)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ludic.errors import ConfigError
+from ludic.frozen import changed
 from ludic.rollouts.requests import RolloutRequest
 from ludic.seeding import derive_seed
 
@@ -82,7 +83,7 @@ class GRPORequestStrategy:
         return [
             member
             if sampling_seed is None
-            else replace(
+            else changed(
                 member, sampling_seed=derive_seed(sampling_seed, *path, "member", position_in_group)
             )
             for position_in_group in range(self.group_size)

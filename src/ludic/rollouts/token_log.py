@@ -12,6 +12,7 @@ import warnings
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -175,11 +176,10 @@ def _row(
 
 
 def _spans(mask: NDArray[np.int8]) -> list[tuple[int, int]]:
-    places = np.flatnonzero(mask)
-    if len(places) and places[-1] - places[0] + 1 == len(places):  # one call, as is most usual
-        return [(int(places[0]), len(places))]
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask != 0, [0]]).astype(np.int8)))
-    return [(int(a), int(b - a)) for a, b in edges.reshape(-1, 2)]
+    places = mask.nonzero()[0]
+    ends = (places[1:] - places[:-1] > 1).nonzero()[0] + 1
+    bounds = [0, *ends.tolist(), places.size]
+    return [(int(places[a]), b - a) for a, b in pairwise(bounds) if a < b]
 
 
 def _text(values: NDArray[np.float32]) -> str:

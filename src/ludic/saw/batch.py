@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from ludic.errors import BatchError, CreditError
-from ludic.saw.items import BatchCounts, SAWBatch, SAWItem, TurnSpan
+from ludic.saw.items import BatchCounts, SampleAttachments, SAWBatch, SAWItem, TurnSpan
 
 
 def make_batch(items: Iterable[SAWItem], meta: Mapping[str, Any] | None = None) -> SAWBatch:
@@ -20,8 +21,13 @@ def make_batch(items: Iterable[SAWItem], meta: Mapping[str, Any] | None = None) 
     rollout. Raises `BatchError` for masks or attachments of the wrong length and `CreditError` for
     weights that are not finite.
     """
-    checked = tuple(_completed(item, index) for index, item in enumerate(items))
+    checked = completed(items)
     return SAWBatch(checked, count_items(checked), dict(meta or {}))
+
+
+def completed(items: Iterable[SAWItem]) -> tuple[SAWItem, ...]:
+    """The items of a batch, checked and completed as `make_batch` says."""
+    return tuple([_completed(item, index) for index, item in enumerate(items)])
 
 
 def count_items(items: Iterable[SAWItem]) -> BatchCounts:
@@ -33,7 +39,7 @@ def count_items(items: Iterable[SAWItem]) -> BatchCounts:
     groups: set[Hashable] = set()
     for item in items:
         tokens += item.turns[-1].end
-        turns.update((item.rollout_id, span.turn_index) for span in item.turns)
+        turns.update([(item.rollout_id, span.turn_index) for span in item.turns])
         rollouts.add(item.rollout_id)
         groups.add(group_key(item))
     return BatchCounts(tokens, len(turns), len(rollouts), len(groups))
@@ -45,15 +51,18 @@ def group_key(item: SAWItem) -> Hashable:
 
 
 def _completed(item: SAWItem, index: int) -> SAWItem:
-    where = f"item {index}" + (f" (rollout {item.rollout_id!r})" if item.rollout_id else "")
-    actions = _check_masks(item, where)
-    _check_attachments(item, actions, where)
-    _check_weights(item, where)
-    if item.turns:
-        _check_turns(item, actions, where)
-        return item if item.rollout_id else replace(item, rollout_id=f"item-{index}")
-    if math.isnan(item.weight):
-        raise BatchError(f"{where}: weight is NaN (a merged item), but `turns` is empty")
+    try:
+        actions = _check_masks(item)
+        _check_attachments(item.attachments, actions)
+        _check_weights(item)
+        if item.turns:
+            _check_turns(item, actions)
+            return item if item.rollout_id else replace(item, rollout_id=f"item-{index}")
+        if math.isnan(item.weight):
+            raise BatchError("weight is NaN (a merged item), but `turns` is empty")
+    except (BatchError, CreditError) as exc:
+        where = f"item {index}" + (f" (rollout {item.rollout_id!r})" if item.rollout_id else "")
+        raise type(exc)(f"{where}: {exc}") from None
     return replace(
         item,
         turns=(TurnSpan(0, actions, 0, item.weight),),
@@ -61,63 +70,58 @@ def _completed(item: SAWItem, index: int) -> SAWItem:
     )
 
 
-def _check_masks(item: SAWItem, where: str) -> int:
+def _check_masks(item: SAWItem) -> int:
     """Checks ids and masks against each other; returns the number of action tokens."""
     length = len(item.input_ids)
-    for name in ("attention_mask", "action_mask"):
-        mask = getattr(item, name)
+    masks = (("attention_mask", item.attention_mask), ("action_mask", item.action_mask))
+    for name, mask in masks:
         if len(mask) != length:
-            raise BatchError(f"{where}: {name} has {len(mask)} entries for {length} input_ids")
+            raise BatchError(f"{name} has {len(mask)} entries for {length} input_ids")
     actions = int(np.count_nonzero(item.action_mask))
     if actions == 0:
-        raise BatchError(f"{where}: no token is an action; leave the item out")
+        raise BatchError("no token is an action; leave the item out")
     if item.action_mask[0]:
         raise BatchError(
-            f"{where}: the first token is an action, and nothing before it predicts "
+            "the first token is an action, and nothing before it predicts "
             "it; begin the state with at least one token"
         )
     return actions
 
 
-def _check_attachments(item: SAWItem, actions: int, where: str) -> None:
-    attached = item.attachments
-    for name in (
-        "behavior_logprobs",
-        "reference_logprobs",
-        "teacher_logprobs",
-        "token_weights",
-        "versions",
-        "kept_token_ids",
-    ):
-        value = getattr(attached, name)
+_ATTACHED = tuple(field.name for field in fields(SampleAttachments))
+_attached = attrgetter(*_ATTACHED)
+
+
+def _check_attachments(attachments: SampleAttachments, actions: int) -> None:
+    for name, value in zip(_ATTACHED, _attached(attachments), strict=True):
         if value is not None and len(value) != actions:
             raise BatchError(
-                f"{where}: attachments.{name} has {len(value)} entries for {actions} action tokens"
+                f"attachments.{name} has {len(value)} entries for {actions} action tokens"
             )
 
 
-def _check_weights(item: SAWItem, where: str) -> None:
+def _check_weights(item: SAWItem) -> None:
     weights = item.attachments.token_weights
     if weights is not None:
         if not np.isfinite(weights).all():
             at = int(np.argmin(np.isfinite(weights)))
-            raise CreditError(f"{where}: the weight of action token {at} is {weights[at]}")
+            raise CreditError(f"the weight of action token {at} is {weights[at]}")
     elif not math.isfinite(item.weight):
         raise CreditError(
-            f"{where}: the weight is {item.weight}; a merged item needs attachments.token_weights"
+            f"the weight is {item.weight}; a merged item needs attachments.token_weights"
             if math.isnan(item.weight)
-            else f"{where}: the weight is {item.weight}"
+            else f"the weight is {item.weight}"
         )
 
 
-def _check_turns(item: SAWItem, actions: int, where: str) -> None:
+def _check_turns(item: SAWItem, actions: int) -> None:
     at = 0
     for span in item.turns:
         if span.start != at or span.end <= span.start:
             raise BatchError(
-                f"{where}: turn {span.turn_index} covers {span.start} to {span.end}; "
+                f"turn {span.turn_index} covers {span.start} to {span.end}; "
                 f"turns must follow each other without gaps, and {at} comes next"
             )
         at = span.end
     if at != actions:
-        raise BatchError(f"{where}: the turns cover {at} of {actions} action tokens")
+        raise BatchError(f"the turns cover {at} of {actions} action tokens")

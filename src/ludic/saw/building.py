@@ -72,7 +72,7 @@ def build_items(
         rows: list[list[_Call]] = []
         for calls in _trained_turns(rollout, credit, sample_filter, drops):
             rows.extend(_extend_rows(rows if merge else (), calls))
-        items.extend(_make_item(row, rollout, meta) for row in rows)
+        items.extend([_make_item(row, rollout, meta) for row in rows])
     return items
 
 
@@ -152,11 +152,12 @@ def _item_meta(rollout: Rollout) -> Mapping[str, Any]:
 
 def _make_item(row: Sequence[_Call], rollout: Rollout, meta: Mapping[str, Any]) -> SAWItem:
     input_ids = np.array(row[-1].trace.token_ids, dtype=np.int64)
-    attention_mask = np.empty(len(input_ids), dtype=np.int8)
+    attention_mask = np.empty(input_ids.size, dtype=np.int8)
     attention_mask.fill(1)
-    action_mask = np.zeros(len(input_ids), dtype=np.int8)
+    action_mask = np.zeros(input_ids.size, dtype=np.int8)
     logprobs: list[float] = []
     versions: list[int] = []
+    known = False
     spans: list[TurnSpan] = []
     end = 0
     for call in row:
@@ -165,12 +166,12 @@ def _make_item(row: Sequence[_Call], rollout: Rollout, meta: Mapping[str, Any]) 
         action_mask[start : start + count] = 1
         logprobs += trace.completion_logprobs or ()
         versions += _versions(trace)
+        known = known or bool(trace.version_spans)
         begin, end = end, end + count
         if spans and spans[-1].turn_index == call.turn_index:
             begin = spans.pop().start
         spans.append(TurnSpan(begin, end, call.turn_index, call.weight))
     one_weight = len(spans) == 1
-    known = any(call.trace.version_spans for call in row)
     return SAWItem(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -195,7 +196,10 @@ def _versions(trace: TokenTrace) -> list[int]:
     """The policy version of every sampled token."""
     if not trace.version_spans:
         return [UNKNOWN_VERSION] * len(trace.completion_token_ids)
-    return [span.version for span in trace.version_spans for _ in range(span.start, span.end)]
+    versions: list[int] = []
+    for span in trace.version_spans:
+        versions += [span.version] * (span.end - span.start)
+    return versions
 
 
 def _token_weights(spans: Sequence[TurnSpan]) -> NDArray[np.float32]:

@@ -33,37 +33,46 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     rewards, lengths, terminated, truncated, turns = [], [], 0, 0, 0
     components: dict[str, float] = {}
     for rollout in done:
-        own = [s for s in rollout.steps if isinstance(s, AgentStep)]
-        heard = [s for s in rollout.steps if isinstance(s, EnvironmentStep)]
-        calls += own
-        acted += [s for s in heard if s.agent_steps]
-        turns += len({s.turn_index for s in own})
-        rewards.append(sum([s.reward for s in heard]))
-        lengths.append(sum([len(s.trace.completion_token_ids) for s in own if s.trace]))
-        terminated += any(s.terminated for s in heard)
-        truncated += any(s.truncated for s in heard)
-        for step in heard:
+        reward, length, over, cut = 0.0, 0, False, False
+        own_turns = set()
+        for step in rollout.steps:
+            if isinstance(step, AgentStep):
+                calls.append(step)
+                own_turns.add(step.turn_index)
+                if step.trace:
+                    length += len(step.trace.completion_token_ids)
+                continue
+            if step.agent_steps:
+                acted.append(step)
+            reward += step.reward
+            over = over or step.terminated
+            cut = cut or step.truncated
             for name, value in step.reward_components.items():
                 components[name] = components.get(name, 0) + value
-    n, reward, length = len(done), np.array(rewards), np.array(lengths)
+        rewards.append(reward)
+        lengths.append(length)
+        terminated += over
+        truncated += cut
+        turns += len(own_turns)
+    n, found, sizes = len(done), np.array(rewards), np.array(lengths)
     stats |= {
-        "reward_mean": float(reward.mean()),
-        "reward_std": float(reward.std()),
-        "reward_min": float(reward.min()),
-        "reward_max": float(reward.max()),
+        "reward_mean": float(found.mean()),
+        "reward_std": float(found.std()),
+        "reward_min": float(found.min()),
+        "reward_max": float(found.max()),
         "turns_mean": turns / n,
         "calls_mean": len(calls) / n,
-        "completion_tokens": int(length.sum()),
-        "completion_tokens_mean": float(length.mean()),
-        "completion_tokens_max": int(length.max()),
-        "prompt_tokens_max": max((_prompt_length(call) for call in calls), default=0),
+        "completion_tokens": int(sizes.sum()),
+        "completion_tokens_mean": float(sizes.mean()),
+        "completion_tokens_max": int(sizes.max()),
+        "prompt_tokens_max": max([_prompt_length(call) for call in calls], default=0),
         "terminated_rate": terminated / n,
         "truncated_rate": truncated / n,
-        "parse_error_rate": _rate(s.info.get("parse_error", False) for s in acted),
-        "cut_completion_rate": _rate(c.finish_reason is FinishReason.LENGTH for c in calls),
-        "forks": dict(Counter(str(c.fork.reason) for c in calls if c.fork is not None)),
+        "parse_error_rate": _rate([s.info.get("parse_error", False) for s in acted]),
+        "cut_completion_rate": _rate([c.finish_reason is FinishReason.LENGTH for c in calls]),
+        "forks": dict(Counter([str(c.fork.reason) for c in calls if c.fork is not None])),
     }
-    if (same := _no_variance(done)) is not None:
+    if (same := _no_variance(done, rewards)) is not None:
         stats["no_variance_group_rate"] = same
     for name, total in sorted(components.items()):
         stats[f"reward_{name}_mean"] = float(total) / n
@@ -89,14 +98,14 @@ def item_statistics(items: Sequence[SAWItem]) -> dict[str, Any]:
     return stats
 
 
-def _no_variance(rollouts: Sequence[Rollout]) -> float | None:
+def _no_variance(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> float | None:
     """The share of groups in which every episode got the same reward, each role for itself; None
     if there are no groups."""
-    rewards: dict[str, dict[str, list[float]]] = {}
-    for r in rollouts:
+    by_group: dict[str, dict[str, list[float]]] = {}
+    for r, reward in zip(rollouts, rewards, strict=True):
         if r.group_id is not None:
-            rewards.setdefault(r.group_id, {}).setdefault(r.agent_id, []).append(r.total_reward)
-    groups = [g.values() for g in rewards.values() if any(len(role) > 1 for role in g.values())]
+            by_group.setdefault(r.group_id, {}).setdefault(r.agent_id, []).append(reward)
+    groups = [g.values() for g in by_group.values() if any(len(role) > 1 for role in g.values())]
     return _rate(all(len(set(v)) == 1 for v in group) for group in groups) if groups else None
 
 
@@ -105,5 +114,5 @@ def _prompt_length(call: AgentStep) -> int:
 
 
 def _rate(flags: Iterable[Any]) -> float:
-    values = [bool(flag) for flag in flags]
+    values = list(map(bool, flags))
     return sum(values) / len(values) if values else 0.0

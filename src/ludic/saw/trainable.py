@@ -15,12 +15,16 @@ _PENALTIES_OFF = (
     ("repetition_penalty", 1.0),
 )
 
+_ALL_OFF = dict((*_TRUNCATION_OFF, *_PENALTIES_OFF)).items()
+
 
 def check_sampling(sampling: Mapping[str, Any], *, kept_ids_recorded: bool, where: str) -> None:
     """Raises `NotTrainableError` if a trainer could not reproduce the sampled distribution.
 
     Settings that are not recorded count as their trainable defaults.
     """
+    if sampling.get("temperature") and sampling.items() >= _ALL_OFF:
+        return
     if sampling.get("temperature") == 0:
         raise NotTrainableError(
             f"{where} was sampled at temperature 0, which is not a distribution: "

@@ -34,15 +34,20 @@ class deadline:
     def __enter__(self) -> deadline:
         if self._seconds is None:
             return self
-        task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task(loop)
         if task is None:
             raise RuntimeError("a deadline is for code inside a task")
         self._task = task
         self._cancelling = task.cancelling()
-        loop = task.get_loop()
-        self.when = loop.time() + self._seconds
-        self._watch = watch = _watch_of(loop)
-        watch.add(self)
+        self.when = when = loop.time() + self._seconds
+        watch = _here.watch
+        if watch is None or watch.loop() is not loop:
+            watch = _here.watch = _Watch(loop)
+        self._watch = watch
+        watch.open.add(self)
+        if when < watch.timer_at:
+            watch.set_timer(when)
         return self
 
     def __exit__(
@@ -51,10 +56,13 @@ class deadline:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._watch is None:
+        watch = self._watch
+        if watch is None:
             return
         if not self.expired:
-            self._watch.leave(self)
+            watch.open.discard(self)
+            if not watch.open:  # no timer outlives the last deadline
+                watch.set_timer(float("inf"))
         elif self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise TimeoutError from error
 
@@ -80,24 +88,15 @@ class _Watch:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = weakref.ref(loop)
-        self._open: set[deadline] = set()
+        self.open: set[deadline] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = float("inf")
+        self.timer_at = float("inf")
 
-    def add(self, limit: deadline) -> None:
-        self._open.add(limit)
-        if limit.when < self._timer_at:
-            self._set(limit.when)
-
-    def leave(self, limit: deadline) -> None:
-        self._open.discard(limit)
-        if not self._open:  # no timer outlives the last deadline
-            self._set(float("inf"))
-
-    def _set(self, when: float) -> None:
+    def set_timer(self, when: float) -> None:
+        """Looks at the deadlines at `when`, and not before."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer_at = when
+        self.timer_at = when
         loop = self.loop()
         if loop is None or when == float("inf"):
             self._timer = None
@@ -106,10 +105,10 @@ class _Watch:
 
     def _look(self) -> None:
         # The loop's clock has a resolution: it may call a hair early.
-        due = [limit for limit in self._open if limit.when <= self._timer_at]
+        due = [limit for limit in self.open if limit.when <= self.timer_at]
         self._timer = None
-        self._open.difference_update(due)
-        self._set(min((limit.when for limit in self._open), default=float("inf")))
+        self.open.difference_update(due)
+        self.set_timer(min((limit.when for limit in self.open), default=float("inf")))
         for limit in due:
             limit.expire()
 
@@ -119,11 +118,4 @@ class _Here(threading.local):
 
 
 _here = _Here()
-
-
-def _watch_of(loop: asyncio.AbstractEventLoop) -> _Watch:
-    """The watch of the loop that runs in this thread."""
-    watch = _here.watch
-    if watch is None or watch.loop() is not loop:
-        watch = _here.watch = _Watch(loop)
-    return watch
+"""The watch of the loop that last ran in this thread."""

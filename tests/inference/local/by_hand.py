@@ -9,7 +9,7 @@ import torch
 
 from ludic.inference.local.arena import KVShape, SlotMemory
 from ludic.inference.local.cpu.eager_scheduler import EagerScheduler
-from ludic.inference.local.prefix_store import PrefixStore
+from ludic.inference.local.prefix_store import PrefixStore, key_of_ids
 from ludic.inference.local.scheduler import Outcome, Work
 from ludic.inference.local.sequence import Sequence
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
@@ -43,6 +43,7 @@ def sequence(prompt: Seq[int], limit: int, answers: list[Any] | None = None) -> 
     """A request whose answer is appended to `answers`."""
     return Sequence(
         prompt_token_ids=tuple(prompt),
+        prompt_key=key_of_ids(prompt),
         limit=limit,
         sampling=SamplingConfig(),
         returns=ReturnSpec(),

@@ -109,6 +109,15 @@ async def test_a_token_id_of_another_type_is_called_so(model: Any, tokenizer: An
             await client.complete_tokens(request(prompt, max_tokens=1))
 
 
+@pytest.mark.parametrize("wrong", [-1, 258, 1 << 40])
+async def test_a_token_id_outside_of_the_vocabulary_is_refused(
+    model: Any, tokenizer: Any, wrong: int
+) -> None:
+    async with LocalChatClient(model, tokenizer) as client:
+        with pytest.raises(RequestRejectedError, match=rf"\[1\] = {wrong} is outside"):
+            await client.complete_tokens(request([1, wrong, 2], max_tokens=1))
+
+
 async def test_dropout_that_a_module_keeps_as_a_number_is_refused(tokenizer: Any) -> None:
     from transformers import OPTConfig, OPTForCausalLM
 

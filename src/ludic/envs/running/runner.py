@@ -117,9 +117,12 @@ class EnvRunner:
         self._ended.clear()
         self._steps = 0
         try:
-            result = await self._call(
-                lambda: self.env.reset(seed=seed), "reset", in_thread=self._reset_in_thread
-            )
+            if self._reset_in_thread:
+                result = await self._in_thread(lambda: self.env.reset(seed=seed), "reset")
+            else:
+                result = self.env.reset(seed=seed)
+            if not isinstance(result, dict) and inspect.isawaitable(result):
+                result = await self._awaited(result, "reset")
             self._agent_ids = tuple(self.env.agent_ids)
             opening = checked_opening(self.name, self._agent_ids, result)
         except BaseException as error:
@@ -134,9 +137,12 @@ class EnvRunner:
         self._steps += 1
         where = f"step {self._steps}"
         try:
-            result = await self._call(
-                lambda: self.env.step(actions), where, in_thread=self._step_in_thread
-            )
+            if self._step_in_thread:
+                result = await self._in_thread(lambda: self.env.step(actions), where)
+            else:
+                result = self.env.step(actions)
+            if not isinstance(result, dict) and inspect.isawaitable(result):
+                result = await self._awaited(result, where)
             outcomes = checked_outcomes(
                 self.name, where, self._agent_ids, self._ended, actions, result
             )
@@ -188,9 +194,9 @@ class EnvRunner:
                     "actions are text"
                 )
         active = self.active_agents
-        if len(actions) == len(active) and all(agent in actions for agent in active):
-            return
         missing = [agent for agent in active if agent not in actions]
+        if not missing and len(actions) == len(active):
+            return
         extra = [agent for agent in actions if agent not in active]
         if extra or not actions or not self.accepts_partial_actions:
             raise EnvError(
@@ -198,22 +204,16 @@ class EnvRunner:
                 f"missing {missing}, out of turn {extra}"
             )
 
-    async def _call(self, call: Callable[[], Any], where: str, *, in_thread: bool) -> Any:
-        """What the environment answers, however it wants to be called."""
-        if in_thread:
-            result = await self._threads.run(
-                call,
-                what=where,
-                whom=f"environment {self.name}",
-                timeout_s=self.step_timeout_s,
-                on_abandon=self._abandon,
-                on_return=self.env.close,
-            )
-        else:
-            result = call()
-        if not isinstance(result, dict) and inspect.isawaitable(result):
-            result = await self._awaited(result, where)
-        return result
+    async def _in_thread(self, call: Callable[[], Any], where: str) -> Any:
+        """What the environment answers in a worker thread."""
+        return await self._threads.run(
+            call,
+            what=where,
+            whom=f"environment {self.name}",
+            timeout_s=self.step_timeout_s,
+            on_abandon=self._abandon,
+            on_return=self.env.close,
+        )
 
     def _abandon(self) -> None:
         # The thread still works on the environment, so nobody else may touch it from here on, not

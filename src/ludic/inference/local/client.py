@@ -28,7 +28,7 @@ from ludic.inference.local.module.shadow import Shadow
 from ludic.inference.local.module.view import active_dropout, check_adapters, may_drop
 from ludic.inference.local.noise import noise_key
 from ludic.inference.local.queue_gate import QueueGate
-from ludic.inference.local.request_check import completion_limit
+from ludic.inference.local.request_check import checked_prompt, completion_limit
 from ludic.inference.local.sequence import Sequence
 from ludic.precision import Precision, check_precision, float32_products
 from ludic.types import ChatResponse
@@ -149,21 +149,22 @@ class LocalChatClient:
     async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
         """Samples one completion; see `ChatClient`. Prompt log-probs, when asked for, are in
         `info["prompt_logprobs"]` (None first), at the request's temperature."""
-        limit = self._check(request)
+        limit, key = self._check(request)
         timeout_s = request.timeout_s if request.timeout_s is not None else self._timeout_s
-        loop = asyncio.get_running_loop()
-        ends_at = loop.time() + timeout_s
+        loop, left_s = asyncio.get_running_loop(), timeout_s
         if not self._gate.try_enter():
+            ends_at = loop.time() + timeout_s
             await self._enter_queue(timeout_s)
+            left_s = max(0.0, ends_at - loop.time())
         future: asyncio.Future[ChatResponse] = loop.create_future()
         try:
-            sequence = self._sequence(request, limit, partial(self._thread.outbox.put, future))
+            sequence = self._sequence(request, limit, key, partial(self._thread.outbox.put, future))
             self._thread.submit(sequence)
         except BaseException:
             self._gate.leave()
             raise
         try:
-            with deadline(max(0.0, ends_at - loop.time())):
+            with deadline(left_s):
                 return await future
         except TimeoutError:
             self._thread.cancel(sequence)
@@ -262,28 +263,38 @@ class LocalChatClient:
 
     # Inside
 
-    def _check(self, request: TokenCompletionRequest) -> int:
-        """How many tokens the completion may have; raises for what cannot be served."""
+    def _check(self, request: TokenCompletionRequest) -> tuple[int, bytes]:
+        """How many tokens the completion may have, and the prompt's key; raises for what cannot be
+        served."""
         if self._thread.closed:
             raise self._thread.closed_error()
-        limit = completion_limit(request, vocab=self._vocab, context=self.max_context_tokens)
+        vocab, context = self._vocab, self.max_context_tokens
+        key = checked_prompt(request, vocab=vocab, context=context)
+        limit = completion_limit(request, vocab=vocab, context=context)
         if self._may_drop and (active := active_dropout(self._model)):
             raise ConfigError(f"dropout is active in {active}: call model.eval(), or set it to 0")
-        return limit
+        return limit, key
 
     def _sequence(
-        self, request: TokenCompletionRequest, limit: int, deliver: Callable[[Any], None]
+        self,
+        request: TokenCompletionRequest,
+        limit: int,
+        prompt_key: bytes,
+        deliver: Callable[[Any], None],
     ) -> Sequence:
         sampling = request.sampling
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
-        eos = frozenset() if request.extensions.get("ignore_eos") else self._eos
+        stop_ids = frozenset() if request.extensions.get("ignore_eos") else self._eos
+        if sampling.stop_token_ids:
+            stop_ids = stop_ids.union(sampling.stop_token_ids)
         return Sequence(
             prompt_token_ids=request.prompt_token_ids,
+            prompt_key=prompt_key,
             limit=limit,
             sampling=sampling,
             returns=request.returns,
             key=noise_key(seed),
-            stop_ids=eos | frozenset(sampling.stop_token_ids),
+            stop_ids=stop_ids,
             deliver=deliver,
             seed=seed,
         )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from struct import error as StructError
+
 from ludic.errors import RequestRejectedError
 from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.local.prefix_store import key_of_ids
 
 _INT = frozenset({int})
 
 
-def completion_limit(request: TokenCompletionRequest, *, vocab: int, context: int) -> int:
-    """How many tokens the completion may have. Raises `RequestRejectedError` for what cannot be
-    served by a model with so many ids and so long a context."""
+def checked_prompt(request: TokenCompletionRequest, *, vocab: int, context: int) -> bytes:
+    """The prompt's `key_of_ids`. Raises `RequestRejectedError` for what cannot be served by a model
+    with so many ids and so long a context."""
     ids = request.prompt_token_ids
     if not ids:
         raise RequestRejectedError("the prompt is empty: give at least one token id")
@@ -19,7 +22,11 @@ def completion_limit(request: TokenCompletionRequest, *, vocab: int, context: in
             f"a prompt of {len(ids)} tokens leaves no room for a completion within "
             f"max_context_tokens={context}: shorten the prompt, or raise the limit"
         )
-    if not _INT.issuperset(map(type, ids)) or min(ids) < 0 or max(ids) >= vocab:
+    try:
+        key = key_of_ids(ids) if _INT.issuperset(map(type, ids)) else b""
+    except StructError:  # a negative id, or one of more than 32 bits
+        key = b""
+    if not key or max(ids) >= vocab:
         i, token = next(
             (i, t) for i, t in enumerate(ids) if type(t) is not int or not 0 <= t < vocab
         )
@@ -29,6 +36,12 @@ def completion_limit(request: TokenCompletionRequest, *, vocab: int, context: in
             else f"is of type {type(token).__name__}: give plain ints, such as .tolist() makes"
         )
         raise RequestRejectedError(f"prompt_token_ids[{i}] = {token!r} {why}")
+    return key
+
+
+def completion_limit(request: TokenCompletionRequest, *, vocab: int, context: int) -> int:
+    """How many tokens the completion may have. Raises `RequestRejectedError` for limits that make
+    no sense."""
     wanted = request.sampling.max_tokens
     if wanted is not None and wanted < 1:
         raise RequestRejectedError(f"max_tokens={wanted}: must be at least 1")
@@ -36,5 +49,5 @@ def completion_limit(request: TokenCompletionRequest, *, vocab: int, context: in
         raise RequestRejectedError(f"stop_token_ids {bad} are outside of the vocabulary")
     if request.timeout_s is not None and not request.timeout_s > 0:
         raise RequestRejectedError(f"timeout_s={request.timeout_s}: must be more than 0")
-    room = context - len(ids)
+    room = context - len(request.prompt_token_ids)
     return room if wanted is None else min(room, wanted)

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.inference.local.arena import Tenant
-from ludic.inference.local.prefix_store import key_of_ids
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
 
+_PACKED = np.dtype(">u4")
+"""The tokens as `key_of_ids` packs them."""
 Deliver = Callable[[ChatResponse | BaseException], None]
 
 
@@ -28,6 +29,8 @@ class Sequence(Tenant):
     """
 
     prompt_token_ids: tuple[int, ...]
+    prompt_key: bytes
+    """The prompt's `key_of_ids`."""
     limit: int
     sampling: SamplingConfig
     returns: ReturnSpec
@@ -44,7 +47,6 @@ class Sequence(Tenant):
     prompt_len: int = field(init=False)
     prompt: NDArray[np.uint32] = field(init=False)
     """The tokens that it came with, as an array, for finding a common beginning quickly."""
-    prompt_key: bytes = field(init=False)
     is_special: bool = field(init=False)
     """Whether its distribution needs more than a temperature."""
     is_plain: bool = field(init=False)
@@ -57,8 +59,7 @@ class Sequence(Tenant):
 
     def __post_init__(self) -> None:
         self.tokens, self.prompt_len = list(self.prompt_token_ids), len(self.prompt_token_ids)
-        self.prompt_key = key_of_ids(self.prompt_token_ids)
-        self.prompt = np.frombuffer(self.prompt_key, dtype=">u4")
+        self.prompt = np.frombuffer(self.prompt_key, _PACKED)
         # Asked for every token, and the same for all of them.
         self.is_special = self.sampling.truncates or self.sampling.penalises
         self.is_plain = self.sampling.temperature > 0 and not self.is_special

@@ -62,6 +62,7 @@ def _compile(source: str, today: dt.date) -> Any:
     import jinja2.ext
     from jinja2.runtime import LoopContext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
 
     class Generation(jinja2.ext.Extension):
         """`{% generation %}` marks what the model writes; here it is rendered as it stands."""
@@ -73,8 +74,9 @@ def _compile(source: str, today: dt.date) -> Any:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     class Environment(ImmutableSandboxedEnvironment):
-        """The sandbox, with a short way for the two look-ups that chat templates consist of. Both
-        are ones that it allows: a loop's public counters, and the keys of a message."""
+        """The sandbox, with a short way for what chat templates consist of. All of it is
+        allowed there: a loop's public counters, the keys of a message, which may be missing, and
+        `namespace()`."""
 
         def getattr(self, obj: Any, attribute: str) -> Any:
             kind = type(obj)
@@ -84,6 +86,20 @@ def _compile(source: str, today: dt.date) -> Any:
             elif kind is dict and attribute not in _DICT_METHODS and attribute in obj:
                 return obj[attribute]
             return super().getattr(obj, attribute)
+
+        def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if obj is Namespace:
+                for scope in ("_block_vars", "_loop_vars"):  # which only functions are told of
+                    kwargs.pop(scope, None)
+                return Namespace(*args, **kwargs)
+            return super().call(context, obj, *args, **kwargs)
+
+        def getitem(self, obj: Any, argument: Any) -> Any:
+            if type(obj) is dict and type(argument) is str and argument not in _DICT_METHODS:
+                if argument in obj:
+                    return obj[argument]
+                return self.undefined(obj=obj, name=argument)
+            return super().getitem(obj, argument)
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

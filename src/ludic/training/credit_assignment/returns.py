@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.errors import ConfigError, CreditError
-from ludic.types import Rollout, RolloutStepKey
+from ludic.types import AgentStep, EnvironmentStep, Rollout, RolloutStepKey
 
 Credit = Mapping[RolloutStepKey, float]
 
@@ -42,10 +42,12 @@ def turn_rewards(rollout: Rollout) -> list[tuple[int, float]]:
 
 def rollout_return(rollout: Rollout) -> float:
     """R: the undiscounted sum of the rollout's rewards, whether or not the agent ever acted."""
-    steps = rollout.env_steps
-    for step in steps:
-        _check_finite(rollout, step.turn_index, step.reward)
-    return math.fsum([step.reward for step in steps])
+    rewards = []
+    for step in rollout.steps:
+        if isinstance(step, EnvironmentStep):
+            _check_finite(rollout, step.turn_index, step.reward)
+            rewards.append(step.reward)
+    return math.fsum(rewards)
 
 
 def _check_finite(rollout: Rollout, turn_index: int, reward: float) -> None:
@@ -58,11 +60,12 @@ def _check_finite(rollout: Rollout, turn_index: int, reward: float) -> None:
 
 def spread(rollouts: Sequence[Rollout], weights: Sequence[float]) -> dict[RolloutStepKey, float]:
     """Gives all turns of each rollout that rollout's weight."""
-    return {
-        (rollout.id, index): float(weight)
-        for rollout, weight in zip(rollouts, weights, strict=True)
-        for index, _ in turn_rewards(rollout)
-    }
+    credit: dict[RolloutStepKey, float] = {}
+    for rollout, weight in zip(rollouts, weights, strict=True):
+        acted = {step.turn_index for step in rollout.steps if isinstance(step, AgentStep)}
+        for index in sorted(acted):
+            credit[rollout.id, index] = float(weight)
+    return credit
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,8 @@ class ConstantCredit:
             raise ConfigError(f"ConstantCredit.value={self.value!r}: must be finite")
 
     def compute(self, rollouts: Sequence[Rollout]) -> Credit:
+        for rollout in rollouts:
+            rollout_return(rollout)  # must be finite here too
         return spread(rollouts, [self.value] * len(rollouts))
 
 

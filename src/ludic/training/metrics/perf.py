@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -82,7 +83,7 @@ class PerfMeter:
         `work` is what was computed for each optimizer step: tokens that rows share count once in
         it, and in the arithmetic, while the batch's tokens are those of its rows.
         """
-        tokens = sum(int(i.attention_mask.sum()) for i in batch.items)
+        tokens = sum([np.count_nonzero(item.attention_mask) for item in batch.items])
         computing = clock.laps.get("perf/forward_backward_s", 0.0)
         computing = max(computing + clock.laps.get("perf/optimizer_s", 0.0), 1e-9)
         result = {

@@ -9,11 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.errors import BatchError
-from ludic.saw.batch import group_key, make_batch
+from ludic.frozen import quick
+from ludic.saw.batch import completed, group_key
 from ludic.saw.items import BatchCounts, SAWBatch, SAWItem
 from ludic.training.update.sharing import RowOrder
 
 
+@quick
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedItem:
     """An item made ready: unmasked tokens only, and its action tokens' turns in batch numbers."""
@@ -51,7 +53,7 @@ def lay_out(batch: SAWBatch, *, max_seq_len: int | None = None) -> Layout:
     Raises `BatchError` for a sample that cannot be trained on, and for a batch without
     samples. A sample longer than `max_seq_len` is an error, never cut.
     """
-    items = make_batch(batch.items).items
+    items = completed(batch.items)
     if not items:
         raise BatchError(
             "the batch has no samples to train on (dropped by filters: "
@@ -61,61 +63,69 @@ def lay_out(batch: SAWBatch, *, max_seq_len: int | None = None) -> Layout:
     turns: dict[Hashable, int] = {}
     rollouts: dict[Hashable, int] = {}
     groups: dict[Hashable, int] = {}
-    packed = []
+    # Of all items at once: an array of few tokens costs much more to make than to fill.
+    counts = [item.turns[-1].end for item in items]
+    turn_ids = np.repeat(
+        [
+            turns.setdefault((item.rollout_id, span.turn_index), len(turns))
+            for item in items
+            for span in item.turns
+        ],
+        [span.end - span.start for item in items for span in item.turns],
+    )
+    weights = np.repeat(np.array([item.weight for item in items], dtype=np.float32), counts)
+    packed, end = [], 0
     for index, item in enumerate(items):
-        keep = np.asarray(item.attention_mask, dtype=bool)
-        actions = np.asarray(item.action_mask, dtype=bool)
-        _check_item(item, index, keep, actions, max_seq_len)
-        own = [(item.rollout_id, span.turn_index) for span in item.turns]
-        weights = item.attachments.token_weights
-        if weights is None:
-            weights = np.full(int(actions.sum()), item.weight, dtype=np.float32)
+        ids, actions = _visible(item, index, max_seq_len)
+        start, end = end, end + counts[index]
+        own = item.attachments.token_weights
         packed.append(
             PackedItem(
-                np.asarray(item.input_ids, dtype=np.int64)[keep],
-                np.flatnonzero(actions[keep]),
-                np.asarray(weights, dtype=np.float32),
-                np.repeat(
-                    [turns.setdefault(turn, len(turns)) for turn in own],
-                    [span.end - span.start for span in item.turns],
-                ),
+                ids,
+                actions.nonzero()[0],
+                weights[start:end] if own is None else np.asarray(own, dtype=np.float32),
+                turn_ids[start:end],
                 rollouts.setdefault(item.rollout_id, len(rollouts)),
                 groups.setdefault(group_key(item), len(groups)),
             )
         )
-    counts = [p.actions.size for p in packed]
     return Layout(
         items,
         tuple(packed),
         RowOrder.of([p.input_ids for p in packed]),
-        np.bincount(np.concatenate([p.turn_ids for p in packed])),
+        np.bincount(turn_ids),
         np.bincount([p.rollout_id for p in packed], counts).astype(np.int64),
         np.bincount([p.group_id for p in packed], counts).astype(np.int64),
         batch.counts,
     )
 
 
-def _check_item(
-    item: SAWItem,
-    index: int,
-    keep: NDArray[np.bool_],
-    actions: NDArray[np.bool_],
-    max_seq_len: int | None,
-) -> None:
-    wrong, length = None, int(keep.sum())
-    if max_seq_len is not None and length > max_seq_len:
+def _visible(
+    item: SAWItem, index: int, max_seq_len: int | None
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The item's tokens that the attention mask shows, and which of them are actions."""
+    ids = np.asarray(item.input_ids, dtype=np.int64)
+    actions = np.asarray(item.action_mask, dtype=bool)
+    keep = np.asarray(item.attention_mask, dtype=bool)
+    hidden = False
+    if not keep.all():
+        hidden = bool(actions[~keep].any())
+        ids, actions = ids[keep], actions[keep]
+    wrong = None
+    if max_seq_len is not None and ids.size > max_seq_len:
         wrong = (
-            f" has {length} tokens, over max_seq_len={max_seq_len}: raise the "
+            f" has {ids.size} tokens, over max_seq_len={max_seq_len}: raise the "
             "setting, or drop such samples with the filter drop_overlong()"
         )
-    elif (actions & ~keep).any():
+    elif hidden:
         wrong = ": an action token is hidden by the attention mask"
-    elif actions[keep.argmax()]:
+    elif actions[0]:
         wrong = ": its first token is an action, which nothing predicts"
     elif not item.temperature > 0:
         wrong = f": temperature {item.temperature} is not a distribution to train on"
     if wrong is not None:
         raise BatchError(describe(item, index) + wrong)
+    return ids, actions
 
 
 def _check_logprobs(items: Sequence[SAWItem]) -> None:
@@ -123,7 +133,10 @@ def _check_logprobs(items: Sequence[SAWItem]) -> None:
     is packed."""
     for name in ("behavior_logprobs", "reference_logprobs", "teacher_logprobs"):
         found = [getattr(item.attachments, name) for item in items]
-        if all(values is None for values in found):
+        known = [values for values in found if values is not None]
+        if not known or (
+            len(known) == len(found) and bool(np.isfinite(np.concatenate(known)).all())
+        ):
             continue
         for index, (item, values) in enumerate(zip(items, found, strict=True)):
             if values is None:

@@ -72,11 +72,11 @@ def pack(
     computed = [(i, shared) for i, shared in arranged if shared < layout.packed[i].input_ids.size]
     lengths = [layout.packed[i].input_ids.size - shared for i, shared in computed]
     local = [
-        np.unique(_joined(ids, np.int64), return_inverse=True)
+        np.unique(ids, return_inverse=True)
         for ids in (
-            [p.turn_ids for p in packed],
-            [np.full(c, p.rollout_id) for c, p in zip(counts, packed, strict=True)],
-            [np.full(c, p.group_id) for c, p in zip(counts, packed, strict=True)],
+            _joined([p.turn_ids for p in packed], np.int64),
+            np.repeat([p.rollout_id for p in packed], counts),
+            np.repeat([p.group_id for p in packed], counts),
         )
     ]
     items = [layout.items[i] for i in indices]
@@ -85,10 +85,9 @@ def pack(
         values = [getattr(item.attachments, name) for item in items]
         return None if values[0] is None else torch.from_numpy(_joined(values, np.float32))
 
-    unknown = [np.full(c, UNKNOWN_VERSION) for c in counts]
     versions = [
-        u if i.attachments.versions is None else i.attachments.versions
-        for u, i in zip(unknown, items, strict=True)
+        np.full(count, UNKNOWN_VERSION) if (own := item.attachments.versions) is None else own
+        for count, item in zip(counts, items, strict=True)
     ]
 
     loss = LossBatch(
@@ -108,7 +107,7 @@ def pack(
         teacher_logprobs=logprobs("teacher_logprobs"),
         versions=torch.from_numpy(_joined(versions, np.int64)),
     )
-    temperatures = [np.full(c, i.temperature) for c, i in zip(counts, items, strict=True)]
+    temperatures = np.repeat([item.temperature for item in items], counts).astype(np.float32)
     return MicroBatch(
         input_ids=_tensor([layout.packed[i].input_ids[shared:] for i, shared in computed]),
         position_ids=_tensor(
@@ -118,7 +117,7 @@ def pack(
         lengths=tuple(lengths),
         action_positions=_tensor([places[i][layout.packed[i].actions - 1] for i in indices]),
         target_ids=_tensor([p.input_ids[p.actions] for p in packed]),
-        temperatures=torch.from_numpy(_joined(temperatures, np.float32)),
+        temperatures=torch.from_numpy(temperatures),
         loss=loss,
         kept=_kept(layout, indices),
         keys=_keys([places[i] for i, _ in computed])
@@ -170,7 +169,7 @@ def _kept(layout: Layout, indices: Sequence[int]) -> KeptIds | None:
 
 
 def _joined(arrays: Sequence[Any], dtype: Any) -> Any:
-    return np.concatenate([np.asarray(a, dtype=dtype) for a in arrays] or [np.zeros(0, dtype)])
+    return np.concatenate(arrays or [np.zeros(0, dtype)], dtype=dtype, casting="unsafe")
 
 
 def _map_tensors(value: T, change: Callable[[Tensor], Tensor]) -> T:

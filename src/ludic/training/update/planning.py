@@ -14,6 +14,7 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 
 from ludic.errors import BatchError
+from ludic.frozen import quick
 from ludic.training.metrics.workload import Workload
 from ludic.training.types import Scope
 from ludic.training.update.layout import Layout, describe
@@ -97,16 +98,14 @@ def plan_micro_batches(
 
 def workload(layout: Layout, members: Sequence[int], cost: Cost, *, shares: bool) -> Workload:
     """The work of one micro-batch."""
-    total = Workload()
+    size, spent, tokens, pairs = 0, 0.0, 0, 0
     for row, shared in layout.order.arrange(members, share=shares):
         length = layout.order.lengths[row]
-        total += Workload(
-            length - _saved(shared),
-            cost(length) - cost(shared),
-            length - shared,
-            length**2 - shared**2,
-        )
-    return total
+        size += length - _saved(shared)
+        spent += cost(length) - cost(shared)
+        tokens += length - shared
+        pairs += length**2 - shared**2
+    return Workload(size, spent, tokens, pairs)
 
 
 def _saved(shared: int) -> int:
@@ -114,6 +113,7 @@ def _saved(shared: int) -> int:
     return shared - -(-shared // REPEATED)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class _Unit:
     """Items that go to one micro-batch together."""

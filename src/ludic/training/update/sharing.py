@@ -72,8 +72,11 @@ class RowOrder:
 
 def _in_common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
     shorter = min(a.size, b.size)
+    if not shorter:
+        return 0
     differs = a[:shorter] != b[:shorter]
-    return int(differs.argmax()) if differs.any() else shorter
+    first = int(differs.argmax())
+    return first if differs[first] else shorter
 
 
 def gather(
