@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ludic.cuda_graphs import capture
 from ludic.training.update.packing import MicroBatch
 from ludic.training.update.sharing import SharedKeys
 
@@ -333,12 +334,8 @@ class _Pass:
         try:
             with torch.cuda.stream(stream):
                 for graph, work in zip(graphs, (self._forward, self._backward), strict=True):
-                    # The engine's thread may allocate meanwhile; only this one must not.
-                    graph.capture_begin(pool=self.owner.pool, capture_error_mode="thread_local")
-                    try:
+                    with capture(graph, self.owner.pool):
                         work()
-                    finally:
-                        graph.capture_end()
         except RuntimeError as exc:
             self.owner.give_up(exc)
             return

@@ -11,6 +11,8 @@ from collections.abc import Callable, Hashable, Iterable
 import torch
 from torch import Tensor
 
+from ludic.cuda_graphs import capture
+
 
 class GraphCache:
     """One graph per key, captured when the key is asked for a second time, all in one memory pool.
@@ -53,11 +55,7 @@ class GraphCache:
                 self._addresses = self._where()
             graph = torch.cuda.CUDAGraph()
             torch.cuda.current_stream(self.device).synchronize()
-            # Other threads (the trainer's) may allocate meanwhile; only ours must not.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
+            with capture(graph, self._pool):
                 function()
-            finally:
-                graph.capture_end()
             self._graphs[key] = graph
         self._graphs[key].replay()
