@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ludic.checksums import file_checksum
 from ludic.errors import PipelineError, PublishError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class PolicyFolder:
         temporary = target.with_name(f".{target.name}.{os.getpid()}")
         try:
             save_file(tensors, temporary)
-            checksum = checksum_of(temporary)
+            checksum = file_checksum(temporary)
             os.replace(temporary, target)
         except OSError as exc:
             temporary.unlink(missing_ok=True)
@@ -76,19 +74,10 @@ def load_policy(policy: StoredPolicy) -> dict[str, Tensor] | None:
     from safetensors.torch import load_file
 
     try:
-        if checksum_of(Path(policy.path)) != policy.checksum:
+        if file_checksum(Path(policy.path)) != policy.checksum:
             raise PublishError(f"{policy.path} is not the policy {policy.version} it should be")
         return load_file(policy.path)
     except FileNotFoundError:
         return None
     except (OSError, SafetensorError) as exc:
         raise PublishError(f"cannot read policy {policy.version}: {exc}") from exc
-
-
-def checksum_of(path: Path) -> str:
-    """Every update waits for it, twice: processors have instructions for this one."""
-    found = sha256()
-    with open(path, "rb") as file:
-        while data := file.read(_CHUNK):
-            found.update(data)
-    return found.hexdigest()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ludic.errors import CheckpointError
+from ludic.checksums import file_checksum
+from ludic.errors import CheckpointError, DamagedCheckpointError
 from ludic.inference.tiny import tiny_model
 from ludic.training.checkpoints.checkpoint import Checkpointer
 from ludic.training.checkpoints.contents import TrainerState, verify_checkpoint
@@ -112,14 +113,31 @@ def test_a_manifest_says_which_format_it_has_and_a_later_one_is_refused(tmp_path
     run(make(tmp_path), 2)
     path = tmp_path / "ck/step-00000002"
     manifest = verify_checkpoint(path)
-    assert (manifest["format"], manifest["world_size"]) == (1, 1)
-    written = (path / "model/config.json").read_bytes()
+    assert (manifest["format"], manifest["world_size"]) == (2, 1)
+    config = path / "model/config.json"
     assert manifest["files"]["model/config.json"] == {
-        "bytes": len(written),
-        "blake2b": blake2b(written, digest_size=16).hexdigest(),
+        "bytes": config.stat().st_size,
+        "checksum": file_checksum(config),
     }
-    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 2}))
-    with pytest.raises(CheckpointError, match="has format 2; this Ludic reads up to 1"):
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 3}))
+    with pytest.raises(CheckpointError, match="has format 3; this Ludic reads up to 2"):
+        verify_checkpoint(path)
+
+
+def test_checksums_of_the_first_format_are_understood(tmp_path: Path) -> None:
+    run(make(tmp_path), 2)
+    path = tmp_path / "ck/step-00000002"
+    manifest = verify_checkpoint(path)
+    files = {}
+    for name, facts in manifest["files"].items():
+        digest = blake2b((path / name).read_bytes(), digest_size=16).hexdigest()
+        files[name] = {"bytes": facts["bytes"], "blake2b": digest}
+    older = {**manifest, "format": 1, "files": files}
+    (path / "manifest.json").write_text(json.dumps(older))
+    assert verify_checkpoint(path) == older
+    files["model/config.json"]["blake2b"] = "0" * 32
+    (path / "manifest.json").write_text(json.dumps(older))
+    with pytest.raises(DamagedCheckpointError, match="is not what was written"):
         verify_checkpoint(path)
 
 

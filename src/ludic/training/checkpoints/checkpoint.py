@@ -18,13 +18,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ludic.checksums import file_checksum
 from ludic.errors import CheckpointError, DamagedCheckpointError
 from ludic.sharding.world import World
 from ludic.training.checkpoints.background import BackgroundWriter
 from ludic.training.checkpoints.contents import (
     FORMAT,
     TrainerState,
-    checksum_of,
     load_checkpoint,
     rng_state,
     trainer_tensors,
@@ -135,7 +135,7 @@ class Checkpointer:
         files = {
             str(path.relative_to(temporary)): {
                 "bytes": path.stat().st_size,
-                "blake2b": checksum_of(path),
+                "checksum": file_checksum(path),
             }
             for path in sorted(temporary.rglob("*"))
             if path.is_file()

@@ -1,0 +1,36 @@
+"""Checksums of large files, by as many threads as there are processors."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+
+_PIECE = 1 << 24
+_READ = 1 << 20
+
+
+def file_checksum(path: Path) -> str:
+    """The SHA-256 of the SHA-256s of every 16 MiB of a file, in hexadecimal digits.
+
+    One thread takes seconds for a gigabyte, and whoever publishes or saves weights waits for it.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        starts = range(0, os.fstat(descriptor).st_size, _PIECE)
+
+        def digest(start: int) -> bytes:
+            found = sha256()
+            for at in range(start, start + _PIECE, _READ):
+                found.update(os.pread(descriptor, _READ, at))
+            return found.digest()
+
+        if len(starts) < 2:
+            digests = [digest(start) for start in starts]
+        else:
+            with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1)) as threads:
+                digests = list(threads.map(digest, starts))
+    finally:
+        os.close(descriptor)
+    return sha256(b"".join(digests)).hexdigest()
