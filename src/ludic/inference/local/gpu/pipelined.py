@@ -274,6 +274,8 @@ class PipelinedScheduler(Scheduler):
         self._copies[sequence.slot] = source, tokens
 
     def _keep(self, sequences: Seq[Sequence]) -> None:
+        if not self.store.max_tokens:
+            return
         try:
             for s in sequences:
                 tokens = s.known_tokens()
