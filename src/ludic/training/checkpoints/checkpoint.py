@@ -25,6 +25,7 @@ from ludic.training.checkpoints.background import BackgroundWriter
 from ludic.training.checkpoints.contents import (
     FORMAT,
     TrainerState,
+    has_room_for,
     load_checkpoint,
     rng_state,
     trainer_tensors,
@@ -61,18 +62,20 @@ class Checkpointer:
         then: Callable[[], object] = bool,
     ) -> None:
         """Saves everything; rank 0 calls `then` once it is complete. In the background, only
-        copying the tensors is waited for; an error of the writing comes with the next call."""
+        copying the tensors is waited for; an error of the writing comes with the next call. A GPU
+        without room for the copies is no reason to fail: then all of it is waited for."""
         self.finish()
         name = f"step-{state.step:08d}"
         pieces = trainer_tensors(optimizer)
-        if self.cfg.background:
+        copied = self.cfg.background and has_room_for(pieces.values())
+        if copied:
             pieces = {k: t.detach().clone() for k, t in pieces.items()}
         model_files = save_model(model, self.world, self._tokenizer)
         fingerprint = model_fingerprint(model)
         rng = rng_state(self.world.device)
         write = partial(self._write, name, pieces, model_files, fingerprint, rng, state, then)
         self._background.start(write)
-        if not self.cfg.background:
+        if not copied:
             self.finish()
         self.last_step = state.step
 

@@ -10,7 +10,7 @@ A checkpoint is a folder:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ludic.checksums import file_checksum
 from ludic.errors import CheckpointError, DamagedCheckpointError
+from ludic.sharding.weights import local_rows
 from ludic.sharding.world import World
 from ludic.training.checkpoints.model_loading import model_fingerprint
 from ludic.training.checkpoints.state_shards import load_tensors
@@ -114,6 +115,16 @@ def trainer_tensors(optimizer: MasterAdamW, *, moments: bool = False) -> dict[st
             tensors.setdefault(f"{name}/exp_avg_sq", master)
             tensors.setdefault(f"{name}/step", torch.zeros(()))
     return tensors
+
+
+def has_room_for(tensors: Iterable[Tensor]) -> bool:
+    """Whether copies fit beside all that training has taken so far, with a quarter to spare: its
+    next step may need every byte that was ever its own."""
+    own = [rows for t in tensors if t.is_cuda and (rows := local_rows(t)[0]) is not None]
+    if not own:
+        return True
+    free, _ = torch.cuda.mem_get_info(own[0].device)
+    return bool(4 * free >= 5 * sum(rows.numel() * rows.element_size() for rows in own))
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:

@@ -1,0 +1,59 @@
+"""Whether a checkpoint is written in the background: runs do, where there is room for copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ludic.runs.assemble import trainer_config
+from ludic.runs.settings import check_run
+from ludic.training.checkpoints import checkpoint, contents
+from ludic.training.checkpoints.contents import has_room_for
+from tests.training.checkpoints.test_checkpoint import make, run
+
+
+def test_the_hosts_memory_is_not_asked() -> None:
+    assert has_room_for([torch.ones(3)])
+
+
+@pytest.mark.parametrize(("free", "fits"), [(124, False), (125, True)])
+def test_a_gpu_needs_a_quarter_more_than_the_copies(
+    monkeypatch: pytest.MonkeyPatch, free: int, fits: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1000))
+    monkeypatch.setattr(contents, "local_rows", lambda tensor: (tensor, None, ()))
+    # 60 and 40 bytes.
+    tensors: list[Any] = [
+        SimpleNamespace(is_cuda=True, device="cuda", numel=lambda n=n: n, element_size=lambda: 4)
+        for n in (15, 10)
+    ]
+    assert has_room_for(tensors) == fits
+
+
+def test_without_room_a_checkpoint_is_complete_when_saving_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "has_room_for", lambda tensors: False)
+    trainer = make(tmp_path, background=True)
+    waited = []
+    finish = trainer._checkpoints.finish  # type: ignore[union-attr]
+
+    def noted() -> None:
+        waited.append(trainer._checkpoints._background._writing is not None)  # type: ignore[union-attr]
+        finish()
+
+    trainer._checkpoints.finish = noted  # type: ignore[method-assign, union-attr]
+    run(trainer, 3)
+    assert True in waited
+    assert trainer._checkpoints.latest() is not None  # type: ignore[union-attr]
+
+
+def test_runs_write_in_the_background(tmp_path: Path) -> None:
+    config = check_run({"env": {"kind": "tic_tac_toe"}, "protocol": {"kind": "single_agent"}})
+    cfg = trainer_config(config, "rl", tmp_path)
+    assert cfg.checkpoint is not None
+    assert cfg.checkpoint.background
