@@ -66,7 +66,7 @@ sequences = st.builds(
 def test_the_longest_shared_prefix_is_found_and_the_same_entries_stay_as_by_a_scan(
     steps: list[tuple[bool, Tokens]], max_tokens: int
 ) -> None:
-    store, scan = PrefixStore(max_tokens), Scan(max_tokens)
+    store, scan = PrefixStore[torch.Tensor](max_tokens), Scan(max_tokens)
     for adds, tokens in steps:
         if adds:
             store.add(tokens, partial(kv_of, tokens))
@@ -88,7 +88,7 @@ def test_the_longest_shared_prefix_is_found_and_the_same_entries_stay_as_by_a_sc
 
 def test_a_store_full_of_one_system_prompt_is_as_quick_as_a_small_one() -> None:
     def seconds(entries: int) -> float:
-        store = PrefixStore(10**9)
+        store = PrefixStore[torch.Tensor](10**9)
         for i in range(entries):
             tokens = array([1] * 100 + [i] + [2] * 20)
             store.add(tokens, partial(kv_of, tokens))

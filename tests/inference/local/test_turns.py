@@ -18,7 +18,7 @@ NEW = (10, 20, 30)
 
 async def converse(client: LocalChatClient, number: int, lengths: tuple[int, ...]) -> list[Any]:
     ids: tuple[int, ...] = tuple(range(number, number + 20))
-    answers = []
+    answers: list[Any] = []
     for turn, length in enumerate(lengths):
         asked = request(ids, seed=10 * number + turn, max_tokens=length, ignore_eos=True)
         answers.append(await client.complete_tokens(asked))
