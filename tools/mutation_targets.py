@@ -141,8 +141,8 @@ UNSEEN: dict[tuple[str, str, str], str] = {
         "True -> False",
     ): "everything that was begun has been awaited",
     (_CHECKPOINT, "self.last_step = -1", "1 -> 2"): "neither is the number of a step",
-    (_CONTENTS, "while block := file.read(1 << 22):", "1 -> 2"): _AT_ONCE,
-    (_CONTENTS, "while block := file.read(1 << 22):", "22 -> 23"): _AT_ONCE,
+    (_CONTENTS, "while block := data.read(1 << 22):", "1 -> 2"): _AT_ONCE,
+    (_CONTENTS, "while block := data.read(1 << 22):", "22 -> 23"): _AT_ONCE,
     (
         _CHECKPOINT,
         'own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)',

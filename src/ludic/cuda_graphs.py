@@ -6,9 +6,10 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _lock = threading.Lock()
 _captures = 0
