@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from ludic.runs.assemble import trainer_config
 from ludic.runs.settings import check_run
 from ludic.training.checkpoints import checkpoint, contents
-from ludic.training.checkpoints.contents import has_room_for
+from ludic.training.checkpoints.contents import TrainerState, has_room_for, verify_checkpoint
 from tests.training.checkpoints.test_checkpoint import make, run
 
 
@@ -50,6 +51,31 @@ def test_without_room_a_checkpoint_is_complete_when_saving_returns(
     run(trainer, 3)
     assert True in waited
     assert trainer._checkpoints.latest() is not None  # type: ignore[union-attr]
+
+
+def test_a_part_that_goes_on_does_not_change_what_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(tmp_path, background=True)
+    saver = trainer._checkpoints
+    assert saver is not None
+    may_write = Event()
+    write = saver._write
+
+    def later(*args: Any) -> None:
+        assert may_write.wait(20)
+        write(*args)
+
+    monkeypatch.setattr(saver, "_write", later)
+    seen = [1, 2]
+    saver.save(trainer.model, trainer.optimizer, TrainerState(1, 1, parts={"mine": {"seen": seen}}))
+    seen.append(3)
+    may_write.set()
+    saver.finish()
+    latest = saver.latest()
+    assert latest is not None
+    assert verify_checkpoint(latest)["state"]["parts"]["mine"] == {"seen": [1, 2]}
+    trainer.close()
 
 
 def test_runs_write_in_the_background(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -69,7 +70,9 @@ class Checkpointer:
         pieces = trainer_tensors(optimizer)
         copied = self.cfg.background and has_room_for(pieces.values())
         if copied:
+            # Whatever training goes on to change: the tensors, and what parts gave as their state.
             pieces = {k: t.detach().clone() for k, t in pieces.items()}
+            state = deepcopy(state)
         model_files = save_model(model, self.world, self._tokenizer)
         fingerprint = model_fingerprint(model)
         rng = rng_state(self.world.device)
