@@ -16,21 +16,20 @@ def file_checksum(path: Path) -> str:
 
     One thread takes seconds for a gigabyte, and whoever publishes or saves weights waits for it.
     """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        starts = range(0, os.fstat(descriptor).st_size, _PIECE)
+    starts = range(0, path.stat().st_size, _PIECE)
 
-        def digest(start: int) -> bytes:
-            found = sha256()
-            for at in range(start, start + _PIECE, _READ):
-                found.update(os.pread(descriptor, _READ, at))
-            return found.digest()
+    def digest(start: int) -> bytes:
+        found, left = sha256(), _PIECE
+        with path.open("rb") as file:
+            file.seek(start)
+            while left and (block := file.read(min(_READ, left))):
+                found.update(block)
+                left -= len(block)
+        return found.digest()
 
-        if len(starts) < 2:
-            digests = [digest(start) for start in starts]
-        else:
-            with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1)) as threads:
-                digests = list(threads.map(digest, starts))
-    finally:
-        os.close(descriptor)
+    if len(starts) < 2:
+        digests = [digest(start) for start in starts]
+    else:
+        with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1)) as threads:
+            digests = list(threads.map(digest, starts))
     return sha256(b"".join(digests)).hexdigest()
