@@ -69,7 +69,7 @@ def run_of(
     elif not host and args.precision:
         model["precision"] = args.precision
     run = {
-        "run": {"name": "loop", "threads": 1 if device == "cpu" else None},
+        "run": {"name": "loop", "threads": 1 if host else None},
         "model": model,
         "inference": {
             "slots": min(args.episodes, args.slots),

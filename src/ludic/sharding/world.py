@@ -92,6 +92,8 @@ def hearing_of_peers(world: World) -> Iterator[None]:
 
 
 def work_on(device: torch.device) -> None:
-    """For a new thread, which begins on the first GPU whichever its rank's is."""
+    """For a new thread, which begins on the first GPU whichever its rank's is, and with as many
+    threads for products on the CPU as there are cores, whatever `torch.set_num_threads` said."""
+    torch.get_num_threads()  # which takes up for this thread what was set
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
 from ludic.errors import DeadlineError, EngineClosedError, QueueFullError
 from ludic.inference.client import ChatClient, VersionedClient
 from ludic.inference.local import LocalChatClient
+from ludic.sharding.world import work_on
 from ludic.types import FinishReason
 from tests.inference.local.asking import MODES, ask_all, request, until
 
@@ -227,3 +232,25 @@ async def test_statistics_count_what_happened(model: Any, tokenizer: Any) -> Non
     assert stats["tokens_per_s"] > 0
     assert stats["queue_seconds_mean"] > 0
     assert stats["running"] == stats["slots_taken"] == stats["waiting"] == 0
+
+
+async def test_threads_that_compute_take_up_the_number_of_torchs_threads(
+    model: Any, tokenizer: Any
+) -> None:
+    products = ctypes.CDLL(torch._C.__file__)  # through which the library of its threads is seen
+    threads = products.omp_get_max_threads
+    before, wanted = torch.get_num_threads(), (os.cpu_count() or 1) + 1
+    torch.set_num_threads(wanted)
+    try:
+        with ThreadPoolExecutor(1) as unprepared:
+            assert unprepared.submit(threads).result() != wanted
+        with ThreadPoolExecutor(1, initializer=work_on, initargs=(torch.device("cpu"),)) as pool:
+            assert pool.submit(threads).result() == wanted
+        async with LocalChatClient(model, tokenizer, deterministic=False) as client:
+            seen: list[int] = []
+            leave, scheduler = client._scheduler.on_admit, client._scheduler
+            scheduler.on_admit = lambda: (seen.append(threads()), leave())[1]
+            await client.complete_tokens(request([5, 6], max_tokens=1, seed=1))
+        assert seen == [wanted]
+    finally:
+        torch.set_num_threads(before)

@@ -177,6 +177,7 @@ class EngineThread:
     # In the thread
 
     def _loop(self) -> None:
+        torch.get_num_threads()  # takes up for this thread what `torch.set_num_threads` set
         with torch.inference_mode():
             try:
                 with self._scheduler.in_thread():
