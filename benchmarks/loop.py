@@ -87,6 +87,7 @@ def run_of(
             "steps": updates,
             "rollouts_per_update": args.episodes,
             "concurrency": args.episodes,
+            "workers": args.workers,
             "max_steps": turns,
             "learning_rate": 1e-5,
             "max_seq_len": context,
@@ -298,6 +299,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--trl-updates", type=int, default=6, help="0: leave TRL out")
     parser.add_argument("--slots", type=int, default=512)
+    parser.add_argument("--workers", type=int, default=0, help="processes that play the episodes")
     parser.add_argument("--overlap", action="store_true", help="sample ahead")
     parser.add_argument("--precision", choices=get_args(Precision), help="as in a run file")
     parser.add_argument("--no-rollouts", action="store_true", help="rollouts are not written")

@@ -11,6 +11,7 @@ how they travel. A client whose weights nobody here can change raises `NotTraina
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -75,3 +76,26 @@ class VersionedClient(ChatClient, Protocol):
     """A client that knows which policy version it samples from."""
 
     async def get_policy_version(self) -> int: ...
+
+
+class Waiter(Protocol):
+    """Whoever waits for an answer in an event loop: a future, or what takes its place."""
+
+    def get_loop(self) -> asyncio.AbstractEventLoop: ...
+    def done(self) -> bool: ...
+    def set_result(self, result: Any, /) -> None: ...
+    def set_exception(self, exception: Any, /) -> None: ...
+
+
+@runtime_checkable
+class QueueingClient(ChatClient, Protocol):
+    """A client that queues a request without a coroutine to wait for it. The caller keeps the
+    deadline."""
+
+    def try_submit(self, request: TokenCompletionRequest, waiter: Waiter) -> Any:
+        """Returns what `withdraw` takes, or None, with nothing queued, if there is no room."""
+        ...
+
+    def withdraw(self, ticket: Any) -> None:
+        """Takes a request back; its waiter hears nothing more."""
+        ...

@@ -13,6 +13,7 @@ from ludic.interaction.base import Runtime
 from ludic.rollouts.bounded import run_bounded
 from ludic.rollouts.episode_runner import EnvFactory, EpisodeRunner, ProtocolFactory
 from ludic.rollouts.planning import PlannedEpisode, place_in_plan, plan_episodes
+from ludic.rollouts.processes.pool import WorkerPool
 from ludic.rollouts.progress import Budget, BudgetGate, FailureMonitor, Progress, ProgressCallback
 from ludic.rollouts.requests import RolloutRequest
 from ludic.rollouts.storage import RolloutWriterLike, write_rollouts
@@ -34,7 +35,8 @@ class RolloutEngine:
     Registries map names to factories; None stands for the global registry. A failed episode
     comes back as a rollout with `error` set, and when more than `max_failure_rate` of the last
     episodes failed, the call ends with a `RolloutError` that lists the causes. `writer` is given
-    every rollout as it finishes. `seed` is the root of seeds that requests leave open.
+    every rollout as it finishes. `seed` is the root of seeds that requests leave open. With
+    `workers`, episodes are played in their processes; the rollouts are the same.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class RolloutEngine:
         lost_member: LostMemberPolicy = "drop_group",
         max_retries: int = 2,
         writer: RolloutWriterLike | None = None,
+        workers: WorkerPool | None = None,
     ) -> None:
         if lost_member not in ("drop_group", "keep_partial", "retry"):
             raise ConfigError(
@@ -59,7 +62,7 @@ class RolloutEngine:
         self.seed = seed
         self.lost_member = lost_member
         self.max_retries = max_retries if lost_member == "retry" else 0
-        self.writer = writer
+        self.writer, self.workers = writer, workers
         self._runner = EpisodeRunner(
             env_registry, protocol_registry, runtime, step_timeout_s, episode_timeout_s
         )
@@ -186,7 +189,10 @@ class RolloutEngine:
         """Runs the episode, and a group's member again where the policy says so."""
         causes: list[str] = []
         while True:
-            rollouts = await self._runner.run(episode, max_steps)
+            if self.workers is None:
+                rollouts = await self._runner.run(episode, max_steps)
+            else:
+                rollouts = await self.workers.play(self._runner, episode, max_steps)
             cause = next((r.error for r in rollouts if r.error is not None), None)
             if cause is not None:
                 failed[cause] += 1

@@ -32,7 +32,7 @@ Factory = TypeVar("Factory", bound=Callable[..., Any])
 CONFIGURATION_ERRORS = (ConfigError, MissingExtraError, ProtocolError, UnknownNameError)
 """Errors that would fail every episode alike: they end the call and not one episode."""
 
-_GRACE_S = 5.0
+GRACE_S = 5.0
 """How much longer than its own deadline a protocol may take before it is stopped from outside."""
 
 
@@ -62,7 +62,7 @@ class EpisodeRunner:
         except Exception as exc:  # one failure costs one episode
             error = f"{type(exc).__name__}: {exc}"
         if error is not None:
-            rollouts = [Rollout(id=f"{episode.id}/failed", steps=(), error=error)]
+            return failed_episode(episode, max_steps, error)
         return [_labelled(rollout, episode, max_steps) for rollout in rollouts]
 
     async def _play(self, episode: PlannedEpisode, max_steps: int) -> list[Rollout]:
@@ -83,7 +83,7 @@ class EpisodeRunner:
         limit = self.episode_timeout_s
         try:
             # The protocol keeps this deadline itself; this one holds when it does not.
-            with deadline(None if limit is None else limit + _GRACE_S) as over:
+            with deadline(None if limit is None else limit + GRACE_S) as over:
                 return await protocol.run(env, spec)
         except ProtocolError:
             await self._close(env)
@@ -138,6 +138,12 @@ class EpisodeRunner:
             )
         protocol: InteractionProtocol = make_protocol(spec.kind, runtime, **spec.kwargs)
         return protocol
+
+
+def failed_episode(episode: PlannedEpisode, max_steps: int, error: str) -> list[Rollout]:
+    """What stands for an episode of which nothing was recorded but its error."""
+    failed = Rollout(id=f"{episode.id}/failed", steps=(), error=error)
+    return [_labelled(failed, episode, max_steps)]
 
 
 def _look_up(kind: str, name: str, registry: Mapping[str, Factory]) -> Factory:

@@ -15,6 +15,7 @@ from ludic.inference.client import ChatClient
 from ludic.inference.templates.tool_parsers import ToolParser, get_tool_parser
 from ludic.interaction import Runtime
 from ludic.rollouts import RolloutEngine
+from ludic.rollouts.processes import WorkerPool
 from ludic.runs.settings import RunConfig
 
 
@@ -64,7 +65,9 @@ def runtime_of(
     return Runtime(client, template, config.model.name, inference_spec(config), others or {})
 
 
-def rollout_engine(config: RunConfig, runtime: Runtime, *, seed: int = 0) -> RolloutEngine:
+def rollout_engine(
+    config: RunConfig, runtime: Runtime, *, seed: int = 0, workers: WorkerPool | None = None
+) -> RolloutEngine:
     """Returns an engine with the run's deadlines and its policy for groups that lost a member."""
     training = config.training
     return RolloutEngine(
@@ -73,6 +76,7 @@ def rollout_engine(config: RunConfig, runtime: Runtime, *, seed: int = 0) -> Rol
         step_timeout_s=training.step_timeout_s,
         episode_timeout_s=training.episode_timeout_s,
         lost_member=training.lost_member,
+        workers=workers,
     )
 
 

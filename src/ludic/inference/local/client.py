@@ -20,7 +20,7 @@ from ludic.errors import (
     PublishError,
     QueueFullError,
 )
-from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.client import TokenCompletionRequest, Waiter
 from ludic.inference.local.build import build_scheduler
 from ludic.inference.local.engine_thread import EngineThread, Pause, call_in
 from ludic.inference.local.module.base_model import base_causal_lm
@@ -149,20 +149,15 @@ class LocalChatClient:
     async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
         """Samples one completion; see `ChatClient`. Prompt log-probs, when asked for, are in
         `info["prompt_logprobs"]` (None first), at the request's temperature."""
-        limit, key = self._check(request)
         timeout_s = request.timeout_s if request.timeout_s is not None else self._timeout_s
         loop, left_s = asyncio.get_running_loop(), timeout_s
-        if not self._gate.try_enter():
+        future: asyncio.Future[ChatResponse] = loop.create_future()
+        sequence = self.try_submit(request, future)
+        if sequence is None:
             ends_at = loop.time() + timeout_s
             await self._enter_queue(timeout_s)
             left_s = max(0.0, ends_at - loop.time())
-        future: asyncio.Future[ChatResponse] = loop.create_future()
-        try:
-            sequence = self._sequence(request, limit, key, partial(self._thread.outbox.put, future))
-            self._thread.submit(sequence)
-        except BaseException:
-            self._gate.leave()
-            raise
+            sequence = self._submit(request, future)
         try:
             with deadline(left_s):
                 return await future
@@ -172,6 +167,19 @@ class LocalChatClient:
         except asyncio.CancelledError:
             self._thread.cancel(sequence)
             raise
+
+    def try_submit(self, request: TokenCompletionRequest, waiter: Waiter) -> Sequence | None:
+        """Queues a request without a coroutine to wait for it: `waiter` gets the answer in its
+        event loop. Returns what `withdraw` takes; None, with nothing queued, if the queue is full.
+        There is no deadline but the caller's."""
+        if self._gate.try_enter():
+            return self._submit(request, waiter)
+        self._check(request)  # so that no request waits in order to be refused
+        return None
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Takes a request back; its waiter hears nothing more."""
+        self._thread.cancel(sequence)
 
     async def sync_weights(
         self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
@@ -262,6 +270,18 @@ class LocalChatClient:
         }
 
     # Inside
+
+    def _submit(self, request: TokenCompletionRequest, waiter: Waiter) -> Sequence:
+        """Queues a request that has a place in the gate."""
+        try:
+            limit, key = self._check(request)
+            deliver = partial(self._thread.outbox.put, waiter)
+            sequence = self._sequence(request, limit, key, deliver)
+            self._thread.submit(sequence)
+        except BaseException:
+            self._gate.leave()
+            raise
+        return sequence
 
     def _check(self, request: TokenCompletionRequest) -> tuple[int, bytes]:
         """How many tokens the completion may have, and the prompt's key; raises for what cannot be

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from ludic.errors import EngineClosedError, PublishError
+from ludic.inference.client import Waiter
 from ludic.inference.local.queue_gate import QueueGate
 from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sequence
 from ludic.precision import Precision, float32_products
-
-Waiter = asyncio.Future[Any]
 
 
 @dataclass(eq=False, slots=True)

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -61,7 +61,7 @@ class HFChatTemplate:
     close its own turn (`trust_content=True` turns that off). `variables` are passed to the
     template, such as `{"enable_thinking": False}`; `today` is the date it may print. Without a
     `tool_parser` nothing is read as a tool call; agents with tools ask `for_tools`. Safe to share
-    between threads; make one per process.
+    between threads; in another process it is made anew from its tokenizer.
     """
 
     def __init__(
@@ -103,6 +103,10 @@ class HFChatTemplate:
         self._guard = MessageGuard(
             self.codec, self._probes, tokenizer.special_tokens_map, trust_content=trust_content
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make = partial(type(self), **self._options)
+        return make, (self.tokenizer, self.tool_parser)
 
     @property
     def supports_tools(self) -> bool:

@@ -15,6 +15,7 @@ from ludic.errors import ConfigError
 from ludic.inference import LocalChatClient, VLLMChatClient
 from ludic.inference.client import ChatClient
 from ludic.interaction import Runtime
+from ludic.rollouts.processes import WorkerPool
 from ludic.runs.assemble import (
     OpenPolicy,
     algorithm_of,
@@ -101,7 +102,9 @@ class RunPieces:
             self.pipeline.source(self.seating.curriculum, self.algorithm)
             if self.pipeline
             else RolloutBatchSource(
-                engine=rollout_engine(self.config, self.seating.runtime, seed=seed),
+                engine=rollout_engine(
+                    self.config, self.seating.runtime, seed=seed, workers=self.workers
+                ),
                 request_fn=self.seating.curriculum,
                 algorithm=self.algorithm,
                 max_steps=training.max_steps,
@@ -122,6 +125,10 @@ class RunPieces:
                 seed=seed,
             )
         return source
+
+    def _make_workers(self) -> WorkerPool | None:
+        processes = self.config.training.workers
+        return WorkerPool(processes, imports=self.config.run.imports) if processes else None
 
     def _make_pipeline(self) -> RunPipeline | None:
         if self.config.pipeline is None:
@@ -214,8 +221,9 @@ class RunPieces:
         *("model", "tokenizer", "folder"),
     )
     pipeline: Piece[RunPipeline | None] = Piece(lambda run: run._make_pipeline(), "folder")
+    workers: Piece[WorkerPool | None] = Piece(lambda run: run._make_workers())
     source: Piece[BatchSource] = Piece(
-        lambda run: run._make_source(), "seating", "scoring", "algorithm", "pipeline"
+        lambda run: run._make_source(), "seating", "scoring", "algorithm", "pipeline", "workers"
     )
     loggers: Piece[list[Logger]] = Piece(
         lambda run: make_loggers(run.config, run.folder, "rl"), "folder"

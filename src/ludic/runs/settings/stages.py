@@ -46,7 +46,9 @@ class ReplayBufferSection(Section):
 class TrainingSection(Section):
     """The optimisation, and how much is rolled out for each step of it, and how. `max_steps`,
     `concurrency` and the deadlines hold for all episodes of the run, those of its evaluation and
-    its teacher too. `lost_member` is what becomes of a group when one of its episodes fails.
+    its teacher too. With `workers`, the episodes that are trained on are played in so many further
+    processes, for environments that compute much and runs that Python holds up; what is sampled
+    stays the same. `lost_member` is what becomes of a group when one of its episodes fails.
     `filters` leave turns out of the training: a name (`"drop_truncated"`), a table with its `kind`
     and arguments (`{ kind = "drop_overlong", max_seq_len = 512 }`), or a function of a sample
     (`"module:function"`). With `dynamic_sampling`, groups without variance in their rewards are
@@ -61,6 +63,7 @@ class TrainingSection(Section):
     rollouts_per_update: int = Field(default=64, ge=1)
     max_steps: int = Field(default=16, ge=1)
     concurrency: int = Field(default=64, ge=1)
+    workers: int = Field(default=0, ge=0)
     step_timeout_s: float = Field(default=ENGINE["step_timeout_s"], gt=0)
     episode_timeout_s: float = Field(default=ENGINE["episode_timeout_s"], gt=0)
     lost_member: LostMemberPolicy = ENGINE["lost_member"]

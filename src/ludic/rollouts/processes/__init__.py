@@ -1,0 +1,5 @@
+"""Episodes in processes of their own, for runs that Python holds up."""
+
+from ludic.rollouts.processes.pool import WorkerPool
+
+__all__ = ["WorkerPool"]

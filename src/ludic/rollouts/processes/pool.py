@@ -1,0 +1,316 @@
+"""The processes that play a run's episodes, seen from the process that samples and trains."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from typing import Any, Self
+
+from ludic.errors import ConfigError, RolloutError
+from ludic.frozen import changed
+from ludic.inference.client import ChatClient, QueueingClient, TokenCompletionRequest
+from ludic.rollouts.episode_runner import GRACE_S, EpisodeRunner, failed_episode
+from ludic.rollouts.planning import PlannedEpisode
+from ludic.rollouts.processes.channel import Channel, Message, raised_error, sent_error
+from ludic.types import ChatResponse, Rollout
+from ludic.workers.deadlines import deadline
+
+_END_S = 15.0
+"""How long a process may take to end before it is killed."""
+
+
+class WorkerPool:
+    """Plays episodes in `processes` processes, which ask this one's clients for completions.
+
+    For `RolloutEngine(workers=...)`. Environments, protocols, parsers and templates then run
+    there, on as many cores, and only sampling, credit and training in this process. What episodes
+    are made of is built there, so names must be known there: `imports` are modules that register
+    them, and the runtime's template must be picklable. What is defined in a script itself is not.
+
+    A process that ends takes its episodes with it: they come back as failed, and another one is
+    started for the next. Use the pool as an async context manager; its processes start at once and
+    import while other things are made ready.
+    """
+
+    def __init__(self, processes: int, *, imports: Sequence[str] = ()) -> None:
+        if processes < 1:
+            raise ConfigError(f"WorkerPool: processes={processes}: must be at least 1")
+        self.processes, self.imports = processes, tuple(imports)
+        self._workers: list[_Process] = []
+        self._last: tuple[str | None, int] = (None, 0)
+        self._runners: list[EpisodeRunner] = []
+        self._opened = False
+
+    async def __aenter__(self) -> Self:
+        self._workers = [_Process(self.imports) for _ in range(self.processes)]
+        self._opened = True
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._opened = False
+        workers, self._workers = self._workers, []
+        await asyncio.gather(*(worker.close() for worker in workers))
+
+    async def play(
+        self, runner: EpisodeRunner, episode: PlannedEpisode, max_steps: int
+    ) -> list[Rollout]:
+        """What `runner.run(episode, max_steps)` returns, played in one of the processes."""
+        if not self._opened:
+            raise ConfigError("this WorkerPool is not open: use it in `async with`")
+        worker = self._worker_for(episode)
+        number = self._number_of(runner)
+        limit = runner.episode_timeout_s
+        # The process keeps the episode's deadline itself; this one holds when it hangs as a whole.
+        with deadline(None if limit is None else limit + 3 * GRACE_S) as over:
+            try:
+                outcome = await worker.play(number, runner, episode, max_steps)
+            except TimeoutError:
+                if not over.expired:
+                    raise
+                worker.kill()
+                outcome = f"the process that played it did not answer within {limit:.3g} s"
+        if isinstance(outcome, str):
+            return failed_episode(episode, max_steps, outcome)
+        return outcome
+
+    def _worker_for(self, episode: PlannedEpisode) -> _Process:
+        """The same for a group's members, one after the other, since they share their prompts; the
+        one with the fewest episodes for the next."""
+        group, place = self._last
+        if episode.group_id is None or episode.group_id != group:
+            place = min(range(self.processes), key=lambda i: self._workers[i].playing)
+            self._last = episode.group_id, place
+        if self._workers[place].gone:
+            self._workers[place] = _Process(self.imports)
+        return self._workers[place]
+
+    def _number_of(self, runner: EpisodeRunner) -> int:
+        if runner not in self._runners:
+            self._runners.append(runner)
+        return self._runners.index(runner)
+
+
+class _Process:
+    """One process, with what is played there and what it asks for."""
+
+    def __init__(self, imports: tuple[str, ...]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ludic.rollouts.processes.worker", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # so that killing it takes its own children along
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    "OMP_NUM_THREADS": "1",
+                    "TOKENIZERS_PARALLELISM": "false",
+                },
+            )
+        self.gone = False
+        self._ready = False
+        self._broken: Exception | None = None
+        self._numbers = count()
+        self._known: set[int] = set()
+        self._clients: list[ChatClient] = []
+        self._playing: dict[int, asyncio.Future[list[Rollout] | str]] = {}
+        self._asked: dict[int, _Question] = {}
+        self._channel = Channel(self._take, self._end, self._instead)
+        self._channel.put("begin", imports)
+        self._opening = asyncio.create_task(self._channel.open(ours))
+
+    @property
+    def playing(self) -> int:
+        """How many episodes are under way there."""
+        return len(self._playing)
+
+    async def play(
+        self, number: int, runner: EpisodeRunner, episode: PlannedEpisode, max_steps: int
+    ) -> list[Rollout] | str:
+        """The episode's rollouts, or how it was lost."""
+        if self._broken is not None:
+            raise self._broken
+        if number not in self._known:
+            self._channel.put("runner", number, self._pickled(runner))
+            self._known.add(number)
+        place = next(self._numbers)
+        self._playing[place] = outcome = asyncio.get_running_loop().create_future()
+        self._channel.put("play", place, number, episode, max_steps)
+        try:
+            return await outcome
+        except asyncio.CancelledError:
+            self._channel.put("stop", place)
+            raise
+        finally:
+            self._playing.pop(place, None)
+
+    def kill(self) -> None:
+        """Ends the process and what it started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Lets the process end, and kills it if it does not."""
+        with suppress(OSError):
+            await self._opening
+        self._channel.close()
+        try:
+            await asyncio.to_thread(self._process.wait, _END_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            await asyncio.to_thread(self._process.wait)
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case ("ask", number, client, request):
+                self._ask(number, self._clients[client], request)
+            case ("played", place, rollouts):
+                self._settle(place, rollouts)
+            case ("lost", place, why):
+                self._settle(place, why)
+            case ("failed", place, kind, text):
+                if (outcome := self._playing.get(place)) is not None and not outcome.done():
+                    outcome.set_exception(raised_error(kind, text))
+            case ("withdraw", number):
+                if (question := self._asked.pop(number, None)) is not None:
+                    question.cancel()
+            case ("ready",):
+                self._ready = True
+            case ("broken", text):
+                self._break(ConfigError(f"a process for episodes: {text}"))
+
+    def _ask(self, number: int, client: ChatClient, request: TokenCompletionRequest) -> None:
+        question = _Question(self, number, request)
+        self._asked[number] = question
+        try:
+            # Asking for a `QueueingClient` takes longer than the rest.
+            if not (hasattr(client, "try_submit") and question.queued(client)):
+                question.wait(client)
+        except Exception as exc:
+            question.set_exception(exc)
+
+    def answered(self, number: int, *message: Any) -> None:
+        """Sends an answer, unless nobody waits for it any more."""
+        if self._asked.pop(number, None) is not None:
+            self._channel.put(*message)
+
+    def _settle(self, place: int, result: list[Rollout] | str) -> None:
+        if (outcome := self._playing.get(place)) is not None and not outcome.done():
+            outcome.set_result(result)
+
+    def _break(self, error: Exception) -> None:
+        self._broken = error
+        for outcome in self._playing.values():
+            if not outcome.done():
+                outcome.set_exception(error)
+
+    def _end(self) -> None:
+        self.gone = True
+        for question in self._asked.values():
+            question.cancel()
+        self._asked.clear()
+        code = self._process.poll()
+        how = "ended" if code is None else f"ended with {code}"
+        if not self._ready and self._broken is None:
+            self._break(RolloutError(f"a process for episodes {how} before it began: see above"))
+        for place in list(self._playing):
+            self._settle(place, f"the process that played it {how}")
+
+    def _instead(self, message: Message, exc: Exception) -> Message:
+        why = f"{type(exc).__name__}: {exc}"
+        if message[0] == "answer":
+            return ("error", message[1], RolloutError, f"an answer cannot be sent: {why}")
+        self._settle(message[1], f"it cannot be sent to the process that plays it: {why}")
+        return ("stop", message[1])
+
+    def _pickled(self, runner: EpisodeRunner) -> bytes:
+        """The runner, with numbers in place of its clients."""
+        file = io.BytesIO()
+        try:
+            _Pickler(file, self._clients).dump(runner)
+        except Exception as exc:  # pickling runs code of whatever it is given
+            raise ConfigError(
+                f"what episodes are played with cannot be sent to another process: {exc}; play "
+                "them in this one, without workers"
+            ) from exc
+        return file.getvalue()
+
+
+class _Question:
+    """A request of a process. To a client that queues, it is the one who waits for the answer: a
+    task for each would take longer than all the rest."""
+
+    def __init__(self, process: _Process, number: int, request: TokenCompletionRequest) -> None:
+        self._process, self._number, self._request = process, number, request
+        self._loop = asyncio.get_running_loop()
+        self._taken_back: Callable[[], object] = lambda: None
+
+    def queued(self, client: QueueingClient) -> bool:
+        """Whether the client took it; if not, it has no room."""
+        ticket = client.try_submit(self._request, self)
+        if ticket is not None:
+            self._taken_back = partial(client.withdraw, ticket)
+        return ticket is not None
+
+    def wait(self, client: ChatClient) -> None:
+        """Asks with a coroutine that waits."""
+        task = asyncio.ensure_future(self._complete(client))
+        self._taken_back = task.cancel
+
+    def cancel(self) -> None:
+        """Nobody wants the answer any more."""
+        self._taken_back()
+
+    async def _complete(self, client: ChatClient) -> None:
+        try:
+            self.set_result(await client.complete_tokens(self._request))
+        except Exception as exc:
+            self.set_exception(exc)
+
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    def done(self) -> bool:
+        return False  # what is not wanted any more is left out when it is to be sent
+
+    def set_result(self, response: ChatResponse, /) -> None:
+        number = self._number
+        answer = _without_prompt(response, self._request)
+        self._process.answered(number, "answer", number, answer)
+
+    def set_exception(self, error: BaseException, /) -> None:
+        number = self._number
+        self._process.answered(number, "error", number, *sent_error(error))
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, clients: list[ChatClient]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._clients = clients
+
+    def persistent_id(self, value: Any) -> tuple[int, int | None] | None:
+        # Not asked of classes, which have the methods too.
+        if isinstance(value, type) or not hasattr(type(value), "complete_tokens"):
+            return None
+        if value not in self._clients:
+            self._clients.append(value)
+        return self._clients.index(value), value.max_context_tokens
+
+
+def _without_prompt(response: ChatResponse, request: TokenCompletionRequest) -> ChatResponse:
+    """The response without the prompt, if it is the request's: who asked has that."""
+    trace = response.trace
+    if trace is None or trace.prompt_token_ids != request.prompt_token_ids:
+        return response
+    return changed(response, trace=changed(trace, prompt_token_ids=()))

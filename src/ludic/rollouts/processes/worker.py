@@ -1,0 +1,169 @@
+"""A process that plays episodes: `python -m ludic.rollouts.processes.worker FD`.
+
+It samples nothing itself: its clients ask the process that started it. It ends when the socket
+with that number does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import pickle
+import signal
+import socket
+import sys
+from importlib import import_module
+from itertools import count
+from typing import Any
+
+from ludic.agents.mcp import tool_servers
+from ludic.errors import DeadlineError, NotTrainableError
+from ludic.frozen import changed
+from ludic.inference.client import TokenCompletionRequest
+from ludic.rollouts.episode_runner import EpisodeRunner
+from ludic.rollouts.planning import PlannedEpisode
+from ludic.rollouts.processes.channel import Channel, Message, raised_error, sent_error
+from ludic.types import ChatResponse
+from ludic.workers.deadlines import deadline
+
+_CLEAN_UP_S = 10.0
+"""How long episodes that are cut off may take to close what they opened."""
+
+
+class RemoteClient:
+    """Stands for a client of the process that this one works for."""
+
+    def __init__(self, worker: Worker, number: int, max_context_tokens: int | None) -> None:
+        self._worker, self._number = worker, number
+        self.max_context_tokens = max_context_tokens
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
+        """Asks there; an error from there is raised here."""
+        timeout_s = request.timeout_s
+        try:
+            with deadline(timeout_s):
+                response = await self._worker.ask(self._number, request)
+        except TimeoutError as exc:
+            if isinstance(exc, DeadlineError):
+                raise
+            raise DeadlineError("a completion", "the process that samples", timeout_s or 0) from exc
+        trace = response.trace
+        if trace is not None and not trace.prompt_token_ids:  # which is known here
+            trace = changed(trace, prompt_token_ids=request.prompt_token_ids)
+            response = changed(response, trace=trace)
+        return response
+
+    async def sync_weights(self, *_: Any, **__: Any) -> str:
+        """Refuses: weights are the other process's business."""
+        raise NotTrainableError("a process that plays episodes has no weights to change")
+
+
+class Worker:
+    """Plays what it is sent, all at the same time."""
+
+    def __init__(self) -> None:
+        self.channel = Channel(self._take, self._end, self._instead)
+        self._ended = asyncio.Event()
+        self._runners: dict[int, EpisodeRunner] = {}
+        self._episodes: dict[int, asyncio.Task[None]] = {}
+        self._numbers = count()
+        self._asked: dict[int, asyncio.Future[ChatResponse]] = {}
+
+    async def work(self, end: socket.socket) -> None:
+        """Until the other end is gone."""
+        async with tool_servers():
+            await self.channel.open(end)
+            await self._ended.wait()
+            if left := list(self._episodes.values()):
+                for task in left:
+                    task.cancel()
+                await asyncio.wait(left, timeout=_CLEAN_UP_S)
+
+    def ask(self, client: int, request: TokenCompletionRequest) -> asyncio.Future[ChatResponse]:
+        """The answer to come; cancelling it takes the question back."""
+        number = next(self._numbers)
+        answer: asyncio.Future[ChatResponse] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        answer.add_done_callback(lambda done: self._forget(number, done))
+        self.channel.put("ask", number, client, request)
+        return answer
+
+    def _forget(self, number: int, answer: asyncio.Future[ChatResponse]) -> None:
+        del self._asked[number]
+        if answer.cancelled():
+            self.channel.put("withdraw", number)
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case ("answer", number, response):
+                if (answer := self._asked.get(number)) is not None and not answer.done():
+                    answer.set_result(response)
+            case ("play", number, runner, episode, max_steps):
+                task = asyncio.ensure_future(self._play(number, runner, episode, max_steps))
+                self._episodes[number] = task
+                task.add_done_callback(lambda _: self._episodes.pop(number))
+            case ("error", number, kind, text):
+                if (answer := self._asked.get(number)) is not None and not answer.done():
+                    answer.set_exception(raised_error(kind, text))
+            case ("stop", number):
+                if (task := self._episodes.get(number)) is not None:
+                    task.cancel()
+            case ("runner", number, data):
+                self._runners[number] = _Unpickler(io.BytesIO(data), self).load()
+            case ("begin", modules):
+                self._begin(modules)
+
+    def _begin(self, modules: tuple[str, ...]) -> None:
+        for module in modules:
+            try:
+                import_module(module)
+            except Exception as exc:
+                text = f"{module!r} cannot be imported: {type(exc).__name__}: {exc}"
+                self.channel.put("broken", text)
+                return
+        # An episode makes much garbage and no circles: what is here by now is here to stay.
+        gc.freeze()
+        gc.set_threshold(50_000, 20, 50)
+        self.channel.put("ready")
+
+    async def _play(
+        self, number: int, runner: int, episode: PlannedEpisode, max_steps: int
+    ) -> None:
+        try:
+            rollouts = await self._runners[runner].run(episode, max_steps)
+        except Exception as exc:  # of configuration: nothing else comes out of a runner
+            self.channel.put("failed", number, *sent_error(exc))
+        else:
+            self.channel.put("played", number, rollouts)
+
+    def _instead(self, message: Message, exc: Exception) -> Message:
+        why = f"{type(exc).__name__}: {exc}"
+        if message[0] == "ask":
+            answer = self._asked[message[1]]
+            answer.set_exception(RuntimeError(f"a request cannot be sent: {why}"))
+            return ("withdraw", message[1])
+        return ("lost", message[1], f"what it recorded cannot be sent: {why}")
+
+    def _end(self) -> None:
+        self._ended.set()
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts `RemoteClient`s where the other process has its clients."""
+
+    def __init__(self, file: io.BytesIO, worker: Worker) -> None:
+        super().__init__(file)
+        self._worker = worker
+
+    def persistent_load(self, client: Any) -> Any:
+        return RemoteClient(self._worker, *client)
+
+
+async def _main(number: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is for the process that started this one
+    await Worker().work(socket.socket(fileno=number))
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(int(sys.argv[1])))
