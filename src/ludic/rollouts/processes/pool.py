@@ -16,7 +16,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Self
 
-from ludic.errors import ConfigError, RolloutError
+from ludic.errors import ConfigError, DeadlineError, RolloutError
 from ludic.frozen import changed
 from ludic.inference.client import ChatClient, QueueingClient, TokenCompletionRequest
 from ludic.rollouts.episode_runner import GRACE_S, EpisodeRunner, failed_episode
@@ -27,6 +27,9 @@ from ludic.workers.deadlines import deadline
 
 _END_S = 15.0
 """How long a process may take to end before it is killed."""
+_STATUS_S = 1.0
+_BEGIN_S = 300.0
+"""How long a process may take to start and to import."""
 
 
 class WorkerPool:
@@ -68,17 +71,21 @@ class WorkerPool:
         if not self._opened:
             raise ConfigError("this WorkerPool is not open: use it in `async with`")
         worker = self._worker_for(episode)
-        number = self._number_of(runner)
         limit = runner.episode_timeout_s
-        # The process keeps the episode's deadline itself; this one holds when it hangs as a whole.
-        with deadline(None if limit is None else limit + 3 * GRACE_S) as over:
-            try:
-                outcome = await worker.play(number, runner, episode, max_steps)
-            except TimeoutError:
-                if not over.expired:
-                    raise
-                worker.kill()
-                outcome = f"the process that played it did not answer within {limit:.3g} s"
+        worker.episodes += 1
+        try:
+            if not worker.is_ready:
+                await worker.ready()
+            # The process keeps the episode's deadline itself; this holds when it hangs as a whole.
+            with deadline(None if limit is None else limit + 3 * GRACE_S):
+                outcome = await worker.play(self._number_of(runner), runner, episode, max_steps)
+        except DeadlineError:
+            raise
+        except TimeoutError:
+            worker.kill()
+            outcome = f"the process that played it did not answer within {limit:.3g} s"
+        finally:
+            worker.episodes -= 1
         if isinstance(outcome, str):
             return failed_episode(episode, max_steps, outcome)
         return outcome
@@ -88,7 +95,7 @@ class WorkerPool:
         one with the fewest episodes for the next."""
         group, place = self._last
         if episode.group_id is None or episode.group_id != group:
-            place = min(range(self.processes), key=lambda i: self._workers[i].playing)
+            place = min(range(self.processes), key=lambda i: self._workers[i].episodes)
             self._last = episode.group_id, place
         if self._workers[place].gone:
             self._workers[place] = _Process(self.imports)
@@ -118,9 +125,10 @@ class _Process:
                     "TOKENIZERS_PARALLELISM": "false",
                 },
             )
-        self.gone = False
-        self._ready = False
-        self._broken: Exception | None = None
+        self.gone = self.is_ready = False
+        self.episodes = 0
+        """How many are under way there, or wait for it."""
+        self._began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._numbers = count()
         self._known: set[int] = set()
         self._clients: list[ChatClient] = []
@@ -130,17 +138,18 @@ class _Process:
         self._channel.put("begin", imports)
         self._opening = asyncio.create_task(self._channel.open(ours))
 
-    @property
-    def playing(self) -> int:
-        """How many episodes are under way there."""
-        return len(self._playing)
+    async def ready(self) -> None:
+        """Returns when the process has imported what it needs; raises if it cannot."""
+        done, _ = await asyncio.wait([self._began], timeout=_BEGIN_S)
+        if not done:
+            self.kill()
+            raise DeadlineError("its imports", "a process for episodes", _BEGIN_S)
+        self._began.result()
 
     async def play(
         self, number: int, runner: EpisodeRunner, episode: PlannedEpisode, max_steps: int
     ) -> list[Rollout] | str:
         """The episode's rollouts, or how it was lost."""
-        if self._broken is not None:
-            raise self._broken
         if number not in self._known:
             self._channel.put("runner", number, self._pickled(runner))
             self._known.add(number)
@@ -157,6 +166,7 @@ class _Process:
 
     def kill(self) -> None:
         """Ends the process and what it started."""
+        self.gone = True
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -186,9 +196,10 @@ class _Process:
                 if (question := self._asked.pop(number, None)) is not None:
                     question.cancel()
             case ("ready",):
-                self._ready = True
+                self.is_ready = True
+                self._began.set_result(None)
             case ("broken", text):
-                self._break(ConfigError(f"a process for episodes: {text}"))
+                self._began.set_exception(ConfigError(f"a process for episodes: {text}"))
 
     def _ask(self, number: int, client: ChatClient, request: TokenCompletionRequest) -> None:
         question = _Question(self, number, request)
@@ -209,21 +220,20 @@ class _Process:
         if (outcome := self._playing.get(place)) is not None and not outcome.done():
             outcome.set_result(result)
 
-    def _break(self, error: Exception) -> None:
-        self._broken = error
-        for outcome in self._playing.values():
-            if not outcome.done():
-                outcome.set_exception(error)
-
     def _end(self) -> None:
         self.gone = True
         for question in self._asked.values():
             question.cancel()
         self._asked.clear()
-        code = self._process.poll()
-        how = "ended" if code is None else f"ended with {code}"
-        if not self._ready and self._broken is None:
-            self._break(RolloutError(f"a process for episodes {how} before it began: see above"))
+        try:
+            # The socket of a process that is killed closes a moment before there is a status.
+            how = f"ended with {self._process.wait(_STATUS_S)}"
+        except subprocess.TimeoutExpired:
+            how = "closed its connection"
+            self.kill()
+        if not self._began.done():
+            why = f"a process for episodes {how} before it began: see what it printed"
+            self._began.set_exception(RolloutError(why))
         for place in list(self._playing):
             self._settle(place, f"the process that played it {how}")
 

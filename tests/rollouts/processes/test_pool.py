@@ -1,0 +1,223 @@
+"""Episodes in other processes: the same rollouts, and no failure that is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ludic.errors import ConfigError, RequestRejectedError, UnknownNameError
+from ludic.inference.local import LocalChatClient
+from ludic.inference.sampling import SamplingConfig
+from ludic.inference.scripted_client import ScriptedCall, ScriptedChatClient
+from ludic.inference.tiny import tiny_model, tiny_tokenizer
+from ludic.interaction.base import Runtime
+from ludic.rollouts import ProtocolSpec, RolloutEngine
+from ludic.rollouts.processes import WorkerPool, pool
+from ludic.types import EnvironmentStep, Rollout
+from tests.inference.local.asking import until
+from tests.rollouts.processes import worlds
+from tests.rollouts.worlds import engine, protocols, random_digit, request, runtime, template
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+
+def in_processes(workers: WorkerPool, policy: Any = random_digit, **options: Any) -> RolloutEngine:
+    return engine(policy, envs=worlds.ENVS, workers=workers, **options)
+
+
+def processes_of(rollouts: list[Rollout]) -> list[Any]:
+    steps = [step for r in rollouts for step in r.steps if isinstance(step, EnvironmentStep)]
+    return [step.info["process"] for step in steps]
+
+
+async def test_rollouts_are_those_of_one_process() -> None:
+    asked = [
+        request(num_episodes=6, group_id="a"),
+        request("duel", num_episodes=3),
+        request("broken", num_episodes=2),
+        request(num_episodes=4, meta={"level": 2}),
+    ]
+    alone = await engine().generate_rollouts(asked, 5, 8)
+    async with WorkerPool(2) as workers:
+        for _ in range(2):
+            several = await in_processes(workers).generate_rollouts(asked, 5, 8)
+            assert several == alone
+        where = await in_processes(workers).generate_rollouts(
+            [request("where", num_episodes=8)], 1, 8
+        )
+    found = set(processes_of(where))
+    assert len(found) == 2
+    assert os.getpid() not in found
+    for process in found:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+async def test_a_group_is_played_in_one_process() -> None:
+    groups = [request("where", num_episodes=4, group_id=f"group-{i}") for i in range(4)]
+    async with WorkerPool(2) as workers:
+        rollouts = await in_processes(workers).generate_rollouts(groups, 1, 16)
+    by_group = [set(processes_of(rollouts[i : i + 4])) for i in range(0, 16, 4)]
+    assert [len(group) for group in by_group] == [1] * 4
+    assert len(set.union(*by_group)) == 2
+
+
+async def test_the_engine_in_this_process_serves_them_without_a_task_for_each() -> None:
+    model, tokenizer = tiny_model(max_position_embeddings=512), tiny_tokenizer()
+    asked = [request(num_episodes=12)]
+    protocol = ProtocolSpec("single_agent", {"parser": "text"})
+    asked = [replace(r, protocol=protocol) for r in asked]
+    async with (
+        WorkerPool(1) as workers,
+        LocalChatClient(model, tokenizer, max_slots=4, max_queue=3) as client,
+    ):
+        played_with = Runtime(client, template(), "tiny")
+        sampling = SamplingConfig(max_tokens=6)
+        played_with = replace(
+            played_with, inference=replace(played_with.inference, sampling=sampling)
+        )
+        runs = []
+        for where in (None, workers):
+            made = engine()._runner  # the registries
+            playing = RolloutEngine(
+                made.env_registry, protocols(), runtime=played_with, workers=where
+            )
+            runs.append(await playing.generate_rollouts(asked, 3, 12))
+        assert client.stats()["slots_taken"] == 0
+    tokens = [[step.trace for r in run for step in r.agent_steps] for run in runs]
+    assert tokens[0] == tokens[1]  # deterministic: whatever was asked together
+    assert not any(r.error for run in runs for r in run)
+
+
+async def test_a_process_that_ends_takes_its_episodes_with_it_and_another_takes_its_place() -> None:
+    async with WorkerPool(1) as workers:
+        dead = await in_processes(workers, max_failure_rate=1.0).generate_rollouts(
+            [request("dying", num_episodes=3)], 5, 3
+        )
+        assert [r.error for r in dead] == ["the process that played it ended with -9"] * 3
+        assert [r.episode_id for r in dead] == [f"call-0/0/{i}" for i in range(3)]
+        alive = await in_processes(workers).generate_rollouts([request(num_episodes=3)], 5, 3)
+    assert not any(r.error for r in alive)
+
+
+async def test_a_process_that_hangs_as_a_whole_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "GRACE_S", 0.5)
+    async with WorkerPool(1) as workers:
+        playing = in_processes(workers, max_failure_rate=1.0, episode_timeout_s=1.0)
+        [frozen] = await playing.generate_rollouts([request("freezing")], 5, 1)
+        assert frozen.error == "the process that played it did not answer within 1 s"
+        [after] = await in_processes(workers).generate_rollouts([request()], 5, 1)
+    assert after.error is None
+
+
+async def test_errors_of_configuration_end_the_call_with_their_own_type_and_words() -> None:
+    async with WorkerPool(1) as workers:
+        alone = pytest.raises(UnknownNameError)
+        with alone as here:
+            await engine().generate_rollouts([request("gues")], 5, 1)
+        with pytest.raises(UnknownNameError) as there:
+            await in_processes(workers).generate_rollouts([request("gues")], 5, 1)
+    assert "gues" in str(there.value)
+    assert str(there.value).split(";")[0] == str(here.value).split(";")[0]
+
+
+async def test_modules_that_cannot_be_imported_are_named() -> None:
+    async with WorkerPool(1, imports=["tests.rollouts.processes.no_such_module"]) as workers:
+        with pytest.raises(ConfigError, match="no_such_module"):
+            await in_processes(workers).generate_rollouts([request()], 5, 1)
+        with pytest.raises(ConfigError, match="no_such_module"):
+            await in_processes(workers).generate_rollouts([request()], 5, 1)
+
+
+async def test_errors_of_the_client_are_those_of_one_process() -> None:
+    def refuse(call: ScriptedCall) -> str:
+        raise RequestRejectedError("no such prompt, please")
+
+    [alone] = await engine(refuse, max_failure_rate=1.0).generate_rollouts([request()], 5, 1)
+    async with WorkerPool(1) as workers:
+        [there] = await in_processes(workers, refuse, max_failure_rate=1.0).generate_rollouts(
+            [request()], 5, 1
+        )
+    assert alone.error is not None
+    assert "no such prompt" in alone.error
+    assert there == alone
+
+
+async def test_what_cannot_be_sent_costs_one_episode() -> None:
+    async with WorkerPool(1) as workers:
+        registry = {**protocols(), "secretive": worlds.Secretive}
+        playing = RolloutEngine(
+            engine()._runner.env_registry,
+            registry,
+            runtime=runtime(),
+            workers=workers,
+            max_failure_rate=1.0,
+        )
+        rollouts = await playing.generate_rollouts(
+            [request(protocol=ProtocolSpec("secretive")), request(num_episodes=2)], 5, 3
+        )
+    assert "cannot be sent" in (rollouts[0].error or "")
+    assert [r.error for r in rollouts[1:]] == [None, None]
+
+
+async def test_a_runtime_that_cannot_be_sent_is_an_error_of_configuration() -> None:
+    async with WorkerPool(1) as workers:
+        playing = RolloutEngine(
+            {"guess": lambda: None}, protocols(), runtime=runtime(), workers=workers
+        )
+        with pytest.raises(ConfigError, match="cannot be sent to another process"):
+            await playing.generate_rollouts([request()], 5, 1)
+
+
+async def test_closing_the_stream_takes_back_what_was_asked() -> None:
+    begun: list[int] = []
+    cancelled: list[int] = []
+
+    async def never(call: ScriptedCall) -> str:
+        begun.append(1)
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(1)
+            raise
+        return ""
+
+    async with WorkerPool(1) as workers:
+        stream = in_processes(workers, never).stream_rollouts([request(num_episodes=3)], 5, 3)
+        async with aclosing(stream):
+            first = asyncio.ensure_future(anext(stream))
+            await until(lambda: len(begun) == 3, 60)
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+        await until(lambda: len(cancelled) == 3, 60)
+        # And the process goes on.
+        [rollout] = await in_processes(workers).generate_rollouts([request()], 5, 1)
+    assert rollout.error is None
+
+
+async def test_other_players_are_asked_here_too() -> None:
+    other = ScriptedChatClient(lambda call: "9", template())
+    mine = runtime()
+    both = replace(mine, others={"rival": Runtime(other, template(), "rival")})
+    seats = ProtocolSpec(
+        "multi_agent", {"parser": "text", "seats": {"second": {"client": "rival"}}}
+    )
+    made = engine()._runner
+    async with WorkerPool(1) as workers:
+        playing = RolloutEngine(made.env_registry, protocols(), runtime=both, workers=workers)
+        rollouts = await playing.generate_rollouts([request("duel", protocol=seats)], 5, 1)
+    assert [r.agent_id for r in rollouts] == ["first"]
+    assert rollouts[0].total_reward == 0.0  # no digit is larger
+
+
+async def test_a_pool_that_is_not_open_says_so() -> None:
+    with pytest.raises(ConfigError, match="async with"):
+        await in_processes(WorkerPool(1)).generate_rollouts([request()], 5, 1)
+    with pytest.raises(ConfigError, match="at least 1"):
+        WorkerPool(0)

@@ -1,0 +1,58 @@
+"""Environments for episodes in other processes: each can do something that only shows there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any, ClassVar
+
+from ludic.envs import LudicEnv
+from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
+from ludic.types import Action, Info, Obs, Rollout, StepOutcome
+from tests.rollouts.worlds import GuessEnv
+
+
+class WhereEnv(GuessEnv):
+    """Says in which process it is."""
+
+    def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
+        obs, _ = super().env_reset(seed=seed)
+        return obs, {"process": os.getpid()}
+
+    def env_step(self, action: Action) -> StepOutcome:
+        return StepOutcome("", 1.0, terminated=True, info={"process": os.getpid()})
+
+
+class DyingEnv(GuessEnv):
+    """Ends its process in the first step, as the kernel does where memory runs out."""
+
+    def env_step(self, action: Action) -> StepOutcome:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+class FreezingEnv(GuessEnv):
+    """Holds up its whole process for longer than anybody waits."""
+
+    blocking: ClassVar[bool] = False
+
+    def env_step(self, action: Action) -> StepOutcome:
+        time.sleep(3600)
+        raise AssertionError
+
+
+class Secretive(InteractionProtocol):
+    """Records something that cannot be sent."""
+
+    def __init__(self, runtime: Runtime) -> None: ...
+
+    async def run(self, env: LudicEnv[Any, Any, Any], spec: RunSpec) -> list[Rollout]:
+        return [Rollout(id="secret", steps=(), meta={"why": lambda: None})]
+
+
+ENVS: dict[str, Any] = {
+    "where": WhereEnv,
+    "dying": DyingEnv,
+    "freezing": FreezingEnv,
+}
