@@ -46,6 +46,7 @@ def check_parts(config: RunConfig) -> None:
     with_template(config, tiny_tokenizer())  # raises if the file cannot be read
     check_ranks(config)
     _check_pipeline(config)
+    _check_workers(config)
     if config.model.name == "tiny":  # any other takes too long to load twice
         build_model(config)
     algorithm = algorithm_of(config)
@@ -80,6 +81,7 @@ def _check_pipeline(config: RunConfig) -> None:
         (not training.overlap, "training.overlap: actors sample ahead by themselves"),
         (not training.dynamic_sampling, "training.dynamic_sampling: leave it out"),
         (not training.past_opponents, "training.past_opponents: leave it out"),
+        (not training.workers, "training.workers: its actors are processes already"),
     )
     for ok, what in rules:
         if not ok:
@@ -89,6 +91,17 @@ def _check_pipeline(config: RunConfig) -> None:
         raise ConfigError(
             f"actors are other processes, and {', '.join(given)} is an object of this script: put "
             "it into a module, and name it as module:name"
+        )
+
+
+def _check_workers(config: RunConfig) -> None:
+    """Raises if episodes are to be played in processes that cannot have what they are made of."""
+    played = {"env": config.plain()["env"], "protocol": config.plain()["protocol"]}
+    if config.training.workers and (given := given_names(played)):
+        raise ConfigError(
+            f"training.workers={config.training.workers}: episodes are played in other processes, "
+            f"and {', '.join(given)} is an object of this script: put it into a module, or leave "
+            "training.workers out"
         )
 
 
