@@ -5,6 +5,7 @@ from ludic.rollouts.curricula import Curriculum, FixedMix, Stage, Stages, Target
 from ludic.rollouts.divergence import Divergence
 from ludic.rollouts.engine import LostMemberPolicy, RolloutEngine
 from ludic.rollouts.lines import CutFileWarning
+from ludic.rollouts.processes import WorkerPool
 from ludic.rollouts.progress import Budget, Progress
 from ludic.rollouts.replaying import ReplayReport, replay
 from ludic.rollouts.requests import RolloutRequest
@@ -36,6 +37,7 @@ __all__ = [
     "TargetSolveRate",
     "TokenLog",
     "TrainedTokens",
+    "WorkerPool",
     "read_rollouts",
     "read_token_log",
     "replay",

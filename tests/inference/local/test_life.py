@@ -249,7 +249,12 @@ async def test_threads_that_compute_take_up_the_number_of_torchs_threads(
         async with LocalChatClient(model, tokenizer, deterministic=False) as client:
             seen: list[int] = []
             leave, scheduler = client._scheduler.on_admit, client._scheduler
-            scheduler.on_admit = lambda: (seen.append(threads()), leave())[1]
+
+            def on_admit() -> None:
+                seen.append(threads())
+                leave()
+
+            scheduler.on_admit = on_admit
             await client.complete_tokens(request([5, 6], max_tokens=1, seed=1))
         assert seen == [wanted]
     finally:

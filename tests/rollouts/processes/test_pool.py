@@ -21,7 +21,15 @@ from ludic.rollouts.processes import WorkerPool, pool
 from ludic.types import EnvironmentStep, Rollout
 from tests.inference.local.asking import until
 from tests.rollouts.processes import worlds
-from tests.rollouts.worlds import engine, protocols, random_digit, request, runtime, template
+from tests.rollouts.worlds import (
+    GuessEnv,
+    engine,
+    protocols,
+    random_digit,
+    request,
+    runtime,
+    template,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -168,7 +176,7 @@ async def test_what_cannot_be_sent_costs_one_episode() -> None:
 async def test_a_runtime_that_cannot_be_sent_is_an_error_of_configuration() -> None:
     async with WorkerPool(1) as workers:
         playing = RolloutEngine(
-            {"guess": lambda: None}, protocols(), runtime=runtime(), workers=workers
+            {"guess": lambda: GuessEnv()}, protocols(), runtime=runtime(), workers=workers
         )
         with pytest.raises(ConfigError, match="cannot be sent to another process"):
             await playing.generate_rollouts([request()], 5, 1)

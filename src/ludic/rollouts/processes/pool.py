@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from ludic.errors import ConfigError, DeadlineError, RolloutError
 from ludic.frozen import changed
@@ -154,7 +154,8 @@ class _Process:
             self._channel.put("runner", number, self._pickled(runner))
             self._known.add(number)
         place = next(self._numbers)
-        self._playing[place] = outcome = asyncio.get_running_loop().create_future()
+        outcome: asyncio.Future[list[Rollout] | str] = asyncio.get_running_loop().create_future()
+        self._playing[place] = outcome
         self._channel.put("play", place, number, episode, max_steps)
         try:
             return await outcome
@@ -206,7 +207,8 @@ class _Process:
         self._asked[number] = question
         try:
             # Asking for a `QueueingClient` takes longer than the rest.
-            if not (hasattr(client, "try_submit") and question.queued(client)):
+            queues = hasattr(client, "try_submit")
+            if not (queues and question.queued(cast(QueueingClient, client))):
                 question.wait(client)
         except Exception as exc:
             question.set_exception(exc)

@@ -110,8 +110,8 @@ class Worker:
                 if (answer := self._asked.get(number)) is not None and not answer.done():
                     answer.set_exception(raised_error(kind, text))
             case ("stop", number):
-                if (task := self._episodes.get(number)) is not None:
-                    task.cancel()
+                if (stopped := self._episodes.get(number)) is not None:
+                    stopped.cancel()
             case ("runner", number, data):
                 self._runners[number] = _Unpickler(io.BytesIO(data), self).load()
             case ("begin", modules):
