@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ludic.errors import CreditError, NotTrainableError
 from ludic.saw.filters import Sample, SampleFilter
 from ludic.saw.items import SampleAttachments, SAWItem, TurnSpan
+from ludic.saw.ragged import ranges
 from ludic.saw.trainable import check_sampling, is_plain
 from ludic.types import AgentStep, Rollout, RolloutStepKey, TokenTrace
 
@@ -182,7 +183,7 @@ def _make_items(rows: Sequence[_Row]) -> list[SAWItem]:
         spans.append(own)
         bounds.append(at + len(trace.prompt_token_ids) + len(trace.completion_token_ids))
     action_mask = np.zeros(total, np.int8)
-    action_mask[_ranges(starts, [len(trace.completion_token_ids) for trace in traces])] = 1
+    action_mask[ranges(starts, [len(trace.completion_token_ids) for trace in traces])] = 1
     attention_mask = np.ones(total, np.int8)
     weights = _all_weights(spans)
     items: list[SAWItem] = []
@@ -216,13 +217,6 @@ def _make_items(rows: Sequence[_Row]) -> list[SAWItem]:
         token += actions
         logged += actions if has_logprobs else 0
     return items
-
-
-def _ranges(starts: Sequence[int], lengths: Sequence[int]) -> NDArray[np.int64]:
-    """The numbers of all the ranges, end to end."""
-    sizes = np.array(lengths, np.int64)
-    shifts = np.array(starts, np.int64) - sizes.cumsum() + sizes
-    return np.arange(sizes.sum()) + np.repeat(shifts, sizes)
 
 
 def _all_logprobs(traces: Sequence[TokenTrace]) -> NDArray[np.float32]:
