@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from math import isfinite
-from operator import attrgetter
 from typing import Annotated, Any, Literal, NotRequired, Union, get_args, get_origin, get_type_hints
 
 from typing_extensions import is_typeddict
@@ -23,9 +22,7 @@ MAX_DEPTH = 100
 """How deeply free-form values may be nested; deeper ones are taken for a cycle."""
 MAX_INT_BITS = 14_000
 """Python reads back integers of up to 4300 digits."""
-_PLAIN = frozenset({str, bool, type(None)})
 _NESTED = frozenset({dict, list})
-_TEXT = frozenset({str})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,116 +80,115 @@ def _shape(hint: Any) -> Shape:
 
 
 def _all_items(shape: Shape) -> Check:
-    """Checks each item; the loops are in C, since there is an item for every token."""
-    checks = list(shape.checks.values())
-    fits = shape.types.issuperset
+    """Checks each item. There is one for every token, so that loops are in C where they can be."""
+    fits, checks = shape.types.issuperset, set(shape.checks.values())
     if not checks:
-        return lambda items: fits(map(type, items))
-    if len(set(checks)) == 1 and len(checks) == len(shape.types):
-        check = checks[0]
-        return lambda items: fits(map(type, items)) and all(map(check, items))
-    return lambda items: all(map(shape.holds, items))
+        return lambda items: fits({*map(type, items)})
+    if checks == {isfinite}:
+        return lambda items: fits({*map(type, items)}) and all(map(isfinite, items))
+    by_kind = _by_kind(shape)
 
-
-def _all_values(shape: Shape) -> Check:
-    values_hold = _all_items(shape)
-    return lambda mapping: _has_text_keys(mapping) and values_hold(mapping.values())
-
-
-def _all_keys(cls: Any) -> Check:
-    """The check of a typed dict."""
-    hints = get_type_hints(cls, include_extras=True)
-    required = {name for name, hint in hints.items() if get_origin(hint) is not NotRequired}
-    shapes = {name: _shape(hint) for name, hint in hints.items()}
-    rules = {name: (s.types, s.checks, name in required) for name, s in shapes.items()}
-
-    def check(value: dict[Any, Any]) -> bool:
-        found = 0
-        for name, item in value.items():
-            if name not in rules:
-                return False
-            kinds, checks, counts = rules[name]
-            kind = type(item)
-            if kind not in kinds or (kind in checks and not checks[kind](item)):
-                return False
-            found += counts
-        return found == len(required)
-
-    return check
-
-
-_Left = tuple[tuple[int, Check, bool], ...]
-"""What is left to check of some values whose types are right: position, check, and whether an empty
-one needs it."""
-_MAX_KNOWN = 256
-
-
-def _all_fields(cls: type) -> Check:
-    """The check of a dataclass."""
-    hints = get_type_hints(cls, include_extras=True)
-    names = [field.name for field in fields(cls)]
-    if len(names) < 2:
-        raise LookupError(cls)  # of one name, attrgetter returns no tuple
-    shapes = [_shape(hints[name]) for name in names]
-    read: Callable[[Any], tuple[Any, ...]] = attrgetter(*names)
-    known: dict[tuple[type, ...], _Left | None] = {}
-
-    def check(value: Any) -> bool:
-        values = read(value)
-        kinds = (*map(type, values),)
-        try:
-            left = known[kinds]
-        except KeyError:
-            left = _left(shapes, kinds)
-            if len(known) < _MAX_KNOWN:
-                known[kinds] = left
-        if left is None:
-            return False
-        for at, check, always in left:
-            item = values[at]
-            if (item or always) and not check(item):
+    def check(items: Iterable[Any]) -> bool:
+        for item in items:
+            holds = by_kind.get(type(item))
+            if holds is None or not holds(item):
                 return False
         return True
 
     return check
 
 
-def _left(shapes: list[Shape], kinds: tuple[type, ...]) -> _Left | None:
-    """None if a type is wrong. It depends on the types alone, of which there are few combinations,
-    so the callers keep it."""
-    if not all(kind in shape.types for shape, kind in zip(shapes, kinds, strict=True)):
-        return None
-    found = ((at, shape.checks.get(kinds[at])) for at, shape in enumerate(shapes))
-    return tuple(
-        (at, check, not (kinds[at] in (tuple, list) or check is _is_free))
-        for at, check in found
-        if check is not None
-    )
+def _by_kind(shape: Shape) -> dict[type, Check]:
+    return {kind: shape.checks.get(kind, _anything) for kind in shape.types}
 
 
-def _is_free(value: dict[Any, Any] | list[Any], depth: int = 0) -> bool:
-    """Whether a dict or list is JSON through and through: exact types, finite numbers."""
-    if depth >= MAX_DEPTH:
-        return False
-    items: Iterable[Any] = value
-    if type(value) is dict:
-        if not _has_text_keys(value):
-            return False
-        items = value.values()
-    for item in items:
-        kind = type(item)
-        if kind in _PLAIN:
-            continue
-        if kind is int:
-            if item.bit_length() > MAX_INT_BITS:
-                return False
-        elif kind is float:
-            if not isfinite(item):
-                return False
-        elif kind not in _NESTED or not _is_free(item, depth + 1):
-            return False
+def _anything(value: Any) -> bool:
     return True
 
 
-def _has_text_keys(value: dict[Any, Any]) -> bool:
-    return _TEXT.issuperset(map(type, value))
+def _all_values(shape: Shape) -> Check:
+    """The check of a dict whose keys are text."""
+    by_kind = _by_kind(shape)
+
+    def check(value: dict[Any, Any]) -> bool:
+        for key, item in value.items():
+            holds = by_kind.get(type(item))
+            if holds is None or type(key) is not str or not holds(item):
+                return False
+        return True
+
+    return check
+
+
+def _all_keys(cls: Any) -> Check:
+    """The check of a typed dict."""
+    hints = get_type_hints(cls, include_extras=True)
+    required = {name for name, hint in hints.items() if get_origin(hint) is not NotRequired}
+    by_name = {name: _by_kind(_shape(hint)) for name, hint in hints.items()}
+
+    def check(value: dict[Any, Any]) -> bool:
+        for name, item in value.items():
+            if name not in by_name:
+                return False
+            holds = by_name[name].get(type(item))
+            if holds is None or not holds(item):
+                return False
+        return value.keys() >= required
+
+    return check
+
+
+def _all_fields(cls: type) -> Check:
+    """The check of a dataclass, written out: an episode has hundreds of fields. For one with the
+    fields `n: int | None` and `ids: tuple[int, ...]` it is
+
+    def check(value):
+        field = value.n
+        if not (field is None or type(field) is n_int): return False
+        field = value.ids
+        if not (type(field) is ids_tuple and (not field or ids_tuple_holds(field))): return False
+        return True
+    """
+    hints = get_type_hints(cls, include_extras=True)
+    lines, known = ["def check(value):"], dict[str, Any]()
+    for name in [field.name for field in fields(cls)]:
+        ways = []
+        shape = _shape(hints[name])
+        for kind in sorted(shape.types, key=lambda kind: (kind in shape.checks, kind.__name__)):
+            if kind is type(None):
+                ways.append("field is None")
+                continue
+            known[f"{name}_{kind.__name__}"] = kind
+            way = f"type(field) is {name}_{kind.__name__}"
+            if (check := shape.checks.get(kind)) is not None:
+                known[f"{name}_{kind.__name__}_holds"] = check
+                empty = "not field or " if kind in (tuple, list) or check is _is_free else ""
+                way += f" and ({empty}{name}_{kind.__name__}_holds(field))"
+            ways.append(way)
+        lines += [f"    field = value.{name}", f"    if not ({' or '.join(ways)}): return False"]
+    made: dict[str, Check] = {}
+    exec("\n".join([*lines, "    return True"]), known, made)  # from names of fields and types only
+    return made["check"]
+
+
+def _is_free(value: dict[Any, Any] | list[Any], depth: int = 1) -> bool:
+    """Whether a dict or list is JSON through and through: exact types, finite numbers."""
+    items: Iterable[Any] = value
+    if type(value) is dict:
+        for key in value:
+            if type(key) is not str:
+                return False
+        items = value.values()
+    for item in items:
+        kind = type(item)
+        if kind is str or kind is bool or item is None:
+            continue
+        if kind is float:
+            if not isfinite(item):
+                return False
+        elif kind is int:
+            if item.bit_length() > MAX_INT_BITS:
+                return False
+        elif kind not in _NESTED or depth >= MAX_DEPTH or (item and not _is_free(item, depth + 1)):
+            return False
+    return True

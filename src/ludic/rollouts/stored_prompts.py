@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from ludic.errors import SerializationError
@@ -24,13 +23,21 @@ class StoredRollout:
 
 def without_repeats(rollout: Rollout) -> StoredRollout:
     """Cuts from every prompt what it shares with the call before."""
-    traces = _traces(rollout)
-    if len(traces) < 2:
-        return StoredRollout(rollout, (0,) * len(traces))
-    later = (shared_length(a.token_ids, b.prompt_token_ids) for a, b in pairwise(traces))
-    shared = (0, *later)
-    prompts = (t.prompt_token_ids[n:] for t, n in zip(traces, shared, strict=True))
-    return StoredRollout(_with_prompts(rollout, prompts), shared)
+    steps = list(rollout.steps)
+    shared: list[int] = []
+    before: TokenTrace | None = None
+    for at, step in enumerate(steps):
+        if not isinstance(step, AgentStep) or step.trace is None:
+            continue
+        trace = step.trace
+        count = 0 if before is None else _shared_with(before, trace)
+        if count:
+            rest = changed(trace, prompt_token_ids=trace.prompt_token_ids[count:])
+            steps[at] = changed(step, trace=rest)
+        shared.append(count)
+        before = trace
+    kept = changed(rollout, steps=tuple(steps)) if any(shared) else rollout
+    return StoredRollout(kept, tuple(shared))
 
 
 def with_repeats(stored: StoredRollout) -> Rollout:
@@ -48,6 +55,12 @@ def with_repeats(stored: StoredRollout) -> Rollout:
         prompts.append(before[:count] + trace.prompt_token_ids)
         before = prompts[-1] + trace.completion_token_ids
     return _with_prompts(stored.rollout, prompts)
+
+
+def _shared_with(before: TokenTrace, trace: TokenTrace) -> int:
+    if trace.extends(before):
+        return len(before.prompt_token_ids) + len(before.completion_token_ids)
+    return shared_length(before.token_ids, trace.prompt_token_ids)
 
 
 def shared_length(a: Sequence[Any], b: Sequence[Any]) -> int:

@@ -12,7 +12,7 @@ import warnings
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +88,36 @@ class _Chunk:
 
     def lines(self) -> bytes:
         """The items as lines; called in the writing thread."""
-        tokens, place, found, encode = self.tokens, self.start, list[bytes](), encoder()
-        for item in tokens.items[self.first : self.first + _CHUNK]:
-            end = place + item.turns[-1].end
-            row = _row(tokens.update, item, tokens.logprobs[place:end], tokens.entropies[place:end])
-            found.append(encode(row) + b"\n")
-            place = end
-        return b"".join(found)
+        tokens, encode = self.tokens, encoder()
+        items = tokens.items[self.first : self.first + _CHUNK]
+        # What can be found for all items at once is: each has few tokens.
+        turns = [[(s.turn_index, float(s.weight), s.end - s.start) for s in i.turns] for i in items]
+        spans = _spans([item.action_mask for item in items])
+        bounds = [0, *accumulate(item.turns[-1].end for item in items)]
+        here = slice(self.start, self.start + bounds[-1])
+        logprobs, entropies = _bytes(tokens.logprobs[here]), _bytes(tokens.entropies[here])
+        even = _bytes(_even([turn for own in turns for turn in own]))
+        rows = []
+        for at, item in enumerate(items):
+            own = slice(4 * bounds[at], 4 * bounds[at + 1])
+            weights = item.attachments.token_weights
+            rows.append(
+                {
+                    "schema": SCHEMA,
+                    "update": tokens.update,
+                    "rollout": item.rollout_id,
+                    "turns": turns[at],
+                    "spans": spans[at],
+                    "weights": ""
+                    if weights is None
+                    or (data := _bytes(weights)) == even[own]
+                    or np.array_equal(weights, _even(turns[at]))  # 0 and -0 are equal
+                    else _text(data),
+                    "logprobs": _text(logprobs[own]),
+                    "entropies": _text(entropies[own]),
+                }
+            )
+        return b"".join([encode(row) + b"\n" for row in rows])
 
 
 class TokenLog(BlockFile[_Chunk]):
@@ -139,11 +162,7 @@ def trained_tokens(row: Any) -> TrainedTokens:
     try:
         turns = tuple((int(t), float(w), int(n)) for t, w, n in row["turns"])
         logprobs, entropies = _array(row["logprobs"]), _array(row["entropies"])
-        weights = (
-            _array(row["weights"])
-            if row["weights"]
-            else np.repeat(np.array([w for _, w, _ in turns], np.float32), [n for *_, n in turns])
-        )
+        weights = _array(row["weights"]) if row["weights"] else _even(turns)
         spans = tuple((int(a), int(b)) for a, b in row["spans"])
         sizes = {len(weights), len(logprobs), len(entropies), sum(length for _, length in spans)}
         if len(sizes) != 1:
@@ -155,35 +174,35 @@ def trained_tokens(row: Any) -> TrainedTokens:
         raise SerializationError(f"a damaged line of a token log: {exc!r}") from exc
 
 
-def _row(
-    update: int, item: SAWItem, logprobs: NDArray[np.float32], entropies: NDArray[np.float32]
-) -> dict[str, Any]:
-    turns = [(s.turn_index, float(s.weight), s.end - s.start) for s in item.turns]
-    own = item.attachments.token_weights
-    if own is not None:
-        even = np.repeat(np.array([w for _, w, _ in turns], np.float32), [n for *_, n in turns])
-        own = None if np.array_equal(own, even) else own
-    return {
-        "schema": SCHEMA,
-        "update": update,
-        "rollout": item.rollout_id,
-        "turns": turns,
-        "spans": _spans(item.action_mask),
-        "weights": "" if own is None else _text(own),
-        "logprobs": _text(logprobs),
-        "entropies": _text(entropies),
-    }
+def _even(turns: Sequence[tuple[int, float, int]]) -> NDArray[np.float32]:
+    """The weights of tokens that all have their turn's."""
+    return np.repeat(np.array([w for _, w, _ in turns], np.float32), [n for *_, n in turns])
 
 
-def _spans(mask: NDArray[np.int8]) -> list[tuple[int, int]]:
-    places = mask.nonzero()[0]
-    ends = (places[1:] - places[:-1] > 1).nonzero()[0] + 1
-    bounds = [0, *ends.tolist(), places.size]
-    return [(int(places[a]), b - a) for a, b in pairwise(bounds) if a < b]
+def _spans(masks: Sequence[NDArray[np.int8]]) -> list[list[tuple[int, int]]]:
+    """The runs of sampled tokens of each sequence."""
+    starts = np.cumsum([0, *map(len, masks)])
+    places = np.concatenate(masks).nonzero()[0]
+    owners = starts.searchsorted(places, "right") - 1
+    begins = np.ones(places.size, bool)
+    begins[1:] = (places[1:] - places[:-1] > 1) | (owners[1:] != owners[:-1])
+    firsts = begins.nonzero()[0]
+    owners = owners[firsts]
+    lengths = np.diff(firsts, append=places.size)
+    found: list[list[tuple[int, int]]] = [[] for _ in masks]
+    for owner, place, length in zip(
+        owners.tolist(), (places[firsts] - starts[owners]).tolist(), lengths.tolist(), strict=True
+    ):
+        found[owner].append((place, length))
+    return found
 
 
-def _text(values: NDArray[np.float32]) -> str:
-    return b64encode(values.astype("<f4", copy=False).tobytes()).decode("ascii")
+def _bytes(values: NDArray[np.float32]) -> bytes:
+    return values.astype("<f4", copy=False).tobytes()
+
+
+def _text(data: bytes) -> str:
+    return b64encode(data).decode("ascii")
 
 
 def _array(text: str) -> NDArray[np.float32]:

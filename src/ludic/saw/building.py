@@ -11,26 +11,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ludic.errors import CreditError, NotTrainableError
-from ludic.frozen import quick
 from ludic.saw.filters import Sample, SampleFilter
 from ludic.saw.items import SampleAttachments, SAWItem, TurnSpan
-from ludic.saw.trainable import check_sampling
+from ludic.saw.ragged import ranges
+from ludic.saw.trainable import check_sampling, is_plain
 from ludic.types import AgentStep, Rollout, RolloutStepKey, TokenTrace
 
 UNKNOWN_VERSION = -1
 """The value in `SampleAttachments.versions` of a token whose policy version was not recorded."""
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(NamedTuple):
     """One model call that is trained on."""
 
     trace: TokenTrace
@@ -45,6 +43,14 @@ class _Call:
             and (self.trace.completion_logprobs is None) == (last.trace.completion_logprobs is None)
             and self.trace.extends(last.trace)
         )
+
+
+class _Row(NamedTuple):
+    """The calls that become one item."""
+
+    rollout: Rollout
+    meta: Mapping[str, Any]
+    calls: list[_Call]
 
 
 def build_items(
@@ -66,14 +72,17 @@ def build_items(
     without token ids or with sampling settings that cannot be trained on.
     """
     drops = Counter() if drops is None else drops
-    items: list[SAWItem] = []
+    found: list[_Row] = []
     for rollout in rollouts:
-        meta = _item_meta(rollout)
         rows: list[list[_Call]] = []
         for calls in _trained_turns(rollout, credit, sample_filter, drops):
-            rows.extend(_extend_rows(rows if merge else (), calls))
-        items.extend([_make_item(row, rollout, meta) for row in rows])
-    return items
+            first = 0 if merge else len(rows)
+            for call in calls:
+                _join(rows, first, call)
+        if rows:
+            meta = _item_meta(rollout)
+            found.extend([_Row(rollout, meta, row) for row in rows])
+    return _make_items(found)
 
 
 def _trained_turns(
@@ -83,27 +92,30 @@ def _trained_turns(
     drops: Counter[str],
 ) -> Iterator[list[_Call]]:
     """The calls of each turn that is trained on; the other turns are counted."""
-    for turn in rollout.turns():
-        if not turn.agent_steps:
-            continue
-        if rollout.error is not None:
-            drops["rollout_error"] += 1
-            continue
-        weight = credit.get((rollout.id, turn.index))
+    steps: dict[int, list[AgentStep]] = {}
+    for step in rollout.steps:
+        if isinstance(step, AgentStep):
+            steps.setdefault(step.turn_index, []).append(step)
+    if rollout.error is not None:
+        drops["rollout_error"] += len(steps)
+        return
+    turns = {} if sample_filter is None else {turn.index: turn for turn in rollout.turns()}
+    for index in sorted(steps):
+        weight = credit.get((rollout.id, index))
         if weight is None:
             drops["no_credit"] += 1
             continue
         if not math.isfinite(weight):
             raise CreditError(
-                f"rollout {rollout.id!r}, turn {turn.index}: the weight is {weight}; "
+                f"rollout {rollout.id!r}, turn {index}: the weight is {weight}; "
                 "credit must be finite (look for a reward that is not, or a division by zero)"
             )
         if sample_filter is not None:
-            reason = sample_filter(Sample(rollout, turn, weight))
+            reason = sample_filter(Sample(rollout, turns[index], weight))
             if reason is not None:
                 drops[reason] += 1
                 continue
-        calls = [_make_call(rollout, step, weight) for step in turn.agent_steps]
+        calls = [_make_call(rollout, step, weight) for step in steps[index]]
         calls = [call for call in calls if call.trace.completion_token_ids]
         if calls:
             yield calls
@@ -117,7 +129,7 @@ def _make_call(rollout: Rollout, step: AgentStep, weight: float) -> _Call:
             f"rollout {rollout.id!r}, turn {step.turn_index}: the backend returned no token ids; "
             "use a client that returns them, or leave the rollout out"
         )
-    if step.sampling:
+    if step.sampling and not is_plain(step.sampling):
         check_sampling(
             step.sampling,
             kept_ids_recorded=step.trace.kept_token_ids is not None,
@@ -126,17 +138,13 @@ def _make_call(rollout: Rollout, step: AgentStep, weight: float) -> _Call:
     return _Call(step.trace, step.turn_index, weight, step.sampling.get("temperature", 1.0))
 
 
-def _extend_rows(rows: Sequence[list[_Call]], calls: Sequence[_Call]) -> list[list[_Call]]:
-    """Appends each call to the newest row that it continues; returns the rows it had to start."""
-    opened: list[list[_Call]] = []
-    for call in calls:
-        for row in (*reversed(opened), *reversed(rows)):
-            if call.continues(row[-1]):
-                row.append(call)
-                break
-        else:
-            opened.append([call])
-    return opened
+def _join(rows: list[list[_Call]], first: int, call: _Call) -> None:
+    """Appends a call to the newest row, from `first` on, that it continues, or to a new one."""
+    for at in range(len(rows) - 1, first - 1, -1):
+        if call.continues(rows[at][-1]):
+            rows[at].append(call)
+            return
+    rows.append([call])
 
 
 def _item_meta(rollout: Rollout) -> Mapping[str, Any]:
@@ -150,61 +158,92 @@ def _item_meta(rollout: Rollout) -> Mapping[str, Any]:
     }
 
 
-def _make_item(row: Sequence[_Call], rollout: Rollout, meta: Mapping[str, Any]) -> SAWItem:
-    input_ids = np.array(row[-1].trace.token_ids, dtype=np.int64)
-    attention_mask = np.empty(input_ids.size, dtype=np.int8)
-    attention_mask.fill(1)
-    action_mask = np.zeros(input_ids.size, dtype=np.int8)
-    logprobs: list[float] = []
-    versions: list[int] = []
-    known = False
-    spans: list[TurnSpan] = []
-    end = 0
-    for call in row:
-        trace = call.trace
-        start, count = len(trace.prompt_token_ids), len(trace.completion_token_ids)
-        action_mask[start : start + count] = 1
-        logprobs += trace.completion_logprobs or ()
-        versions += _versions(trace)
-        known = known or bool(trace.version_spans)
-        begin, end = end, end + count
-        if spans and spans[-1].turn_index == call.turn_index:
-            begin = spans.pop().start
-        spans.append(TurnSpan(begin, end, call.turn_index, call.weight))
-    one_weight = len(spans) == 1
-    return SAWItem(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        action_mask=action_mask,
-        weight=spans[0].weight if one_weight else math.nan,
-        meta=meta,
-        attachments=SampleAttachments(
-            # All calls of a row have log-probs, or none has.
-            behavior_logprobs=np.array(logprobs, dtype=np.float32) if logprobs else None,
-            token_weights=None if one_weight else _token_weights(spans),
-            versions=np.array(versions, dtype=np.int64) if known else None,
-            kept_token_ids=_kept_ids(row),
-        ),
-        turns=tuple(spans),
-        rollout_id=rollout.id,
-        group_id=rollout.group_id,
-        temperature=float(row[0].temperature),
-    )
+def _make_items(rows: Sequence[_Row]) -> list[SAWItem]:
+    """The rows as items. Their arrays are parts of arrays over all rows: one of few tokens costs
+    much more to make than to fill."""
+    last = [row.calls[-1].trace for row in rows]
+    parts = [ids for trace in last for ids in (trace.prompt_token_ids, trace.completion_token_ids)]
+    total = sum(map(len, parts))
+    input_ids = np.fromiter(chain.from_iterable(parts), np.int64, total)
+    traces = [call.trace for row in rows for call in row.calls]
+    logprobs, versions = _all_logprobs(traces), _all_versions(traces)
+    all_know_versions = all(bool(trace.version_spans) for trace in traces)
+    some_kept_ids = any(trace.kept_token_ids is not None for trace in traces)
+    starts: list[int] = []  # of the calls' actions
+    spans: list[list[TurnSpan]] = []
+    bounds = [0]  # of the rows
+    for row, trace in zip(rows, last, strict=True):
+        at, end, own = bounds[-1], 0, list[TurnSpan]()
+        for call in row.calls:
+            starts.append(at + len(call.trace.prompt_token_ids))
+            begin, end = end, end + len(call.trace.completion_token_ids)
+            if own and own[-1].turn_index == call.turn_index:
+                begin = own.pop().start
+            own.append(TurnSpan(begin, end, call.turn_index, call.weight))
+        spans.append(own)
+        bounds.append(at + len(trace.prompt_token_ids) + len(trace.completion_token_ids))
+    action_mask = np.zeros(total, np.int8)
+    action_mask[ranges(starts, [len(trace.completion_token_ids) for trace in traces])] = 1
+    attention_mask = np.ones(total, np.int8)
+    weights = _all_weights(spans)
+    items: list[SAWItem] = []
+    token = logged = 0  # where the row's actions and its log-probs begin
+    for row, own, (at, end) in zip(rows, spans, pairwise(bounds), strict=True):
+        actions, calls = own[-1].end, row.calls
+        one_weight = len(own) == 1
+        # All calls of a row have log-probs, or none has.
+        has_logprobs = calls[0].trace.completion_logprobs is not None
+        versioned = all_know_versions or any(call.trace.version_spans for call in calls)
+        attachments = SampleAttachments(
+            behavior_logprobs=logprobs[logged : logged + actions] if has_logprobs else None,
+            token_weights=None if one_weight else weights[token : token + actions],
+            versions=versions[token : token + actions] if versioned else None,
+            kept_token_ids=_kept_ids(calls) if some_kept_ids else None,
+        )
+        items.append(
+            SAWItem(
+                input_ids=input_ids[at:end],
+                attention_mask=attention_mask[at:end],
+                action_mask=action_mask[at:end],
+                weight=own[0].weight if one_weight else math.nan,
+                meta=row.meta,
+                attachments=attachments,
+                turns=tuple(own),
+                rollout_id=row.rollout.id,
+                group_id=row.rollout.group_id,
+                temperature=float(calls[0].temperature),
+            )
+        )
+        token += actions
+        logged += actions if has_logprobs else 0
+    return items
 
 
-def _versions(trace: TokenTrace) -> list[int]:
+def _all_logprobs(traces: Sequence[TokenTrace]) -> NDArray[np.float32]:
+    """The log-probs of the traces that have them, end to end."""
+    found = [t.completion_logprobs for t in traces if t.completion_logprobs is not None]
+    return np.fromiter(chain.from_iterable(found), np.float32, sum(map(len, found)))
+
+
+def _all_versions(traces: Sequence[TokenTrace]) -> NDArray[np.int64]:
     """The policy version of every sampled token."""
-    if not trace.version_spans:
-        return [UNKNOWN_VERSION] * len(trace.completion_token_ids)
     versions: list[int] = []
-    for span in trace.version_spans:
-        versions += [span.version] * (span.end - span.start)
-    return versions
+    lengths: list[int] = []
+    for trace in traces:
+        for span in trace.version_spans:
+            versions.append(span.version)
+            lengths.append(span.end - span.start)
+        if not trace.version_spans:
+            versions.append(UNKNOWN_VERSION)
+            lengths.append(len(trace.completion_token_ids))
+    return np.repeat(np.array(versions, np.int64), np.array(lengths, np.int64))
 
 
-def _token_weights(spans: Sequence[TurnSpan]) -> NDArray[np.float32]:
-    weights = np.array([span.weight for span in spans], dtype=np.float32)
-    return np.repeat(weights, [span.end - span.start for span in spans])
+def _all_weights(spans: Sequence[Sequence[TurnSpan]]) -> NDArray[np.float32]:
+    """The weight of every sampled token."""
+    weights = np.array([span.weight for own in spans for span in own], np.float32)
+    lengths = np.array([span.end - span.start for own in spans for span in own], np.int64)
+    return np.repeat(weights, lengths)
 
 
 def _kept_ids(row: Sequence[_Call]) -> tuple[NDArray[np.int64], ...] | None:

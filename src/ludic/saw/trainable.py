@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 from ludic.errors import NotTrainableError
@@ -15,7 +16,17 @@ _PENALTIES_OFF = (
     ("repetition_penalty", 1.0),
 )
 
-_ALL_OFF = dict((*_TRUNCATION_OFF, *_PENALTIES_OFF)).items()
+_truncation_and_penalties = itemgetter(*(name for name, _ in (*_TRUNCATION_OFF, *_PENALTIES_OFF)))
+_OFF = tuple(off for _, off in (*_TRUNCATION_OFF, *_PENALTIES_OFF))
+
+
+def is_plain(sampling: Mapping[str, Any]) -> bool:
+    """Whether settings that are all recorded leave the distribution as it is but for a temperature:
+    no further check is needed."""
+    try:
+        return bool(sampling.get("temperature")) and _truncation_and_penalties(sampling) == _OFF
+    except KeyError:
+        return False
 
 
 def check_sampling(sampling: Mapping[str, Any], *, kept_ids_recorded: bool, where: str) -> None:
@@ -23,7 +34,7 @@ def check_sampling(sampling: Mapping[str, Any], *, kept_ids_recorded: bool, wher
 
     Settings that are not recorded count as their trainable defaults.
     """
-    if sampling.get("temperature") and sampling.items() >= _ALL_OFF:
+    if is_plain(sampling):
         return
     if sampling.get("temperature") == 0:
         raise NotTrainableError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from ludic.errors import BatchError
 from ludic.frozen import quick
 from ludic.saw.batch import completed, group_key
 from ludic.saw.items import BatchCounts, SAWBatch, SAWItem
+from ludic.saw.ragged import bounds
 from ludic.training.update.sharing import RowOrder
 
 
@@ -74,15 +76,16 @@ def lay_out(batch: SAWBatch, *, max_seq_len: int | None = None) -> Layout:
         [span.end - span.start for item in items for span in item.turns],
     )
     weights = np.repeat(np.array([item.weight for item in items], dtype=np.float32), counts)
-    packed, end = [], 0
-    for index, item in enumerate(items):
-        ids, actions = _visible(item, index, max_seq_len)
-        start, end = end, end + counts[index]
+    packed = []
+    rows = _rows(items, max_seq_len)
+    for item, (ids, actions), (start, end) in zip(
+        items, rows, pairwise(bounds(counts)), strict=True
+    ):
         own = item.attachments.token_weights
         packed.append(
             PackedItem(
                 ids,
-                actions.nonzero()[0],
+                actions,
                 weights[start:end] if own is None else np.asarray(own, dtype=np.float32),
                 turn_ids[start:end],
                 rollouts.setdefault(item.rollout_id, len(rollouts)),
@@ -98,6 +101,28 @@ def lay_out(batch: SAWBatch, *, max_seq_len: int | None = None) -> Layout:
         np.bincount([p.group_id for p in packed], counts).astype(np.int64),
         batch.counts,
     )
+
+
+def _rows(
+    items: Sequence[SAWItem], max_seq_len: int | None
+) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """The tokens of each item that the attention mask shows, and where its actions are."""
+    lengths = [len(item.input_ids) for item in items]
+    if (
+        (max_seq_len is not None and max(lengths) > max_seq_len)
+        or not np.concatenate([item.attention_mask for item in items]).all()
+        or not all(item.temperature > 0 for item in items)
+    ):  # tokens to leave out, or something wrong
+        found = (_visible(item, index, max_seq_len) for index, item in enumerate(items))
+        return [(ids, actions.nonzero()[0]) for ids, actions in found]
+    ids = np.concatenate([item.input_ids for item in items], dtype=np.int64, casting="unsafe")
+    counts, starts = [item.turns[-1].end for item in items], bounds(lengths)
+    actions = np.concatenate([item.action_mask for item in items]).nonzero()[0]
+    actions -= np.repeat(starts[:-1], counts)
+    return [
+        (ids[a:b], actions[c:d])
+        for (a, b), (c, d) in zip(pairwise(starts), pairwise(bounds(counts)), strict=True)
+    ]
 
 
 def _visible(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ludic.errors import BatchError
 from ludic.saw.building import UNKNOWN_VERSION
+from ludic.saw.ragged import bounds, ranges
 from ludic.training.types import LossBatch
 from ludic.training.update.layout import Layout, describe
 from ludic.training.update.sharing import SharedKeys
@@ -68,9 +69,14 @@ def pack(
     packed = [layout.packed[i] for i in indices]
     counts = [p.actions.size for p in packed]
     arranged = layout.order.arrange(indices, share=share)
-    places = _places(layout, arranged)
     computed = [(i, shared) for i, shared in arranged if shared < layout.packed[i].input_ids.size]
     lengths = [layout.packed[i].input_ids.size - shared for i, shared in computed]
+    places, first = _places(layout, arranged)
+    ids, actions = (
+        _joined([p.input_ids for p in packed], np.int64),
+        _joined([p.actions for p in packed], np.int64),
+    )
+    starts = bounds([p.input_ids.size for p in packed])[:-1]
     local = [
         np.unique(ids, return_inverse=True)
         for ids in (
@@ -110,35 +116,47 @@ def pack(
     temperatures = np.repeat([item.temperature for item in items], counts).astype(np.float32)
     return MicroBatch(
         input_ids=_tensor([layout.packed[i].input_ids[shared:] for i, shared in computed]),
-        position_ids=_tensor(
-            [np.arange(shared, layout.packed[i].input_ids.size) for i, shared in computed]
-        ),
+        position_ids=torch.from_numpy(ranges([shared for _, shared in computed], lengths)),
         cu_seqlens=_boundaries(lengths),
         lengths=tuple(lengths),
-        action_positions=_tensor([places[i][layout.packed[i].actions - 1] for i in indices]),
-        target_ids=_tensor([p.input_ids[p.actions] for p in packed]),
+        action_positions=torch.from_numpy(
+            places[np.repeat([first[i] for i in indices], counts) + actions - 1]
+        ),
+        target_ids=torch.from_numpy(ids[np.repeat(starts, counts) + actions]),
         temperatures=torch.from_numpy(temperatures),
         loss=loss,
         kept=_kept(layout, indices),
-        keys=_keys([places[i] for i, _ in computed])
+        keys=_keys(places, [(first[i], layout.packed[i].input_ids.size) for i, _ in computed])
         if any(shared for _, shared in arranged)
         else None,
     )
 
 
-def _places(layout: Layout, arranged: Sequence[tuple[int, int]]) -> dict[int, NDArray[np.int64]]:
-    """Where each of a row's tokens is in the packed row."""
-    places, before, end = dict[int, NDArray[np.int64]](), np.zeros(0, np.int64), 0
-    for row, shared in arranged:
-        own = layout.packed[row].input_ids.size - shared
-        before = places[row] = np.concatenate([before[:shared], np.arange(end, end + own)])
-        end += own
-    return places
+def _places(
+    layout: Layout, arranged: Sequence[tuple[int, int]]
+) -> tuple[NDArray[np.int64], dict[int, int]]:
+    """Where the rows' tokens are in the packed row: those of all rows end to end, and where each
+    row begins among them."""
+    sizes = [layout.packed[row].input_ids.size for row, _ in arranged]
+    places = np.empty(sum(sizes), np.int64)
+    computed = np.arange(places.size)
+    first: dict[int, int] = {}
+    before = at = end = 0
+    for (row, shared), size in zip(arranged, sizes, strict=True):
+        places[at : at + shared] = places[before : before + shared]
+        own = size - shared
+        places[at + shared : at + size] = computed[end : end + own]
+        before = first[row] = at
+        at, end = at + size, end + own
+    return places, first
 
 
-def _keys(places: Sequence[NDArray[np.int64]]) -> SharedKeys:
-    lengths = [row.size for row in places]
-    return SharedKeys(_tensor(places), _boundaries(lengths), tuple(lengths))
+def _keys(places: NDArray[np.int64], rows: Sequence[tuple[int, int]]) -> SharedKeys:
+    """The keys of the rows that begin at some of the places, each with its length."""
+    starts, lengths = zip(*rows, strict=True)
+    return SharedKeys(
+        torch.from_numpy(places[ranges(starts, lengths)]), _boundaries(lengths), lengths
+    )
 
 
 def _boundaries(lengths: Sequence[int]) -> Tensor:

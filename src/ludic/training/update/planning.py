@@ -55,8 +55,17 @@ def plan_micro_batches(
     cost = cost or Cost()
     clusters = _clusters(layout, scope)
     shares = shares and packs
-    works = [workload(layout, members, cost, shares=shares) for members in clusters]
-    sizes, costs = [work.size for work in works], [work.cost for work in works]
+    sizes, costs = [], []
+    alone: dict[int, Workload] = {}  # by length: rows by themselves, mostly
+    for members in clusters:
+        length = layout.order.lengths[members[0]]
+        work = alone.get(length) if len(members) == 1 else None
+        if work is None:
+            work = workload(layout, members, cost, shares=shares)
+            if len(members) == 1:
+                alone[length] = work
+        sizes.append(work.size)
+        costs.append(work.cost)
     for c, (members, size) in enumerate(zip(clusters, sizes, strict=True)):
         if packs and size <= micro_token_budget:
             continue
@@ -164,11 +173,12 @@ def _links(layout: Layout, units: Sequence[_Unit], cost: Cost) -> Iterator[tuple
     """The units in the order of their first rows' tokens; with each, what it saves beside
     the one before it, at least, as a unit without items that is less than nothing."""
     order, before = layout.order, None
-    firsts = {id(unit): min(unit.items, key=order.ranks.__getitem__) for unit in units}
-    for unit in sorted(units, key=lambda unit: order.ranks[firsts[id(unit)]]):
-        row = firsts[id(unit)]
+    rank = order.ranks.__getitem__
+    firsts = [min(unit.items, key=rank) for unit in units]
+    for at in sorted(range(len(units)), key=lambda at: order.ranks[firsts[at]]):
+        row = firsts[at]
         shared = 0 if before is None else order.shared(before, row)
-        yield unit, _Unit((), -_saved(shared), -cost(shared))
+        yield units[at], _Unit((), -_saved(shared), -cost(shared))
         before = row
 
 

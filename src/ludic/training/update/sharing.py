@@ -18,6 +18,8 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ludic.saw.ragged import bounds, ranges
+
 LEAST = 8
 """A row shares at least one in so many of its tokens, or none: below, gathering keys costs as much
 as it saves."""
@@ -48,11 +50,13 @@ class RowOrder:
     @classmethod
     def of(cls, rows: Sequence[NDArray[np.int64]]) -> RowOrder:
         """Sorts the rows."""
-        keys = [row.astype(">u4").tobytes() for row in rows]  # compares like the ids themselves
+        lengths = [row.size for row in rows]
+        starts, ids = bounds(lengths), np.concatenate(rows)
+        data = ids.astype(">u4").tobytes()  # compares like the ids themselves
+        keys = [data[4 * a : 4 * b] for a, b in pairwise(starts)]
         order = sorted(range(len(rows)), key=keys.__getitem__)
         ranks = sorted(range(len(rows)), key=order.__getitem__)
-        common = [0, *(_in_common(rows[a], rows[b]) for a, b in pairwise(order))]
-        return cls(tuple(row.size for row in rows), tuple(ranks), tuple(common))
+        return cls(tuple(lengths), tuple(ranks), (0, *_in_common(ids, starts, order)))
 
     def shared(self, before: int, row: int) -> int:
         """How many tokens `row` shares with `before`, a row in front of it: 0 for too few."""
@@ -70,13 +74,19 @@ class RowOrder:
         return [(row, 0) for row in members]
 
 
-def _in_common(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
-    shorter = min(a.size, b.size)
-    if not shorter:
-        return 0
-    differs = a[:shorter] != b[:shorter]
-    first = int(differs.argmax())
-    return first if differs[first] else shorter
+def _in_common(ids: NDArray[np.int64], starts: Sequence[int], order: Sequence[int]) -> list[int]:
+    """How many tokens each row but the first, in this order, begins with of the row before it."""
+    firsts = np.array(starts[:-1])[order]
+    lengths = np.diff(starts)[order]
+    shorter = np.minimum(lengths[1:], lengths[:-1])
+    differs = ids[ranges(firsts[1:], shorter)] != ids[ranges(firsts[:-1], shorter)]
+    places = differs.nonzero()[0]
+    begins = shorter.cumsum() - shorter
+    pairs = begins.searchsorted(places, "right") - 1
+    found = shorter.copy()
+    # Backwards: of several numbers for one place, the last stays.
+    found[pairs[::-1]] = (places - begins[pairs])[::-1]
+    return found.tolist()
 
 
 def gather(
