@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
         found = json.loads(file.read_text())
     done = {(run["name"], run["seed"]) for run in found["runs"]}
     deadline = time.monotonic() + args.limit_s
-    for seed in range(args.seeds):
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
         for name, overrides in settings.items():
             if (name, seed) in done:
                 continue
@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--updates", type=int, default=60)
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no run after this")
     parser.add_argument("setting", nargs="+", help="NAME=overrides, or trl-PRECISION")
