@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from ludic.errors import BatchError, CreditError
 from ludic.saw import SampleAttachments, SAWItem, TurnSpan, count_items, make_batch
@@ -91,3 +92,42 @@ def test_an_empty_batch_has_no_counts() -> None:
 def test_a_turn_without_an_action_token_is_refused() -> None:
     with pytest.raises(BatchError, match="turn 0 covers 0 to 0"):
         make_batch([item(turns=(TurnSpan(0, 0, 0, 1.0), TurnSpan(0, 2, 1, 1.0)))])
+
+
+SOUND = item(turns=(TurnSpan(0, 1, 0, 1.0), TurnSpan(1, 2, 1, 1.0)))
+
+
+def _floats(*values: float) -> NDArray[np.float32]:
+    return np.array(values, dtype=np.float32)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"action_mask": np.array([0, 1, 1], np.int8)},
+        {"attention_mask": np.ones(5, np.int8)},
+        {"action_mask": np.zeros(4, np.int8)},
+        {"action_mask": np.array([1, 0, 0, 1], np.int8)},
+        {"action_mask": np.array([0, 1, 1, 1], np.int8)},
+        {"turns": (TurnSpan(0, 1, 0, 1.0),)},
+        {"turns": (TurnSpan(0, 1, 0, 1.0), TurnSpan(1, 3, 1, 1.0))},
+        {"turns": (TurnSpan(1, 2, 0, 1.0),)},
+        {"turns": (TurnSpan(0, 2, 0, 1.0), TurnSpan(2, 2, 1, 1.0))},
+        {"weight": math.inf},
+        {"weight": math.nan},
+        {"attachments": SampleAttachments(token_weights=_floats(1.0, math.nan))},
+        {"attachments": SampleAttachments(behavior_logprobs=_floats(1.0))},
+        {"attachments": SampleAttachments(kept_token_ids=[np.zeros(0, np.int64)] * 3)},
+        {"input_ids": np.zeros(0), "attention_mask": _floats(), "action_mask": _floats()},
+    ],
+)
+def test_a_fault_is_found_among_items_that_are_sound(fault: dict[str, object]) -> None:
+    assert make_batch([SOUND] * 3).items == (SOUND,) * 3
+    with pytest.raises((BatchError, CreditError), match=r"^item 1 \(rollout 'r'\): "):
+        make_batch([SOUND, replace(SOUND, **fault), SOUND])  # type: ignore[arg-type]
+
+
+def test_an_item_without_a_rollout_is_completed_among_others() -> None:
+    batch = make_batch([SOUND, replace(SOUND, rollout_id=""), replace(SOUND, turns=())])
+    assert [i.rollout_id for i in batch.items] == ["r", "item-1", "r"]
+    assert batch.items[2].turns == (TurnSpan(0, 2, 0, 1.0),)

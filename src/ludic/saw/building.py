@@ -97,7 +97,7 @@ def _trained_turns(
         if isinstance(step, AgentStep):
             steps.setdefault(step.turn_index, []).append(step)
     if rollout.error is not None:
-        drops["rollout_error"] += len(steps)
+        drops.update(["rollout_error"] * len(steps))
         return
     turns = {} if sample_filter is None else {turn.index: turn for turn in rollout.turns()}
     for index in sorted(steps):
@@ -115,9 +115,8 @@ def _trained_turns(
             if reason is not None:
                 drops[reason] += 1
                 continue
-        calls = [_make_call(rollout, step, weight) for step in steps[index]]
-        calls = [call for call in calls if call.trace.completion_token_ids]
-        if calls:
+        found = [_make_call(rollout, step, weight) for step in steps[index]]
+        if calls := [call for call in found if call.trace.completion_token_ids]:
             yield calls
         else:
             drops["no_tokens"] += 1

@@ -16,7 +16,8 @@ def ranges(starts: ArrayLike, lengths: ArrayLike) -> NDArray[np.int64]:
     """
     sizes = np.asarray(lengths, np.int64)
     shifts = np.asarray(starts, np.int64) - sizes.cumsum() + sizes
-    return np.arange(sizes.sum()) + np.repeat(shifts, sizes)
+    numbers: NDArray[np.int64] = np.arange(sizes.sum()) + np.repeat(shifts, sizes)
+    return numbers
 
 
 def bounds(lengths: Sequence[int]) -> list[int]:

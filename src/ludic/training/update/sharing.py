@@ -86,7 +86,8 @@ def _in_common(ids: NDArray[np.int64], starts: Sequence[int], order: Sequence[in
     found = shorter.copy()
     # Backwards: of several numbers for one place, the last stays.
     found[pairs[::-1]] = (places - begins[pairs])[::-1]
-    return found.tolist()
+    common: list[int] = found.tolist()
+    return common
 
 
 def gather(
