@@ -121,13 +121,14 @@ class RolloutEngine:
             prefix = f"call-{self._calls}"
             self._calls += 1
         writer = self.writer if writer is None else writer
+        runner = self._runner.afresh()
         plan = plan_episodes(requests, seed=self.seed, prefix=prefix)
         gate = BudgetGate(budget, plan)
         failed: Counter[str] = Counter()
         finished = 0
 
         async def run(episode: PlannedEpisode) -> list[Rollout]:
-            rollouts = await self._attempt(episode, max_steps, failed)
+            rollouts = await self._attempt(runner, episode, max_steps, failed)
             gate.tokens += sum(rollout.num_tokens for rollout in rollouts)
             if writer is not None:
                 await write_rollouts(writer, rollouts)
@@ -181,12 +182,16 @@ class RolloutEngine:
         )
 
     async def _attempt(
-        self, episode: PlannedEpisode, max_steps: int, failed: Counter[str]
+        self,
+        runner: EpisodeRunner,
+        episode: PlannedEpisode,
+        max_steps: int,
+        failed: Counter[str],
     ) -> list[Rollout]:
         """Runs the episode, and a group's member again where the policy says so."""
         causes: list[str] = []
         while True:
-            rollouts = await self._runner.run(episode, max_steps)
+            rollouts = await runner.run(episode, max_steps)
             cause = next((r.error for r in rollouts if r.error is not None), None)
             if cause is not None:
                 failed[cause] += 1
