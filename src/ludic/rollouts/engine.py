@@ -128,7 +128,18 @@ class RolloutEngine:
         finished = 0
 
         async def run(episode: PlannedEpisode) -> list[Rollout]:
-            rollouts = await self._attempt(runner, episode, max_steps, failed)
+            earlier: list[str] = []
+            while True:
+                rollouts = await runner.run(episode, max_steps)
+                cause = self._noted(rollouts, failed)
+                if cause is None or episode.group_id is None or episode.attempt >= self.max_retries:
+                    break
+                earlier.append(cause)
+                episode = episode.retried()
+            if earlier:
+                rollouts = [
+                    replace(r, meta={**r.meta, "earlier_errors": earlier}) for r in rollouts
+                ]
             gate.tokens += sum(rollout.num_tokens for rollout in rollouts)
             if writer is not None:
                 await write_rollouts(writer, rollouts)
@@ -181,25 +192,10 @@ class RolloutEngine:
             lost_member=self.group_policy,
         )
 
-    async def _attempt(
-        self,
-        runner: EpisodeRunner,
-        episode: PlannedEpisode,
-        max_steps: int,
-        failed: Counter[str],
-    ) -> list[Rollout]:
-        """Runs the episode, and a group's member again where the policy says so."""
-        causes: list[str] = []
-        while True:
-            rollouts = await runner.run(episode, max_steps)
-            cause = next((r.error for r in rollouts if r.error is not None), None)
-            if cause is not None:
-                failed[cause] += 1
-            self._monitor.record(cause)
-            if cause is None or episode.group_id is None or episode.attempt >= self.max_retries:
-                break
-            causes.append(cause)
-            episode = episode.retried()
-        if causes:
-            return [replace(r, meta={**r.meta, "earlier_errors": causes}) for r in rollouts]
-        return rollouts
+    def _noted(self, rollouts: Sequence[Rollout], failed: Counter[str]) -> str | None:
+        """Why an attempt failed, or None; counts it either way."""
+        cause = next((r.error for r in rollouts if r.error is not None), None)
+        if cause is not None:
+            failed[cause] += 1
+        self._monitor.record(cause)
+        return cause
