@@ -53,7 +53,7 @@ def agent_maker(
             raise UnknownNameError("client", client, runtime.others)
         runtime = runtime.others[client]
     functions = [get_tool(name) for name in tools]
-    servers = [mcp] if mcp and isinstance(mcp, Mapping) else mcp
+    servers: Sequence[JSON] = ([mcp] if isinstance(mcp, Mapping) else mcp) if mcp else ()
     new_context, new_parser = CONTEXTS.maker(context), parser_maker(parser)
     factory = AGENTS.get(agent)
 
