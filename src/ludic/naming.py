@@ -169,6 +169,11 @@ class Registry:
 
     def make_from(self, spec: str | Mapping[str, Any]) -> Any:
         """What a run file describes: a name, or a mapping of "kind" and the arguments."""
+        return self.maker(spec)()
+
+    def maker(self, spec: str | Mapping[str, Any]) -> Callable[[], Any]:
+        """Returns what does `make_from(spec)` as often as it is called. The name is looked up now,
+        and not again."""
         options: dict[str, Any] = {"kind": spec}
         if type(spec) is dict or isinstance(spec, Mapping):
             options = dict(spec)
@@ -177,9 +182,20 @@ class Registry:
             known = ", ".join(self.names())
             raise ConfigError(f"{self.kind} {spec!r} needs a 'kind', one of: {known}")
         try:
-            return self.make_with(self.get(name), name, (), options)
+            factory = self.get(name)
         except TypeError as exc:
-            raise ConfigError(f"{self.kind} {name!r} with {options}: {exc}") from exc
+            raise self._failed(name, options, exc) from exc
+
+        def make() -> Any:
+            try:
+                return self.make_with(factory, name, (), options)
+            except TypeError as exc:
+                raise self._failed(name, options, exc) from exc
+
+        return make
+
+    def _failed(self, name: str, options: Mapping[str, Any], exc: TypeError) -> ConfigError:
+        return ConfigError(f"{self.kind} {name!r} with {options}: {exc}")
 
     def builtin_name(self, thing: object) -> str | None:
         """The name under which `thing` is built in, if it is."""

@@ -285,11 +285,19 @@ def make_parser(spec: str | Mapping[str, Any] | Sequence[Any] | Parser) -> Parse
     `"boxed"`, `{"kind": "xml", "tag": "move"}`, or a list of those, which is composed. A parser
     is returned as it is.
     """
+    return parser_maker(spec)()
+
+
+def parser_maker(
+    spec: str | Mapping[str, Any] | Sequence[Any] | Parser,
+) -> Callable[[], Parser]:
+    """Returns what does `make_parser(spec)` as often as it is called, and looks names up once."""
     if callable(spec):
-        return spec
-    if isinstance(spec, str) or type(spec) is dict or isinstance(spec, Mapping):
-        return PARSERS.make_from(spec)  # type: ignore[no-any-return]
-    return compose_parsers(*map(make_parser, spec))
+        return lambda: spec
+    if isinstance(spec, str | Mapping):
+        return PARSERS.maker(spec)
+    makers = [parser_maker(part) for part in spec]
+    return lambda: compose_parsers(*(make() for make in makers))
 
 
 def _filled(text: str, otherwise: str) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from ludic.agents.base_agent import Agent
 from ludic.agents.mcp import mcp_server
 from ludic.agents.programs import ProgramAgent
 from ludic.agents.tools import Tool
-from ludic.context import make_context
 from ludic.errors import ConfigError, UnknownNameError
 from ludic.interaction.base import Runtime
 from ludic.interaction.bots import Bot, BotFunction
@@ -17,14 +16,19 @@ from ludic.interaction.delegating import AgentFactory, DelegatingProtocol, SubAg
 from ludic.interaction.multi_agent import MultiAgentProtocol
 from ludic.interaction.program import ProgramProtocol, ProgramRewards
 from ludic.interaction.single_agent import SingleAgentSyncProtocol
-from ludic.parsers import make_parser
-from ludic.registry import AGENTS, BOTS, get_tool, make_agent
+from ludic.parsers import parser_maker
+from ludic.registry import AGENTS, BOTS, CONTEXTS, get_tool
 from ludic.types import AgentID
 
 JSON = Mapping[str, Any]
 
 
-def build_agent(
+def build_agent(runtime: Runtime, **options: Any) -> Agent:
+    """A fresh agent by its registered name; the options are those of `agent_maker`."""
+    return agent_maker(runtime, **options)()
+
+
+def agent_maker(
     runtime: Runtime,
     *,
     agent: str = "agent",
@@ -36,41 +40,58 @@ def build_agent(
     client: str | None = None,
     external_tools: Sequence[Tool] = (),
     **agent_kwargs: Any,
-) -> Agent:
-    """A fresh agent by its registered name.
+) -> Callable[[], Agent]:
+    """Returns what builds a fresh agent as often as it is called; names are looked up once.
 
-    `parser` and `context` are a name or a mapping with "kind"; `tools` are registered names; `mcp`
-    are servers whose tools are added, each as the arguments of `ludic.agents.mcp.MCPServer`;
-    `client` names one of `runtime.others`; the rest goes to the agent's constructor as it is.
+    `agent` and `tools` are registered names; `parser` and `context` are a name or a mapping with
+    "kind"; `mcp` are servers whose tools are added, each as the arguments of
+    `ludic.agents.mcp.MCPServer`; `client` names one of `runtime.others`; the rest goes to the
+    agent's constructor as it is.
     """
     if client is not None:
         if client not in runtime.others:
             raise UnknownNameError("client", client, runtime.others)
         runtime = runtime.others[client]
-    if tools:
-        agent_kwargs["tools"] = [get_tool(name) for name in tools]
-    if mcp:
-        servers = [mcp] if isinstance(mcp, Mapping) else mcp
-        agent_kwargs["tool_sources"] = [mcp_server(server) for server in servers]
-    if external_tools:
-        agent_kwargs["external_tools"] = external_tools
-    arguments = {
-        "client": runtime.client,
-        "model": runtime.model,
-        "ctx": make_context(context),
-        "parser": make_parser(parser),
-        "chat_template": runtime.chat_template,
-        "inference": runtime.inference,
-        "system_prompt": system_prompt,
-        **agent_kwargs,
-    }
-    made: Agent = make_agent(agent, **arguments)
-    return made
+    functions = [get_tool(name) for name in tools]
+    servers: Sequence[JSON] = ([mcp] if isinstance(mcp, Mapping) else mcp) if mcp else ()
+    new_context, new_parser = CONTEXTS.maker(context), parser_maker(parser)
+    factory = AGENTS.get(agent)
+
+    def make() -> Agent:
+        arguments = {
+            "client": runtime.client,
+            "model": runtime.model,
+            "ctx": new_context(),
+            "parser": new_parser(),
+            "chat_template": runtime.chat_template,
+            "inference": runtime.inference,
+            "system_prompt": system_prompt,
+            **agent_kwargs,
+        }
+        if functions:
+            arguments["tools"] = list(functions)
+        if external_tools:
+            arguments["external_tools"] = external_tools
+        if servers:
+            arguments["tool_sources"] = [mcp_server(server) for server in servers]
+        made: Agent = AGENTS.make_with(factory, agent, (), arguments)
+        return made
+
+    return make
 
 
 def single_agent_protocol(runtime: Runtime, **agent_kwargs: Any) -> SingleAgentSyncProtocol:
     """One agent; the arguments are those of `build_agent`."""
-    return SingleAgentSyncProtocol(build_agent(runtime, **agent_kwargs))
+    return single_agent_maker(runtime, **agent_kwargs)()
+
+
+def single_agent_maker(
+    runtime: Runtime, **agent_kwargs: Any
+) -> Callable[[], SingleAgentSyncProtocol]:
+    """Returns what does `single_agent_protocol` as often as it is called; names are looked up
+    once."""
+    new_agent = agent_maker(runtime, **agent_kwargs)
+    return lambda: SingleAgentSyncProtocol(new_agent())
 
 
 def program_protocol(

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Literal, TypeAlias
 
 from ludic.errors import ConfigError
@@ -124,13 +125,27 @@ class RolloutEngine:
             prefix = f"call-{self._calls}"
             self._calls += 1
         writer = self.writer if writer is None else writer
+        play = self._runner.afresh().run
+        if self.workers is not None:
+            play = partial(self.workers.play, self._runner)
         plan = plan_episodes(requests, seed=self.seed, prefix=prefix)
         gate = BudgetGate(budget, plan)
         failed: Counter[str] = Counter()
         finished = 0
 
         async def run(episode: PlannedEpisode) -> list[Rollout]:
-            rollouts = await self._attempt(episode, max_steps, failed)
+            earlier: list[str] = []
+            while True:
+                rollouts = await play(episode, max_steps)
+                cause = self._noted(rollouts, failed)
+                if cause is None or episode.group_id is None or episode.attempt >= self.max_retries:
+                    break
+                earlier.append(cause)
+                episode = episode.retried()
+            if earlier:
+                rollouts = [
+                    replace(r, meta={**r.meta, "earlier_errors": earlier}) for r in rollouts
+                ]
             gate.tokens += sum(rollout.num_tokens for rollout in rollouts)
             if writer is not None:
                 await write_rollouts(writer, rollouts)
@@ -183,24 +198,10 @@ class RolloutEngine:
             lost_member=self.group_policy,
         )
 
-    async def _attempt(
-        self, episode: PlannedEpisode, max_steps: int, failed: Counter[str]
-    ) -> list[Rollout]:
-        """Runs the episode, and a group's member again where the policy says so."""
-        causes: list[str] = []
-        while True:
-            if self.workers is None:
-                rollouts = await self._runner.run(episode, max_steps)
-            else:
-                rollouts = await self.workers.play(self._runner, episode, max_steps)
-            cause = next((r.error for r in rollouts if r.error is not None), None)
-            if cause is not None:
-                failed[cause] += 1
-            self._monitor.record(cause)
-            if cause is None or episode.group_id is None or episode.attempt >= self.max_retries:
-                break
-            causes.append(cause)
-            episode = episode.retried()
-        if causes:
-            return [replace(r, meta={**r.meta, "earlier_errors": causes}) for r in rollouts]
-        return rollouts
+    def _noted(self, rollouts: Sequence[Rollout], failed: Counter[str]) -> str | None:
+        """Why an attempt failed, or None; counts it either way."""
+        cause = next((r.error for r in rollouts if r.error is not None), None)
+        if cause is not None:
+            failed[cause] += 1
+        self._monitor.record(cause)
+        return cause

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -18,10 +18,12 @@ from ludic.errors import (
     ProtocolError,
     UnknownNameError,
 )
+from ludic.inference.sampling import InferenceSpec
 from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
-from ludic.registry import ENVS, make_protocol
+from ludic.interaction.factories import single_agent_maker, single_agent_protocol
+from ludic.registry import ENVS, PROTOCOLS
 from ludic.rollouts.planning import PlannedEpisode
-from ludic.types import Rollout, to_json
+from ludic.types import EnvSpec, ProtocolSpec, Rollout, to_json
 from ludic.workers.deadlines import deadline
 from ludic.workers.threads import shared_threads
 
@@ -37,16 +39,48 @@ GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
+class _EnvMaker:
+    """Builds what `spec` describes. It is kept by the spec's `id`, hence holds on to the spec."""
+
+    spec: EnvSpec
+    make: Callable[[], LudicEnv[Any, Any, Any]]
+    at_once: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _ProtocolMaker:
+    """The same for a protocol."""
+
+    spec: ProtocolSpec
+    inference: InferenceSpec | None
+    make: Callable[[], InteractionProtocol]
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeRunner:
     """How episodes are built and bounded. Registries map names to factories; None stands for the
     global registry. An environment's factory is called with the spec's arguments, a protocol's
-    with the runtime and then the spec's arguments."""
+    with the runtime and then the spec's arguments. What a spec names is looked up when an episode
+    first needs it, and kept."""
 
     env_registry: Mapping[str, EnvFactory] | None
     protocol_registry: Mapping[str, ProtocolFactory] | None
     runtime: Runtime | None
     step_timeout_s: float | None
     episode_timeout_s: float | None
+    _env_makers: dict[int, _EnvMaker] = field(default_factory=dict, init=False, compare=False)
+    _protocol_makers: dict[tuple[int, int], _ProtocolMaker] = field(
+        default_factory=dict, init=False, compare=False
+    )
+
+    @property
+    def specs(self) -> int:
+        """For how many environments there is something kept."""
+        return len(self._env_makers)
+
+    def afresh(self) -> EpisodeRunner:
+        """The same runner, with everything still to be looked up."""
+        return replace(self)
 
     async def run(self, episode: PlannedEpisode, max_steps: int) -> list[Rollout]:
         """The episode's rollouts, one per agent. Never raises for what goes wrong inside: then
@@ -100,28 +134,43 @@ class EpisodeRunner:
 
     async def _make_env(self, episode: PlannedEpisode) -> LudicEnv[Any, Any, Any]:
         spec = episode.request.env
-        if self.env_registry is None:
-            factory: Any = ENVS.get(spec.kind)
-            if _answers_at_once(factory):
-                return ENVS.make_with(factory, spec.kind, (), spec.kwargs)  # type: ignore[no-any-return]
-            build = partial(build_env, spec)
-        else:
-            factory = _look_up("environment", spec.kind, self.env_registry)
-            if _answers_at_once(factory):
-                return factory(**spec.kwargs)  # type: ignore[no-any-return]
-            build = partial(factory, **spec.kwargs)
+        maker = self._env_makers.get(id(spec)) or self._keep_env_maker(spec)
+        if maker.at_once:
+            return maker.make()
         # Building may read a dataset or start a process, so it must not hold up the others.
         env: LudicEnv[Any, Any, Any] = await shared_threads().run(
-            build,
+            maker.make,
             what="its construction",
             whom=f"environment {spec.kind!r}",
             timeout_s=self.step_timeout_s,
         )
         return env
 
+    def _keep_env_maker(self, spec: EnvSpec) -> _EnvMaker:
+        make: Callable[[], Any]
+        if self.env_registry is None:
+            factory: Any = ENVS.get(spec.kind)
+            at_once = _answers_at_once(factory)
+            make = partial(build_env, spec)
+            if at_once:
+                make = partial(ENVS.make_with, factory, spec.kind, (), spec.kwargs)
+        else:
+            factory = _look_up("environment", spec.kind, self.env_registry)
+            at_once = _answers_at_once(factory)
+            make = partial(factory, **spec.kwargs)
+        maker = self._env_makers[id(spec)] = _EnvMaker(spec, make, at_once)
+        return maker
+
     def _make_protocol(self, episode: PlannedEpisode) -> InteractionProtocol:
         spec, inference = episode.request.protocol, episode.request.inference
+        maker = self._protocol_makers.get((id(spec), id(inference)))
+        return (maker or self._keep_protocol_maker(spec, inference)).make()
+
+    def _keep_protocol_maker(
+        self, spec: ProtocolSpec, inference: InferenceSpec | None
+    ) -> _ProtocolMaker:
         runtime = self.runtime
+        make: Callable[[], InteractionProtocol]
         if inference is not None:
             if runtime is None:
                 raise ConfigError(
@@ -130,14 +179,22 @@ class EpisodeRunner:
                 )
             runtime = replace(runtime, inference=inference)
         if self.protocol_registry is not None:
-            return _look_up("protocol", spec.kind, self.protocol_registry)(runtime, **spec.kwargs)
-        if runtime is None:
+            factory = _look_up("protocol", spec.kind, self.protocol_registry)
+            make = partial(factory, runtime, **spec.kwargs)
+        elif runtime is None:
             raise ConfigError(
                 f"protocol {spec.kind!r} needs a model to talk to: pass "
                 "RolloutEngine(runtime=Runtime(client, template, model))"
             )
-        protocol: InteractionProtocol = make_protocol(spec.kind, runtime, **spec.kwargs)
-        return protocol
+        else:
+            factory = PROTOCOLS.get(spec.kind)
+            if factory is single_agent_protocol:
+                make = PROTOCOLS.make_with(single_agent_maker, spec.kind, (runtime,), spec.kwargs)
+            else:
+                make = partial(PROTOCOLS.make_with, factory, spec.kind, (runtime,), spec.kwargs)
+        maker = _ProtocolMaker(spec, inference, make)
+        self._protocol_makers[id(spec), id(inference)] = maker
+        return maker
 
 
 def failed_episode(episode: PlannedEpisode, max_steps: int, error: str) -> list[Rollout]:

@@ -25,7 +25,7 @@ def checked_opening(
             f"environment {name}: agent_ids names an agent twice: {list(agent_ids)}; name each once"
         )
     try:
-        if not isinstance(result, Mapping):
+        if type(result) is not dict and not isinstance(result, Mapping):
             raise _Broken(f"returned {_kind(result)}; return {{agent_id: (obs, info)}}")
         if not result:
             raise _Broken("returned nothing; return an observation for at least one agent")

@@ -85,6 +85,8 @@ class EnvRunner:
         except BaseException as error:
             self._fail("active_agents", error)
             raise
+        if active == self._agent_ids and not self._ended:
+            return active
         if len(set(active)) != len(active):
             raise EnvError(
                 f"environment {self.name}: active_agents names an agent twice: {list(active)}; "
@@ -194,6 +196,8 @@ class EnvRunner:
                     "actions are text"
                 )
         active = self.active_agents
+        if tuple(actions) == active:
+            return
         missing = [agent for agent in active if agent not in actions]
         if not missing and len(actions) == len(active):
             return

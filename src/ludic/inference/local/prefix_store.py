@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import struct
+import sys
+from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -137,5 +138,8 @@ def token_key(tokens: Tokens) -> bytes:
 
 
 def key_of_ids(token_ids: Sequence[int]) -> bytes:
-    """`token_key` of plain integers."""
-    return struct.pack(f">{len(token_ids)}I", *token_ids)
+    """`token_key` of plain integers. Raises `OverflowError` for those that 32 bits do not hold."""
+    packed = array("I", token_ids)
+    if sys.byteorder == "little":
+        packed.byteswap()
+    return packed.tobytes()

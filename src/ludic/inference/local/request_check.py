@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from struct import error as StructError
+from operator import countOf
 
 from ludic.errors import RequestRejectedError
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local.prefix_store import key_of_ids
-
-_INT = frozenset({int})
 
 
 def checked_prompt(request: TokenCompletionRequest, *, vocab: int, context: int) -> bytes:
@@ -23,8 +21,8 @@ def checked_prompt(request: TokenCompletionRequest, *, vocab: int, context: int)
             f"max_context_tokens={context}: shorten the prompt, or raise the limit"
         )
     try:
-        key = key_of_ids(ids) if _INT.issuperset(map(type, ids)) else b""
-    except StructError:  # a negative id, or one of more than 32 bits
+        key = key_of_ids(ids) if countOf(map(type, ids), int) == len(ids) else b""
+    except OverflowError:  # a negative id, or one of more than 32 bits
         key = b""
     if not key or max(ids) >= vocab:
         i, token = next(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from ludic.errors import TemplateError
+from ludic.inference.templates.skeletons import Skeletons, is_text, written
 
 _LOOP_COUNTERS = frozenset(
     ("first", "last", "index", "index0", "length", "previtem", "nextitem", "revindex", "revindex0")
@@ -23,6 +24,13 @@ class JinjaTemplate:
     def __init__(self, source: str, variables: Mapping[str, Any], today: dt.date) -> None:
         self._template = _compile(source, today)
         self._variables = {**self._template.globals, **variables}
+        self._with_holes = cache(partial(_compile, source, today, holes=True))
+        self._skeletons: Skeletons | None = None
+        if not _holds_text(self._template.environment, source):
+            self._skeletons = Skeletons(
+                lambda messages: self._rendered(self._template, messages),
+                lambda messages: self._rendered(self._with_holes(), messages),
+            )
 
     def render(
         self,
@@ -32,22 +40,12 @@ class JinjaTemplate:
         add_generation_prompt: bool = True,
     ) -> str:
         """The conversation's text; raises `TemplateError` with what the template complains of."""
-        template = self._template
-        variables = {
-            **self._variables,
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        if self._skeletons is not None and tools is None and add_generation_prompt:
+            text = self._skeletons.spell(messages)
+            if text is not None:
+                return text
         try:
-            # What `template.render` does, without its rewriting of tracebacks, second copy of the
-            # variables, and list of globals, which only imported templates need.
-            environment = template.environment
-            context = environment.context_class(
-                environment, variables, template.name, template.blocks
-            )
-            return "".join(template.root_render_func(context))
+            return self._rendered(self._template, messages, tools, add_generation_prompt)
         except Exception as exc:
             roles = [str(m.get("role")) for m in messages]
             shown = ", ".join(roles if len(roles) <= 8 else [*roles[:3], "…", *roles[-3:]])
@@ -56,8 +54,37 @@ class JinjaTemplate:
                 f"{type(exc).__name__}: {exc}"
             ) from exc
 
+    def _rendered(
+        self,
+        template: Any,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        variables = {
+            **self._variables,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        # What `template.render` does, without its rewriting of tracebacks, second copy of the
+        # variables, and list of globals, which only imported templates need.
+        environment = template.environment
+        context = environment.context_class(environment, variables, template.name, template.blocks)
+        return "".join(template.root_render_func(context))
 
-def _compile(source: str, today: dt.date) -> Any:
+
+def _holds_text(environment: Any, source: str) -> bool:
+    """Whether the template puts what it wrote into variables, where it could look at it."""
+    from jinja2 import nodes
+
+    kinds = (nodes.AssignBlock, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.Block)
+    return environment.parse(source).find(kinds) is not None
+
+
+def _compile(source: str, today: dt.date, *, holes: bool = False) -> Any:
+    """The template; with `holes`, one that writes out those of `skeletons`."""
     import jinja2
     import jinja2.ext
     from jinja2.runtime import LoopContext
@@ -107,6 +134,9 @@ def _compile(source: str, today: dt.date) -> Any:
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
+    if holes:
+        environment.finalize = written
+        environment.tests["string"] = is_text
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = today.strftime

@@ -24,6 +24,7 @@ use; where a text does hold it, it is doubled, so nothing is lost."""
 _GUARDED = re.compile(f"{GUARD}({GUARD}?)")
 _CACHED_PIECES = 4096
 _LONGEST_CACHED = 16_384
+_LONGEST_KEPT = 1024
 _LONGEST_DECODED = 512
 _PROBES = ("user\nHi,  you", "\n", " a", "a", "\n\nÉa\t", "\u2581x", "  ")
 
@@ -63,6 +64,8 @@ class TokenCodec:
         self._ascii = None if self._anchor else AsciiWords.of(self._backend)
         plain = [t.content for t in added.values() if not t.special]
         self._has_added = literal_pattern(plain).search if plain else None
+        # What a group of episodes hears next is often the same.
+        self._kept_ids = lru_cache(maxsize=_CACHED_PIECES)(lambda text: tuple(self._encode(text)))
 
     def special_id(self, text: str) -> int:
         """The id of a special token."""
@@ -81,6 +84,11 @@ class TokenCodec:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text in which `guard` may have marked parts."""
+        if len(text) <= _LONGEST_KEPT:
+            return list(self._kept_ids(text))
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
         if self._whole:
             return self._encode_whole(text)
         ids: list[int] = []
@@ -151,7 +159,7 @@ class TokenCodec:
         self._whole = False
         for token in self.special_texts:
             sample = token.join(("x", *_PROBES, *_PROBES[::-1], ""))
-            if self.encode(sample) != _ids(self._backend, sample):
+            if self._encode(sample) != _ids(self._backend, sample):
                 return False
         return True
 

@@ -32,6 +32,7 @@ from ludic.workers.deadlines import deadline
 
 _CLEAN_UP_S = 10.0
 """How long episodes that are cut off may take to close what they opened."""
+_KEPT_SPECS = 64
 
 
 class RemoteClient:
@@ -133,6 +134,8 @@ class Worker:
     async def _play(
         self, number: int, runner: int, episode: PlannedEpisode, max_steps: int
     ) -> None:
+        if self._runners[runner].specs > _KEPT_SPECS:  # each block of messages brings new objects
+            self._runners[runner] = self._runners[runner].afresh()
         try:
             rollouts = await self._runners[runner].run(episode, max_steps)
         except Exception as exc:  # of configuration: nothing else comes out of a runner
