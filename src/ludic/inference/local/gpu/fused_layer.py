@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ludic.inference.local.attention import AttentionCall, current_layout
@@ -39,12 +40,24 @@ def can_fuse(layer: nn.Module) -> bool:
     )
 
 
+def can_tabulate(module: nn.Module) -> bool:
+    """Whether it is one of the known families' rotary embedding, with frequencies that stay."""
+    model_type = getattr(getattr(module, "config", None), "model_type", None)
+    return (
+        model_type in FAMILIES
+        and type(module).__name__.endswith("RotaryEmbedding")
+        and getattr(module, "rope_type", None) in ("default", "linear", "llama3", "yarn")
+        and isinstance(getattr(module, "inv_freq", None), Tensor)
+    )
+
+
 def _plain(*modules: nn.Module) -> bool:
     """Whether they are ordinary linear layers in a half type, of sizes that tiles divide."""
     return all(
         type(m) is nn.Linear
         and m.weight.dtype in HALF
         and m.weight.is_contiguous()
+        and m.weight.data_ptr() % 16 == 0
         and m.in_features % 64 == 0
         and m.out_features % 32 == 0
         for m in modules
@@ -53,15 +66,49 @@ def _plain(*modules: nn.Module) -> bool:
 
 def fused_layers(kernels: ModuleType) -> Callable[[nn.Module], nn.Module | None]:
     """The stand-ins of a module view whose layers run through `kernels`."""
+    arrived = _Arrived()
 
     def stand_in(module: nn.Module) -> nn.Module | None:
+        if can_tabulate(module):
+            tables = RotaryTables.__new__(RotaryTables)
+            tables.__dict__["kernels"] = kernels
+            return tables
         if not can_fuse(module):
             return None
         layer = FusedLayer.__new__(FusedLayer)
         layer.__dict__["kernels"] = kernels
+        layer.__dict__["arrived"] = arrived
         return layer
 
     return stand_in
+
+
+class _Arrived:
+    """Where products whose sums are split count the parts that are there. One per view: what an
+    engine computes is in one stream, but two engines may compute at the same time."""
+
+    def __init__(self) -> None:
+        self._counts: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        if device not in self._counts:
+            self._counts[device] = torch.zeros(4096, dtype=torch.int32, device=device)
+        return self._counts[device]
+
+
+class RotaryTables(nn.Module):
+    """Takes the place of a rotary embedding for which `can_tabulate` is true."""
+
+    inv_freq: Tensor
+    attention_scaling: float
+    kernels: ModuleType
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, [batch, rows, dim], in the type of `x`."""
+        cos, sin = self.kernels.rotary_tables(
+            self.inv_freq, position_ids.flatten(), self.attention_scaling, x.dtype
+        )
+        return cos.view(*position_ids.shape, -1), sin.view(*position_ids.shape, -1)
 
 
 class FusedLayer(nn.Module):
@@ -72,6 +119,7 @@ class FusedLayer(nn.Module):
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
     kernels: ModuleType
+    arrived: _Arrived
 
     def forward(
         self,
@@ -87,8 +135,9 @@ class FusedLayer(nn.Module):
         mixed = current_layout().attend(
             AttentionCall(attention.layer_idx, q, k, v, attention.scaling, window, rotary)
         )
-        x = _add(x, mixed.reshape(x.shape[0], -1), attention.o_proj)
-        x = _add(x, self._gated(self._normed(x, self.post_attention_layernorm)), self.mlp.down_proj)
+        x = self._add(x, mixed.reshape(x.shape[0], -1), attention.o_proj)
+        y = self._gated(self._normed(x, self.post_attention_layernorm))
+        x = self._add(x, y, self.mlp.down_proj)
         return x[None]
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,6 +168,17 @@ class FusedLayer(nn.Module):
             return norm(x)  # type: ignore[no-any-return]
         return self.kernels.rms_norm(x, norm.weight, eps)  # type: ignore[no-any-return]
 
+    def _add(self, x: Tensor, y: Tensor, linear: nn.Module) -> Tensor:
+        """x + linear(y), into x where one product does both."""
+        if type(linear) is not nn.Linear or linear.bias is not None:
+            return x + linear(y)  # type: ignore[no-any-return]
+        few = x.shape[0] <= self.kernels.MAX_PROJECT_ROWS
+        if few and _plain(linear) and self.kernels.can_be_early(x.device):
+            # In a chain of early launches; alone the vendor's kernel is as good.
+            arrived = self.arrived.on(x.device)
+            return self.kernels.add_product(x, y, linear.weight, arrived)  # type: ignore[no-any-return]
+        return x.addmm_(y, linear.weight.t())
+
 
 def _window(attention: Any) -> int | None:
     """As the families' own code has it: Mistral reads its configuration, the others an attribute,
@@ -127,11 +187,3 @@ def _window(attention: Any) -> int | None:
     of_all = getattr(config, "sliding_window", None) if config.model_type == "mistral" else None
     window: int | None = getattr(attention, "sliding_window", of_all)
     return window
-
-
-def _add(x: Tensor, y: Tensor, linear: nn.Module) -> Tensor:
-    """x + linear(y), into x where one product does both."""
-    if type(linear) is nn.Linear and linear.bias is None:
-        return x.addmm_(y, linear.weight.t())
-    out: Tensor = x + linear(y)
-    return out

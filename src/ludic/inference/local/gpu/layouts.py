@@ -36,7 +36,7 @@ class RowsLayout:
         self, kv: Tensor, rows: int, length: int, positions: Tensor, kernels: ModuleType | None
     ) -> None:
         self.kv, self.positions, self.kernels = kv, positions, kernels
-        self.slots = torch.arange(rows, device=kv.device)
+        self.rows = rows
         self.masks = Masks(positions[:, None], length)
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -46,8 +46,9 @@ class RowsLayout:
                 call.q, call.k, call.v, call.rotary, cache, self.positions, call.scale, call.window
             )
             return out
-        q = _store(call, cache, self.slots, self.positions, self.kernels)
-        keys, values = cache[:, : len(self.slots), :, : self.masks.length]
+        slots = torch.arange(self.rows, device=cache.device)
+        q = _store(call, cache, slots, self.positions, self.kernels)
+        keys, values = cache[:, : self.rows, :, : self.masks.length]
         return grouped_attention(q, keys, values, self.masks, call.scale, call.window)
 
 

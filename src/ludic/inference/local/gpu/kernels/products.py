@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ludic.inference.local.gpu.kernels.early import (
+    call_up,
+    launch_options,
+    let_next_begin,
+    wait_for_others,
+)
 
 MAX_PROJECT_ROWS = 256
 """Above this a matrix product is bound by arithmetic, and the vendor's kernels are better."""
@@ -31,7 +41,8 @@ def _multiply(
 @triton.jit
 def _project_kernel(
     x, w0, w1, w2, b0, b1, b2, out, rows, inner, tiles0, tiles1, width,
-    BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    BIAS: tl.constexpr, EARLY: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     tile, first_row = tl.program_id(0), tl.program_id(1) * M
     w, b, place = w0, b0, tile
@@ -39,10 +50,17 @@ def _project_kernel(
         w, b, place = w2, b2, tile - tiles0 - tiles1
     elif tile >= tiles0:
         w, b, place = w1, b1, tile - tiles0
-    total = _multiply(x, w, rows, inner, first_row, place * N, M, N, K)
     col = tl.arange(0, N)
+    bias = tl.zeros((N,), dtype=tl.float32)
     if BIAS:
-        total += tl.load(b + place * N + col).to(tl.float32)[None, :]
+        bias = tl.load(b + place * N + col).to(tl.float32)
+    if tl.program_id(1) == 0:
+        call_up(
+            w + place * N * inner, N * inner * (w.dtype.element_ty.primitive_bitwidth // 8), EARLY
+        )
+    wait_for_others(EARLY)
+    total = _multiply(x, w, rows, inner, first_row, place * N, M, N, K) + bias[None, :]
+    let_next_begin(EARLY)
     row = first_row + tl.arange(0, M)
     at = out + row[:, None] * width + (tile * N + col)[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=row[:, None] < rows)
@@ -61,28 +79,37 @@ def project(
     _project_kernel[(sum(tiles), triton.cdiv(rows, row_tile))](
         x, *weights, *given, out, rows, inner, tiles[0], tiles[1], out.shape[1],
         BIAS=biases[0] is not None, M=row_tile, N=tile, K=64,
-        num_warps=4, num_stages=4,
+        num_warps=4, num_stages=4, **launch_options(x.device),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _gated_kernel(
-    x, gate, up, out, rows, inner, width, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
-):
+    x, gate, up, out, rows, inner, width, DESCRIBED: tl.constexpr,
+    EARLY: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
     first_col, first_row = tl.program_id(0) * N, tl.program_id(1) * M
     row = first_row + tl.arange(0, M)
-    at_k = tl.arange(0, K)
-    x_at = x + row[:, None] * inner + at_k[None, :]
-    offsets = (first_col + tl.arange(0, N))[None, :] * inner + at_k[:, None]
     gates = tl.zeros((M, N), dtype=tl.float32)
     ups = tl.zeros((M, N), dtype=tl.float32)
-    for _ in range(0, inner, K):
-        a = tl.load(x_at, mask=row[:, None] < rows, other=0.0)
-        gates = tl.dot(a, tl.load(gate + offsets), gates)
-        ups = tl.dot(a, tl.load(up + offsets), ups)
-        x_at += K
-        offsets += K
+    let_next_begin(EARLY)
+    wait_for_others(EARLY)
+    if DESCRIBED:
+        for k in range(0, inner, K):
+            a = x.load([first_row, k])
+            gates = tl.dot(a, gate.load([first_col, k]).T, gates)
+            ups = tl.dot(a, up.load([first_col, k]).T, ups)
+    else:
+        at_k = tl.arange(0, K)
+        x_at = x + row[:, None] * inner + at_k[None, :]
+        offsets = (first_col + tl.arange(0, N))[None, :] * inner + at_k[:, None]
+        for _ in range(0, inner, K):
+            a = tl.load(x_at, mask=row[:, None] < rows, other=0.0)
+            gates = tl.dot(a, tl.load(gate + offsets), gates)
+            ups = tl.dot(a, tl.load(up + offsets), ups)
+            x_at += K
+            offsets += K
     result = gates * tl.sigmoid(gates) * ups
     at = out + row[:, None] * width + (first_col + tl.arange(0, N))[None, :]
     tl.store(at, result.to(out.dtype.element_ty), mask=row[:, None] < rows)
@@ -93,12 +120,84 @@ def gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     rows, inner = x.shape
     width = gate.shape[0]
     out = x.new_empty(rows, width)
-    row_tile, tile = _row_tile(rows), 32
+    row_tile, tile, step = _row_tile(rows), 32, 64
+    options = launch_options(x.device)
+    given: tuple[Any, ...] = (x, gate, up)
+    if options["EARLY"]:
+        given = _described((x, row_tile), (gate, tile), (up, tile), step=step)
     _gated_kernel[(width // tile, triton.cdiv(rows, row_tile))](
-        x, gate, up, out, rows, inner, width,
-        M=row_tile, N=tile, K=64, num_warps=4, num_stages=4,
+        *given, out, rows, inner, width, DESCRIBED=options["EARLY"],
+        M=row_tile, N=tile, K=step, num_warps=4, num_stages=4, **options,
     )  # fmt: skip
     return out
+
+
+def _described(*tiles: tuple[Tensor, int], step: int) -> tuple[TensorDescriptor, ...]:
+    """Descriptors of matrices read in tiles of so many rows by `step`, for the hardware that copies
+    whole tiles; what lies outside of a matrix reads as zero."""
+    return tuple(TensorDescriptor.from_tensor(matrix, [rows, step]) for matrix, rows in tiles)
+
+
+@triton.jit
+def _add_product_kernel(
+    y, w, weight, x, parts, arrived, rows, inner, width,
+    SPLITS: tl.constexpr, EARLY: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    first_col, first_row, split = tl.program_id(0) * N, tl.program_id(1) * M, tl.program_id(2)
+    share = tl.cdiv(tl.cdiv(inner, K), SPLITS) * K
+    begin = split * share
+    end = tl.minimum(begin + share, inner)
+    let_next_begin(EARLY)
+    if tl.program_id(1) == 0:
+        size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
+        for n in range(N):
+            call_up(weight + (first_col + n) * inner + begin, (end - begin) * size, EARLY)
+    wait_for_others(EARLY)
+    total = tl.zeros((M, N), dtype=tl.float32)
+    for k in range(begin, end, K):  # past `inner` a descriptor reads zeros
+        total = tl.dot(y.load([first_row, k]), w.load([first_col, k]).T, total)
+    row = first_row + tl.arange(0, M)
+    inside = row[:, None] < rows
+    at = row[:, None] * width + (first_col + tl.arange(0, N))[None, :]
+    last = True
+    if SPLITS > 1:
+        tl.store(parts + split * rows * width + at, total, mask=inside)
+        tl.debug_barrier()
+        count = arrived + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        last = tl.atomic_add(count, 1) == SPLITS - 1
+        if last:
+            # In the order of the splits, whoever came last: equal inputs give equal sums.
+            total = tl.zeros((M, N), dtype=tl.float32)
+            for s in tl.static_range(SPLITS):
+                place = parts + s * rows * width + at
+                total += tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(count, 0)
+    if last:
+        total += tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(x + at, total.to(x.dtype.element_ty), mask=inside)
+
+
+def add_product(x: Tensor, y: Tensor, weight: Tensor, arrived: Tensor) -> Tensor:
+    """x + y @ weight.T, written over x.
+
+    A long sum is split among programs, the last of which adds the parts up. They count in
+    `arrived`, int32 zeros that are zeros again afterwards; calls that may run at the same time need
+    one each.
+    """
+    rows, inner = y.shape
+    width = weight.shape[0]
+    row_tile, tile, step = _row_tile(rows), 32, 128
+    tiles = width // tile * triton.cdiv(rows, row_tile)
+    splits = 2 if tiles <= arrived.numel() else 1
+    parts = x
+    if splits > 1:
+        parts = torch.empty(splits, rows, width, dtype=torch.float32, device=x.device)
+    _add_product_kernel[(width // tile, triton.cdiv(rows, row_tile), splits)](
+        *_described((y, row_tile), (weight, tile), step=step),
+        weight, x, parts, arrived, rows, inner, width, SPLITS=splits, M=row_tile, N=tile, K=step,
+        num_warps=4, num_stages=4, **launch_options(x.device),
+    )  # fmt: skip
+    return x
 
 
 def _row_tile(rows: int) -> int:
@@ -122,13 +221,16 @@ def silu_times(gates: Tensor, ups: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, width, eps, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x, weight, out, width, eps, EARLY: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
+    scales = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    let_next_begin(EARLY)
+    wait_for_others(EARLY)
     wide = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    result = wide * scale * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    result = wide * scale * scales
     tl.store(out + row * width + at, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -139,6 +241,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     block = triton.next_power_of_2(width)
     _rms_norm_kernel[(rows,)](
-        x, weight, out, width, eps, BLOCK=block, num_warps=4 if block <= 2048 else 8
-    )
+        x, weight, out, width, eps, BLOCK=block, num_warps=4 if block <= 2048 else 8,
+        **launch_options(x.device),
+    )  # fmt: skip
     return out
