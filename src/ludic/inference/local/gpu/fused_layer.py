@@ -10,7 +10,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ludic.inference.local.attention import AttentionCall, current_layout
@@ -66,7 +65,7 @@ def _plain(*modules: nn.Module) -> bool:
 
 def fused_layers(kernels: ModuleType) -> Callable[[nn.Module], nn.Module | None]:
     """The stand-ins of a module view whose layers run through `kernels`."""
-    arrived = _Arrived()
+    between = _Between()
 
     def stand_in(module: nn.Module) -> nn.Module | None:
         if can_tabulate(module):
@@ -77,23 +76,31 @@ def fused_layers(kernels: ModuleType) -> Callable[[nn.Module], nn.Module | None]
             return None
         layer = FusedLayer.__new__(FusedLayer)
         layer.__dict__["kernels"] = kernels
-        layer.__dict__["arrived"] = arrived
+        layer.__dict__["between"] = between
+        between.layers.add(module.self_attn.layer_idx)  # type: ignore[union-attr,arg-type]
         return layer
 
     return stand_in
 
 
-class _Arrived:
-    """Where products whose sums are split count the parts that are there. One per view: what an
-    engine computes is in one stream, but two engines may compute at the same time."""
+class _Between:
+    """What one layer of a view leaves to the next beside its output: parts of a sum that the next
+    one's first norm adds. The engine's thread alone calls the view."""
 
     def __init__(self) -> None:
-        self._counts: dict[torch.device, Tensor] = {}
+        self.layers: set[int] = set()
+        self._left: tuple[int, Tensor] | None = None
 
-    def on(self, device: torch.device) -> Tensor:
-        if device not in self._counts:
-            self._counts[device] = torch.zeros(4096, dtype=torch.int32, device=device)
-        return self._counts[device]
+    def leave(self, layer: int, parts: Tensor) -> bool:
+        """Whether there is a next layer that takes them."""
+        takes = layer + 1 in self.layers
+        self._left = (layer, parts) if takes else None
+        return takes
+
+    def take(self, layer: int) -> Tensor | None:
+        left, self._left = self._left, None
+        # What a pass that failed has left is nobody's.
+        return left[1] if left is not None and left[0] == layer - 1 else None
 
 
 class RotaryTables(nn.Module):
@@ -119,7 +126,7 @@ class FusedLayer(nn.Module):
     input_layernorm: nn.Module
     post_attention_layernorm: nn.Module
     kernels: ModuleType
-    arrived: _Arrived
+    between: _Between
 
     def forward(
         self,
@@ -130,14 +137,17 @@ class FusedLayer(nn.Module):
         """What the layer does, with the sums written over its input."""
         x, attention = hidden_states[0], self.self_attn
         cos, sin = position_embeddings
-        q, k, v = self._project(self._normed(x, self.input_layernorm))
+        parts = self.between.take(attention.layer_idx)
+        q, k, v = self._project(self._normed(x, self.input_layernorm, parts))
         rotary, window = (cos[0], sin[0]), _window(attention)
         mixed = current_layout().attend(
             AttentionCall(attention.layer_idx, q, k, v, attention.scaling, window, rotary)
         )
-        x = self._add(x, mixed.reshape(x.shape[0], -1), attention.o_proj)
-        y = self._gated(self._normed(x, self.post_attention_layernorm))
-        x = self._add(x, y, self.mlp.down_proj)
+        x, parts = self._add(x, mixed.reshape(x.shape[0], -1), attention.o_proj)
+        y = self._gated(self._normed(x, self.post_attention_layernorm, parts))
+        x, parts = self._add(x, y, self.mlp.down_proj)
+        if parts is not None and not self.between.leave(attention.layer_idx, parts):
+            x += parts.sum(0)
         return x[None]
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,22 +172,27 @@ class FusedLayer(nn.Module):
             return self.kernels.gated(x, gate.weight, up.weight)  # type: ignore[no-any-return]
         return self.kernels.silu_times(gate(x), up(x))  # type: ignore[no-any-return]
 
-    def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
+    def _normed(self, x: Tensor, norm: nn.Module, parts: Tensor | None) -> Tensor:
+        """The norm of x, after the parts are added into x."""
         eps = getattr(norm, "variance_epsilon", None)
         if eps is None or set(norm._parameters) != {"weight"}:
+            if parts is not None:
+                x += parts.sum(0)
             return norm(x)  # type: ignore[no-any-return]
-        return self.kernels.rms_norm(x, norm.weight, eps)  # type: ignore[no-any-return]
+        return self.kernels.rms_norm(x, norm.weight, eps, parts)  # type: ignore[no-any-return]
 
-    def _add(self, x: Tensor, y: Tensor, linear: nn.Module) -> Tensor:
-        """x + linear(y), into x where one product does both."""
+    def _add(self, x: Tensor, y: Tensor, linear: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """x + linear(y), into x where one product does both, and parts that are yet to be added."""
         if type(linear) is not nn.Linear or linear.bias is not None:
-            return x + linear(y)  # type: ignore[no-any-return]
-        few = x.shape[0] <= self.kernels.MAX_PROJECT_ROWS
-        if few and _plain(linear) and self.kernels.can_be_early(x.device):
-            # In a chain of early launches; alone the vendor's kernel is as good.
-            arrived = self.arrived.on(x.device)
-            return self.kernels.add_product(x, y, linear.weight, arrived)  # type: ignore[no-any-return]
-        return x.addmm_(y, linear.weight.t())
+            return x + linear(y), None
+        weight, kernels = linear.weight, self.kernels
+        few = (
+            x.shape[0] <= kernels.MAX_PROJECT_ROWS and weight.numel() <= kernels.MAX_SPLIT_ELEMENTS
+        )
+        # It pays as a link of a chain of early launches. Alone, the vendor's kernel is as good.
+        if few and _plain(linear) and kernels.can_be_early(x.device):
+            return x, kernels.split_product(y, weight)
+        return x.addmm_(y, weight.t()), None
 
 
 def _window(attention: Any) -> int | None:

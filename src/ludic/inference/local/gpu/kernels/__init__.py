@@ -13,17 +13,18 @@ from ludic.inference.local.gpu.kernels.attention import (
 from ludic.inference.local.gpu.kernels.early import can_be_early
 from ludic.inference.local.gpu.kernels.products import (
     MAX_PROJECT_ROWS,
-    add_product,
+    MAX_SPLIT_ELEMENTS,
     gated,
     project,
     rms_norm,
     silu_times,
+    split_product,
 )
 from ludic.inference.local.gpu.kernels.sampling import draw_and_carry_on
 
 __all__ = [
     "MAX_PROJECT_ROWS",
-    "add_product",
+    "MAX_SPLIT_ELEMENTS",
     "attend_rows",
     "can_be_early",
     "draw_and_carry_on",
@@ -33,4 +34,5 @@ __all__ = [
     "rotary_tables",
     "rotate_and_store",
     "silu_times",
+    "split_product",
 ]

@@ -20,29 +20,38 @@ from ludic.inference.local.gpu.kernels.early import (
 MAX_PROJECT_ROWS = 256
 """Above this a matrix product is bound by arithmetic, and the vendor's kernels are better."""
 
+MAX_SPLIT_ELEMENTS = 5 << 20
+"""The same for `split_product`, in elements of the weight."""
+
 
 @triton.jit
 def _multiply(
-    x, w, rows, inner, first_row, first_col, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
-):
+    x, w, rows, inner, first_row, first_col,
+    DESCRIBED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
     """A tile of x @ w.T; `inner` is a multiple of K, w's rows a multiple of N."""
     row = first_row + tl.arange(0, M)
     at_k = tl.arange(0, K)
-    x_at = x + row[:, None] * inner + at_k[None, :]
     w_at = w + (first_col + tl.arange(0, N))[None, :] * inner + at_k[:, None]
     total = tl.zeros((M, N), dtype=tl.float32)
-    for _ in range(0, inner, K):
-        total = tl.dot(tl.load(x_at, mask=row[:, None] < rows, other=0.0), tl.load(w_at), total)
-        x_at += K
-        w_at += K
+    if DESCRIBED:
+        for k in range(0, inner, K):
+            total = tl.dot(x.load([first_row, k]), tl.load(w_at), total)
+            w_at += K
+    else:
+        x_at = x + row[:, None] * inner + at_k[None, :]
+        for _ in range(0, inner, K):
+            a = tl.load(x_at, mask=row[:, None] < rows, other=0.0)
+            total = tl.dot(a, tl.load(w_at), total)
+            x_at += K
+            w_at += K
     return total
 
 
 @triton.jit
 def _project_kernel(
     x, w0, w1, w2, b0, b1, b2, out, rows, inner, tiles0, tiles1, width,
-    BIAS: tl.constexpr, EARLY: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    BIAS: tl.constexpr, EARLY: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     tile, first_row = tl.program_id(0), tl.program_id(1) * M
     w, b, place = w0, b0, tile
@@ -54,12 +63,8 @@ def _project_kernel(
     bias = tl.zeros((N,), dtype=tl.float32)
     if BIAS:
         bias = tl.load(b + place * N + col).to(tl.float32)
-    if tl.program_id(1) == 0:
-        call_up(
-            w + place * N * inner, N * inner * (w.dtype.element_ty.primitive_bitwidth // 8), EARLY
-        )
     wait_for_others(EARLY)
-    total = _multiply(x, w, rows, inner, first_row, place * N, M, N, K) + bias[None, :]
+    total = _multiply(x, w, rows, inner, first_row, place * N, EARLY, M, N, K) + bias[None, :]
     let_next_begin(EARLY)
     row = first_row + tl.arange(0, M)
     at = out + row[:, None] * width + (tile * N + col)[None, :]
@@ -73,20 +78,25 @@ def project(
     rows, inner = x.shape
     counts = [w.shape[0] for w in weights]
     out = x.new_empty(rows, sum(counts))
-    tile, row_tile = 32, min(32, _row_tile(rows))
+    options = launch_options(x.device)
+    tile, row_tile, step = 32, min(32, _row_tile(rows)), 64
+    given: Any = x
+    if options["EARLY"]:
+        row_tile, step = _row_tile(rows), 128 if inner % 128 == 0 else 64
+        (given,) = _described((x, row_tile), step=step)
     tiles = [n // tile for n in counts]
-    given = [w if b is None else b for w, b in zip(weights, biases, strict=True)]
+    some = [w if b is None else b for w, b in zip(weights, biases, strict=True)]
     _project_kernel[(sum(tiles), triton.cdiv(rows, row_tile))](
-        x, *weights, *given, out, rows, inner, tiles[0], tiles[1], out.shape[1],
-        BIAS=biases[0] is not None, M=row_tile, N=tile, K=64,
-        num_warps=4, num_stages=4, **launch_options(x.device),
+        given, *weights, *some, out, rows, inner, tiles[0], tiles[1], out.shape[1],
+        BIAS=biases[0] is not None, M=row_tile, N=tile, K=step,
+        num_warps=4, num_stages=4, **options,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _gated_kernel(
-    x, gate, up, out, rows, inner, width, DESCRIBED: tl.constexpr,
+    x, gate, up, out, rows, inner, width,
     EARLY: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     first_col, first_row = tl.program_id(0) * N, tl.program_id(1) * M
@@ -95,7 +105,7 @@ def _gated_kernel(
     ups = tl.zeros((M, N), dtype=tl.float32)
     let_next_begin(EARLY)
     wait_for_others(EARLY)
-    if DESCRIBED:
+    if EARLY:
         for k in range(0, inner, K):
             a = x.load([first_row, k])
             gates = tl.dot(a, gate.load([first_col, k]).T, gates)
@@ -126,7 +136,7 @@ def gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     if options["EARLY"]:
         given = _described((x, row_tile), (gate, tile), (up, tile), step=step)
     _gated_kernel[(width // tile, triton.cdiv(rows, row_tile))](
-        *given, out, rows, inner, width, DESCRIBED=options["EARLY"],
+        *given, out, rows, inner, width,
         M=row_tile, N=tile, K=step, num_warps=4, num_stages=4, **options,
     )  # fmt: skip
     return out
@@ -139,65 +149,43 @@ def _described(*tiles: tuple[Tensor, int], step: int) -> tuple[TensorDescriptor,
 
 
 @triton.jit
-def _add_product_kernel(
-    y, w, weight, x, parts, arrived, rows, inner, width,
-    SPLITS: tl.constexpr, EARLY: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+def _split_product_kernel(
+    y, w, weight, parts, rows, inner, width,
+    EARLY: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     first_col, first_row, split = tl.program_id(0) * N, tl.program_id(1) * M, tl.program_id(2)
-    share = tl.cdiv(tl.cdiv(inner, K), SPLITS) * K
+    share = tl.cdiv(tl.cdiv(inner, K), tl.num_programs(2)) * K
     begin = split * share
     end = tl.minimum(begin + share, inner)
     let_next_begin(EARLY)
     if tl.program_id(1) == 0:
-        size: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
         for n in range(N):
-            call_up(weight + (first_col + n) * inner + begin, (end - begin) * size, EARLY)
+            call_up(weight + (first_col + n) * inner + begin, (end - begin) * 2, EARLY)
     wait_for_others(EARLY)
     total = tl.zeros((M, N), dtype=tl.float32)
-    for k in range(begin, end, K):  # past `inner` a descriptor reads zeros
+    for k in range(begin, end, K):
         total = tl.dot(y.load([first_row, k]), w.load([first_col, k]).T, total)
     row = first_row + tl.arange(0, M)
-    inside = row[:, None] < rows
     at = row[:, None] * width + (first_col + tl.arange(0, N))[None, :]
-    last = True
-    if SPLITS > 1:
-        tl.store(parts + split * rows * width + at, total, mask=inside)
-        tl.debug_barrier()
-        count = arrived + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        last = tl.atomic_add(count, 1) == SPLITS - 1
-        if last:
-            # In the order of the splits, whoever came last: equal inputs give equal sums.
-            total = tl.zeros((M, N), dtype=tl.float32)
-            for s in tl.static_range(SPLITS):
-                place = parts + s * rows * width + at
-                total += tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
-            tl.store(count, 0)
-    if last:
-        total += tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(x + at, total.to(x.dtype.element_ty), mask=inside)
+    tl.store(parts + split * rows * width + at, total, mask=row[:, None] < rows)
 
 
-def add_product(x: Tensor, y: Tensor, weight: Tensor, arrived: Tensor) -> Tensor:
-    """x + y @ weight.T, written over x.
+def split_product(y: Tensor, weight: Tensor) -> Tensor:
+    """Two float32 parts [2, rows, width] whose sum is y @ weight.T, in a half type.
 
-    A long sum is split among programs, the last of which adds the parts up. They count in
-    `arrived`, int32 zeros that are zeros again afterwards; calls that may run at the same time need
-    one each.
+    Each is half as long a sum, and `rms_norm`, which reads them anyway, adds them up.
     """
     rows, inner = y.shape
     width = weight.shape[0]
+    parts = torch.empty(2, rows, width, dtype=torch.float32, device=y.device)
     row_tile, tile, step = _row_tile(rows), 32, 128
-    tiles = width // tile * triton.cdiv(rows, row_tile)
-    splits = 2 if tiles <= arrived.numel() else 1
-    parts = x
-    if splits > 1:
-        parts = torch.empty(splits, rows, width, dtype=torch.float32, device=x.device)
-    _add_product_kernel[(width // tile, triton.cdiv(rows, row_tile), splits)](
-        *_described((y, row_tile), (weight, tile), step=step),
-        weight, x, parts, arrived, rows, inner, width, SPLITS=splits, M=row_tile, N=tile, K=step,
-        num_warps=4, num_stages=4, **launch_options(x.device),
+    # Five stages leave room for one program on a multiprocessor: for long sums of one wave.
+    stages = 5 if rows <= 128 and inner >= 2048 else 4
+    _split_product_kernel[(width // tile, triton.cdiv(rows, row_tile), len(parts))](
+        *_described((y, row_tile), (weight, tile), step=step), weight, parts, rows, inner, width,
+        M=row_tile, N=tile, K=step, num_warps=4, num_stages=stages, **launch_options(y.device),
     )  # fmt: skip
-    return x
+    return parts
 
 
 def _row_tile(rows: int) -> int:
@@ -221,7 +209,10 @@ def silu_times(gates: Tensor, ups: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, width, eps, EARLY: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    x, parts, weight, out, rows, width, eps,
+    PARTS: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -229,19 +220,29 @@ def _rms_norm_kernel(x, weight, out, width, eps, EARLY: tl.constexpr, BLOCK: tl.
     let_next_begin(EARLY)
     wait_for_others(EARLY)
     wide = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for part in tl.static_range(PARTS):
+            total += tl.load(parts + (part * rows + row) * width + at, mask=inside, other=0.0)
+        added = (wide + total).to(x.dtype.element_ty)
+        tl.store(x + row * width + at, added, mask=inside)
+        wide = added.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    result = wide * scale * scales
-    tl.store(out + row * width + at, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * width + at, (wide * scale * scales).to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight. A norm inside the product that follows keeps the product from loading
-    ahead, and takes longer than both."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, parts: Tensor | None = None) -> Tensor:
+    """x / rms(x) * weight. The sum of `parts` is added to x first, and written there.
+
+    A norm inside the product that follows keeps the product from loading ahead, and takes longer
+    than both.
+    """
     rows, width = x.shape
     out = torch.empty_like(x)
     block = triton.next_power_of_2(width)
     _rms_norm_kernel[(rows,)](
-        x, weight, out, width, eps, BLOCK=block, num_warps=4 if block <= 2048 else 8,
-        **launch_options(x.device),
+        x, x if parts is None else parts, weight, out, rows, width, eps,
+        PARTS=0 if parts is None else len(parts), BLOCK=block,
+        num_warps=4 if block <= 2048 and parts is None else 8, **launch_options(x.device),
     )  # fmt: skip
     return out
