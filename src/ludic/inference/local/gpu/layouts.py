@@ -36,19 +36,20 @@ class RowsLayout:
         self, kv: Tensor, rows: int, length: int, positions: Tensor, kernels: ModuleType | None
     ) -> None:
         self.kv, self.positions, self.kernels = kv, positions, kernels
-        self.rows = rows
+        # The kernels take row r for slot r.
+        self.slots = None if kernels is not None else torch.arange(rows, device=kv.device)
         self.masks = Masks(positions[:, None], length)
 
     def attend(self, call: AttentionCall) -> Tensor:
         cache = self.kv[call.layer]
-        if self.kernels is not None:
+        if self.slots is None:
+            assert self.kernels is not None
             out: Tensor = self.kernels.attend_rows(
                 call.q, call.k, call.v, call.rotary, cache, self.positions, call.scale, call.window
             )
             return out
-        slots = torch.arange(self.rows, device=cache.device)
-        q = _store(call, cache, slots, self.positions, self.kernels)
-        keys, values = cache[:, : self.rows, :, : self.masks.length]
+        q = _store(call, cache, self.slots, self.positions, self.kernels)
+        keys, values = cache[:, : len(self.slots), :, : self.masks.length]
         return grouped_attention(q, keys, values, self.masks, call.scale, call.window)
 
 

@@ -8,7 +8,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ludic.inference.local.gpu.kernels.early import (
     call_up,
@@ -21,7 +20,7 @@ MAX_PROJECT_ROWS = 256
 """Above this a matrix product is bound by arithmetic, and the vendor's kernels are better."""
 
 MAX_SPLIT_ELEMENTS = 5 << 20
-"""The same for `split_product`, in elements of the weight."""
+"""Weights of more elements than this are read faster by the vendor's kernels than by ours."""
 
 
 @triton.jit
@@ -29,7 +28,8 @@ def _multiply(
     x, w, rows, inner, first_row, first_col,
     DESCRIBED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x @ w.T; `inner` is a multiple of K, w's rows a multiple of N."""
+    """A tile of x @ w.T; `inner` is a multiple of K, w's rows a multiple of N. `x` may be a
+    descriptor of itself."""
     row = first_row + tl.arange(0, M)
     at_k = tl.arange(0, K)
     w_at = w + (first_col + tl.arange(0, N))[None, :] * inner + at_k[:, None]
@@ -142,9 +142,12 @@ def gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def _described(*tiles: tuple[Tensor, int], step: int) -> tuple[TensorDescriptor, ...]:
+def _described(*tiles: tuple[Tensor, int], step: int) -> tuple[Any, ...]:
     """Descriptors of matrices read in tiles of so many rows by `step`, for the hardware that copies
     whole tiles; what lies outside of a matrix reads as zero."""
+    # A Triton without early launches may be without these.
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     return tuple(TensorDescriptor.from_tensor(matrix, [rows, step]) for matrix, rows in tiles)
 
 
@@ -171,9 +174,10 @@ def _split_product_kernel(
 
 
 def split_product(y: Tensor, weight: Tensor) -> Tensor:
-    """Two float32 parts [2, rows, width] whose sum is y @ weight.T, in a half type.
+    """Two float32 parts [2, rows, width] whose sum is y @ weight.T, for `rms_norm` to add up.
 
-    Each is half as long a sum, and `rms_norm`, which reads them anyway, adds them up.
+    Each is half as long a sum, and nobody waits for the other: sums that the last program to
+    arrive adds up take 1 µs more.
     """
     rows, inner = y.shape
     width = weight.shape[0]
