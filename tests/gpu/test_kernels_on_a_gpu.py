@@ -53,6 +53,34 @@ def test_products_in_bfloat16(rows: int) -> None:
     assert off(kernels.rms_norm(x, weight, 1e-6), wanted) < 5e-3
 
 
+@pytest.mark.parametrize("rows", [1, 16, 50, 128, 256])
+@pytest.mark.parametrize(("inner", "width"), [(896, 896), (4864, 896), (576, 576), (1536, 576)])
+def test_a_split_product_is_as_exact_as_the_vendors(rows: int, inner: int, width: int) -> None:
+    from ludic.inference.local.gpu import kernels
+
+    x, y, weight = numbers(rows, width), numbers(rows, inner, seed=1), numbers(width, inner, seed=2)
+    scales = numbers(width, seed=3)
+    wanted = x.double() + y.double() @ weight.double().T
+    vendors = torch.addmm(x, y, weight.T)
+    again = x.clone()
+    normed = kernels.rms_norm(x, scales, 1e-6, kernels.split_product(y, weight))
+    assert off(x, wanted) <= 1.01 * off(vendors, wanted)
+    assert off(normed, F.rms_norm(wanted, (width,), scales.double(), 1e-6)) < 5e-3
+    kernels.rms_norm(again, scales, 1e-6, kernels.split_product(y, weight))
+    assert torch.equal(again, x)
+
+
+def test_rotary_tables_are_those_of_torch() -> None:
+    from ludic.inference.local.gpu import kernels
+
+    frequencies = 10_000.0 ** -(torch.arange(32, device="cuda") / 32)
+    positions = torch.arange(0, 131_072, 37, device="cuda")
+    angles = (positions[:, None].float() * frequencies).repeat(1, 2)
+    cos, sin = kernels.rotary_tables(frequencies, positions, 0.5, torch.float32)
+    torch.testing.assert_close(cos, angles.cos() / 2, atol=1e-6, rtol=0)
+    torch.testing.assert_close(sin, angles.sin() / 2, atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("rows", [3, 128])
 @pytest.mark.parametrize("window", [None, 100])

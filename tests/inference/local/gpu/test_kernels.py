@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ludic.inference.local import LocalChatClient, build, sizes
-from ludic.inference.local.attention import rotate
+from ludic.inference.local.attention import register, rotate
 from ludic.inference.local.forward import Forward
 from ludic.inference.local.gpu.fused_layer import FusedLayer, fused_layers
 from ludic.inference.local.module.family_check import through_slots
@@ -69,6 +69,55 @@ def test_the_gated_product(kernels: Any, random_numbers: torch.Generator, rows: 
     assert close(kernels.silu_times(x @ gate.T, x @ up.T), wanted)
     weight = torch.randn(64, generator=g)
     assert close(kernels.rms_norm(x, weight, 0.1), F.rms_norm(x, (64,), weight, 0.1))
+
+
+@pytest.mark.parametrize("rows", [1, 20, 70])
+@pytest.mark.parametrize("inner", [64, 192, 320])
+def test_a_norm_adds_up_the_parts_of_a_product(
+    kernels: Any, random_numbers: torch.Generator, rows: int, inner: int
+) -> None:
+    g = random_numbers
+    x, y = torch.randn(rows, 96, generator=g), torch.randn(rows, inner, generator=g)
+    weight, scales = torch.randn(96, inner, generator=g), torch.randn(96, generator=g)
+    wanted = x + y @ weight.T
+    parts = kernels.split_product(y, weight)
+    assert close(parts.sum(0), y @ weight.T, 1e-4)
+    assert close(kernels.rms_norm(x, scales, 0.1, parts), F.rms_norm(wanted, (96,), scales, 0.1))
+    assert close(x, wanted, 1e-4)
+
+
+def test_rotary_tables_are_those_of_the_model(kernels: Any) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = family("Llama", head_dim=48).config
+    rotary = LlamaRotaryEmbedding(config)
+    positions = torch.tensor([0, 1, 77, 2047, 31_000])
+    wanted = rotary(torch.zeros(1), positions[None])
+    found = kernels.rotary_tables(rotary.inv_freq, positions, 1.0, torch.float32)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert close(ours, theirs[0])
+
+
+def test_layers_leave_parts_of_their_sums_to_the_next_norm(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    model = family("Llama", **wide, num_hidden_layers=3).half()
+    monkeypatch.setattr(kernels, "can_be_early", lambda device: True)
+    register()
+    shape = sizes.kv_shape(model, model.config)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    logits, used = [], []
+    whole = kernels.split_product
+    monkeypatch.setattr(kernels, "split_product", lambda y, w: used.append(w) or whole(y, w))
+    for view in (module_view(model), module_view(model, stand_in=fused_layers(kernels))):
+        with torch.inference_mode():
+            logits.append(through_slots(Forward(view, torch.device("cpu")), ids, shape))
+    layers = model.model.layers
+    assert {id(w) for w in used} == {
+        id(m.weight) for x in layers for m in (x.self_attn.o_proj, x.mlp.down_proj)
+    }
+    assert close(logits[1], logits[0], 5e-3)
 
 
 def test_keys_and_values_land_in_their_slots_and_nowhere_else(

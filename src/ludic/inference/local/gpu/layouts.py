@@ -36,12 +36,14 @@ class RowsLayout:
         self, kv: Tensor, rows: int, length: int, positions: Tensor, kernels: ModuleType | None
     ) -> None:
         self.kv, self.positions, self.kernels = kv, positions, kernels
-        self.slots = torch.arange(rows, device=kv.device)
+        # The kernels take row r for slot r.
+        self.slots = None if kernels is not None else torch.arange(rows, device=kv.device)
         self.masks = Masks(positions[:, None], length)
 
     def attend(self, call: AttentionCall) -> Tensor:
         cache = self.kv[call.layer]
-        if self.kernels is not None:
+        if self.slots is None:
+            assert self.kernels is not None
             out: Tensor = self.kernels.attend_rows(
                 call.q, call.k, call.v, call.rotary, cache, self.positions, call.scale, call.window
             )

@@ -7,6 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ludic.inference.local.gpu.kernels.early import (
+    launch_options,
+    let_next_begin,
+    wait_for_others,
+)
+
 _BLOCK_BYTES = 1 << 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -92,10 +98,12 @@ def _attend_kernel(
     q, k, v, cos, sin, keys, values, positions, out,
     q_row, k_row, v_row, slot_step, head_step, kv_heads, scale, window,
     ROTARY: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    # Before the wait: a step's positions are set before the step begins.
     position = tl.load(positions + row).to(tl.int32)
+    wait_for_others(EARLY)
     begin = 0
     if window > 0:
         begin = tl.maximum(position + 1 - window, 0)
@@ -136,6 +144,7 @@ def _attend_kernel(
             weights.to(block.dtype), block, result * shrink[:, None], input_precision=PRECISION
         )
         most = higher
+    let_next_begin(EARLY)
     mine = (row * kv_heads + head) * GROUP * DIM + member[:, None] * DIM + dim[None, :]
     tl.store(out + mine, (result / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
@@ -170,8 +179,38 @@ def attend_rows(
         window or 0, ROTARY=rotary is not None,
         GROUP=group, PADDED=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK=block,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
+        **launch_options(q.device),
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _rotary_kernel(frequencies, positions, cos, sin, scaling, half, HALF: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, HALF)
+    inside = at < half
+    angle = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + at, mask=inside)
+    cosines = (tl.cos(angle) * scaling).to(cos.dtype.element_ty)
+    sines = (tl.sin(angle) * scaling).to(sin.dtype.element_ty)
+    place = row * 2 * half + at
+    tl.store(cos + place, cosines, mask=inside)
+    tl.store(cos + place + half, cosines, mask=inside)
+    tl.store(sin + place, sines, mask=inside)
+    tl.store(sin + place + half, sines, mask=inside)
+
+
+def rotary_tables(
+    frequencies: Tensor, positions: Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [rows, dim] of positions [rows] times frequencies [dim / 2], in halves alike."""
+    half = frequencies.shape[0]
+    cos = torch.empty(len(positions), 2 * half, dtype=dtype, device=positions.device)
+    sin = torch.empty_like(cos)
+    _rotary_kernel[(len(positions),)](
+        frequencies, positions, cos, sin, scaling, half, HALF=triton.next_power_of_2(half),
+        num_warps=1,
+    )  # fmt: skip
+    return cos, sin
 
 
 def _dense(x: Tensor) -> Tensor:
