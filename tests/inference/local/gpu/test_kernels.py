@@ -107,9 +107,15 @@ def test_layers_leave_parts_of_their_sums_to_the_next_norm(
     register()
     shape = sizes.kv_shape(model, model.config)
     ids = torch.tensor([[5, 6, 7, 8]])
-    logits, used = [], []
+    logits, used = [], list[torch.Tensor]()
     whole = kernels.split_product
-    monkeypatch.setattr(kernels, "split_product", lambda y, w: used.append(w) or whole(y, w))
+
+    def noted(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        used.append(w)
+        product: torch.Tensor = whole(y, w)
+        return product
+
+    monkeypatch.setattr(kernels, "split_product", noted)
     for view in (module_view(model), module_view(model, stand_in=fused_layers(kernels))):
         with torch.inference_mode():
             logits.append(through_slots(Forward(view, torch.device("cpu")), ids, shape))
