@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -182,6 +185,17 @@ async def test_a_runtime_that_cannot_be_sent_is_an_error_of_configuration() -> N
             await playing.generate_rollouts([request()], 5, 1)
 
 
+async def test_what_the_other_process_cannot_import_is_an_error_of_configuration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "only_here", here := ModuleType("only_here"))
+    here.Guess = Guess = type("Guess", (GuessEnv,), {"__module__": "only_here"})  # type: ignore[attr-defined]
+    async with WorkerPool(1) as workers:
+        playing = RolloutEngine({"guess": Guess}, protocols(), runtime=runtime(), workers=workers)
+        with pytest.raises(ConfigError, match=r"cannot be made there.*only_here"):
+            await playing.generate_rollouts([request()], 5, 1)
+
+
 async def test_closing_the_stream_takes_back_what_was_asked() -> None:
     begun: list[int] = []
     cancelled: list[int] = []
@@ -229,3 +243,34 @@ async def test_a_pool_that_is_not_open_says_so() -> None:
         await in_processes(WorkerPool(1)).generate_rollouts([request()], 5, 1)
     with pytest.raises(ConfigError, match="at least 1"):
         WorkerPool(0)
+
+
+SCRIPT = """
+import asyncio, os
+from tests.rollouts.processes.test_pool import WorkerPool, in_processes, processes_of, request
+async def main():
+    async with WorkerPool(1) as workers:
+        found = await in_processes(workers).generate_rollouts([request("where")], 1, 1)
+        print(*processes_of(found), flush=True)
+        await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+async def test_processes_end_with_the_one_that_started_them() -> None:
+    script = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", SCRIPT),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert script.stdout is not None
+    worker = int(await asyncio.wait_for(script.stdout.readline(), 120))
+    os.kill(worker, 0)
+    script.kill()
+    await script.wait()
+
+    def is_gone() -> bool:
+        status = Path(f"/proc/{worker}/stat")
+        return not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+    await until(is_gone, 60)

@@ -21,7 +21,7 @@ from itertools import count
 from typing import Any
 
 from ludic.agents.mcp import tool_servers
-from ludic.errors import DeadlineError, NotTrainableError
+from ludic.errors import ConfigError, DeadlineError, NotTrainableError
 from ludic.frozen import changed
 from ludic.inference.client import TokenCompletionRequest
 from ludic.rollouts.episode_runner import EpisodeRunner
@@ -70,6 +70,7 @@ class Worker:
         self.channel = Channel(self._take, self._end, self._instead)
         self._ended = asyncio.Event()
         self._runners: dict[int, EpisodeRunner] = {}
+        self._unreadable: dict[int, str] = {}
         self._episodes: dict[int, asyncio.Task[None]] = {}
         self._numbers = count()
         self._asked: dict[int, asyncio.Future[ChatResponse]] = {}
@@ -114,7 +115,10 @@ class Worker:
                 if (stopped := self._episodes.get(number)) is not None:
                     stopped.cancel()
             case ("runner", number, data):
-                self._runners[number] = _Unpickler(io.BytesIO(data), self).load()
+                try:
+                    self._runners[number] = _Unpickler(io.BytesIO(data), self).load()
+                except Exception as exc:  # what is not to be imported here, for one
+                    self._unreadable[number] = f"{type(exc).__name__}: {exc}"
             case ("begin", modules):
                 self._begin(modules)
 
@@ -134,6 +138,10 @@ class Worker:
     async def _play(
         self, number: int, runner: int, episode: PlannedEpisode, max_steps: int
     ) -> None:
+        if runner in self._unreadable:
+            why = f"what episodes are played with cannot be made there: {self._unreadable[runner]}"
+            self.channel.put("failed", number, ConfigError, why)
+            return
         if self._runners[runner].specs > _KEPT_SPECS:  # each block of messages brings new objects
             self._runners[runner] = self._runners[runner].afresh()
         try:
