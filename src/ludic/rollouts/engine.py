@@ -17,7 +17,7 @@ from ludic.rollouts.planning import PlannedEpisode, place_in_plan, plan_episodes
 from ludic.rollouts.processes.pool import WorkerPool
 from ludic.rollouts.progress import Budget, BudgetGate, FailureMonitor, Progress, ProgressCallback
 from ludic.rollouts.requests import RolloutRequest
-from ludic.rollouts.storage import RolloutWriterLike, write_rollouts
+from ludic.rollouts.storage import RolloutWriter, RolloutWriterLike, write_rollouts
 from ludic.saw.assembly import Algorithm, batch_from_rollouts
 from ludic.saw.filters import SampleFilter
 from ludic.saw.grouping import LostMember
@@ -127,7 +127,8 @@ class RolloutEngine:
         writer = self.writer if writer is None else writer
         play = self._runner.afresh().run
         if self.workers is not None:
-            play = partial(self.workers.play, self._runner)
+            encode = isinstance(writer, RolloutWriter)
+            play = partial(self.workers.play, self._runner, encode=encode)
         plan = plan_episodes(requests, seed=self.seed, prefix=prefix)
         gate = BudgetGate(budget, plan)
         failed: Counter[str] = Counter()

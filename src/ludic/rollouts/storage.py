@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -43,7 +43,15 @@ class BufferedWriter(RolloutWriterLike, Protocol):
     async def flush_async(self) -> None: ...
 
 
-class RolloutWriter(BlockFile[Rollout]):
+class EncodedRollouts(list[Rollout]):
+    """Rollouts that come with the lines that they are in a file, made in another process."""
+
+    def __init__(self, rollouts: Iterable[Rollout], lines: Sequence[bytes]) -> None:
+        super().__init__(rollouts)
+        self.lines = lines
+
+
+class RolloutWriter(BlockFile[Rollout | bytes]):
     """Appends rollouts to a file, in blocks, from a thread of its own.
 
     The path's ending decides the format: `.jsonl.zst`, `.jsonl.gz` or plain `.jsonl`. An existing
@@ -59,12 +67,17 @@ class RolloutWriter(BlockFile[Rollout]):
     def __init__(self, path: str | Path, *, append: bool = False, max_waiting: int = 1024) -> None:
         if max_waiting < 1:
             raise ConfigError(f"max_waiting={max_waiting}: must be at least 1")
-        super().__init__(path, rollout_line, append=append, max_waiting=max_waiting)
+        super().__init__(path, _line_of, append=append, max_waiting=max_waiting)
         self.count = 0
 
     def write(self, rollout: Rollout) -> None:
         """Hands one rollout over to be written."""
         self._blocks.put(rollout)
+        self.count += 1
+
+    def write_line(self, line: bytes) -> None:
+        """Hands one over as what `rollout_line` made of it."""
+        self._blocks.put(line)
         self.count += 1
 
     async def room(self) -> None:
@@ -77,6 +90,10 @@ async def write_rollouts(writer: RolloutWriterLike, rollouts: Iterable[Rollout])
     room = getattr(writer, "room", None)  # asking for a `BufferedWriter` takes ten times as long
     if room is not None:
         await room()
+    if isinstance(rollouts, EncodedRollouts) and isinstance(writer, RolloutWriter):
+        for line in rollouts.lines:
+            writer.write_line(line)
+        return
     for rollout in rollouts:
         writer.write(rollout)
 
@@ -100,6 +117,10 @@ def read_rollouts(
         if on_cut == "error":
             raise SerializationError(message)
         warnings.warn(message, CutFileWarning, stacklevel=2)
+
+
+def _line_of(item: Rollout | bytes) -> bytes:
+    return item if isinstance(item, bytes) else rollout_line(item)
 
 
 def rollout_line(rollout: Rollout) -> bytes:

@@ -19,7 +19,7 @@ from ludic.inference.sampling import SamplingConfig
 from ludic.inference.scripted_client import ScriptedCall, ScriptedChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.interaction.base import Runtime
-from ludic.rollouts import ProtocolSpec, RolloutEngine
+from ludic.rollouts import ProtocolSpec, RolloutEngine, RolloutWriter
 from ludic.rollouts.processes import WorkerPool, pool
 from ludic.types import EnvironmentStep, Rollout
 from tests.inference.local.asking import until
@@ -37,7 +37,12 @@ from tests.rollouts.worlds import (
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
 
-def in_processes(workers: WorkerPool, policy: Any = random_digit, **options: Any) -> RolloutEngine:
+NAMES = ("alone", "there")
+
+
+def in_processes(
+    workers: WorkerPool | None, policy: Any = random_digit, **options: Any
+) -> RolloutEngine:
     return engine(policy, envs=worlds.ENVS, workers=workers, **options)
 
 
@@ -67,6 +72,19 @@ async def test_rollouts_are_those_of_one_process() -> None:
     for process in found:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
+
+
+async def test_they_are_written_as_in_one_process(tmp_path: Path) -> None:
+    asked = [request(num_episodes=3), request("broken", num_episodes=2, group_id="a")]
+    async with WorkerPool(1) as workers:
+        for name, where in zip(NAMES, (None, workers), strict=True):
+            with RolloutWriter(tmp_path / f"{name}.jsonl") as writer:
+                playing = in_processes(where, lost_member="retry", max_failure_rate=1.0)
+                await playing.generate_rollouts(asked, 5, 8, writer=writer)
+                assert writer.count == 5
+    alone, there = (sorted((tmp_path / f"{n}.jsonl").read_text().splitlines()) for n in NAMES)
+    assert alone == there
+    assert sum("earlier_errors" in line for line in there) == 2  # written with what came later
 
 
 async def test_a_group_is_played_in_one_process() -> None:

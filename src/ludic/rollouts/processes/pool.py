@@ -22,6 +22,7 @@ from ludic.inference.client import ChatClient, QueueingClient, TokenCompletionRe
 from ludic.rollouts.episode_runner import GRACE_S, EpisodeRunner, failed_episode
 from ludic.rollouts.planning import PlannedEpisode
 from ludic.rollouts.processes.channel import Channel, Message, raised_error, sent_error
+from ludic.rollouts.storage import EncodedRollouts
 from ludic.types import ChatResponse, Rollout
 from ludic.workers.deadlines import deadline
 
@@ -65,9 +66,15 @@ class WorkerPool:
         await asyncio.gather(*(worker.close() for worker in workers))
 
     async def play(
-        self, runner: EpisodeRunner, episode: PlannedEpisode, max_steps: int
+        self,
+        runner: EpisodeRunner,
+        episode: PlannedEpisode,
+        max_steps: int,
+        *,
+        encode: bool = False,
     ) -> list[Rollout]:
-        """What `runner.run(episode, max_steps)` returns, played in one of the processes."""
+        """What `runner.run(episode, max_steps)` returns, played in one of the processes. With
+        `encode`, they are encoded for a file there, too."""
         if not self._opened:
             raise ConfigError("this WorkerPool is not open: use it in `async with`")
         worker = self._worker_for(episode)
@@ -78,7 +85,8 @@ class WorkerPool:
                 await worker.ready()
             # The process keeps the episode's deadline itself; this holds when it hangs as a whole.
             with deadline(None if limit is None else limit + 3 * GRACE_S):
-                outcome = await worker.play(self._number_of(runner), runner, episode, max_steps)
+                number = self._number_of(runner)
+                outcome = await worker.play(number, runner, episode, max_steps, encode)
         except DeadlineError:
             raise
         except TimeoutError:
@@ -147,7 +155,12 @@ class _Process:
         self._began.result()
 
     async def play(
-        self, number: int, runner: EpisodeRunner, episode: PlannedEpisode, max_steps: int
+        self,
+        number: int,
+        runner: EpisodeRunner,
+        episode: PlannedEpisode,
+        max_steps: int,
+        encode: bool,
     ) -> list[Rollout] | str:
         """The episode's rollouts, or how it was lost."""
         if number not in self._known:
@@ -156,7 +169,7 @@ class _Process:
         place = next(self._numbers)
         outcome: asyncio.Future[list[Rollout] | str] = asyncio.get_running_loop().create_future()
         self._playing[place] = outcome
-        self._channel.put("play", place, number, episode, max_steps)
+        self._channel.put("play", place, number, episode, max_steps, encode)
         try:
             return await outcome
         except asyncio.CancelledError:
@@ -186,8 +199,8 @@ class _Process:
         match message:
             case ("ask", number, client, request):
                 self._ask(number, self._clients[client], request)
-            case ("played", place, rollouts):
-                self._settle(place, rollouts)
+            case ("played", place, rollouts, lines):
+                self._settle(place, EncodedRollouts(rollouts, lines) if lines else rollouts)
             case ("lost", place, why):
                 self._settle(place, why)
             case ("failed", place, kind, text):

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from importlib import import_module
 from itertools import count
 from typing import Any
@@ -27,6 +28,7 @@ from ludic.inference.client import TokenCompletionRequest
 from ludic.rollouts.episode_runner import EpisodeRunner
 from ludic.rollouts.planning import PlannedEpisode
 from ludic.rollouts.processes.channel import Channel, Message, raised_error, sent_error
+from ludic.rollouts.storage import rollout_line
 from ludic.types import ChatResponse
 from ludic.workers.deadlines import deadline
 
@@ -104,8 +106,8 @@ class Worker:
             case ("answer", number, response):
                 if (answer := self._asked.get(number)) is not None and not answer.done():
                     answer.set_result(response)
-            case ("play", number, runner, episode, max_steps):
-                task = asyncio.ensure_future(self._play(number, runner, episode, max_steps))
+            case ("play", number, runner, episode, max_steps, encode):
+                task = asyncio.ensure_future(self._play(number, runner, episode, max_steps, encode))
                 self._episodes[number] = task
                 task.add_done_callback(lambda _: self._episodes.pop(number))
             case ("error", number, kind, text):
@@ -136,7 +138,7 @@ class Worker:
         self.channel.put("ready")
 
     async def _play(
-        self, number: int, runner: int, episode: PlannedEpisode, max_steps: int
+        self, number: int, runner: int, episode: PlannedEpisode, max_steps: int, encode: bool
     ) -> None:
         if runner in self._unreadable:
             why = f"what episodes are played with cannot be made there: {self._unreadable[runner]}"
@@ -149,7 +151,11 @@ class Worker:
         except Exception as exc:  # of configuration: nothing else comes out of a runner
             self.channel.put("failed", number, *sent_error(exc))
         else:
-            self.channel.put("played", number, rollouts)
+            lines: list[bytes] = []
+            if encode:
+                with suppress(Exception):  # the writer says what cannot be written
+                    lines = [rollout_line(rollout) for rollout in rollouts]
+            self.channel.put("played", number, rollouts, lines)
 
     def _instead(self, message: Message, exc: Exception) -> Message:
         why = f"{type(exc).__name__}: {exc}"
