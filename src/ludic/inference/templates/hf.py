@@ -22,6 +22,7 @@ from ludic.inference.templates.chat_template import ParsedCompletion
 from ludic.inference.templates.guarding import MessageGuard
 from ludic.inference.templates.jinja import JinjaTemplate
 from ludic.inference.templates.openings import Openings, spelling
+from ludic.inference.templates.plain_tokenizer import PlainTokenizer
 from ludic.inference.templates.probes import Closing, TemplateProbes
 from ludic.inference.templates.respelling import fork_of_history, fork_of_message, same_message
 from ludic.inference.templates.token_codec import TokenCodec, unguard
@@ -106,7 +107,8 @@ class HFChatTemplate:
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = partial(type(self), **self._options)
-        return make, (self.tokenizer, self.tool_parser)
+        # Without transformers, whose import takes longer than all that is done there first.
+        return make, (PlainTokenizer.of(self.tokenizer), self.tool_parser)
 
     @property
     def supports_tools(self) -> bool:

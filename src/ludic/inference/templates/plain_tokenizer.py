@@ -38,6 +38,16 @@ class PlainTokenizer:
         self.eos_token_id = None if eos is None else self.backend_tokenizer.token_to_id(eos)
         self.chat_template = _template(folder, config)
 
+    @classmethod
+    def of(cls, tokenizer: Any) -> PlainTokenizer:
+        """The same tokenizer without the package that made it."""
+        made = cls.__new__(cls)
+        for name in ("backend_tokenizer", "eos_token_id", "chat_template"):
+            setattr(made, name, getattr(tokenizer, name))
+        made.name_or_path = str(getattr(tokenizer, "name_or_path", ""))
+        made.special_tokens_map = dict(tokenizer.special_tokens_map)
+        return made
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         found = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return list(found.ids)

@@ -329,7 +329,8 @@ class _Pass:
         """
         self.results = None
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
+        # Not of the whole device: the engine may be capturing in another thread.
+        torch.cuda.current_stream().synchronize()
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(stream):
