@@ -51,5 +51,6 @@ def test_the_hosts_cost_is_measured_in_a_run_that_answers_at_once(turns: int) ->
         model="tiny", episodes=8, group=4, slots=8, max_tokens=8, host_updates=1, warmup=1
     )
     args.__dict__ |= {"precision": None, "overlap": False, "no_rollouts": False, "profile": None}
+    args.workers = 0
     mean, lowest = host_us(args, turns)
     assert 0 < lowest <= mean
