@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 from contextlib import aclosing
@@ -241,6 +242,25 @@ async def test_closing_the_stream_takes_back_what_was_asked() -> None:
     assert rollout.error is None
 
 
+async def test_episodes_that_are_cut_off_close_what_they_opened(tmp_path: Path) -> None:
+    begun = asyncio.Event()
+
+    async def never(call: ScriptedCall) -> str:
+        begun.set()
+        await asyncio.Event().wait()
+        return ""
+
+    file = tmp_path / "closed"
+    async with WorkerPool(1) as workers:
+        playing = in_processes(workers, never)
+        asked = [request("tidy", kwargs={"file": str(file)})]
+        task = asyncio.create_task(playing.generate_rollouts(asked, 5, 1))
+        await asyncio.wait_for(begun.wait(), 60)
+        task.cancel()
+        await asyncio.wait([task])
+    assert file.read_text() == "closed"
+
+
 async def test_other_players_are_asked_here_too() -> None:
     other = ScriptedChatClient(lambda call: "9", template())
     mine = runtime()
@@ -254,6 +274,18 @@ async def test_other_players_are_asked_here_too() -> None:
         rollouts = await playing.generate_rollouts([request("duel", protocol=seats)], 5, 1)
     assert [r.agent_id for r in rollouts] == ["first"]
     assert rollouts[0].total_reward == 0.0  # no digit is larger
+
+
+async def test_a_pool_that_is_closed_before_it_began_says_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with WorkerPool(2, imports=["tests.rollouts.processes.no_such_module"]):
+        pass
+    async with WorkerPool(1, imports=["tests.rollouts.processes.no_such_module"]) as workers:
+        await asyncio.wait([workers._workers[0]._began], timeout=60)
+    del workers
+    gc.collect()
+    assert not caplog.records
 
 
 async def test_a_pool_that_is_not_open_says_so() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ludic.envs import LudicEnv
@@ -51,8 +52,23 @@ class Secretive(InteractionProtocol):
         return [Rollout(id="secret", steps=(), meta={"why": lambda: None})]
 
 
+class TidyEnv(GuessEnv):
+    """Takes a while to close, and says in a file that it has."""
+
+    blocking: ClassVar[bool] = True
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self.file = Path(file)
+
+    def close(self) -> None:
+        time.sleep(3)
+        self.file.write_text("closed")
+
+
 ENVS: dict[str, Any] = {
     "where": WhereEnv,
     "dying": DyingEnv,
     "freezing": FreezingEnv,
+    "tidy": TidyEnv,
 }

@@ -133,7 +133,7 @@ class _Process:
                     "TOKENIZERS_PARALLELISM": "false",
                 },
             )
-        self.gone = self.is_ready = False
+        self.gone = self.is_ready = self._closing = False
         self.episodes = 0
         """How many are under way there, or wait for it."""
         self._began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -188,6 +188,8 @@ class _Process:
         """Lets the process end, and kills it if it does not."""
         with suppress(OSError):
             await self._opening
+        self._closing = True
+        self._began.cancel()  # nobody waits for it any more
         self._channel.close()
         try:
             await asyncio.to_thread(self._process.wait, _END_S)
@@ -211,9 +213,10 @@ class _Process:
                     question.cancel()
             case ("ready",):
                 self.is_ready = True
-                self._began.set_result(None)
+                if not self._began.done():
+                    self._began.set_result(None)
             case ("broken", text):
-                self._began.set_exception(ConfigError(f"a process for episodes: {text}"))
+                self._refuse(ConfigError(f"a process for episodes: {text}"))
 
     def _ask(self, number: int, client: ChatClient, request: TokenCompletionRequest) -> None:
         question = _Question(self, number, request)
@@ -235,20 +238,27 @@ class _Process:
         if (outcome := self._playing.get(place)) is not None and not outcome.done():
             outcome.set_result(result)
 
+    def _refuse(self, error: Exception) -> None:
+        """Whoever waits for it to begin hears this, if anybody does."""
+        if not self._began.done():
+            self._began.set_exception(error)
+            self._began.exception()
+
     def _end(self) -> None:
         self.gone = True
         for question in self._asked.values():
             question.cancel()
         self._asked.clear()
+        if self._closing:
+            return
         try:
             # The socket of a process that is killed closes a moment before there is a status.
             how = f"ended with {self._process.wait(_STATUS_S)}"
         except subprocess.TimeoutExpired:
             how = "closed its connection"
             self.kill()
-        if not self._began.done():
-            why = f"a process for episodes {how} before it began: see what it printed"
-            self._began.set_exception(RolloutError(why))
+        why = f"a process for episodes {how} before it began: see what it printed"
+        self._refuse(RolloutError(why))
         for place in list(self._playing):
             self._settle(place, f"the process that played it {how}")
 

@@ -84,7 +84,8 @@ class Worker:
             await self._ended.wait()
             if left := list(self._episodes.values()):
                 for task in left:
-                    task.cancel()
+                    if not task.cancelling():  # a second time would interrupt its cleaning up
+                        task.cancel()
                 await asyncio.wait(left, timeout=_CLEAN_UP_S)
 
     def ask(self, client: int, request: TokenCompletionRequest) -> asyncio.Future[ChatResponse]:
