@@ -293,6 +293,24 @@ def test_the_keyboard_the_address_and_the_phone(tmp_path: Path, serve: Serve, pa
         pages.contexts.remove(phone.context)
 
 
+def test_the_table_takes_keys_before_its_picture_is_there(
+    tmp_path: Path, serve: Serve, pages: Any
+) -> None:
+    make_run(tmp_path / "runs" / "first")
+    served = serve(tmp_path / "runs")
+    served.indexed("first", 16)
+    page = pages(served.link("#/"))
+    page.wait_for_selector("main h1")
+    held: list[Any] = []
+    page.route("**/histogram*", lambda route: held.append(route))  # and answers none
+    page.goto(served.address + "#/rollouts?run=first&sort=reward&order=desc&outcome=win")
+    page.wait_for_selector("text=8 rollouts")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=1 of 8")
+    assert held
+
+
 def test_charts_are_zoomed_and_saved(tmp_path: Path, serve: Serve, pages: Any) -> None:
     folder = make_run(tmp_path / "runs" / "first")
     add_metrics(folder, range(5, 900))

@@ -76,11 +76,21 @@ export async function open(root, params) {
     const key = JSON.stringify(only) + page.total;
     if (key !== drawn) {
       drawn = key;
-      const data = await ask("histogram", { ...only, run });
-      if (number_ !== asked) return;
-      for (const old of picture.children) old.close?.();
-      show(picture, data.columns ? heat(data, { onpick: (cell) => change({ ...cell, offset: null }) }) : null);
+      paint(only, number_); // not waited for: without it, the table can be used already
     }
+  }
+
+  async function paint(only, number_) {
+    let data;
+    try {
+      data = await ask("histogram", { ...only, run });
+    } catch (error) {
+      if (number_ === asked) show(picture, problems([error.message]));
+      return;
+    }
+    if (number_ !== asked) return;
+    for (const old of picture.children) old.close?.();
+    show(picture, data.columns ? heat(data, { onpick: (cell) => change({ ...cell, offset: null }) }) : null);
   }
 
   function fill(page) {
