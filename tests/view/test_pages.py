@@ -127,6 +127,36 @@ def test_a_live_run_grows_on_the_page(tmp_path: Path, serve: Serve, pages: Any) 
     until(curves, "[...document.querySelectorAll('.tile b')].some((b) => b.textContent === '3')")
 
 
+def test_what_is_indexed_while_a_page_opens_is_not_missed(
+    tmp_path: Path, serve: Serve, pages: Any
+) -> None:
+    make_run(tmp_path / "runs" / "live", training(2), steps=2)
+    served = serve(tmp_path / "runs")
+    served.indexed("live", 8)
+    page = pages(served.link("#/"))
+    page.wait_for_selector("main h1")
+    refused: list[Any] = []
+
+    def not_yet(route: Any) -> None:
+        if refused:
+            route.continue_()
+            return
+        refused.append(route)
+        route.fulfill(status=200, json={"source": None})  # of which no page can be made
+
+    def of_before(route: Any) -> None:
+        if refused:
+            route.continue_()
+        else:
+            route.fulfill(json={**served.ask("state", run="live"), "version": "of before"})
+
+    page.route("**/api/facets?*", not_yet)
+    page.route("**/api/state?run=*", of_before)
+    page.goto(served.address + "#/rollouts?run=live")
+    page.wait_for_selector("text=8 rollouts")
+    assert refused
+
+
 def test_hostile_text_is_shown_as_text(tmp_path: Path, serve: Serve, pages: Any) -> None:
     rollouts = [
         rollout(f"step-0/{name}", [text[:1500]], prompt=text, outcome=text[:80], reward=i)

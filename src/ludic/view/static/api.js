@@ -15,9 +15,8 @@ export async function ask(name, params = {}, signal) {
 
 const EVERY = 1500;
 
-// Calls `changed` when something about the run is new, and `told` with every answer.
-export function watch(run, changed, told = () => {}) {
-  let version = null;
+// Calls `changed` when something about the run is new since `version`, and `told` with every answer.
+export function watch(run, changed, told = () => {}, version = null) {
   let timer = null;
   let ended = false;
   async function look() {

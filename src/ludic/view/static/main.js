@@ -1,7 +1,7 @@
 // Which page is shown, the keyboard, and the theme.
 
 import { parse } from "./address.js";
-import { watch } from "./api.js";
+import { ask, watch } from "./api.js";
 import { add, h, show, visible } from "./dom.js";
 import * as comparison from "./pages/evaluations.js";
 import * as group from "./pages/group.js";
@@ -32,6 +32,9 @@ async function route() {
   leave();
   const mine = (shown = { module, run: params.run, page: null, stop: null });
   show(main, h("p", { class: "waiting" }, "…"));
+  // From before the page asks: what changes while it does is seen by the first look.
+  const { version = null } = await ask("state", params.run ? { run: params.run } : {}).catch(() => ({ version: "" }));
+  if (shown !== mine) return;
   try {
     const made = await module.open(main, params);
     if (shown !== mine) {
@@ -47,7 +50,7 @@ async function route() {
       show(main, h("div", { class: "empty" }, h("h2", {}, "This cannot be shown"), h("p", {}, visible(error.message)), h("a", { href: "#/" }, "All runs")));
     }
   }
-  if (shown === mine) mine.stop = watch(params.run, (state) => mine.page?.refresh?.(state), told);
+  if (shown === mine) mine.stop = watch(params.run, (state) => mine.page?.refresh?.(state), told, version);
 }
 
 function again() {
