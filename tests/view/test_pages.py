@@ -345,6 +345,7 @@ def test_charts_are_zoomed_and_saved(tmp_path: Path, serve: Serve, pages: Any) -
     folder = make_run(tmp_path / "runs" / "first")
     add_metrics(folder, range(5, 900))
     served = serve(tmp_path / "runs")
+    served.indexed("first", 16)  # or the chart is drawn again under the pointer
     page = pages(served.link("#/run?run=first&keys=train/loss"))
     page.wait_for_selector(".chart svg path", state="attached")
     box = page.locator(".chart svg").bounding_box()
