@@ -76,22 +76,6 @@ def quick(cls: type[T]) -> type[T]:
         "made.__class__ = cls",
         "return made",
     ]
-    restore = [
-        "made = new(opened)",
-        *(f"made.{name} = {name}" for name in names),
-        "made.__class__ = cls",
-        "return made",
-    ]
-    values = ", ".join(f"self.{name}" for name in names)
-    reduce = [
-        f"if self.__class__ is cls: return cls._restored, ({values}{',' if names else ''})",
-        "return reduced(self)",
-    ]
-    known["reduced"] = lambda value: object.__reduce_ex__(value, 2)
-    restored = _function(f"_restored({', '.join(names)})", restore, known)
-    restored.__module__, restored.__qualname__ = cls.__module__, f"{cls.__qualname__}._restored"
-    cls._restored = staticmethod(restored)  # type: ignore[attr-defined]
-    cls.__reduce__ = _function("__reduce__(self)", reduce, known)  # type: ignore[method-assign]
     changes = ", ".join(f"{name}=SAME" for name in names)
     made = _function(f"__init__({', '.join(parameters)})", init, known)
     made.__annotations__ = cls.__init__.__annotations__

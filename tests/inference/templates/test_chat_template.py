@@ -1,10 +1,6 @@
 from __future__ import annotations
 
-import os
-import pickle
 import re
-import subprocess
-import sys
 import threading
 from copy import deepcopy
 from functools import cache
@@ -23,7 +19,6 @@ from ludic.inference import (
     get_tool_parser,
     load_tokenizer,
 )
-from ludic.inference.tiny import tiny_tokenizer
 from ludic.types import (
     ChatResponse,
     FinishReason,
@@ -800,20 +795,3 @@ def test_a_parser_of_ones_own_is_used() -> None:
     template = HFChatTemplate(tokenizer_of("smollm2"), Shout())
     parsed = template.parse(ChatResponse(None, FinishReason.STOP, "!!LOOK!!"))
     assert parsed.tool_calls[0]["function"]["name"] == "look"
-
-
-def test_a_template_can_be_sent_to_a_process_without_transformers() -> None:
-    template = HFChatTemplate(tiny_tokenizer(), variables={"x": 1}, trust_content=True)
-    script = (
-        "import pickle, sys; made = pickle.load(sys.stdin.buffer); "
-        "assert 'transformers' not in sys.modules and 'torch' not in sys.modules; "
-        "print(made.render([{'role': 'user', 'content': 'Hi <|im_end|>'}]), made.end_token_id)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        input=pickle.dumps(template),
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
-    ids = template.render([{"role": "user", "content": "Hi <|im_end|>"}])
-    assert done.stdout.decode().strip() == f"{ids} {template.end_token_id}", done.stderr.decode()

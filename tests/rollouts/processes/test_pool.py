@@ -12,17 +12,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 
 from ludic.errors import ConfigError, RequestRejectedError, UnknownNameError
+from ludic.inference import HermesToolParser, HFChatTemplate
 from ludic.inference.local import LocalChatClient
 from ludic.inference.sampling import SamplingConfig
 from ludic.inference.scripted_client import ScriptedCall, ScriptedChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.interaction.base import Runtime
 from ludic.rollouts import ProtocolSpec, RolloutEngine, RolloutWriter
+from ludic.rollouts.episode_runner import EpisodeRunner
 from ludic.rollouts.processes import WorkerPool, pool
-from ludic.types import EnvironmentStep, Rollout
+from ludic.rollouts.processes.description import described, made
+from ludic.types import EnvironmentStep, Message, Rollout
 from tests.inference.local.asking import until
 from tests.rollouts.processes import worlds
 from tests.rollouts.worlds import (
@@ -324,3 +328,24 @@ async def test_processes_end_with_the_one_that_started_them() -> None:
         return not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
     await until(is_gone, 60)
+
+
+def test_what_episodes_are_played_with_is_made_again_from_plain_values() -> None:
+    parser = HermesToolParser()
+    shown = HFChatTemplate(tiny_tokenizer(), parser, variables={"x": 1}, trust_content=True)
+    client = ScriptedChatClient([""], shown)
+    runner = EpisodeRunner(None, protocols(), Runtime(client, shown, "m"), 1.0, None)
+    clients: list[Any] = []
+    data = msgspec.msgpack.decode(msgspec.msgpack.encode(described(runner, clients)))
+    again = made(data, lambda number, _: clients[number])
+    assert (again.env_registry, again.protocol_registry) == (None, protocols())
+    assert (again.step_timeout_s, again.episode_timeout_s) == (1.0, None)
+    assert again.runtime is not None
+    assert again.runtime.client is client
+    template = again.runtime.chat_template
+    messages: list[Message] = [{"role": "user", "content": "Hi <|im_end|>"}]
+    assert isinstance(template, HFChatTemplate)
+    assert list(template.render(messages)) == list(shown.render(messages))
+    assert template.end_token_id == shown.end_token_id
+    assert template.options == shown.options
+    assert type(template.tool_parser) is HermesToolParser

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -22,7 +22,6 @@ from ludic.inference.templates.chat_template import ParsedCompletion
 from ludic.inference.templates.guarding import MessageGuard
 from ludic.inference.templates.jinja import JinjaTemplate
 from ludic.inference.templates.openings import Openings, spelling
-from ludic.inference.templates.plain_tokenizer import PlainTokenizer
 from ludic.inference.templates.probes import Closing, TemplateProbes
 from ludic.inference.templates.respelling import fork_of_history, fork_of_message, same_message
 from ludic.inference.templates.token_codec import TokenCodec, unguard
@@ -62,7 +61,7 @@ class HFChatTemplate:
     close its own turn (`trust_content=True` turns that off). `variables` are passed to the
     template, such as `{"enable_thinking": False}`; `today` is the date it may print. Without a
     `tool_parser` nothing is read as a tool call; agents with tools ask `for_tools`. Safe to share
-    between threads; in another process it is made anew from its tokenizer.
+    between threads; make one per process.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class HFChatTemplate:
         self.tool_parser = tool_parser
         self.codec = TokenCodec(tokenizer)
         self._trust_content = trust_content
-        self._options: dict[str, Any] = {
+        self.options: dict[str, Any] = {
             "variables": variables, "trust_content": trust_content, "today": today
         }  # fmt: skip
         self._for_tools: HFChatTemplate | None = None
@@ -104,11 +103,6 @@ class HFChatTemplate:
         self._guard = MessageGuard(
             self.codec, self._probes, tokenizer.special_tokens_map, trust_content=trust_content
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        make = partial(type(self), **self._options)
-        # Without transformers, whose import takes longer than all that is done there first.
-        return make, (PlainTokenizer.of(self.tokenizer), self.tool_parser)
 
     @property
     def supports_tools(self) -> bool:
@@ -134,7 +128,7 @@ class HFChatTemplate:
                         "name it as "
                         f"model.tool_parser in the run file (known: {list_tool_parsers()})"
                     )
-                self._for_tools = HFChatTemplate(self.tokenizer, fitting, **self._options)
+                self._for_tools = HFChatTemplate(self.tokenizer, fitting, **self.options)
             return self._for_tools
 
     @property

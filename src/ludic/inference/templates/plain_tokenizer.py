@@ -48,6 +48,28 @@ class PlainTokenizer:
         made.special_tokens_map = dict(tokenizer.special_tokens_map)
         return made
 
+    def described(self) -> dict[str, Any]:
+        """The tokenizer as plain values, for `from_description`."""
+        return {
+            "backend": self.backend_tokenizer.to_str(),
+            "special_tokens_map": self.special_tokens_map,
+            "eos_token_id": self.eos_token_id,
+            "chat_template": self.chat_template,
+            "name_or_path": self.name_or_path,
+        }
+
+    @classmethod
+    def from_description(cls, description: dict[str, Any]) -> PlainTokenizer:
+        """The tokenizer that `described` described."""
+        from tokenizers import Tokenizer
+
+        made = cls.__new__(cls)
+        for name, value in description.items():
+            if name != "backend":
+                setattr(made, name, value)
+        made.backend_tokenizer = Tokenizer.from_str(description["backend"])
+        return made
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         found = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return list(found.ids)

@@ -1,42 +1,41 @@
 """Messages between a run and the processes that play its episodes.
 
-What is put during one turn of the event loop travels as one block: pickling and a system call cost
-more than a message. Both ends are this program and the socket has no name, so pickling is safe.
+A message is a list of plain values in msgpack; what has a type of its own is in it as JSON, which
+checks every field. What is put during one turn of the event loop travels as one block: a system
+call costs more than a message.
 """
 
 from __future__ import annotations
 
 import asyncio
-import pickle
 import socket
 import struct
 from collections.abc import Callable
 from typing import Any
 
-from ludic.errors import LudicError
+import msgspec
 
-Message = tuple[Any, ...]
+from ludic import errors
+from ludic.errors import LudicError, SerializationError
+
+Message = list[Any]
+MAX_BLOCK_BYTES = 1 << 30
 _LENGTH = struct.Struct("<Q")
+_read_block = msgspec.msgpack.Decoder(list[Message]).decode
 
 
 class Channel(asyncio.Protocol):
     """One end. `put` may be called before `open` has returned; messages keep their order.
 
-    `on_message` is called for each that comes, `on_end` once, when the other end is gone or the
-    channel is closed. `instead` is asked for what to send in place of a message that cannot be
-    pickled.
+    `on_message` is called for each that comes, `on_end` once, when the other end is gone, the
+    channel is closed, or what came is no message.
     """
 
-    def __init__(
-        self,
-        on_message: Callable[[Message], None],
-        on_end: Callable[[], None],
-        instead: Callable[[Message, Exception], Message],
-    ) -> None:
-        self._on_message, self._on_end, self._instead = on_message, on_end, instead
+    def __init__(self, on_message: Callable[[Message], None], on_end: Callable[[], None]) -> None:
+        self._on_message, self._on_end = on_message, on_end
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._waiting: list[Message] = []
+        self._waiting: list[tuple[Any, ...]] = []
         self._received = bytearray()
         self._ended = False
 
@@ -65,11 +64,13 @@ class Channel(asyncio.Protocol):
         received += data
         while len(received) - start >= _LENGTH.size:
             begin = start + _LENGTH.size
-            end = begin + _LENGTH.unpack_from(received, start)[0]
-            if len(received) < end:
+            size = _LENGTH.unpack_from(received, start)[0]
+            if size > MAX_BLOCK_BYTES:
+                raise SerializationError(f"a block of {size:,} bytes is over the limit")
+            if len(received) < begin + size:
                 break
-            block = pickle.loads(memoryview(received)[begin:end].tobytes())
-            start = end
+            block = _read_block(memoryview(received)[begin : begin + size].tobytes())
+            start = begin + size
             for message in block:
                 self._on_message(message)
         del received[:start]
@@ -84,28 +85,21 @@ class Channel(asyncio.Protocol):
         if self._transport is None or not self._waiting:
             return
         block, self._waiting = self._waiting, []
-        try:
-            data = pickle.dumps(block, pickle.HIGHEST_PROTOCOL)
-        except Exception:  # pickling runs code of whatever it is given
-            data = pickle.dumps([self._sendable(m) for m in block], pickle.HIGHEST_PROTOCOL)
+        data = msgspec.msgpack.encode(block)
         self._transport.writelines((_LENGTH.pack(len(data)), data))
 
-    def _sendable(self, message: Message) -> Message:
-        try:
-            pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        except Exception as exc:
-            return self._instead(message, exc)
-        return message
+
+def sent_error(error: BaseException) -> tuple[str, str]:
+    """An error as it travels: constructors differ, so it goes as its type's name and its text."""
+    name = type(error).__name__
+    known = getattr(errors, name, None) is type(error)
+    return (name, str(error)) if known else ("LudicError", f"{name}: {error}")
 
 
-def sent_error(error: BaseException) -> tuple[type[BaseException], str]:
-    """An error as it travels: constructors differ, so it goes as its type and its text."""
-    known = isinstance(error, LudicError)
-    return (type(error), str(error)) if known else (LudicError, f"{type(error).__name__}: {error}")
-
-
-def raised_error(kind: type[BaseException], text: str) -> BaseException:
+def raised_error(name: str, text: str) -> LudicError:
     """The error that `sent_error` took apart, without what only its constructor knew."""
-    error = kind.__new__(kind, text)
+    kind = getattr(errors, name, LudicError)
+    kind = kind if isinstance(kind, type) and issubclass(kind, LudicError) else LudicError
+    error: LudicError = kind.__new__(kind, text)
     error.args = (text,)
     return error

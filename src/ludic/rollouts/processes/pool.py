@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -16,14 +14,15 @@ from functools import partial
 from itertools import count
 from typing import Any, Self, cast
 
-from ludic.errors import ConfigError, DeadlineError, RolloutError
+from ludic.errors import ConfigError, DeadlineError, RolloutError, SerializationError
 from ludic.frozen import changed
 from ludic.inference.client import ChatClient, QueueingClient, TokenCompletionRequest
 from ludic.rollouts.episode_runner import GRACE_S, EpisodeRunner, failed_episode
 from ludic.rollouts.planning import PlannedEpisode
 from ludic.rollouts.processes.channel import Channel, Message, raised_error, sent_error
+from ludic.rollouts.processes.description import described
 from ludic.rollouts.storage import EncodedRollouts
-from ludic.types import ChatResponse, Rollout
+from ludic.types import ChatResponse, Rollout, from_json, to_json
 from ludic.workers.deadlines import deadline
 
 _END_S = 15.0
@@ -39,7 +38,7 @@ class WorkerPool:
     For `RolloutEngine(workers=...)`. Environments, protocols, parsers and templates then run
     there, on as many cores, and only sampling, credit and training in this process. What episodes
     are made of is built there, so names must be known there: `imports` are modules that register
-    them, and the runtime's template must be picklable. What is defined in a script itself is not.
+    them, and factories must be importable. What is defined in a script itself is not.
 
     A process that ends takes its episodes with it: they come back as failed, and another one is
     started for the next. Use the pool as an async context manager; its processes start at once and
@@ -142,7 +141,7 @@ class _Process:
         self._clients: list[ChatClient] = []
         self._playing: dict[int, asyncio.Future[list[Rollout] | str]] = {}
         self._asked: dict[int, _Question] = {}
-        self._channel = Channel(self._take, self._end, self._instead)
+        self._channel = Channel(self._take, self._end)
         self._channel.put("begin", imports)
         self._opening = asyncio.create_task(self._channel.open(ours))
 
@@ -164,12 +163,16 @@ class _Process:
     ) -> list[Rollout] | str:
         """The episode's rollouts, or how it was lost."""
         if number not in self._known:
-            self._channel.put("runner", number, self._pickled(runner))
+            self._channel.put("runner", number, described(runner, self._clients))
             self._known.add(number)
+        try:
+            planned = to_json(episode)
+        except SerializationError as exc:
+            return f"it cannot be sent to the process that plays it: {exc}"
         place = next(self._numbers)
         outcome: asyncio.Future[list[Rollout] | str] = asyncio.get_running_loop().create_future()
         self._playing[place] = outcome
-        self._channel.put("play", place, number, episode, max_steps, encode)
+        self._channel.put("play", place, number, planned, max_steps, encode)
         try:
             return await outcome
         except asyncio.CancelledError:
@@ -200,9 +203,10 @@ class _Process:
     def _take(self, message: Message) -> None:
         match message:
             case ("ask", number, client, request):
-                self._ask(number, self._clients[client], request)
+                self._ask(number, self._clients[client], from_json(TokenCompletionRequest, request))
             case ("played", place, rollouts, lines):
-                self._settle(place, EncodedRollouts(rollouts, lines) if lines else rollouts)
+                found = [from_json(Rollout, rollout) for rollout in rollouts]
+                self._settle(place, EncodedRollouts(found, lines) if lines else found)
             case ("lost", place, why):
                 self._settle(place, why)
             case ("failed", place, kind, text):
@@ -262,25 +266,6 @@ class _Process:
         for place in list(self._playing):
             self._settle(place, f"the process that played it {how}")
 
-    def _instead(self, message: Message, exc: Exception) -> Message:
-        why = f"{type(exc).__name__}: {exc}"
-        if message[0] == "answer":
-            return ("error", message[1], RolloutError, f"an answer cannot be sent: {why}")
-        self._settle(message[1], f"it cannot be sent to the process that plays it: {why}")
-        return ("stop", message[1])
-
-    def _pickled(self, runner: EpisodeRunner) -> bytes:
-        """The runner, with numbers in place of its clients."""
-        file = io.BytesIO()
-        try:
-            _Pickler(file, self._clients).dump(runner)
-        except Exception as exc:  # pickling runs code of whatever it is given
-            raise ConfigError(
-                f"what episodes are played with cannot be sent to another process: {exc}; play "
-                "them in this one, without workers"
-            ) from exc
-        return file.getvalue()
-
 
 class _Question:
     """A request of a process. To a client that queues, it is the one who waits for the answer: a
@@ -321,26 +306,16 @@ class _Question:
 
     def set_result(self, response: ChatResponse, /) -> None:
         number = self._number
-        answer = _without_prompt(response, self._request)
+        try:
+            answer = to_json(_without_prompt(response, self._request))
+        except SerializationError as exc:
+            self.set_exception(exc)
+            return
         self._process.answered(number, "answer", number, answer)
 
     def set_exception(self, error: BaseException, /) -> None:
         number = self._number
         self._process.answered(number, "error", number, *sent_error(error))
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, clients: list[ChatClient]) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._clients = clients
-
-    def persistent_id(self, value: Any) -> tuple[int, int | None] | None:
-        # Not asked of classes, which have the methods too.
-        if isinstance(value, type) or not hasattr(type(value), "complete_tokens"):
-            return None
-        if value not in self._clients:
-            self._clients.append(value)
-        return self._clients.index(value), value.max_context_tokens
 
 
 def _without_prompt(response: ChatResponse, request: TokenCompletionRequest) -> ChatResponse:

@@ -8,29 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import io
 import os
-import pickle
 import signal
 import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from ludic.agents.mcp import tool_servers
-from ludic.errors import ConfigError, DeadlineError, NotTrainableError
+from ludic.errors import DeadlineError, NotTrainableError, SerializationError
 from ludic.frozen import changed
 from ludic.inference.client import TokenCompletionRequest
 from ludic.rollouts.episode_runner import EpisodeRunner
 from ludic.rollouts.planning import PlannedEpisode
 from ludic.rollouts.processes.channel import Channel, Message, raised_error, sent_error
+from ludic.rollouts.processes.description import made
 from ludic.rollouts.storage import rollout_line
-from ludic.types import ChatResponse
+from ludic.types import ChatResponse, from_json, to_json
 from ludic.workers.deadlines import deadline
+
+T = TypeVar("T")
 
 _CLEAN_UP_S = 10.0
 """How long episodes that are cut off may take to close what they opened."""
@@ -69,10 +70,11 @@ class Worker:
     """Plays what it is sent, all at the same time."""
 
     def __init__(self) -> None:
-        self.channel = Channel(self._take, self._end, self._instead)
+        self.channel = Channel(self._take, self._end)
         self._ended = asyncio.Event()
         self._runners: dict[int, EpisodeRunner] = {}
         self._unreadable: dict[int, str] = {}
+        self._specs: dict[bytes, Any] = {}
         self._episodes: dict[int, asyncio.Task[None]] = {}
         self._numbers = count()
         self._asked: dict[int, asyncio.Future[ChatResponse]] = {}
@@ -94,7 +96,10 @@ class Worker:
         answer: asyncio.Future[ChatResponse] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         answer.add_done_callback(lambda done: self._forget(number, done))
-        self.channel.put("ask", number, client, request)
+        try:
+            self.channel.put("ask", number, client, to_json(request))
+        except SerializationError as exc:
+            answer.set_exception(exc)
         return answer
 
     def _forget(self, number: int, answer: asyncio.Future[ChatResponse]) -> None:
@@ -106,9 +111,10 @@ class Worker:
         match message:
             case ("answer", number, response):
                 if (answer := self._asked.get(number)) is not None and not answer.done():
-                    answer.set_result(response)
+                    answer.set_result(from_json(ChatResponse, response))
             case ("play", number, runner, episode, max_steps, encode):
-                task = asyncio.ensure_future(self._play(number, runner, episode, max_steps, encode))
+                planned = self._planned(episode)
+                task = asyncio.ensure_future(self._play(number, runner, planned, max_steps, encode))
                 self._episodes[number] = task
                 task.add_done_callback(lambda _: self._episodes.pop(number))
             case ("error", number, kind, text):
@@ -119,7 +125,7 @@ class Worker:
                     stopped.cancel()
             case ("runner", number, data):
                 try:
-                    self._runners[number] = _Unpickler(io.BytesIO(data), self).load()
+                    self._runners[number] = made(data, partial(RemoteClient, self))
                 except Exception as exc:  # what is not to be imported here, for one
                     self._unreadable[number] = f"{type(exc).__name__}: {exc}"
             case ("begin", modules):
@@ -143,42 +149,38 @@ class Worker:
     ) -> None:
         if runner in self._unreadable:
             why = f"what episodes are played with cannot be made there: {self._unreadable[runner]}"
-            self.channel.put("failed", number, ConfigError, why)
+            self.channel.put("failed", number, "ConfigError", why)
             return
-        if self._runners[runner].specs > _KEPT_SPECS:  # each block of messages brings new objects
+        if self._runners[runner].specs > _KEPT_SPECS:
             self._runners[runner] = self._runners[runner].afresh()
         try:
             rollouts = await self._runners[runner].run(episode, max_steps)
         except Exception as exc:  # of configuration: nothing else comes out of a runner
             self.channel.put("failed", number, *sent_error(exc))
-        else:
-            lines: list[bytes] = []
-            if encode:
-                with suppress(Exception):  # the writer says what cannot be written
-                    lines = [rollout_line(rollout) for rollout in rollouts]
-            self.channel.put("played", number, rollouts, lines)
+            return
+        try:
+            lines = [rollout_line(rollout) for rollout in rollouts] if encode else []
+            self.channel.put("played", number, [to_json(rollout) for rollout in rollouts], lines)
+        except SerializationError as exc:
+            self.channel.put("lost", number, f"what it recorded cannot be sent: {exc}")
 
-    def _instead(self, message: Message, exc: Exception) -> Message:
-        why = f"{type(exc).__name__}: {exc}"
-        if message[0] == "ask":
-            answer = self._asked[message[1]]
-            answer.set_exception(RuntimeError(f"a request cannot be sent: {why}"))
-            return ("withdraw", message[1])
-        return ("lost", message[1], f"what it recorded cannot be sent: {why}")
+    def _planned(self, episode: str) -> PlannedEpisode:
+        """The episode, with the same specs as others that are alike: what they name is kept."""
+        planned = from_json(PlannedEpisode, episode)
+        request = planned.request
+        env, protocol = self._alike(request.env), self._alike(request.protocol)
+        inference = None if request.inference is None else self._alike(request.inference)
+        own = changed(request, env=env, protocol=protocol, inference=inference)
+        return changed(planned, request=own)
+
+    def _alike(self, spec: T) -> T:
+        if len(self._specs) > _KEPT_SPECS:
+            self._specs.clear()
+        found: T = self._specs.setdefault(to_json(spec), spec)
+        return found
 
     def _end(self) -> None:
         self._ended.set()
-
-
-class _Unpickler(pickle.Unpickler):
-    """Puts `RemoteClient`s where the other process has its clients."""
-
-    def __init__(self, file: io.BytesIO, worker: Worker) -> None:
-        super().__init__(file)
-        self._worker = worker
-
-    def persistent_load(self, client: Any) -> Any:
-        return RemoteClient(self._worker, *client)
 
 
 def _end_with(parent: int) -> None:

@@ -107,7 +107,7 @@ class _Overheard(HFChatTemplate):
         chosen = super().for_tools()
         if not isinstance(chosen, _Overheard):
             chosen = self._for_tools = _Overheard(
-                self.tokenizer, chosen.tool_parser, **self._options
+                self.tokenizer, chosen.tool_parser, **self.options
             )
             chosen.heard = self.heard
         return chosen

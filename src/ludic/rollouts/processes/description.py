@@ -1,0 +1,133 @@
+"""What episodes are played with, as data: another process makes it again from that.
+
+Factories go by the place they can be imported from, a chat template by its tokenizer and options,
+a client by its number, since it stays where it is.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ludic.errors import ConfigError
+from ludic.given import place_of
+from ludic.inference.client import ChatClient
+from ludic.inference.sampling import InferenceSpec
+from ludic.inference.templates.hf import HFChatTemplate
+from ludic.inference.templates.plain_tokenizer import PlainTokenizer
+from ludic.inference.templates.tool_parsers import ToolParser
+from ludic.interaction.base import Runtime
+from ludic.lazy import resolve
+from ludic.rollouts.episode_runner import EpisodeRunner
+from ludic.types import from_json, to_json
+
+Description = dict[str, Any]
+
+
+def described(runner: EpisodeRunner, clients: list[ChatClient]) -> Description:
+    """The runner as plain values. Its clients are added to `clients` and stand by their place in
+    it. Raises `ConfigError` for what another process could not make again."""
+    return {
+        "envs": _places(runner.env_registry),
+        "protocols": _places(runner.protocol_registry),
+        "runtime": None if runner.runtime is None else _runtime(runner.runtime, clients),
+        "step_timeout_s": runner.step_timeout_s,
+        "episode_timeout_s": runner.episode_timeout_s,
+    }
+
+
+def made(
+    description: Mapping[str, Any], client: Callable[[int, int | None], ChatClient]
+) -> EpisodeRunner:
+    """The runner again; `client` returns the one of a number, with so long a context."""
+    runtime = description["runtime"]
+    return EpisodeRunner(
+        _factories(description["envs"]),
+        _factories(description["protocols"]),
+        None if runtime is None else _made_runtime(runtime, client),
+        description["step_timeout_s"],
+        description["episode_timeout_s"],
+    )
+
+
+def _places(registry: Mapping[str, Any] | None) -> dict[str, str] | None:
+    if registry is None:
+        return None
+    found = {name: place_of(factory) for name, factory in registry.items()}
+    if unplaced := [name for name, place in found.items() if place is None]:
+        raise _cannot(f"{unplaced[0]!r} of the registry cannot be imported from any module")
+    return {name: place for name, place in found.items() if place is not None}
+
+
+def _factories(places: Mapping[str, str] | None) -> dict[str, Any] | None:
+    return None if places is None else {name: resolve(place) for name, place in places.items()}
+
+
+def _runtime(runtime: Runtime, clients: list[ChatClient]) -> Description:
+    if runtime.client not in clients:
+        clients.append(runtime.client)
+    return {
+        "client": clients.index(runtime.client),
+        "max_context_tokens": runtime.client.max_context_tokens,
+        "template": _template(runtime.chat_template),
+        "model": runtime.model,
+        "inference": to_json(runtime.inference),
+        "others": {name: _runtime(other, clients) for name, other in runtime.others.items()},
+    }
+
+
+def _made_runtime(
+    description: Mapping[str, Any], client: Callable[[int, int | None], ChatClient]
+) -> Runtime:
+    return Runtime(
+        client(description["client"], description["max_context_tokens"]),
+        _made_template(description["template"]),
+        description["model"],
+        from_json(InferenceSpec, description["inference"]),
+        {name: _made_runtime(other, client) for name, other in description["others"].items()},
+    )
+
+
+def _template(template: Any) -> Description:
+    if type(template) is not HFChatTemplate:
+        raise _cannot(f"a chat template of type {type(template).__name__} cannot be described")
+    options = dict(template.options)
+    return {
+        "tokenizer": PlainTokenizer.of(template.tokenizer).described(),
+        "tool_parser": _parser(template.tool_parser),
+        **options,
+        "today": options["today"].isoformat(),
+    }
+
+
+def _made_template(description: Mapping[str, Any]) -> HFChatTemplate:
+    parser = description["tool_parser"]
+    return HFChatTemplate(
+        PlainTokenizer.from_description(description["tokenizer"]),
+        None if parser is None else resolve(parser)(),
+        variables=description["variables"],
+        trust_content=description["trust_content"],
+        today=dt.date.fromisoformat(description["today"]),
+    )
+
+
+def _parser(parser: ToolParser | None) -> str | None:
+    if parser is None:
+        return None
+    kind: Any = type(parser)
+    place = place_of(kind)
+    try:
+        alike = place is not None and vars(kind()) == vars(parser)
+    except TypeError:  # it takes arguments
+        alike = False
+    if not alike:
+        raise _cannot(f"the tool parser {parser!r} cannot be made again without its arguments")
+    return place
+
+
+def _cannot(why: str) -> ConfigError:
+    return ConfigError(
+        f"what episodes are played with cannot be sent to another process: {why}; play them in "
+        "this one, without workers"
+    )
