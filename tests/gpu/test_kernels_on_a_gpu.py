@@ -11,6 +11,7 @@ from torch import Tensor
 from ludic.inference import LocalChatClient, SamplingConfig
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local.attention import rotate
+from ludic.inference.local.gpu.adapter import Adapter
 from ludic.inference.local.gpu.fused_layer import FusedLayer
 from ludic.inference.local.noise import keyed_uniform
 from ludic.inference.local.sampler import draw
@@ -68,6 +69,35 @@ def test_a_split_product_is_as_exact_as_the_vendors(rows: int, inner: int, width
     assert off(normed, F.rms_norm(wanted, (width,), scales.double(), 1e-6)) < 5e-3
     kernels.rms_norm(again, scales, 1e-6, kernels.split_product(y, weight))
     assert torch.equal(again, x)
+
+
+@pytest.mark.parametrize("rows", [1, 50, 128, 256])
+@pytest.mark.parametrize("rank", [4, 16, 24])
+@pytest.mark.parametrize("inner", [640, 896, 2304])
+def test_products_with_adapters_in_bfloat16(rows: int, rank: int, inner: int) -> None:
+    from ludic.inference.local.gpu import kernels
+
+    x = numbers(rows, inner)
+    weights = tuple(numbers(n, inner, seed=n) / 30 for n in (896, 128, 64))
+    adapters = tuple(
+        Adapter(numbers(rank, inner, seed=i) / 30, numbers(len(w), rank, seed=9 + i) / 4, 1.5)
+        for i, w in enumerate(weights)
+    )
+    whole = [
+        w.double() + a.scale * a.up.double() @ a.down.double()
+        for w, a in zip(weights, adapters, strict=True)
+    ]
+    wanted = torch.cat([x.double() @ w.T for w in whole], dim=1)
+    assert off(kernels.project(x, weights, (None, None, None), adapters), wanted) < 6e-3
+    wide = (weights[0], weights[0].flip(0).contiguous()), (adapters[0], adapters[0])
+    second = wide[0][1].double() + (whole[0] - weights[0].double())
+    wanted = F.silu(x.double() @ whole[0].T) * (x.double() @ second.T)
+    assert off(kernels.gated(x, *wide[0], wide[1]), wanted) < 6e-3
+    parts = kernels.split_product(x, weights[0], adapters[:1])
+    assert off(parts.sum(0), x.double() @ whole[0].T) < 6e-3
+    total = numbers(rows, 896, seed=20)
+    wanted = total.double() + x.double() @ (whole[0] - weights[0].double()).T
+    assert off(kernels.add_low_rank(total, x, adapters[0]), wanted) < 6e-3
 
 
 def test_rotary_tables_are_those_of_torch() -> None:

@@ -233,6 +233,18 @@ def test_a_run_starts_from_an_earlier_ones_adapter_merged_into_its_model() -> No
     assert torch.allclose(merged, adapted, atol=1e-4)
 
 
+def test_an_adapter_is_in_the_models_type_with_masters_in_float32() -> None:
+    model = {**small()["model"], "lora": {"rank": 2}, "precision": "bfloat16"}
+    run = ludic.train(Letters, **small(model=model, training=small()["training"], out="run"))
+    masters = run.trainer.optimizer.masters
+    adapters = {n: p for n, p in run.model.named_parameters() if "lora_" in n}
+    assert set(masters) == set(adapters)
+    assert {p.dtype for p in adapters.values()} == {torch.bfloat16}
+    assert {m.dtype for m in masters.values()} == {torch.float32}
+    again = ludic.resume("run", steps=run.trainer.step + 1)
+    assert again.trainer.step == run.trainer.step + 1
+
+
 def same(a: Any, b: Any) -> bool:
     theirs = b.state_dict()
     return all(bool((tensor == theirs[name]).all()) for name, tensor in a.state_dict().items())

@@ -171,7 +171,8 @@ def _with_adapter(model: nn.Module, section: ModelSection) -> nn.Module:
         task_type="CAUSAL_LM",
     )
     with configuring("model.lora"):
-        wrapped: nn.Module = get_peft_model(model, adapter)
+        # In the module's own type: float32 masters are the optimizer's, as for any other weight.
+        wrapped: nn.Module = get_peft_model(model, adapter, autocast_adapter_dtype=False)
         return wrapped
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from ludic.inference.local import LocalChatClient, build, sizes
 from ludic.inference.local.attention import register, rotate
 from ludic.inference.local.forward import Forward
+from ludic.inference.local.gpu.adapter import Adapter
 from ludic.inference.local.gpu.fused_layer import FusedLayer, fused_layers
 from ludic.inference.local.module.family_check import through_slots
 from ludic.inference.local.module.view import module_view
@@ -110,9 +111,9 @@ def test_layers_leave_parts_of_their_sums_to_the_next_norm(
     logits, used = [], list[torch.Tensor]()
     whole = kernels.split_product
 
-    def noted(y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def noted(y: torch.Tensor, w: torch.Tensor, adapters: Any) -> torch.Tensor:
         used.append(w)
-        product: torch.Tensor = whole(y, w)
+        product: torch.Tensor = whole(y, w, adapters)
         return product
 
     monkeypatch.setattr(kernels, "split_product", noted)
@@ -261,24 +262,112 @@ def test_without_a_compiler_the_engine_does_without_kernels(
     assert "Failed to find C compiler" in caplog.text
 
 
-def test_a_lora_layer_is_called_as_it_is(kernels: ModuleType) -> None:
+def random_adapter(g: torch.Generator, width: int, inner: int, rank: int) -> Adapter:
+    down, up = torch.randn(rank, inner, generator=g), torch.randn(width, rank, generator=g)
+    return Adapter(down / 8, up / 4, 0.7)
+
+
+def merged(weight: torch.Tensor, adapter: Adapter) -> torch.Tensor:
+    return weight + adapter.scale * adapter.up @ adapter.down
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("rank", [4, 16, 20])
+def test_products_with_adapters_are_those_of_the_merged_weights(
+    kernels: Any, random_numbers: torch.Generator, rows: int, rank: int
+) -> None:
+    g = random_numbers
+    x = torch.randn(rows, 128, generator=g)
+    weights = tuple(torch.randn(n, 128, generator=g) / 8 for n in (64, 32, 32))
+    adapters = tuple(random_adapter(g, len(w), 128, rank) for w in weights)
+    whole = [merged(w, a) for w, a in zip(weights, adapters, strict=True)]
+    wanted = torch.cat([x @ w.T for w in whole], 1)
+    assert close(kernels.project(x, weights, (None, None, None), adapters), wanted, 1e-4)
+    gate, up = weights[1:]
+    wanted = F.silu(x @ whole[1].T) * (x @ whole[2].T)
+    assert close(kernels.gated(x, gate, up, adapters[1:]), wanted, 1e-4)
+    parts = kernels.split_product(x, weights[0], adapters[:1])
+    assert close(parts.sum(0), x @ whole[0].T, 1e-4)
+    total = torch.randn(rows, 64, generator=g)
+    wanted = total + x @ (whole[0] - weights[0]).T
+    assert close(kernels.add_low_rank(total, x, adapters[0]), wanted, 1e-4)
+
+
+def adapted_family(half: bool, **options: Any) -> Any:
+    """A Llama with an adapter whose matrices are not zero."""
     from peft import LoraConfig, get_peft_model
 
-    model = family("Llama", head_dim=16)
-    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj", "gate_proj"])
-    adapted: Any = get_peft_model(model, config)
+    model = family("Llama", head_dim=16, hidden_size=64, intermediate_size=128)
+    adapted: Any = get_peft_model(
+        model.half() if half else model, LoraConfig(**options), autocast_adapter_dtype=False
+    )
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.3)
-    causal = adapted.get_base_model()
-    ids = torch.tensor([[5, 6, 7, 8]])
-    plain, fused = module_view(causal), module_view(causal, stand_in=fused_layers(kernels))
+    return adapted.get_base_model()
+
+
+def logits_of_views(causal: Any, kernels: ModuleType) -> list[torch.Tensor]:
+    """Of the plain view and of the fused one."""
+    register()
     shape = sizes.kv_shape(causal, causal.config)
-    logits = []
-    for view in (plain, fused):
-        forward = Forward(view, torch.device("cpu"))
+    ids, logits = torch.tensor([[5, 6, 7, 8]]), []
+    for view in (module_view(causal), module_view(causal, stand_in=fused_layers(kernels))):
         with torch.inference_mode():
-            logits.append(through_slots(forward, ids, shape))
-    assert any(type(m) is FusedLayer for m in fused.modules())
-    assert close(logits[1], logits[0])
+            logits.append(through_slots(Forward(view, torch.device("cpu")), ids, shape))
+    assert any(type(m) is FusedLayer for m in view.modules())
+    return logits
+
+
+EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_adapters_of_every_projection_take_part_in_the_fused_products(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
+    monkeypatch.setattr(kernels, "can_be_early", lambda device: early)
+    given = list[int]()
+
+    def noted(name: str) -> None:
+        whole = getattr(kernels, name)
+
+        def call(*args: Any) -> torch.Tensor:
+            given.append(len(args[-1]))
+            result: torch.Tensor = whole(*args)
+            return result
+
+        monkeypatch.setattr(kernels, name, call)
+
+    for name in ("project", "gated", "split_product"):
+        noted(name)
+    causal = adapted_family(True, r=4, lora_alpha=6, target_modules=EVERY)
+    plain, fused = logits_of_views(causal, kernels)
+    assert set(given) == ({1, 2, 3} if early else {2, 3})
+    assert close(fused, plain, 5e-3)
+    with torch.no_grad():
+        for name, parameter in causal.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.2)
+    again = logits_of_views(causal, kernels)
+    assert not close(again[1], fused, 5e-2)
+    assert close(again[1], again[0], 5e-3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"r": 4, "target_modules": ["q_proj", "down_proj", "gate_proj"]},
+        {"r": 4, "target_modules": EVERY, "rank_pattern": {"k_proj": 8, "up_proj": 2}},
+        {"r": 4, "target_modules": EVERY, "use_dora": True},
+        {"r": 80, "target_modules": EVERY},
+    ],
+    ids=["some", "ranks", "dora", "high"],
+)
+@pytest.mark.parametrize("half", [True, False])
+def test_an_adapter_that_the_kernels_do_not_know_is_called_as_it_is(
+    kernels: ModuleType, options: dict[str, Any], half: bool
+) -> None:
+    plain, fused = logits_of_views(adapted_family(half, **options), kernels)
+    assert close(fused, plain, 1e-2 if half else 1e-5)

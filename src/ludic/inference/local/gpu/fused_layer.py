@@ -1,23 +1,28 @@
 """A decoder layer in seven launches instead of forty, for families that are built alike.
 
-It takes a cloned layer's place in the engine's view and calls the same submodules' weights. A
-submodule that is not what it seems (a LoRA layer, a quantised one) is called as it is.
+It takes a cloned layer's place in the engine's view and calls the same submodules' weights. A LoRA
+layer's products are computed with those of the projection that it belongs to. A submodule that is
+neither (a quantised one, DoRA) is called as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ludic.inference.local.attention import AttentionCall, current_layout
+from ludic.inference.local.gpu.adapter import Adapter
 from ludic.inference.local.gpu.layouts import HALF
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers are: norm, attention with half-split rotary embedding, add, norm, gated
 SiLU, add. Others run as their own code says."""
+
+MAX_RANK = 64
+"""Adapters of a higher rank are called as they are: a kernel would recompute too much."""
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
@@ -50,16 +55,56 @@ def can_tabulate(module: nn.Module) -> bool:
     )
 
 
-def _plain(*modules: nn.Module) -> bool:
-    """Whether they are ordinary linear layers in a half type, of sizes that tiles divide."""
-    return all(
-        type(m) is nn.Linear
-        and m.weight.dtype in HALF
-        and m.weight.is_contiguous()
-        and m.weight.data_ptr() % 16 == 0
-        and m.in_features % 64 == 0
-        and m.out_features % 32 == 0
-        for m in modules
+class _Weights(NamedTuple):
+    """What a projection multiplies with: a matrix, and a LoRA layer's adapter."""
+
+    base: nn.Linear
+    adapters: tuple[Adapter, ...]
+
+
+def _weights(module: nn.Module) -> _Weights | None:
+    """The weights of an ordinary linear layer, or of one with an ordinary LoRA adapter of its own
+    type that is in use; None for anything else."""
+    if type(module) is nn.Linear:
+        return _Weights(module, ())
+    base = getattr(module, "base_layer", None)
+    if type(base) is not nn.Linear or type(module).__module__ != "peft.tuners.lora.layer":
+        return None
+    layer: Any = module
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if layer.disable_adapters or layer.merged or len(active) != 1:
+        return None
+    down, up = layer.lora_A[active[0]], layer.lora_B[active[0]]
+    parts_are_plain = all(
+        type(part) is nn.Linear
+        and part.bias is None
+        and part.weight.dtype == base.weight.dtype
+        and part.weight.is_contiguous()
+        and part.weight.data_ptr() % 16 == 0
+        for part in (down, up)
+    )
+    # A variant, such as DoRA, is another formula over the same matrices.
+    if not parts_are_plain or active[0] in layer.lora_variant or down.out_features > MAX_RANK:
+        return None
+    return _Weights(base, (Adapter(down.weight, up.weight, float(layer.scaling[active[0]])),))
+
+
+def _alike(*modules: nn.Module) -> tuple[_Weights, ...] | None:
+    """Their weights, if one kernel can multiply with all of them: matrices in a half type, of sizes
+    that tiles divide, all with a bias or none, all with an adapter of one rank or none."""
+    weights = [_weights(m) for m in modules]
+    found = tuple(w for w in weights if w is not None and _tiles_divide(w.base.weight))
+    kinds = {(w.base.bias is None, *(a.down.shape[0] for a in w.adapters)) for w in found}
+    return found if len(found) == len(modules) and len(kinds) == 1 else None
+
+
+def _tiles_divide(weight: Tensor) -> bool:
+    return (
+        weight.dtype in HALF
+        and weight.is_contiguous()
+        and weight.data_ptr() % 16 == 0
+        and weight.shape[0] % 32 == 0
+        and weight.shape[1] % 64 == 0
     )
 
 
@@ -153,10 +198,11 @@ class FusedLayer(nn.Module):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         attention = self.self_attn
         modules = (attention.q_proj, attention.k_proj, attention.v_proj)
-        alike = _plain(*modules) and len({m.bias is None for m in modules}) == 1
-        if x.shape[0] <= self.kernels.MAX_PROJECT_ROWS and alike:
-            weights = tuple(m.weight for m in modules)
-            both = self.kernels.project(x, weights, tuple(m.bias for m in modules))
+        alike = _alike(*modules) if x.shape[0] <= self.kernels.MAX_PROJECT_ROWS else None
+        if alike is not None:
+            weights = tuple(w.base.weight for w in alike)
+            biases = tuple(w.base.bias for w in alike)
+            both = self.kernels.project(x, weights, biases, _adapters(alike))
             parts = both.split([w.shape[0] for w in weights], dim=1)
         else:
             parts = tuple(m(x) for m in modules)
@@ -167,9 +213,10 @@ class FusedLayer(nn.Module):
 
     def _gated(self, x: Tensor) -> Tensor:
         gate, up = self.mlp.gate_proj, self.mlp.up_proj
-        plain = _plain(gate, up) and gate.bias is None and up.bias is None
-        if x.shape[0] <= self.kernels.MAX_PROJECT_ROWS and plain:
-            return self.kernels.gated(x, gate.weight, up.weight)  # type: ignore[no-any-return]
+        alike = _alike(gate, up) if x.shape[0] <= self.kernels.MAX_PROJECT_ROWS else None
+        if alike is not None and alike[0].base.bias is None:
+            first, second = (w.base.weight for w in alike)
+            return self.kernels.gated(x, first, second, _adapters(alike))  # type: ignore[no-any-return]
         return self.kernels.silu_times(gate(x), up(x))  # type: ignore[no-any-return]
 
     def _normed(self, x: Tensor, norm: nn.Module, parts: Tensor | None) -> Tensor:
@@ -183,16 +230,26 @@ class FusedLayer(nn.Module):
 
     def _add(self, x: Tensor, y: Tensor, linear: nn.Module) -> tuple[Tensor, Tensor | None]:
         """x + linear(y), into x where one product does both, and parts that are yet to be added."""
-        if type(linear) is not nn.Linear or linear.bias is not None:
+        weights = _weights(linear)
+        if weights is None or weights.base.bias is not None:
             return x + linear(y), None
-        weight, kernels = linear.weight, self.kernels
-        few = (
-            x.shape[0] <= kernels.MAX_PROJECT_ROWS and weight.numel() <= kernels.MAX_SPLIT_ELEMENTS
-        )
+        weight, kernels = weights.base.weight, self.kernels
+        most = kernels.MAX_ADAPTED_ELEMENTS if weights.adapters else kernels.MAX_SPLIT_ELEMENTS
+        few = x.shape[0] <= kernels.MAX_PROJECT_ROWS and weight.numel() <= most
         # It pays as a link of a chain of early launches. Alone, the vendor's kernel is as good.
-        if few and _plain(linear) and kernels.can_be_early(x.device):
-            return x, kernels.split_product(y, weight)
-        return x.addmm_(y, weight.t()), None
+        if few and _tiles_divide(weight) and kernels.can_be_early(x.device):
+            return x, kernels.split_product(y, weight, weights.adapters)
+        x = x.addmm_(y, weight.t())
+        for adapter in weights.adapters:
+            if x.shape[0] <= kernels.MAX_PROJECT_ROWS and _tiles_divide(weight):
+                x = kernels.add_low_rank(x, y, adapter)
+            else:
+                x = x.addmm_(y @ adapter.down.t(), adapter.up.t(), alpha=adapter.scale)
+        return x, None
+
+
+def _adapters(weights: tuple[_Weights, ...]) -> tuple[Adapter, ...]:
+    return tuple(adapter for w in weights for adapter in w.adapters)
 
 
 def _window(attention: Any) -> int | None:

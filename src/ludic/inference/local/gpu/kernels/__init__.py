@@ -5,6 +5,7 @@ compute in float32 and round once, where a module rounds after each operation. T
 trainer's weights where they lie: nothing is packed or copied.
 """
 
+from ludic.inference.local.gpu.kernels.adapters import add_low_rank
 from ludic.inference.local.gpu.kernels.attention import (
     attend_rows,
     rotary_tables,
@@ -12,6 +13,7 @@ from ludic.inference.local.gpu.kernels.attention import (
 )
 from ludic.inference.local.gpu.kernels.early import can_be_early
 from ludic.inference.local.gpu.kernels.products import (
+    MAX_ADAPTED_ELEMENTS,
     MAX_PROJECT_ROWS,
     MAX_SPLIT_ELEMENTS,
     gated,
@@ -23,8 +25,10 @@ from ludic.inference.local.gpu.kernels.products import (
 from ludic.inference.local.gpu.kernels.sampling import draw_and_carry_on
 
 __all__ = [
+    "MAX_ADAPTED_ELEMENTS",
     "MAX_PROJECT_ROWS",
     "MAX_SPLIT_ELEMENTS",
+    "add_low_rank",
     "attend_rows",
     "can_be_early",
     "draw_and_carry_on",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ludic.inference.local.gpu.adapter import Adapter
+from ludic.inference.local.gpu.kernels.adapters import low_rank, plus_low_rank, up_tile_of
 from ludic.inference.local.gpu.kernels.early import (
     call_up,
     launch_options,
@@ -22,19 +24,43 @@ MAX_PROJECT_ROWS = 256
 MAX_SPLIT_ELEMENTS = 5 << 20
 """Weights of more elements than this are read faster by the vendor's kernels than by ours."""
 
+MAX_ADAPTED_ELEMENTS = 16 << 20
+"""The same with an adapter, which the vendor's kernels leave to two more launches."""
+
+
+class Tiles(NamedTuple):
+    """How a product is cut: rows and columns of a program, its step along the sum."""
+
+    rows: int
+    columns: int
+    step: int
+    warps: int = 4
+    stages: int = 4
+
 
 @triton.jit
-def _multiply(
-    x, w, rows, inner, first_row, first_col,
-    DESCRIBED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+def _project_kernel(
+    x, w0, w1, w2, b0, b1, b2, low, up0, up1, up2, out,
+    rows, inner, tiles0, tiles1, width, rank, scale0, scale1, scale2,
+    BIAS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of x @ w.T; `inner` is a multiple of K, w's rows a multiple of N. `x` may be a
-    descriptor of itself."""
-    row = first_row + tl.arange(0, M)
-    at_k = tl.arange(0, K)
-    w_at = w + (first_col + tl.arange(0, N))[None, :] * inner + at_k[:, None]
+    tile, first_row = tl.program_id(0), tl.program_id(1) * M
+    w, b, up, scale, place, which = w0, b0, up0, scale0, tile, 0
+    if tile >= tiles0 + tiles1:
+        w, b, up, scale, place, which = w2, b2, up2, scale2, tile - tiles0 - tiles1, 2
+    elif tile >= tiles0:
+        w, b, up, scale, place, which = w1, b1, up1, scale1, tile - tiles0, 1
+    row, col, at_k = first_row + tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     total = tl.zeros((M, N), dtype=tl.float32)
-    if DESCRIBED:
+    if BIAS:
+        # Before the loop: added after it, it takes 2 µs more.
+        total += tl.load(b + place * N + col).to(tl.float32)[None, :]
+    if RANK > 0:
+        up_tile = up_tile_of(up, place * N, rank, N, RANK)
+    w_at = w + (place * N + col)[None, :] * inner + at_k[:, None]
+    wait_for_others(EARLY)
+    if EARLY:
         for k in range(0, inner, K):
             total = tl.dot(x.load([first_row, k]), tl.load(w_at), total)
             w_at += K
@@ -45,65 +71,59 @@ def _multiply(
             total = tl.dot(a, tl.load(w_at), total)
             x_at += K
             w_at += K
-    return total
-
-
-@triton.jit
-def _project_kernel(
-    x, w0, w1, w2, b0, b1, b2, out, rows, inner, tiles0, tiles1, width,
-    BIAS: tl.constexpr, EARLY: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    tile, first_row = tl.program_id(0), tl.program_id(1) * M
-    w, b, place = w0, b0, tile
-    if tile >= tiles0 + tiles1:
-        w, b, place = w2, b2, tile - tiles0 - tiles1
-    elif tile >= tiles0:
-        w, b, place = w1, b1, tile - tiles0
-    col = tl.arange(0, N)
-    bias = tl.zeros((N,), dtype=tl.float32)
-    if BIAS:
-        bias = tl.load(b + place * N + col).to(tl.float32)
-    wait_for_others(EARLY)
-    total = _multiply(x, w, rows, inner, first_row, place * N, EARLY, M, N, K) + bias[None, :]
+    if RANK > 0:
+        total = plus_low_rank(total, low, up_tile, row, rows, which, scale, 3, PARTS, M, RANK)
     let_next_begin(EARLY)
-    row = first_row + tl.arange(0, M)
     at = out + row[:, None] * width + (tile * N + col)[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=row[:, None] < rows)
 
 
 def project(
-    x: Tensor, weights: tuple[Tensor, Tensor, Tensor], biases: tuple[Tensor | None, ...]
+    x: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    biases: tuple[Tensor | None, ...],
+    adapters: tuple[Adapter, ...] = (),
 ) -> Tensor:
-    """[x @ w0.T + b0 | x @ w1.T + b1 | x @ w2.T + b2], side by side: [rows, n0 + n1 + n2]."""
+    """[x @ w0.T + b0 | x @ w1.T + b1 | x @ w2.T + b2], side by side: [rows, n0 + n1 + n2].
+
+    With `adapters`, three of one rank, the weights are those with the adapters added to them.
+    """
     rows, inner = x.shape
     counts = [w.shape[0] for w in weights]
+    added = low_rank(x, adapters, weights)
     out = x.new_empty(rows, sum(counts))
     options = launch_options(x.device)
-    tile, row_tile, step = 32, min(32, _row_tile(rows)), 64
+    tiles = project_tiles(rows, inner, counts) if options["EARLY"] else _plain_tiles(rows)
     given: Any = x
     if options["EARLY"]:
-        row_tile, step = _row_tile(rows), 128 if inner % 128 == 0 else 64
-        (given,) = _described((x, row_tile), step=step)
-    tiles = [n // tile for n in counts]
+        (given,) = _described((x, tiles.rows), step=tiles.step)
+    places = [n // tiles.columns for n in counts]
     some = [w if b is None else b for w, b in zip(weights, biases, strict=True)]
-    _project_kernel[(sum(tiles), triton.cdiv(rows, row_tile))](
-        given, *weights, *some, out, rows, inner, tiles[0], tiles[1], out.shape[1],
-        BIAS=biases[0] is not None, M=row_tile, N=tile, K=step,
-        num_warps=4, num_stages=4, **options,
+    _project_kernel[(sum(places), triton.cdiv(rows, tiles.rows))](
+        given, *weights, *some, added.low, *added.ups, out,
+        rows, inner, places[0], places[1], out.shape[1], added.rank, *added.scales,
+        BIAS=biases[0] is not None, RANK=added.padded_rank, PARTS=added.parts,
+        M=tiles.rows, N=tiles.columns, K=tiles.step,
+        num_warps=tiles.warps, num_stages=tiles.stages, **options,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _gated_kernel(
-    x, gate, up, out, rows, inner, width,
-    EARLY: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    x, gate, up, low, gate_up, up_up, out,
+    rows, inner, width, rank, gate_scale, up_scale,
+    RANK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     first_col, first_row = tl.program_id(0) * N, tl.program_id(1) * M
     row = first_row + tl.arange(0, M)
     gates = tl.zeros((M, N), dtype=tl.float32)
     ups = tl.zeros((M, N), dtype=tl.float32)
     let_next_begin(EARLY)
+    if EARLY and RANK > 0 and tl.program_id(1) == 0:
+        call_up(gate_up + first_col * rank, N * rank * 2, EARLY)
+        call_up(up_up + first_col * rank, N * rank * 2, EARLY)
     wait_for_others(EARLY)
     if EARLY:
         for k in range(0, inner, K):
@@ -120,24 +140,33 @@ def _gated_kernel(
             ups = tl.dot(a, tl.load(up + offsets), ups)
             x_at += K
             offsets += K
+    if RANK > 0:
+        up_tile = up_tile_of(gate_up, first_col, rank, N, RANK)
+        gates = plus_low_rank(gates, low, up_tile, row, rows, 0, gate_scale, 2, PARTS, M, RANK)
+        up_tile = up_tile_of(up_up, first_col, rank, N, RANK)
+        ups = plus_low_rank(ups, low, up_tile, row, rows, 1, up_scale, 2, PARTS, M, RANK)
     result = gates * tl.sigmoid(gates) * ups
     at = out + row[:, None] * width + (first_col + tl.arange(0, N))[None, :]
     tl.store(at, result.to(out.dtype.element_ty), mask=row[:, None] < rows)
 
 
-def gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """silu(x @ gate.T) * (x @ up.T)."""
+def gated(x: Tensor, gate: Tensor, up: Tensor, adapters: tuple[Adapter, ...] = ()) -> Tensor:
+    """silu(x @ gate.T) * (x @ up.T), with `adapters`, two of one rank, added to the weights."""
     rows, inner = x.shape
     width = gate.shape[0]
+    added = low_rank(x, adapters, (gate, up))
     out = x.new_empty(rows, width)
-    row_tile, tile, step = _row_tile(rows), 32, 64
     options = launch_options(x.device)
+    tiles = gated_tiles(rows, inner, width) if options["EARLY"] else _plain_tiles(rows)
     given: tuple[Any, ...] = (x, gate, up)
     if options["EARLY"]:
-        given = _described((x, row_tile), (gate, tile), (up, tile), step=step)
-    _gated_kernel[(width // tile, triton.cdiv(rows, row_tile))](
-        *given, out, rows, inner, width,
-        M=row_tile, N=tile, K=step, num_warps=4, num_stages=4, **options,
+        columns = tiles.columns
+        given = _described((x, tiles.rows), (gate, columns), (up, columns), step=tiles.step)
+    _gated_kernel[(width // tiles.columns, triton.cdiv(rows, tiles.rows))](
+        *given, added.low, *added.ups, out, rows, inner, width, added.rank, *added.scales,
+        RANK=added.padded_rank, PARTS=added.parts,
+        M=tiles.rows, N=tiles.columns, K=tiles.step,
+        num_warps=tiles.warps, num_stages=tiles.stages, **options,
     )  # fmt: skip
     return out
 
@@ -153,43 +182,85 @@ def _described(*tiles: tuple[Tensor, int], step: int) -> tuple[Any, ...]:
 
 @triton.jit
 def _split_product_kernel(
-    y, w, weight, parts, rows, inner, width,
-    EARLY: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    y, w, weight, low, up, parts, rows, inner, width, rank, scale,
+    RANK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     first_col, first_row, split = tl.program_id(0) * N, tl.program_id(1) * M, tl.program_id(2)
     share = tl.cdiv(tl.cdiv(inner, K), tl.num_programs(2)) * K
     begin = split * share
     end = tl.minimum(begin + share, inner)
     let_next_begin(EARLY)
-    if tl.program_id(1) == 0:
+    if EARLY and tl.program_id(1) == 0 and begin < end:
         for n in range(N):
             call_up(weight + (first_col + n) * inner + begin, (end - begin) * 2, EARLY)
+        if RANK > 0:
+            call_up(up + first_col * rank, N * rank * 2, EARLY)
     wait_for_others(EARLY)
     total = tl.zeros((M, N), dtype=tl.float32)
     for k in range(begin, end, K):
         total = tl.dot(y.load([first_row, k]), w.load([first_col, k]).T, total)
     row = first_row + tl.arange(0, M)
+    if RANK > 0 and split == 0:
+        up_tile = up_tile_of(up, first_col, rank, N, RANK)
+        total = plus_low_rank(total, low, up_tile, row, rows, 0, scale, 1, PARTS, M, RANK)
     at = row[:, None] * width + (first_col + tl.arange(0, N))[None, :]
     tl.store(parts + split * rows * width + at, total, mask=row[:, None] < rows)
 
 
-def split_product(y: Tensor, weight: Tensor) -> Tensor:
-    """Two float32 parts [2, rows, width] whose sum is y @ weight.T, for `rms_norm` to add up.
+def split_product(y: Tensor, weight: Tensor, adapters: tuple[Adapter, ...] = ()) -> Tensor:
+    """Float32 parts [n, rows, width] whose sum is y @ weight.T, for `rms_norm` to add up. An
+    adapter, the only one of `adapters`, is added to the weight.
 
-    Each is half as long a sum, and nobody waits for the other: sums that the last program to
-    arrive adds up take 1 µs more.
+    Each is a shorter sum, and nobody waits for the others: sums that the last program to arrive
+    adds up take 1 µs more.
     """
     rows, inner = y.shape
     width = weight.shape[0]
-    parts = torch.empty(2, rows, width, dtype=torch.float32, device=y.device)
-    row_tile, tile, step = _row_tile(rows), 32, 128
-    # Five stages leave room for one program on a multiprocessor: for long sums of one wave.
-    stages = 5 if rows <= 128 and inner >= 2048 else 4
-    _split_product_kernel[(width // tile, triton.cdiv(rows, row_tile), len(parts))](
-        *_described((y, row_tile), (weight, tile), step=step), weight, parts, rows, inner, width,
-        M=row_tile, N=tile, K=step, num_warps=4, num_stages=stages, **launch_options(y.device),
+    added = low_rank(y, adapters, (weight,))
+    tiles, count = split_tiles(rows, inner, width)
+    parts = torch.empty(count, rows, width, dtype=torch.float32, device=y.device)
+    given = _described((y, tiles.rows), (weight, tiles.columns), step=tiles.step)
+    _split_product_kernel[(width // tiles.columns, triton.cdiv(rows, tiles.rows), count)](
+        *given, weight, added.low, *added.ups, parts, rows, inner, width, added.rank, *added.scales,
+        RANK=added.padded_rank, PARTS=added.parts,
+        M=tiles.rows, N=tiles.columns, K=tiles.step,
+        num_warps=tiles.warps, num_stages=tiles.stages, **launch_options(y.device),
     )  # fmt: skip
     return parts
+
+
+def _plain_tiles(rows: int) -> Tiles:
+    """For matrices that are no descriptors."""
+    return Tiles(min(32, _row_tile(rows)), 32, 64)
+
+
+def project_tiles(rows: int, inner: int, counts: list[int]) -> Tiles:
+    """For `project`, by measurement."""
+    step = 128 if inner % 128 == 0 else 64
+    if sum(counts) >= 4096 and rows > 32 and all(n % 64 == 0 for n in counts):
+        # More than one wave of programs: large tiles read the rows less often.
+        return Tiles(128, 64, step, 8) if rows > 64 else Tiles(64, 64, 64, stages=6)
+    return Tiles(_row_tile(rows), 32, step)
+
+
+def gated_tiles(rows: int, inner: int, width: int) -> Tiles:
+    """For `gated`, by measurement."""
+    if rows <= 64:
+        return Tiles(_row_tile(rows), 32, 64)
+    if width % 64 == 0 and (width >= 16384 or width <= 6144 or rows > 128):
+        return Tiles(128, 64, 64, stages=6)
+    return Tiles(128, 32, 64)
+
+
+def split_tiles(rows: int, inner: int, width: int) -> tuple[Tiles, int]:
+    """For `split_product`, by measurement, and into how many parts the sum is split."""
+    columns = 64 if width % 64 == 0 and rows > 64 else 32
+    if columns == 64 and inner * width > MAX_SPLIT_ELEMENTS:
+        return Tiles(128, 64, 128), 4
+    programs = width // columns * triton.cdiv(rows, _row_tile(rows))
+    parts = 1 if programs > 80 else 2 if programs > 40 else 4
+    return Tiles(_row_tile(rows), columns, 128), parts
 
 
 def _row_tile(rows: int) -> int:
