@@ -8,14 +8,14 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from ludic.runs.settings.base import Section
+from ludic.runs.settings.base import Section, section_of
 
 
 def reference_table(section: type[Section], name: str = "") -> str:
     """Returns Markdown: every key of every table, with its default and what it takes."""
     rows, below = [], []
     for key, field in section.model_fields.items():
-        inner = _section(field.annotation)
+        inner = section_of(field.annotation)
         if inner is not None:
             shown = f"{name}.{key}" if name else key
             below.append(reference_table(inner, shown))
@@ -28,11 +28,6 @@ def reference_table(section: type[Section], name: str = "") -> str:
     title = f"### `[{name}]`\n\n{about}\n\n" if name else ""
     table = "\n".join(["| key | default | takes |", "|---|---|---|", *rows])
     return "\n\n".join([title + table if name else "", *below]).strip()
-
-
-def _section(annotation: Any) -> type[Section] | None:
-    options = [annotation, *get_args(annotation)]
-    return next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
 
 
 def _shown(default: Any) -> str:
