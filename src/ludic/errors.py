@@ -38,7 +38,8 @@ class MissingExtraError(LudicError, ImportError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(
-            f"{package!r} is not installed: run `pip install 'ludic-rl[{extra}]'` to get it"
+            f"{package!r} is not installed: in your clone of Ludic, run "
+            f"`pip install -e '.[{extra}]'` to get it"
         )
 
 

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from ludic.errors import LudicError
+from ludic.errors import AgentError, EnvError, LudicError, ToolError
 
+_USERS = (EnvError, AgentError, ToolError)
+"""Errors of Ludic's that a user's code may raise itself."""
 TRACEBACK = "traceback"
 """The key in the `meta` of a failed rollout that has the traceback."""
 
@@ -24,23 +26,24 @@ def described(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str | None:
-    """Returns "file.py, line 3, in step": the innermost frame of the user's code. If there is none,
-    the innermost one at all, except for errors of Ludic's own, whose text says enough."""
+    """Returns "file.py, line 3, in step": the innermost frame of the user's code; None if that had
+    no part in it, or only called for something that failed elsewhere (a server, say)."""
     chain = list(_causes(error))
+    if isinstance(chain[0], LudicError) and not isinstance(chain[0], _USERS):
+        return None
     found = next((f for e in chain for f in reversed(_frames(e)) if _is_users(f)), None)
-    if found is None and not isinstance(chain[0], LudicError):
-        found = next(reversed(_frames(chain[0])), None)
     return found and f"{_shown(found.filename)}, line {found.lineno}, in {found.name}"
 
 
 def users_traceback(error: BaseException) -> str | None:
-    """Returns the traceback of what was raised first, from the user's code on; None if that had no
-    part in it. What called it is left out: it depends on where the episode ran."""
+    """Returns the traceback of what was raised first, from the user's code on, if it came from
+    there. What called that is left out: it depends on where the episode ran. None for errors of
+    Ludic's own, whose text says enough."""
     first = next(_causes(error))
+    if isinstance(first, LudicError) and place_of(error) is None:
+        return None
     whole = traceback.TracebackException.from_exception(first)
     own = [number for number, frame in enumerate(whole.stack) if _is_users(frame)]
-    if not own and isinstance(first, LudicError):
-        return None
     whole.stack = traceback.StackSummary.from_list(whole.stack[own[0] if own else 0 :])
     return "".join(whole.format()).rstrip()
 

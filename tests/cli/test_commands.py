@@ -192,7 +192,7 @@ def test_doctor_checks_the_machine(ludic: Ludic, monkeypatch: pytest.MonkeyPatch
     for word in ("python", "torch", "transformers", "peft"):
         assert word in done.out
     monkeypatch.setitem(machine._EXTRAS, "no_such_package", "x")
-    assert "pip install 'ludic-rl[x]'" in ludic("doctor").out
+    assert "pip install -e '.[x]'" in ludic("doctor").out
 
 
 def test_doctor_compares_sampler_and_trainer_for_a_run(ludic: Ludic, trained: Path) -> None:

@@ -59,7 +59,7 @@ def resume(
     loggers: Sequence[str] | None = None,
     **parts: Any,
 ) -> Run:
-    """Goes on with a run that was stopped, or with a finished one for more `steps` in all.
+    """Resumes a run that was stopped, or a finished one for more `steps` in all.
 
     Parts that were objects of a script, which its folder cannot hold, must be given again, under
     the names they had: `env=`, `model=`, `algorithm=`, `parser=`, `protocol=`, `reference=`,

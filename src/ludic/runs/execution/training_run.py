@@ -79,7 +79,7 @@ class TrainingRun:
         there is anything to keep, its folder is removed."""
         if self._begun:
             raise ConfigError(
-                f"this run has been carried out: go on with ludic.resume({str(self.folder.path)!r})"
+                f"this run is over: resume it with ludic.resume({str(self.folder.path)!r})"
             )
         if not self.run.crew.world.leads:
             self._begun = True
@@ -99,7 +99,7 @@ class TrainingRun:
                         self.folder.abandon()
                     if self.folder.path.exists():
                         go_on = how_to_go_on(self.config, str(self.folder.path))
-                        say(f"what the run has so far stays; go on with: {go_on}")
+                        say(f"what the run has so far stays; resume it with: {go_on}")
                     raise
 
     async def _go(self) -> None:
@@ -117,7 +117,9 @@ class TrainingRun:
                     warn(doubt)
                 await self._stages()
                 if self.stopped:
-                    say(f"stopped; go on with: {how_to_go_on(self.config, str(self.folder.path))}")
+                    say(
+                        f"stopped; resume it with: {how_to_go_on(self.config, str(self.folder.path))}"
+                    )
                     return
                 seconds = time.monotonic() - started
                 policy = self.run.policy

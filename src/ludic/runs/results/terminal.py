@@ -85,18 +85,18 @@ def stages_table(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()
                 stage.replace("_", " ") + (f", {part}" if part else ""),
                 *(_figure(column, report) for column in columns),
                 _percent(failures),
-                *([_figure(Headline("reward"), report)] if lead.is_rate else []),
+                *([_figure(Headline("reward"), report, digits=1)] if lead.is_rate else []),
             )
     return table
 
 
-def _figure(headline: Headline, report: EvalReport) -> Text:
+def _figure(headline: Headline, report: EvalReport, digits: int = 2) -> Text:
     found = headline.of(report)
     if headline.kind == "outcome" and not any(e.outcome for e in report.episodes):
         return Text("–")  # another environment's
     if headline.is_rate:
         return _percent(found)
-    return _over(f"{found.value:+.2f}", f"{found.low:+.2f} to {found.high:+.2f}")
+    return _over(f"{found.value:+.2f}", f"{found.low:+.{digits}f} to {found.high:+.{digits}f}")
 
 
 def _percent(rate: Estimate) -> Text:

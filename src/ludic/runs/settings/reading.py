@@ -58,7 +58,7 @@ def check_run(
     if isinstance(version, int) and version > SCHEMA:
         raise ConfigError(
             f"{source} has schema {version}; this version of Ludic reads up to {SCHEMA}: "
-            "upgrade with `pip install -U ludic-rl`"
+            "update your clone of it"
         )
     check_no_secrets(data, source)
     try:
