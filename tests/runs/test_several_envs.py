@@ -108,6 +108,21 @@ def evaluated(name: str) -> EvalReport:
     return EvalReport(name, tuple(episodes))
 
 
+def test_an_ending_is_left_open_for_an_environment_that_has_none_and_0_for_one_that_never_got_there() -> (
+    None
+):
+    def report(name: str, ending: str | None) -> EvalReport:
+        games = (EpisodeResult(0, None, 0.0, None, outcome=ending, episode_id="g", env="game"),)
+        return EvalReport(name, (*games, *evaluated(name).episodes[:1]))
+
+    stages = {"before": report("before", None), "after_rl": report("after_rl", "win")}
+    rows = str(RunReport(stages)).splitlines()
+    cells = {row[:18].strip(): row[18:].split() for row in rows if "," in row}
+    assert cells["before, game"][0] == "0.0%"
+    assert cells["after rl, game"][0] == "100.0%"
+    assert cells["before, small"][0] == cells["after rl, small"][0] == "–"
+
+
 def test_an_evaluation_reports_each_environment_by_itself() -> None:
     report = evaluated("before")
     rows = str(RunReport({"before": report})).splitlines()

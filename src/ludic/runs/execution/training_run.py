@@ -117,9 +117,8 @@ class TrainingRun:
                     warn(doubt)
                 await self._stages()
                 if self.stopped:
-                    say(
-                        f"stopped; resume it with: {how_to_go_on(self.config, str(self.folder.path))}"
-                    )
+                    resume = how_to_go_on(self.config, str(self.folder.path))
+                    say(f"stopped; resume it with: {resume}")
                     return
                 seconds = time.monotonic() - started
                 policy = self.run.policy

@@ -71,6 +71,8 @@ def stages_table(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()
     lead = headline_of(reports.values(), outcomes)
     named = dict.fromkeys([*outcomes, *outcomes_of(reports.values())])
     columns = dict.fromkeys([lead, *(Headline("outcome", name) for name in named)])
+    episodes = [e for report in reports.values() for e in report.episodes]
+    silent = {e.env for e in episodes} - {e.env for e in episodes if e.outcome} - {None}
     table = Table(title=None, box=None, pad_edge=False, header_style="bold", leading=1)
     table.add_column("")
     for column in columns:
@@ -83,7 +85,12 @@ def stages_table(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()
             failures = report.rate(lambda e: e.parse_failures > 0)
             table.add_row(
                 stage.replace("_", " ") + (f", {part}" if part else ""),
-                *(_figure(column, report) for column in columns),
+                *(
+                    Text("–")  # another environment's ending
+                    if column.kind == "outcome" and report.episodes[0].env in silent
+                    else _figure(column, report)
+                    for column in columns
+                ),
                 _percent(failures),
                 *([_figure(Headline("reward"), report, digits=1)] if lead.is_rate else []),
             )
@@ -92,8 +99,6 @@ def stages_table(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()
 
 def _figure(headline: Headline, report: EvalReport, digits: int = 2) -> Text:
     found = headline.of(report)
-    if headline.kind == "outcome" and not any(e.outcome for e in report.episodes):
-        return Text("–")  # another environment's
     if headline.is_rate:
         return _percent(found)
     return _over(f"{found.value:+.2f}", f"{found.low:+.{digits}f} to {found.high:+.{digits}f}")
