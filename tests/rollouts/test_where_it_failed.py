@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import pytest
 
@@ -55,11 +55,11 @@ class InThread(Faulty):
 
 class InProcess(Faulty):
     blocking: ClassVar[bool] = True
-    isolation: ClassVar[str] = "process"
+    isolation: ClassVar[Literal["thread", "process"]] = "process"
 
 
 class Awaited(Faulty):
-    async def env_step(self, action: Action) -> StepOutcome:
+    async def env_step(self, action: Action) -> StepOutcome:  # type: ignore[override]
         return StepOutcome("", _score(), terminated=True)
 
 
