@@ -108,9 +108,7 @@ def evaluated(name: str) -> EvalReport:
     return EvalReport(name, tuple(episodes))
 
 
-def test_an_ending_is_left_open_for_an_environment_that_has_none_and_0_for_one_that_never_got_there() -> (
-    None
-):
+def test_an_ending_never_reached_is_0_and_one_that_an_environment_lacks_is_left_open() -> None:
     def report(name: str, ending: str | None) -> EvalReport:
         games = (EpisodeResult(0, None, 0.0, None, outcome=ending, episode_id="g", env="game"),)
         return EvalReport(name, (*games, *evaluated(name).episodes[:1]))
