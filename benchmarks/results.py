@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ludic.eval import EvalReport
+from ludic.eval import Estimate, EvalReport, Headline, headline_of
 from ludic.runs.publishing.card import number, percent
 from ludic.runs.publishing.facts import RunFacts, in_public
-from ludic.runs.results.summary import outcomes_of, read_curve, smoothed
+from ludic.runs.results.summary import read_curve, smoothed
 from ludic.runs.storage.folder import RunFolder
 
 METRIC = "train/reward_mean"
@@ -174,7 +174,7 @@ def summary_table(groups: Mapping[str, Sequence[Series]], goals: Sequence[float]
     headline = _headline(groups)
     stages = [s for s in ("before", "after_sft", "after_rl") if _with_stage(groups, s)]
     header = ["", "seeds", "updates", "s per update", f"mean of the last {LAST}"]
-    header += [f"{headline}, {stage.replace('_', ' ')}" for stage in stages]
+    header += [f"{headline.name}, {stage.replace('_', ' ')}" for stage in stages]
     rows = [header + [f"to {goal:g}" for goal in goals]]
     for name, runs in groups.items():
         steps = [b.seconds - a.seconds for run in runs for a, b in itertools.pairwise(run.points)]
@@ -198,25 +198,27 @@ def _with_stage(groups: Mapping[str, Sequence[Series]], stage: str) -> bool:
     return any(_reports(runs, stage) for runs in groups.values())
 
 
-def _headline(groups: Mapping[str, Sequence[Series]]) -> str:
+def _headline(groups: Mapping[str, Sequence[Series]]) -> Headline:
     runs = [run for group in groups.values() for run in group if run.facts]
     reports = [r for run in runs if run.facts for r in run.facts.reports.values()]
-    return "win" if "win" in outcomes_of(reports) else "success"
+    return headline_of(reports)
 
 
-def _rate(report: EvalReport, headline: str) -> Any:
-    return report.success if headline == "success" else report.outcome(headline)
+def _shown(figure: Estimate, headline: Headline) -> str:
+    return percent(figure) if headline.is_rate else number(figure)
 
 
-def _stage_cell(reports: Sequence[EvalReport], headline: str) -> str:
-    """One run's rate with its interval; of several runs, the mean and the spread: they play the
+def _stage_cell(reports: Sequence[EvalReport], headline: Headline) -> str:
+    """One run's figure with its interval; of several runs, the mean and the spread: they play the
     same held-out episodes, so that their intervals may not be joined."""
     if not reports:
         return "–"
-    rates = [_rate(report, headline) for report in reports]
-    if len(rates) == 1:
-        return percent(rates[0])
-    return spread([rate.value for rate in rates], lambda v: f"{v:.1%}")
+    figures = [headline.of(report) for report in reports]
+    if len(figures) == 1:
+        return _shown(figures[0], headline)
+    return spread(
+        [f.value for f in figures], lambda v: f"{v:.1%}" if headline.is_rate else f"{v:.3f}"
+    )
 
 
 def _goal_cell(runs: Sequence[Series], goal: float) -> str:
@@ -234,11 +236,11 @@ def runs_table(series: Sequence[Series]) -> str | None:
     rows = [["run", "seed", "stage", "episodes", "", "mean reward"]]
     groups = grouped(series)
     headline = _headline(groups)
-    rows[0][4] = headline
+    rows[0][4] = headline.name
     for run in itertools.chain.from_iterable(groups.values()):
         for stage, report in (run.facts.reports if run.facts else {}).items():
-            rate, count = _rate(report, headline), str(len(report.by_episode()))
-            cells = [run.name, str(run.seed), stage.replace("_", " "), count, percent(rate)]
+            led, count = _shown(headline.of(report), headline), str(len(report.by_episode()))
+            cells = [run.name, str(run.seed), stage.replace("_", " "), count, led]
             rows.append([*cells, number(report.reward)])
     return table(rows) if len(rows) > 1 else None
 

@@ -64,5 +64,5 @@ def test_every_extra_that_an_error_names_can_be_installed(repo_root: Path) -> No
 
 def test_a_missing_extra_is_one_sentence_with_the_command() -> None:
     error = MissingExtraError("redis", "redis")
-    assert "pip install 'ludic-rl[redis]'" in str(error)
+    assert "pip install -e '.[redis]'" in str(error)
     assert isinstance(error, ImportError)

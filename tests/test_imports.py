@@ -142,7 +142,7 @@ for words in (["train", "tic-tac-toe", "--dry-run"], *([c, "--help"] for c in sy
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, (words, result.output, result.exception)
 result = CliRunner().invoke(app, ["train", "tic-tac-toe", "--async", "--dry-run"])
-assert "ludic-rl[redis]" in str(result.exception), (result.output, result.exception)
+assert "[redis]" in str(result.exception), (result.output, result.exception)
 """
     commands = ["train", "eval", "actor", "view", "play", "init", "doctor"]
     # Not those that transformers finds by their metadata, and then imports.

@@ -31,7 +31,8 @@ class Sums(ludic.SingleAgentEnv):
 
     def env_step(self, action: str) -> ludic.StepOutcome:
         right = action.strip() == answer(self.env_current_obs())
-        return ludic.StepOutcome("", float(right), terminated=True, info={"success": right})
+        info = {"result": "right" if right else "wrong"}
+        return ludic.StepOutcome("", float(right), terminated=True, info=info)
 
 
 class Larger(Sums):

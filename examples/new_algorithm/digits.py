@@ -21,7 +21,8 @@ class LargerDigit(ludic.SingleAgentEnv):
 
     def env_step(self, action: str) -> ludic.StepOutcome:
         right = action.strip() == str(max(self.digits))
-        return ludic.StepOutcome("", float(right), terminated=True, info={"success": right})
+        info = {"result": "right" if right else "wrong"}
+        return ludic.StepOutcome("", float(right), terminated=True, info=info)
 
 
 def either(obs: str, rng: Random) -> str:

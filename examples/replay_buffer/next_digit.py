@@ -20,7 +20,8 @@ class NextDigit(ludic.SingleAgentEnv):
 
     def env_step(self, action: str) -> ludic.StepOutcome:
         right = action.strip() == str((self.digit + 1) % 10)
-        return ludic.StepOutcome("", float(right), terminated=True, info={"success": right})
+        info = {"result": "right" if right else "wrong"}
+        return ludic.StepOutcome("", float(right), terminated=True, info=info)
 
 
 def sloppy(obs: str, rng: Random) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
+
+from ludic.arguments import near_names
 
 
 class LudicError(Exception):
@@ -19,7 +20,7 @@ class UnknownNameError(LudicError, KeyError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        near = near_names(name, known, n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(map(repr, near))}?" if near else f"known: {known}"
         super().__init__(f"unknown {kind} {name!r}; {hint}")
         self.kind, self.name, self.near = kind, name, near
@@ -37,7 +38,8 @@ class MissingExtraError(LudicError, ImportError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(
-            f"{package!r} is not installed: run `pip install 'ludic-rl[{extra}]'` to get it"
+            f"{package!r} is not installed: in your clone of Ludic, run "
+            f"`pip install -e '.[{extra}]'` to get it"
         )
 
 

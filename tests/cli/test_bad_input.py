@@ -112,7 +112,7 @@ def test_a_missing_extra_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     done = ludic("train", letters, "model.lora.rank=2", "--out", "run")
-    check(done, "pip install 'ludic-rl[peft]'")
+    check(done, "pip install -e '.[peft]'")
 
 
 def test_a_gpu_that_is_not_there_is_said(

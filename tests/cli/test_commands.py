@@ -22,7 +22,7 @@ def test_eval_reports_rates_with_intervals_and_writes_them(
 ) -> None:
     done = ludic("eval", trained, "eval.episodes=12", "--output", "report.json")
     assert done.code == 0, done.err
-    for word in ("success", "right", "parse_failure", "truncated", "mean reward", "n=12"):
+    for word in ("right", "wrong", "parse_failure", "truncated", "mean reward", "n=12"):
         assert word in done.out
     report = json.loads((tmp_path / "report.json").read_text())
     assert len(report["episodes"]) == 12
@@ -62,12 +62,10 @@ def test_eval_of_a_run_file_measures_the_untrained_model(
 def test_compare_pairs_two_reports_seed_by_seed(ludic: Ludic, trained: Path) -> None:
     done = ludic("eval", "--compare", trained / "eval" / "before.json", trained)
     assert done.code == 0, done.err
-    assert "success: B - A = " in done.out
+    assert "right: B - A = " in done.out
     assert "paired permutation test p = " in done.out
     same = ludic("eval", "--compare", trained, trained)
-    assert (
-        "success: B - A = +0.000 [+0.000, +0.000], paired permutation test p = 1.0000" in same.out
-    )
+    assert "right: B - A = +0.000 [+0.000, +0.000], paired permutation test p = 1.0000" in same.out
 
 
 def test_reports_on_other_seeds_are_not_compared(
@@ -194,7 +192,7 @@ def test_doctor_checks_the_machine(ludic: Ludic, monkeypatch: pytest.MonkeyPatch
     for word in ("python", "torch", "transformers", "peft"):
         assert word in done.out
     monkeypatch.setitem(machine._EXTRAS, "no_such_package", "x")
-    assert "pip install 'ludic-rl[x]'" in ludic("doctor").out
+    assert "pip install -e '.[x]'" in ludic("doctor").out
 
 
 def test_doctor_compares_sampler_and_trainer_for_a_run(ludic: Ludic, trained: Path) -> None:

@@ -24,7 +24,7 @@ def test_a_teacher_that_always_fails_says_why_and_once_repaired_the_run_goes_on(
     done = ludic("train", letters, *SHORT, "sft.examples=3", "--out", "run")
     assert done.code == 2
     assert "every episode of the teacher failed, the first with: RuntimeError: no idea" in done.err
-    assert f"go on with: {command_name()} train --resume run" in done.out
+    assert f"resume it with: {command_name()} train --resume run" in done.out
     import letters as module  # type: ignore[import-not-found]
 
     module.teacher = lambda obs, rng: rng.choice("AB")

@@ -31,13 +31,13 @@ def test_a_missing_package_is_named_with_its_extra(
     name: str, kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without(name, monkeypatch)
-    with pytest.raises(MissingExtraError, match=rf"pip install 'ludic-rl\[{name}\]'"):
+    with pytest.raises(MissingExtraError, match=rf"pip install -e '\.\[{name}\]'"):
         make_env(name, **kwargs)
 
 
 def test_tools_of_a_server_want_the_package_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     without("mcp", monkeypatch)
-    with pytest.raises(MissingExtraError, match=r"pip install 'ludic-rl\[mcp\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[mcp\]'"):
         mcp_server({"command": ["server"]})
 
 

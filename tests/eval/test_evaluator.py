@@ -55,7 +55,9 @@ async def test_an_evaluation_repeats_itself_at_any_concurrency() -> None:
 
 
 async def test_what_does_not_parse_or_end_stays_in_the_denominator() -> None:
-    report = await run_eval(engine(lambda call: "no"), ONE, episodes=5, max_steps=2)
+    report = await run_eval(
+        engine(lambda call: "no"), ONE, episodes=5, max_steps=2, outcomes=["win"]
+    )
     assert report.success.value == 0.0
     assert report.rates()["parse_failure"].value == 1.0
     assert report.rates()["truncated"].value == 1.0

@@ -17,6 +17,8 @@ from ludic.runs.settings import (
     TrainingSection,
     parse_run,
 )
+from ludic.runs.settings.base import Section, section_of
+from ludic.runs.settings.descriptions import DESCRIPTIONS
 from ludic.runs.settings.reference import reference_table
 from ludic.training import CheckpointConfig, TrainerConfig
 
@@ -50,6 +52,21 @@ def test_the_engines_have_the_runs_defaults() -> None:
         assert getattr(RUN.inference, name) == client[name].default
     plain = SamplingConfig(max_tokens=SamplingSection().max_tokens)
     assert inference_spec(RUN).sampling == plain
+
+
+def test_every_key_says_what_it_does_and_nothing_else_is_described() -> None:
+    seen: dict[str, set[str]] = {}
+
+    def look(section: type[Section], name: str) -> None:
+        for key, field in section.model_fields.items():
+            inner = section_of(field.annotation)
+            if inner is not None:
+                look(inner, f"{name}.{key}" if name else key)
+            elif name:
+                seen.setdefault(name, set()).add(key)
+
+    look(RunConfig, "")
+    assert {name: set(keys) for name, keys in DESCRIPTIONS.items()} == seen
 
 
 def test_the_docs_table_is_that_of_the_settings(repo_root: Path) -> None:

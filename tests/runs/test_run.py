@@ -155,7 +155,7 @@ def test_a_stopped_run_says_how_to_go_on_with_what_only_the_script_has(
         run = ludic.Run(env, **small(out=f"run-{int(env is Local)}"))
         run.callbacks.append(lambda update, run=run: run.stop())  # type: ignore[misc]
         run.go()
-        assert f"stopped; go on with: {said}" in capsys.readouterr().out.replace(
+        assert f"stopped; resume it with: {said}" in capsys.readouterr().out.replace(
             command_name() + " ", ""
         )
 
@@ -177,7 +177,7 @@ async def test_a_notebook_with_a_running_loop_can_call_train() -> None:
     )
     assert threads
     assert threading.current_thread().name not in threads
-    assert "success" in str(run.report)
+    assert "mean reward" in str(run.report)
     assert len(ludic.evaluate(run, episodes=2).episodes) == 2
 
 

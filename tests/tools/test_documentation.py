@@ -45,9 +45,9 @@ def test_every_page_has_one_place_in_the_order() -> None:
     assert sorted(listed) == [str(page.relative_to(ROOT / "docs")) for page in PAGES]
 
 
-def test_the_order_is_start_tutorial_concepts_recipes_reference() -> None:
+def test_the_order_is_start_tutorial_concepts_recipes_results_reference() -> None:
     names = [name for section in nav() for name in section]
-    assert names == ["Start", "Tutorial", "Concepts", "Recipes", "Reference"]
+    assert names == ["Start", "Tutorial", "Concepts", "Recipes", "Results", "Reference"]
 
 
 def test_the_api_reference_comes_last_with_every_part_of_the_package() -> None:

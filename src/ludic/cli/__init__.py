@@ -47,7 +47,7 @@ def _explained(exc: OSError) -> str:
     where = f": {exc.filename}" if exc.filename else ""
     if exc.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
-            f"the disk is full{where}; free some space, then go on with "
+            f"the disk is full{where}; free some space, then resume with "
             "`ludic train --resume FOLDER`, or name a folder on another disk with --out"
         )
     if exc.errno == errno.EADDRINUSE:

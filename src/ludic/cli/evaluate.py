@@ -58,13 +58,14 @@ def _check_output(path: Path) -> None:
 
 
 def _compare(a: Path, b: Path) -> None:
-    from ludic.eval import compare, report_table
+    from ludic.eval import report_table
+    from ludic.eval.report import leading_tests
     from ludic.runs.evaluation import read_report
     from ludic.runs.results.terminal import console, say
 
     reports = [read_report(a), read_report(b)]
     console.print(report_table(reports))
-    for name, result in compare(*reports).items():
+    for name, result in leading_tests(*reports).items():
         d = result.difference
         say(
             f"{name}: B - A = {d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}], "

@@ -18,7 +18,7 @@ def train(
     run: Annotated[str | None, RUN_FILE] = None,
     overrides: Overrides = None,
     out: Out = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Resume the run in this folder.")] = None,
     dry_run: DryRun = False,
     asynchronous: Annotated[
         bool, typer.Option("--async", help="Actors and trainer as processes, joined by Redis.")

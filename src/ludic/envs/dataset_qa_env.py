@@ -18,7 +18,8 @@ class DatasetQAEnv(SingleAgentEnv):
     """Shows one question and judges one answer; the episode ends with it.
 
     The seed picks the row, so that the episodes of a group share their question. The reward is
-    the weighted sum of `rewards`, whose parts are kept on the step. A subclass for one dataset
+    the weighted sum of `rewards`, whose parts are kept on the step. The outcome is "right" or
+    "wrong" if one of them checks the answer (exact, numeric, symbolic). A subclass for one dataset
     sets the `default_…` attributes, and overrides `read_target` where the answer is hidden in a
     solution.
 
@@ -147,10 +148,13 @@ class DatasetQAEnv(SingleAgentEnv):
 
     def _outcome(self, score: Score) -> StepOutcome:
         # The target stays out of the observation: nothing after the answer should teach it.
+        info: dict[str, Any] = {"target": self._target}
+        if score.right is not None:
+            info["result"] = "right" if score.right else "wrong"
         return StepOutcome(
             "",
             score.reward,
             terminated=True,
-            info={"target": self._target},
+            info=info,
             reward_components=score.components,
         )

@@ -1,6 +1,7 @@
 """Evaluation: held-out episodes, rates with intervals, paired comparisons."""
 
 from ludic.eval.evaluator import Evaluator, RolloutEvaluator, eval_requests, run_eval
+from ludic.eval.headline import Headline, headline_of
 from ludic.eval.report import (
     EpisodeResult,
     EvalReport,
@@ -15,11 +16,13 @@ __all__ = [
     "Estimate",
     "EvalReport",
     "Evaluator",
+    "Headline",
     "PairedComparison",
     "RolloutEvaluator",
     "compare",
     "compare_paired",
     "eval_requests",
+    "headline_of",
     "pass_at_k",
     "proportion",
     "report_table",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ludic.eval.report import EpisodeResult, EvalReport, Success, reward_above
+from ludic.eval.headline import headline_of
+from ludic.eval.report import EpisodeResult, EvalReport, Success
 from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.rollouts.progress import ProgressCallback
 from ludic.seeding import derive_seed
@@ -40,16 +41,20 @@ def eval_requests(
 @dataclass(frozen=True)
 class RolloutEvaluator:
     """Plays the requests and reports. `agent_id` picks the seat to judge in a game of several;
-    None judges every seat that was played. Sub-agents are not judged."""
+    None judges every seat that was played. Sub-agents are not judged. `outcomes` are the endings to
+    report, the one that counts first. An episode succeeds by `success`, or else if it ends with the
+    outcome that counts.
+    """
 
     engine: RolloutEngine
     requests: Sequence[RolloutRequest]
     max_steps: int
     name: str = "eval"
     concurrency: int = 64
-    success: Success = field(default_factory=reward_above)
+    success: Success | None = None
     agent_id: str | None = None
     on_progress: ProgressCallback | None = None
+    outcomes: Sequence[str] = ()
 
     async def evaluate(self) -> EvalReport:
         rollouts: list[Rollout] = await self.engine.generate_rollouts(
@@ -59,7 +64,21 @@ class RolloutEvaluator:
             on_progress=self.on_progress,
         )
         judged = _seated([r for r in rollouts if r.parent_id is None], self.agent_id)
-        return EvalReport(self.name, tuple(EpisodeResult.of(r, self.success) for r in judged))
+        results = tuple(EpisodeResult.of(r, self.success) for r in judged)
+        if self.success is not None:
+            return EvalReport(self.name, results, tuple(self.outcomes), _told(self.success))
+        report = EvalReport(self.name, results, tuple(self.outcomes))
+        lead = headline_of([report])
+        if lead.kind != "outcome":
+            return report
+        won = (replace(e, success=not e.error and bool(lead.value(e))) for e in results)
+        return replace(report, episodes=tuple(won))
+
+
+def _told(success: Success) -> str:
+    """Says what success is; a test of the caller's own has only its name."""
+    name = getattr(success, "__name__", None)
+    return str(success) if name is None else f"by {name}"
 
 
 def _seated(rollouts: Sequence[Rollout], agent_id: str | None) -> list[Rollout]:
@@ -95,16 +114,19 @@ async def run_eval(
     success: Success | None = None,
     agent_id: str | None = None,
     on_progress: ProgressCallback | None = None,
+    outcomes: Sequence[str] = (),
 ) -> EvalReport:
-    """Evaluates on `episodes` held-out episodes of `request`'s environment."""
+    """Evaluates on `episodes` held-out episodes of `request`'s environment; `success` and
+    `outcomes` are as for `RolloutEvaluator`."""
     evaluator = RolloutEvaluator(
         engine=engine,
         requests=eval_requests(request, episodes, seed=seed, samples_per_task=samples_per_task),
         max_steps=max_steps,
         name=name,
         concurrency=concurrency,
-        success=success or reward_above(),
+        success=success,
         agent_id=agent_id,
         on_progress=on_progress,
+        outcomes=outcomes,
     )
     return await evaluator.evaluate()

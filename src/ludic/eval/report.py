@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from ludic.errors import ConfigError
+from ludic.eval.headline import Headline, headline_of
 from ludic.eval.statistics import (
     Estimate,
     PairedComparison,
@@ -18,26 +19,39 @@ from ludic.eval.statistics import (
     pass_at_k,
     proportion,
 )
+from ludic.saw.statistics import ENV
 from ludic.types import FinishReason, Rollout
 
 Success = Callable[[Rollout], bool]
 
 
+@dataclass(frozen=True, slots=True)
+class _RewardAbove:
+    threshold: float
+
+    def __call__(self, rollout: Rollout) -> bool:
+        return rollout.total_reward > self.threshold
+
+    def __str__(self) -> str:
+        return f"reward above {self.threshold:g}"
+
+
 def reward_above(threshold: float = 0.0) -> Success:
     """An episode succeeds when its total reward exceeds `threshold`."""
-    return lambda rollout: rollout.total_reward > threshold
+    return _RewardAbove(threshold)
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeResult:
     """One agent's part in an evaluated episode. `outcome` is the environment's own word for the
-    ending (`info["result"]` of the agent's last step), where it has one. Results of the same
-    `episode_id` are of one episode, and so are not independent."""
+    ending (`info["result"]` of the agent's last step), where it has one; `success` is None where
+    nobody said what it is. Results of the same `episode_id` are of one episode, and so are not
+    independent. `env` is the environment, where the run has several."""
 
     env_seed: int | None
     task_key: str | None
     reward: float
-    success: bool
+    success: bool | None
     outcome: str | None = None
     turns: int = 0
     tokens: int = 0
@@ -47,9 +61,10 @@ class EpisodeResult:
     error: str | None = None
     agent_id: str = "agent"
     episode_id: str | None = None
+    env: str | None = None
 
     @staticmethod
-    def of(rollout: Rollout, success: Success) -> EpisodeResult:
+    def of(rollout: Rollout, success: Success | None) -> EpisodeResult:
         """Reads a rollout. A failed episode is never a success, whatever its rewards."""
         steps = rollout.env_steps
         outcome = steps[-1].info.get("result") if steps else None
@@ -58,7 +73,7 @@ class EpisodeResult:
             env_seed=rollout.env_seed,
             task_key=rollout.task_key,
             reward=rollout.total_reward,
-            success=rollout.error is None and success(rollout),
+            success=None if success is None else rollout.error is None and success(rollout),
             outcome=str(outcome) if outcome is not None else None,
             turns=len({step.turn_index for step in rollout.agent_steps}),
             tokens=rollout.num_tokens,
@@ -70,6 +85,7 @@ class EpisodeResult:
             error=rollout.error,
             agent_id=rollout.agent_id,
             episode_id=rollout.episode_id or None,
+            env=rollout.meta.get(ENV),
         )
 
 
@@ -80,10 +96,15 @@ class EvalReport:
     Every rate has all episodes in its denominator: those that failed to parse, were cut, or
     raised are counted as what they are. An episode counts once, as the mean over its agents, so
     that intervals and tests see as many observations as there were episodes.
+
+    `outcomes` are the endings that the run names, the one that counts first; `success_is` says what
+    success is, where the run or the caller decided that by something else.
     """
 
     name: str
     episodes: tuple[EpisodeResult, ...]
+    outcomes: tuple[str, ...] = ()
+    success_is: str | None = None
 
     def by_episode(self) -> list[list[EpisodeResult]]:
         """Returns the results of each episode. Old reports have no ids: there, a seed is one."""
@@ -95,11 +116,37 @@ class EvalReport:
 
     def by_role(self) -> dict[str, EvalReport]:
         """Returns a report for each agent, of its results alone."""
-        roles = dict.fromkeys(e.agent_id for e in self.episodes)
-        return {
-            role: EvalReport(self.name, tuple(e for e in self.episodes if e.agent_id == role))
-            for role in roles
-        }
+        return self._parts(lambda e: e.agent_id)
+
+    def envs(self) -> dict[str, EvalReport]:
+        """Returns a report for each environment if there are several, and nothing otherwise."""
+        parts = self._parts(lambda e: e.env or "")
+        return parts if len(parts) > 1 else {}
+
+    def parts(self) -> dict[str, EvalReport]:
+        """Returns the report of each environment and role by name, or this one under no name if
+        there is only one of both."""
+        found: dict[str, EvalReport] = {}
+        for env, report in (self.envs() or {"": self}).items():
+            for role, alone in (report.roles() or {"": report}).items():
+                found[", ".join(filter(None, (env, role)))] = alone
+        return found
+
+    def _parts(self, part: Callable[[EpisodeResult], str]) -> dict[str, EvalReport]:
+        found: dict[str, list[EpisodeResult]] = {}
+        for episode in self.episodes:
+            found.setdefault(part(episode), []).append(episode)
+        return {name: replace(self, episodes=tuple(mine)) for name, mine in found.items()}
+
+    @property
+    def headline(self) -> Headline:
+        """Which figure leads this report."""
+        return headline_of([self])
+
+    @property
+    def knows_success(self) -> bool:
+        """Whether it is known of every episode if it succeeded."""
+        return all(e.success is not None for e in self.episodes)
 
     def per_episode(self, value: Callable[[EpisodeResult], float]) -> list[float]:
         """Returns `value` for each episode, as the mean over its agents."""
@@ -111,7 +158,9 @@ class EvalReport:
 
     @property
     def success(self) -> Estimate:
-        return self.rate(lambda e: e.success)
+        """The share of episodes that succeeded; raises where nobody said what that is."""
+        self._check_success("success")
+        return self.rate(lambda e: bool(e.success))
 
     def rate(self, holds: Callable[[EpisodeResult], bool]) -> Estimate:
         """Returns the share of episodes for which `holds`, with its interval."""
@@ -123,14 +172,14 @@ class EvalReport:
         return self.rate(lambda e: e.outcome == name)
 
     def rates(self) -> dict[str, Estimate]:
-        """Returns every rate worth a line: success, each outcome, and what went wrong. Outcomes add
-        up to 1, with `no_outcome` for episodes that ended without one."""
+        """Returns every rate worth a line: success, if it is known, each outcome, and what went
+        wrong. Outcomes add up to 1, with `no_outcome` for episodes that ended without one."""
         outcomes = {e.outcome for e in self.episodes if e.outcome is not None}
         named = {f"outcome/{name}": self.outcome(name) for name in sorted(outcomes)}
         if named and any(e.outcome is None for e in self.episodes):
             named["no_outcome"] = self.rate(lambda e: e.outcome is None)
         return {
-            "success": self.success,
+            **({"success": self.success} if self.knows_success else {}),
             **named,
             "parse_failure": self.rate(lambda e: e.parse_failures > 0),
             "cut_completion": self.rate(lambda e: e.cut_completions > 0),
@@ -141,9 +190,10 @@ class EvalReport:
     def pass_at(self, k: int) -> Estimate:
         """pass@k over tasks, each with the samples that share its `task_key` (else its seed). If an
         episode has several agents, a task counts as the mean over them."""
+        self._check_success(f"pass@{k}")
         tasks: dict[Any, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
         for e in self.episodes:
-            tasks[e.task_key or e.env_seed][e.agent_id].append(e.success)
+            tasks[e.task_key or e.env_seed][e.agent_id].append(bool(e.success))
         for task, agents in tasks.items():
             fewest = min(map(len, agents.values()))
             if fewest < k:
@@ -155,13 +205,27 @@ class EvalReport:
             [fmean(pass_at_k(len(w), sum(w), k) for w in a.values()) for a in tasks.values()]
         )
 
+    def _check_success(self, what: str) -> None:
+        if not self.knows_success:
+            raise ConfigError(
+                f"{what} of {self.name!r} is not known: the environment names no ending that "
+                'counts. Let it say one (`info={"result": "right"}`), and name that in '
+                "eval.outcomes; or set eval.success_above to a reward; in a script, pass "
+                "run_eval(success=…)"
+            )
+
     def metrics(self, prefix: str = "eval/") -> dict[str, float]:
-        """Returns plain figures for a logger: of all agents, and of each if there are several."""
-        flat = {"reward": self.reward.value, "episodes": float(len(self.by_episode()))}
+        """Returns plain figures for a logger, the leading one first: of all agents and
+        environments, and of each if there are several."""
+        lead = self.headline
+        flat = {lead.key: lead.of(self).value, "reward": self.reward.value}
+        flat["episodes"] = float(len(self.by_episode()))
         flat |= {name: estimate.value for name, estimate in self.rates().items()}
         found = {prefix + name: value for name, value in flat.items()}
         for role, report in self.roles().items():
             found |= report.metrics(f"{prefix}{role}/")
+        for env, report in self.envs().items():
+            found |= report.metrics(f"{prefix}env/{env}/")
         return found
 
     def roles(self) -> dict[str, EvalReport]:
@@ -173,6 +237,9 @@ class EvalReport:
         """Returns JSON: the figures, also of each role if there are several, then every result."""
         return {
             "name": self.name,
+            "headline": self.headline.key,
+            "outcomes": list(self.outcomes),
+            "success_is": self.success_is,
             **self._figures(),
             "roles": {role: report._figures() for role, report in self.roles().items()},
             "episodes": [asdict(episode) for episode in self.episodes],
@@ -185,16 +252,19 @@ class EvalReport:
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> EvalReport:
         """Reads what `to_dict` wrote; the figures are computed anew."""
-        return EvalReport(data["name"], tuple(EpisodeResult(**e) for e in data["episodes"]))
+        episodes = tuple(EpisodeResult(**e) for e in data["episodes"])
+        outcomes, success_is = tuple(data.get("outcomes", ())), data.get("success_is")
+        return EvalReport(data["name"], episodes, outcomes, success_is)
 
 
 def compare(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
-    """Compares B with A, episode by episode on the same environment seeds: success and reward, of
-    all agents together and, if there are several, of each (`X/success`)."""
+    """Compares B with A, episode by episode on the same environment seeds: the leading figure,
+    success (where it is known) and reward, of all agents together and, if there are several, of
+    each (`X/success`)."""
     if any(e.episode_id is None for report in (a, b) for e in report.episodes):
         # What an old report cannot tell apart must not be told apart in its partner.
         a, b = (
-            EvalReport(r.name, tuple(replace(e, episode_id=None) for e in r.episodes))
+            replace(r, episodes=tuple(replace(e, episode_id=None) for e in r.episodes))
             for r in (a, b)
         )
     found = _compare(a, b)
@@ -204,6 +274,14 @@ def compare(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
             each = _compare(report, theirs[role])
             found |= {f"{role}/{name}": result for name, result in each.items()}
     return found
+
+
+def leading_tests(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
+    """As `compare`, for people: the leading figure first, and success only where it leads."""
+    tests, lead = compare(a, b), headline_of([a, b])
+    if lead.kind == "outcome":
+        tests = {name: test for name, test in tests.items() if not name.endswith("success")}
+    return {name.replace("outcome/", ""): test for name, test in tests.items()}
 
 
 def _compare(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
@@ -220,7 +298,11 @@ def _compare(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
         a, b = ([fmean(map(value, side[key])) for key in keys] for side in (left, right))
         return compare_paired(a, b)
 
-    return {"success": paired(lambda e: float(e.success)), "reward": paired(lambda e: e.reward)}
+    lead = headline_of([a, b])
+    found = {lead.key: paired(lead.value)}
+    if a.knows_success and b.knows_success:
+        found["success"] = paired(lambda e: float(bool(e.success)))
+    return found | {"reward": paired(lambda e: e.reward)}
 
 
 def _by_seed(report: EvalReport) -> dict[tuple[int | None, int], list[EpisodeResult]]:
@@ -235,30 +317,39 @@ def _by_seed(report: EvalReport) -> dict[tuple[int | None, int], list[EpisodeRes
 
 
 def report_table(reports: Sequence[EvalReport]) -> Any:
-    """Returns a rich table: a column per report, and a row per rate (and role, if there are
-    several)."""
+    """Returns a rich table: a column per report, and a row per rate, the leading figure first; for
+    each environment and role, if there are several."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     table.add_column("", style="bold")
     for report in reports:
         table.add_column(f"{report.name} (n={len(report.by_episode())})", justify="right")
-    columns = [report.by_role() for report in reports]
-    roles = list(dict.fromkeys(role for column in columns for role in column)) or ["agent"]
+    lead = headline_of(reports)
+    columns = [report.parts() for report in reports]
+    parts = list(dict.fromkeys(part for column in columns for part in column)) or [""]
     empty = EvalReport("", ())
-    for role in roles:
-        shown = [column.get(role, empty) for column in columns]
-        label = f"{role}: " if len(roles) > 1 else ""
+    for part in parts:
+        shown = [column.get(part, empty) for column in columns]
+        label = f"{part}: " if part else ""
         rates = [report.rates() for report in shown]
-        for name in dict.fromkeys(name for found in rates for name in found):
-            cells = [
+        rewards = [report.reward for report in shown]
+        rows = {
+            name: [
                 _percent(found.get(name) or proportion(0, len(report.by_episode())))
                 for found, report in zip(rates, shown, strict=True)
             ]
-            table.add_row(label + name.removeprefix("outcome/"), *cells)
-        rewards = [report.reward for report in shown]
-        cells = [f"{r.value:.3f}  [{r.low:.3f}, {r.high:.3f}]" if r.n else "–" for r in rewards]
-        table.add_row(f"{label}mean reward", *cells)
+            for name in dict.fromkeys(name for found in rates for name in found)
+        }
+        rows["reward"] = [
+            f"{r.value:.3f}  [{r.low:.3f}, {r.high:.3f}]" if r.n else "–" for r in rewards
+        ]
+        if lead.kind == "outcome":  # which is what success means here
+            rows.pop("success", None)
+            rows.setdefault(lead.key, [_percent(report.outcome(lead.outcome)) for report in shown])
+        for name in sorted(rows, key=lambda name: name != lead.key):
+            called = "mean reward" if name == "reward" else name.removeprefix("outcome/")
+            table.add_row(label + called, *rows[name])
     return table
 
 

@@ -21,6 +21,7 @@ from ludic.errors import (
 )
 from ludic.interaction.base import RunSpec
 from ludic.interaction.collector import AgentTrack
+from ludic.raised import TRACEBACK, described, users_traceback
 from ludic.seeding import derive_seed
 from ludic.types import AgentID, Info, Obs, Rollout, TruncationReason
 from ludic.workers.deadlines import deadline
@@ -106,7 +107,7 @@ class Episode:
         """Records the failure on every track; the first one counts."""
         if self.error is not None:
             return
-        self.error = f"{type(exc).__name__}: {exc}"
+        self.error, trace = described(exc), users_traceback(exc)
         if not self.tracks:  # it failed before anybody took part, and must still be counted
             for agent_id in self._roles():
                 self.open_track(agent_id)
@@ -114,6 +115,7 @@ class Episode:
         reason = TruncationReason.DEADLINE if late else TruncationReason.ERROR
         for track in self.tracks:
             track.fail(reason)
+            track.meta |= {TRACEBACK: trace} if trace else {}
 
     def _roles(self) -> Sequence[AgentID]:
         """The environment's agents; some environments do not know them before a reset."""

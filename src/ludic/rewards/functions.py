@@ -37,25 +37,38 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The total, and the weighted parts that add up to it."""
+    """The total, and the weighted parts that add up to it. `right` says whether the answer is the
+    target; None where no part looks at that."""
 
     reward: float
     components: Mapping[str, float]
+    right: bool | None = field(default=None, compare=False)
 
 
 RewardFn: TypeAlias = Callable[[Attempt], float | Awaitable[float]]
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerCheck:
+    """A reward of 1 if the answer is right, else 0."""
+
+    name: str
+    is_right: Callable[[Attempt], bool]
+
+    def __call__(self, attempt: Attempt) -> float:
+        return float(self.is_right(attempt))
+
+
 def exact_reward(*, ignore_case: bool = False) -> RewardFn:
     """1 if the answer is the target, white space around them aside."""
 
-    def exact(attempt: Attempt) -> float:
+    def exact(attempt: Attempt) -> bool:
         answer, target = attempt.answer.strip(), attempt.target.strip()
         if ignore_case:
             answer, target = answer.casefold(), target.casefold()
-        return float(answer == target)
+        return answer == target
 
-    return exact
+    return AnswerCheck("exact", exact)
 
 
 def numeric_reward(*, tolerance: float = 0.0, find: Literal["whole", "last"] = "whole") -> RewardFn:
@@ -69,12 +82,12 @@ def numeric_reward(*, tolerance: float = 0.0, find: Literal["whole", "last"] = "
     if find not in ("whole", "last"):
         raise ConfigError(f"numeric_reward(find={find!r}): must be 'whole' or 'last'")
 
-    def numeric(attempt: Attempt) -> float:
+    def numeric(attempt: Attempt) -> bool:
         target = _numeric_target(attempt)
         answer = (read_number if find == "whole" else last_number)(attempt.answer)
-        return float(answer is not None and abs(answer - target) <= tolerance)
+        return answer is not None and bool(abs(answer - target) <= tolerance)
 
-    return numeric
+    return AnswerCheck("numeric", numeric)
 
 
 def _numeric_target(attempt: Attempt) -> Any:
@@ -91,10 +104,10 @@ def symbolic_reward(*, timeout_s: float = 10.0) -> RewardFn:
     """1 if the answer equals the target as mathematics: `\\frac{1}{2}`, `0.5` and `2^{-1}` are
     the same. Blocks for as long as that takes; an answer not settled in time counts as wrong."""
 
-    def symbolic(attempt: Attempt) -> float:
-        return float(same_mathematics(attempt.answer, attempt.target, timeout_s=timeout_s))
+    def symbolic(attempt: Attempt) -> bool:
+        return same_mathematics(attempt.answer, attempt.target, timeout_s=timeout_s)
 
-    return symbolic
+    return AnswerCheck("symbolic", symbolic)
 
 
 def format_reward(parser: str | Mapping[str, Any] | Sequence[Any] | Parser) -> RewardFn:
@@ -176,7 +189,12 @@ class RewardSum:
                     "number"
                 )
             components[name] = weight * float(value)
-        return Score(math.fsum(components.values()), components)
+        checks = [
+            value == 1
+            for function, value in zip(self._functions, values, strict=True)
+            if isinstance(function, AnswerCheck)
+        ]
+        return Score(math.fsum(components.values()), components, all(checks) if checks else None)
 
 
 async def _wait(value: Any) -> Any:
@@ -184,6 +202,8 @@ async def _wait(value: Any) -> Any:
 
 
 def _name(function: RewardFn) -> str:
+    if isinstance(function, AnswerCheck):
+        return function.name
     return getattr(function, "__name__", type(function).__name__)
 
 

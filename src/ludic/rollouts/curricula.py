@@ -11,6 +11,7 @@ import numpy as np
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.rollouts.requests import RolloutRequest
+from ludic.saw.statistics import STAGE
 from ludic.seeding import derive_seed
 from ludic.types import Rollout
 
@@ -116,11 +117,11 @@ class Stages:
 
     def next_requests(self, count: int) -> list[RolloutRequest]:
         requests = self._stages[self._at].curriculum.next_requests(count)
-        return [replace(r, meta={**r.meta, "stage": self._at}) for r in requests]
+        return [replace(r, meta={**r.meta, STAGE: self._at}) for r in requests]
 
     def report(self, rollouts: Sequence[Rollout]) -> None:
         stage = self._stages[self._at]
-        mine = [r for r in rollouts if r.meta.get("stage") == self._at]
+        mine = [r for r in rollouts if r.meta.get(STAGE) == self._at]
         stage.curriculum.report(mine)
         mine = [r for r in mine if r.error is None]
         self._episodes += len({r.episode_id for r in mine})

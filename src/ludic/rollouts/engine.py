@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 from ludic.errors import ConfigError
 from ludic.interaction.base import Runtime
+from ludic.raised import TRACEBACK
 from ludic.rollouts.bounded import run_bounded
 from ludic.rollouts.episode_runner import EnvFactory, EpisodeRunner, ProtocolFactory
 from ludic.rollouts.planning import PlannedEpisode, place_in_plan, plan_episodes
@@ -204,5 +205,7 @@ class RolloutEngine:
         cause = next((r.error for r in rollouts if r.error is not None), None)
         if cause is not None:
             failed[cause] += 1
-        self._monitor.record(cause)
+        self._monitor.record(
+            cause, next((t for r in rollouts if (t := r.meta.get(TRACEBACK))), None)
+        )
         return cause

@@ -21,6 +21,7 @@ from ludic.errors import (
 from ludic.inference.sampling import InferenceSpec
 from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
 from ludic.interaction.factories import single_agent_maker, single_agent_protocol
+from ludic.raised import TRACEBACK, described, users_traceback
 from ludic.registry import ENVS, PROTOCOLS
 from ludic.rollouts.planning import PlannedEpisode
 from ludic.types import EnvSpec, ProtocolSpec, Rollout, to_json
@@ -85,7 +86,7 @@ class EpisodeRunner:
     async def run(self, episode: PlannedEpisode, max_steps: int) -> list[Rollout]:
         """The episode's rollouts, one per agent. Never raises for what goes wrong inside: then
         they carry `error`, and there is at least one. Errors of configuration propagate."""
-        error = None
+        error = trace = None
         rollouts: list[Rollout] = []
         try:
             rollouts = await self._play(episode, max_steps)
@@ -94,9 +95,9 @@ class EpisodeRunner:
         except CONFIGURATION_ERRORS:
             raise
         except Exception as exc:  # one failure costs one episode
-            error = f"{type(exc).__name__}: {exc}"
+            error, trace = described(exc), users_traceback(exc)
         if error is not None:
-            return failed_episode(episode, max_steps, error)
+            return failed_episode(episode, max_steps, error, trace)
         return [_labelled(rollout, episode, max_steps) for rollout in rollouts]
 
     async def _play(self, episode: PlannedEpisode, max_steps: int) -> list[Rollout]:
@@ -197,9 +198,12 @@ class EpisodeRunner:
         return maker
 
 
-def failed_episode(episode: PlannedEpisode, max_steps: int, error: str) -> list[Rollout]:
+def failed_episode(
+    episode: PlannedEpisode, max_steps: int, error: str, trace: str | None = None
+) -> list[Rollout]:
     """What stands for an episode of which nothing was recorded but its error."""
-    failed = Rollout(id=f"{episode.id}/failed", steps=(), error=error)
+    meta = {TRACEBACK: trace} if trace else {}
+    failed = Rollout(id=f"{episode.id}/failed", steps=(), error=error, meta=meta)
     return [_labelled(failed, episode, max_steps)]
 
 

@@ -75,6 +75,9 @@ class BudgetGate:
         return True
 
 
+MOST_TRACEBACKS = 32
+
+
 class FailureMonitor:
     """Raises when too many of the last episodes failed.
 
@@ -89,17 +92,24 @@ class FailureMonitor:
             raise ConfigError(f"max_failure_rate={max_rate}: must be between 0 and 1")
         self.max_rate = max_rate
         self._causes: deque[str | None] = deque(maxlen=window)
+        self._tracebacks: dict[str, str] = {}
 
-    def record(self, cause: str | None) -> None:
-        """Notes one attempt, by the cause of its failure or None."""
+    def record(self, cause: str | None, trace: str | None = None) -> None:
+        """Notes one attempt, by the cause of its failure or None. The error has the traceback of
+        the most frequent cause as a note, which Python prints with it."""
         self._causes.append(cause)
         if cause is None:
             return
+        if trace is not None and len(self._tracebacks) < MOST_TRACEBACKS:
+            self._tracebacks.setdefault(cause, trace)
         failures = Counter(c for c in self._causes if c is not None)
         attempts = max(len(self._causes), self.MIN_ATTEMPTS)
         if failures.total() > self.max_rate * attempts:
             shown = "\n".join(f"  {n} x {c}" for c, n in failures.most_common(5))
-            raise RolloutError(
+            error = RolloutError(
                 f"{failures.total()} of the last {len(self._causes)} episodes failed, over "
                 f"max_failure_rate={self.max_rate}:\n{shown}"
             )
+            if note := self._tracebacks.get(failures.most_common(1)[0][0]):
+                error.add_note(note)
+            raise error

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ludic.errors import ConfigError
-from ludic.eval import EvalReport, RolloutEvaluator, eval_requests
+from ludic.eval import EvalReport, RolloutEvaluator, eval_requests, reward_above
 from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.rollouts.progress import ProgressCallback
 from ludic.runs.assemble import OpenPolicy, open_policy
@@ -58,6 +58,7 @@ async def evaluate_policy(
     config: RunConfig, policy: OpenPolicy, *, name: str, on_progress: ProgressCallback | None = None
 ) -> EvalReport:
     """Plays the held-out episodes with the current policy."""
+    above = config.eval.success_above
     evaluator = RolloutEvaluator(
         eval_engine(config, policy),
         eval_plan(config),
@@ -65,6 +66,8 @@ async def evaluate_policy(
         name=name,
         concurrency=config.training.concurrency,
         on_progress=on_progress,
+        success=None if above is None else reward_above(above),
+        outcomes=config.eval.outcomes,
     )
     return await evaluator.evaluate()
 

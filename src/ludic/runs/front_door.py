@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ludic.arguments import misfit
 from ludic.envs import build_env
 from ludic.envs.running.play import play_by_hand
 from ludic.errors import ConfigError
@@ -38,7 +39,7 @@ def train(env: Any, **settings: Any) -> Run:
     an earlier run's folder, or a loaded `(model, tokenizer)`. The other arguments are those of
     `Run`.
     """
-    return Run(env, **settings).go()
+    return _made(env, settings).go()
 
 
 def sft(env: Any, **settings: Any) -> Run:
@@ -48,7 +49,7 @@ def sft(env: Any, **settings: Any) -> Run:
         raise ConfigError("give the cold start as sft={'teacher': function} or sft={'data': file}")
     if settings.pop("steps", None):
         raise ConfigError("steps are those of the reinforcement: set sft={'steps': …}")
-    return Run(env, **settings, steps=0).go()
+    return _made(env, {**settings, "steps": 0}).go()
 
 
 def resume(
@@ -58,7 +59,7 @@ def resume(
     loggers: Sequence[str] | None = None,
     **parts: Any,
 ) -> Run:
-    """Goes on with a run that was stopped, or with a finished one for more `steps` in all.
+    """Resumes a run that was stopped, or a finished one for more `steps` in all.
 
     Parts that were objects of a script, which its folder cannot hold, must be given again, under
     the names they had: `env=`, `model=`, `algorithm=`, `parser=`, `protocol=`, `reference=`,
@@ -119,6 +120,12 @@ def play(env: Any, *, model: Any = None, seed: int = 0, **settings: Any) -> list
         say(str(rollout.agent_id) if len(rollouts) > 1 else "")
         say(episode_text(rollout))
     return rollouts
+
+
+def _made(env: Any, settings: dict[str, Any]) -> Run:
+    if complaint := misfit(Run, (env,), settings):
+        raise ConfigError(f"a run: {complaint}")
+    return Run(env, **settings)
 
 
 def _refuse(settings: dict[str, Any], run: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ludic.errors import ConfigError, UnknownNameError
+from ludic.eval.headline import USUAL
 from ludic.rollouts import FixedMix, RolloutWriter
 from ludic.rollouts.storage import write_rollouts
 from ludic.runs.assemble import open_policy
@@ -14,16 +15,34 @@ from ludic.runs.episodes import rollout_engine
 from ludic.runs.locate import locate
 from ludic.runs.requests import requests_of
 from ludic.runs.results.terminal import episodes_bar
+from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed
 from ludic.types import FinishReason, Rollout
 
-KEEP: Mapping[str, Callable[[Rollout], bool]] = {
-    "success": lambda rollout: rollout.total_reward > 0,
-    "complete": lambda rollout: (
+
+def succeeded(config: RunConfig, rollout: Rollout) -> bool:
+    """Whether an episode succeeded, by what the evaluation of the run counts as that."""
+    if config.eval.success_above is not None:
+        return rollout.total_reward > config.eval.success_above
+    steps = rollout.env_steps
+    outcome = steps[-1].info.get("result") if steps else None
+    if config.eval.outcomes:
+        return outcome == config.eval.outcomes[0]
+    if outcome is None and steps and steps[-1].terminated:
+        raise ConfigError(
+            "--keep success: the environment does not say how its episodes end; set "
+            "eval.success_above to the reward above which one succeeded, as in eval.success_above=0"
+        )
+    return outcome in USUAL
+
+
+KEEP: Mapping[str, Callable[[RunConfig, Rollout], bool]] = {
+    "success": succeeded,
+    "complete": lambda _, rollout: (
         not rollout.truncated
         and all(step.finish_reason is not FinishReason.LENGTH for step in rollout.agent_steps)
     ),
-    "parsed": lambda rollout: not any(s.info.get("parse_error") for s in rollout.env_steps),
+    "parsed": lambda _, rollout: not any(s.info.get("parse_error") for s in rollout.env_steps),
 }
 """The filters by name. A failed episode is never kept, whatever the filter."""
 
@@ -47,7 +66,7 @@ async def generate_file(
                 concurrency=config.training.concurrency,
                 on_progress=update,
             ):
-                failed = [name for name in keep if not KEEP[name](rollout)]
+                failed = [name for name in keep if not KEEP[name](config, rollout)]
                 reason = "failed" if rollout.error else f"not {failed[0]}" if failed else "kept"
                 counts[reason] += 1
                 if reason == "kept":

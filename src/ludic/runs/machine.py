@@ -51,7 +51,7 @@ def check_machine() -> list[MachineFact]:
         if package == "vllm" and version is None:
             facts.append(_vllm())
         elif version is None:
-            facts.append(MachineFact(package, "missing", f"pip install 'ludic-rl[{extra}]'"))
+            facts.append(MachineFact(package, "missing", f"pip install -e '.[{extra}]'"))
         else:
             facts.append(MachineFact(package, version))
     return facts
@@ -101,7 +101,7 @@ def _vllm() -> MachineFact:
         build = VLLMBuild.of()
     except LudicError:
         remedy = (
-            "pip install 'ludic-rl[vllm]' (CUDA), or `make test-vllm` for the CPU build in a "
+            "pip install -e '.[vllm]' (CUDA), or `make test-vllm` for the CPU build in a "
             "separate environment, named by LUDIC_VLLM_PYTHON"
         )
         return MachineFact("vllm", "missing", remedy)

@@ -25,6 +25,8 @@ from ludic.runs.storage.folder import RunFolder
 from ludic.seeding import derive_seed
 from ludic.training.checkpoints.model_loading import no_progress_bar
 
+HUB_TIMEOUT_S = 10.0
+
 
 def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Module, Any]:
     """Returns the run's model and tokenizer; `weights` is the `model` folder of a checkpoint."""
@@ -92,11 +94,35 @@ def load_tokenizer(name: str, where: str) -> Any:
     """Returns the tokenizer of a folder or of a name on the hub."""
     from transformers import AutoTokenizer
 
+    options = where_from(name, None, f"{where}: tokenizer={name!r}")
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError) as exc:
         reason = shorten(str(exc), 600, placeholder=" …")
         raise ConfigError(f"{where}: tokenizer={name!r} cannot be loaded: {reason}") from exc
+
+
+def where_from(name: str, revision: str | None, what: str) -> dict[str, Any]:
+    """Returns the options to load `name` with: nothing more if it is a folder or the hub answers,
+    else only what this machine has of it. Raises if that is nothing: loading would try for
+    minutes to reach the hub."""
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+
+    if Path(name).exists() or constants.HF_HUB_OFFLINE:
+        return {}
+    try:
+        HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
+    except Exception as exc:  # of the HTTP client, which differ between versions of the hub's
+        if isinstance(exc, ValueError) or getattr(exc, "response", None) is not None:
+            return {}  # it is no name, or the hub knows nothing of it: loading says that best
+        if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+            return {"local_files_only": True}
+        raise ConfigError(
+            f"{what} is no folder here and is not among the models that were downloaded earlier, "
+            f"and the hub cannot be reached ({type(exc).__name__}: {exc}): check the name and the "
+            "connection, or name a folder"
+        ) from exc
+    return {}
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
@@ -126,6 +152,7 @@ def _from_pretrained(section: ModelSection, name: str, dtype: torch.dtype) -> tu
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
+    options |= where_from(name, section.revision, f"model.name={name!r}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
         options |= section.kwargs

@@ -8,6 +8,7 @@ from ludic.errors import ConfigError, UnknownNameError
 from ludic.rollouts import RolloutRequest
 from ludic.runs.settings import EnvSection, RunConfig
 from ludic.runs.settings.from_python import key_of
+from ludic.saw.statistics import ENV
 from ludic.types import EnvSpec, ProtocolSpec
 
 TEACHER = "teacher"
@@ -35,7 +36,10 @@ def requests_of(
             RolloutRequest(
                 EnvSpec(section.kind, section.kwargs),
                 protocol,
-                meta={TEACHER: teachers[name]} if name in teachers else {},
+                meta={
+                    **({ENV: name} if len(named) > 1 else {}),
+                    **({TEACHER: teachers[name]} if name in teachers else {}),
+                },
             ),
             section.weight,
         )

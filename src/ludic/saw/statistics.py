@@ -12,10 +12,15 @@ from ludic.saw.building import UNKNOWN_VERSION
 from ludic.saw.items import SAWItem
 from ludic.types import AgentStep, EnvironmentStep, FinishReason, Rollout
 
+ENV, STAGE = "env", "stage"
+"""Keys in a rollout's `meta`: its environment, where a run has several, and the stage of the
+curriculum that it was played in, counted from 0."""
+
 
 def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Rewards, lengths and endings over the rollouts that did not fail, and the rate of those
-    that did, as numbers for the log."""
+    that did, as numbers for the log. Where there are several environments, each has its own
+    reward; a curriculum has its stage, counted from 1."""
     if not rollouts:
         return {"rollouts_sampled": 0}
     episodes = {r.episode_id or r.id: r.error is not None for r in rollouts}
@@ -76,7 +81,31 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         stats["no_variance_group_rate"] = same
     for name, total in sorted(components.items()):
         stats[f"reward_{name}_mean"] = float(total) / n
+    return stats | _by_outcome(done) | _by_env(done, rewards) | _stage(done)
+
+
+def _by_outcome(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """The share of each ending that the environment names (`info["result"]` of the last step)."""
+    endings = [steps[-1].info.get("result") for r in rollouts if (steps := r.env_steps)]
+    counts = Counter(str(ending) for ending in endings if ending is not None)
+    return {f"train/outcome/{name}": n / len(rollouts) for name, n in sorted(counts.items())}
+
+
+def _by_env(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> dict[str, Any]:
+    by_env: dict[str, list[float]] = {}
+    for rollout, reward in zip(rollouts, rewards, strict=True):
+        if (name := rollout.meta.get(ENV)) is not None:
+            by_env.setdefault(str(name), []).append(reward)
+    stats: dict[str, Any] = {}
+    for name, mine in sorted(by_env.items()):
+        stats[f"train/env/{name}/reward_mean"] = float(np.mean(mine))
+        stats[f"train/env/{name}/rollouts"] = len(mine)
     return stats
+
+
+def _stage(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    stages = [stage for r in rollouts if isinstance(stage := r.meta.get(STAGE), int)]
+    return {"curriculum_stage": max(stages) + 1} if stages else {}
 
 
 def item_statistics(items: Sequence[SAWItem]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ludic.errors import LudicError
-from ludic.eval.report import EpisodeResult, EvalReport, compare
+from ludic.eval.report import EpisodeResult, EvalReport, leading_tests
 from ludic.view.folders import RunPlace, ViewError
 
 MOST_EPISODES = 2000
@@ -25,11 +25,20 @@ def read_report(run: RunPlace, name: str) -> EvalReport:
 
 def figures(report: EvalReport) -> dict[str, Any]:
     """The report's figures with their intervals."""
+    lead, rates = report.headline, report.rates()
+    if lead.kind == "outcome":
+        rates = {lead.key: lead.of(report), **rates}
+        rates.pop("success", None)  # which is the same here
     return {
         "name": report.name,
         "episodes": len(report.by_episode()),
+        "headline": lead.key,
         "reward": asdict(report.reward),
-        "rates": {name: asdict(rate) for name, rate in report.rates().items()},
+        "rates": {name: asdict(rate) for name, rate in rates.items()},
+        "envs": {
+            env: {"rate": lead.is_rate, **asdict(lead.of(part))}
+            for env, part in report.envs().items()
+        },
     }
 
 
@@ -40,7 +49,7 @@ def compared(a: EvalReport, b: EvalReport) -> dict[str, Any]:
     try:
         test = {
             name: {**asdict(result.difference), "p": result.p_value}
-            for name, result in compare(a, b).items()
+            for name, result in leading_tests(a, b).items()
         }
     except LudicError as exc:
         why = str(exc)

@@ -108,15 +108,18 @@ def fingerprint(paths: Iterable[Path]) -> str:
 
 
 def _headline(summary: Mapping[str, Any]) -> dict[str, Any] | None:
-    name = summary.get("headline")
+    name, kind = summary.get("headline"), summary.get("headline_kind")
     if not isinstance(name, str):
         return None
+    if kind is None and name == "success":
+        name = kind = "reward"  # older runs call any reward above 0 a success
     stages = {
         key.removeprefix(f"{name}_"): value
         for key, value in summary.items()
         if key.startswith(f"{name}_") and isinstance(value, dict)
     }
-    return {"name": name, "stages": stages}
+    reward = kind == "reward"
+    return {"name": "mean reward" if reward else name, "rate": not reward, "stages": stages}
 
 
 def _kinds(envs: Any) -> list[str]:

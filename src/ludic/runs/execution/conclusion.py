@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ludic.eval import EvalReport
+from ludic.eval import EvalReport, headline_of
 from ludic.given import is_given
 from ludic.runs.assemble import OpenPolicy
 from ludic.runs.evaluation import eval_engine, eval_plan
+from ludic.runs.requests import requests_of
 from ludic.runs.results.summary import plot_png, read_curve, summary_of
 from ludic.runs.results.terminal import (
     command_name,
@@ -34,16 +35,17 @@ async def conclude(
 ) -> None:
     """Writes `summary.json` and `plot.png`, and prints the results."""
     outcomes, path = config.eval.outcomes, folder.path
-    headline = outcomes[0] if outcomes else None
-    summary = summary_of(reports, headline)
+    summary = summary_of(reports, outcomes)
     summary |= {"seconds": round(seconds, 1), "seed": config.run.seed, "warnings": list(warnings)}
     folder.write_json("summary.json", summary)
-    for section in config.eval.env or config.env:
-        options = ", ".join(f"{k}={v}" for k, v in section.kwargs.items())
-        say(
-            f"\n{section.kind} ({options}), {config.eval.episodes} held-out episodes, "
-            "95 % intervals:\n"
-        )
+    say("")
+    mix = requests_of(config, held_out=True)
+    for name, (request, _) in mix.items():
+        options = ", ".join(f"{k}={v}" for k, v in request.env.kwargs.items())
+        called = f"{name}: " if len(mix) > 1 and name != request.env.kind else ""
+        say(f"{called}{request.env.kind} ({options})")
+    of_each = ", of each environment alone" if len(mix) > 1 else ""
+    say(f"{config.eval.episodes} held-out episodes, 95 % intervals{of_each}:\n")
     console.print(stages_table(reports, outcomes))
     curve = read_curve(folder.metrics, "train/reward_mean")
     chart = plot_terminal(curve, "mean reward of the training episodes")
@@ -62,11 +64,13 @@ async def conclude(
 async def _show_an_episode(
     config: RunConfig, reports: Mapping[str, EvalReport], policy: OpenPolicy
 ) -> None:
-    """Plays one held-out episode again, a success if there was one, and prints it word by word."""
+    """Plays one held-out episode again, that which did best by the leading figure, and prints it
+    word by word."""
     stage, report = list(reports.items())[-1]
-    won = (i for i, seats in enumerate(report.by_episode()) if any(e.success for e in seats))
+    lead = headline_of(reports.values(), config.eval.outcomes)
+    scores = [max(map(lead.value, seats)) for seats in report.by_episode()]
     rollouts = await eval_engine(config, policy).generate_rollouts(
-        [eval_plan(config)[next(won, 0)]], max_steps=config.training.max_steps
+        [eval_plan(config)[scores.index(max(scores))]], max_steps=config.training.max_steps
     )
     say(f"\nOne episode {stage.replace('_', ' ')}:")
     say(episode_text(rollouts[0]))

@@ -147,6 +147,8 @@ class RunPieces:
         """Plays the held-out episodes between two updates, and returns figures to log."""
         report = await evaluate_policy(self.config, self.policy, name=f"step-{step}")
         self.folder.write_json(f"eval/step-{step}.json", report.to_dict())
+        for sentence in self.watch.take_report(report):
+            warn(f"update {step}: {sentence}")
         return report.metrics()
 
     def sft_trainer(self, model: torch.nn.Module, source: BatchSource | None) -> Trainer:

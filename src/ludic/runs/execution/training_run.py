@@ -26,7 +26,15 @@ from ludic.runs.locate import how_to_go_on
 from ludic.runs.model import precision_of
 from ludic.runs.players.teacher import write_lessons
 from ludic.runs.results.terminal import episodes_bar, say, warn
-from ludic.runs.results.watch import REWARD, LearningWatch, doubtful, fallen, measured_alike
+from ludic.runs.results.watch import (
+    OUTCOME,
+    REWARD,
+    LearningWatch,
+    doubtful,
+    fallen,
+    hacked,
+    measured_alike,
+)
 from ludic.runs.storage.folder import RunFolder
 from ludic.runs.storage.lock import locked
 from ludic.runs.storage.rollout_log import (
@@ -71,7 +79,7 @@ class TrainingRun:
         there is anything to keep, its folder is removed."""
         if self._begun:
             raise ConfigError(
-                f"this run has been carried out: go on with ludic.resume({str(self.folder.path)!r})"
+                f"this run is over: resume it with ludic.resume({str(self.folder.path)!r})"
             )
         if not self.run.crew.world.leads:
             self._begun = True
@@ -91,7 +99,7 @@ class TrainingRun:
                         self.folder.abandon()
                     if self.folder.path.exists():
                         go_on = how_to_go_on(self.config, str(self.folder.path))
-                        say(f"what the run has so far stays; go on with: {go_on}")
+                        say(f"what the run has so far stays; resume it with: {go_on}")
                     raise
 
     async def _go(self) -> None:
@@ -109,7 +117,8 @@ class TrainingRun:
                     warn(doubt)
                 await self._stages()
                 if self.stopped:
-                    say(f"stopped; go on with: {how_to_go_on(self.config, str(self.folder.path))}")
+                    resume = how_to_go_on(self.config, str(self.folder.path))
+                    say(f"stopped; resume it with: {resume}")
                     return
                 seconds = time.monotonic() - started
                 policy = self.run.policy
@@ -156,11 +165,13 @@ class TrainingRun:
 
     def warnings(self) -> list[str]:
         """Says what is wrong with the run so far, each with the setting to look at."""
-        fell = fallen(self.config, self.reports)
+        fell, hack = fallen(self.config, self.reports), hacked(self.config, self.reports)
         signs = self.run.watch.standing()
         if fell:
             signs.pop(REWARD, None)  # the held-out episodes say it better
-        return [*doubtful(self.config), *fell, *signs.values()]
+        if hack:
+            signs.pop(OUTCOME, None)
+        return [*doubtful(self.config), *fell, *hack, *signs.values()]
 
     def stop(self) -> None:
         """Lets the run end after the current step, with a checkpoint."""
@@ -214,7 +225,8 @@ class TrainingRun:
             trainer.version = version
             await trainer.start()
             stage_before = self.reports.get("after_sft") or self.reports.get("before")
-            self.run.watch = LearningWatch(self.config, measured_alike(self.config, stage_before))
+            alike = measured_alike(self.config, stage_before)
+            self.run.watch = LearningWatch(self.config, alike, stage_before)
             self.run.watch.take_file(self.folder.metrics, trainer.step)
             async with AsyncExitStack() as stack:
                 stack.enter_context(rare_collections())

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ludic.runs.requests import requests_of
 from ludic.runs.results.terminal import console
 from ludic.runs.settings import RunConfig
 from ludic.runs.storage.folder import RunFolder
@@ -34,9 +35,22 @@ class Update:
     metrics: Mapping[str, float]
 
 
+def shown_metrics(config: RunConfig, stage: Stage) -> tuple[str, ...]:
+    """Returns the metrics that a terminal shows while a stage is under way."""
+    if stage == "sft":
+        return SHOWN[stage]
+    keys = list(SHOWN[stage])
+    if config.eval.outcomes:
+        keys.insert(0, f"train/outcome/{config.eval.outcomes[0]}")
+    if config.curriculum.kind == "stages":
+        keys.append("train/curriculum_stage")
+    names = requests_of(config)
+    return (*keys, *(f"train/env/{name}/reward_mean" for name in names if len(names) > 1))
+
+
 def make_loggers(config: RunConfig, folder: RunFolder, stage: Stage) -> list[Logger]:
     """Returns the loggers that a stage of the run names, besides `metrics.jsonl`."""
-    keys = SHOWN[stage]
+    keys = shown_metrics(config, stage)
     steps = config.sft.steps if stage == "sft" and config.sft else config.training.steps
     loggers: list[Logger] = []
     for name in config.logging.loggers:

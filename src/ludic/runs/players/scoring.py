@@ -203,10 +203,11 @@ def check_scoring(config: RunConfig, algorithm: RLAlgorithm, envs: Sequence[str]
         )
     if config.reference is not None:
         check_other(config.reference, "reference")
-        if known and not with_kl and not charged:
+        if known and not with_kl and not charged and "kl_coeff" not in config.algorithm.kwargs:
             raise ConfigError(
                 "nothing uses the [reference]: set algorithm.kwargs.kl_coeff above 0 for a KL in "
-                "the loss, or reference.kl_in_reward for one in the reward"
+                "the loss (to 0 to measure it only), or reference.kl_in_reward for one in the "
+                "reward"
             )
     for number, teacher in enumerate(config.teacher, 1):
         check_other(teacher, f"teacher {number}")

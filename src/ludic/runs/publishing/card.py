@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ludic.eval import Estimate, EvalReport
+from ludic.eval import Estimate, EvalReport, Headline, headline_of
 from ludic.runs.publishing.facts import RunFacts
 from ludic.runs.results.summary import outcomes_of
 
@@ -95,15 +95,17 @@ def _figures(facts: RunFacts) -> list[str]:
 
 
 def _evaluation(reports: Mapping[str, EvalReport]) -> str:
-    outcomes = outcomes_of(reports.values())
-    columns = ["stage", "episodes", *(outcomes or ["success"]), "mean reward"]
+    lead = headline_of(reports.values())
+    others = (Headline("outcome", name) for name in outcomes_of(reports.values()))
+    figures = dict.fromkeys([lead, *others, Headline("reward")])
+    columns = ["stage", "episodes", *(figure.name for figure in figures)]
     rows = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for stage, whole in reports.items():
-        for role, report in (whole.roles() or {"": whole}).items():
-            rates = [report.outcome(name) for name in outcomes] or [report.success]
-            cells = [stage.replace("_", " ") + (f", {role}" if role else "")]
+        for part, report in whole.parts().items():
+            cells = [stage.replace("_", " ") + (f", {part}" if part else "")]
             cells += [str(len(report.by_episode()))]
-            cells += [percent(rate) for rate in rates] + [number(report.reward)]
+            for figure in figures:
+                cells.append((percent if figure.is_rate else number)(figure.of(report)))
             rows.append("| " + " | ".join(cells) + " |")
     return "Held-out episodes, with 95 % intervals.\n\n" + "\n".join(rows)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ludic.eval import EvalReport
+from ludic.eval import EvalReport, headline_of
 
 Curve: TypeAlias = tuple[list[float], list[float]]
 """The steps, and one metric's values at them."""
@@ -21,24 +21,22 @@ def outcomes_of(reports: Iterable[EvalReport]) -> list[str]:
     return usual + sorted(found - set(usual))
 
 
-def summary_of(reports: Mapping[str, EvalReport], headline: str | None = None) -> dict[str, Any]:
-    """Returns each stage's headline figure and mean reward, and under `roles` the same for each
-    agent, if there are several. The headline is the rate of that outcome; by default of wins, or
-    of successes if no episode was won."""
-    if headline is None and "win" in outcomes_of(reports.values()):
-        headline = "win"
-    metric = headline or "success"
-    roles: dict[str, dict[str, Any]] = {}
-    summary: dict[str, Any] = {"headline": metric}
-    for stage, report in reports.items():
-        for role, alone in {"": report, **report.roles()}.items():
-            rate = alone.outcome(headline) if headline else alone.success
-            into = roles.setdefault(role, {}) if role else summary
-            for name, figure in ((metric, rate), ("reward", alone.reward)):
+def summary_of(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns each stage's leading figure and mean reward, and under `roles` and `envs` the same
+    for each agent and environment, if there are several. `outcomes` are what the run names."""
+    lead = headline_of(reports.values(), outcomes)
+    metric = lead.outcome or lead.kind
+    parts: dict[str, dict[str, dict[str, Any]]] = {"roles": {}, "envs": {}}
+    summary: dict[str, Any] = {"headline": metric, "headline_kind": lead.kind}
+    for stage, whole in reports.items():
+        places = [(summary, whole)]
+        for kind, found in (("roles", whole.roles()), ("envs", whole.envs())):
+            places += [(parts[kind].setdefault(name, {}), part) for name, part in found.items()]
+        for into, report in places:
+            for name, figure in ((metric, lead.of(report)), ("reward", report.reward)):
                 bounds = {"value": figure.value, "low": figure.low, "high": figure.high}
                 into[f"{name}_{stage}"] = bounds
-    if roles:
-        summary["roles"] = roles
+    summary |= {kind: found for kind, found in parts.items() if found}
     summary["episodes"] = {stage: len(report.by_episode()) for stage, report in reports.items()}
     return summary
 
@@ -91,7 +89,10 @@ def plot_png(path: Path, curve: Curve, summary: dict[str, Any]) -> bool:
     colours = ["#c9ced6", "#8fa9d1", "#1f4e9c"][-len(stages) :]
     right.bar(range(len(stages)), heights, yerr=errors, capsize=4, color=colours)
     right.set_xticks(range(len(stages)), [stage.replace("_", "\n") for stage in stages])
-    right.set(ylim=(0, 1), ylabel=f"{metric} rate, 95 % interval", title="Held-out episodes")
+    label = "mean reward" if summary["headline_kind"] == "reward" else f"{metric} rate"
+    right.set(ylabel=f"{label}, 95 % interval", title="Held-out episodes")
+    if summary["headline_kind"] != "reward":
+        right.set(ylim=(0, 1))
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ludic.eval import Estimate, EvalReport
+from ludic.eval import Estimate, EvalReport, Headline, headline_of
 from ludic.rollouts.progress import Progress as RolloutProgress
 from ludic.rollouts.progress import ProgressCallback
 from ludic.runs.results.summary import Curve, outcomes_of, smoothed
@@ -66,26 +66,42 @@ def episodes_bar(title: str) -> Iterator[ProgressCallback]:
 
 
 def stages_table(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()) -> Table:
-    """Returns a table with a row per stage (and role, if there are several), and rates with their
-    intervals as columns: of `outcomes`, then of any others."""
-    outcomes = [*outcomes, *(o for o in outcomes_of(reports.values()) if o not in outcomes)]
+    """Returns a table with a row per stage (and environment and role, if there are several), and
+    figures with their intervals as columns: the leading one, the other outcomes, and the rest."""
+    lead = headline_of(reports.values(), outcomes)
+    named = dict.fromkeys([*outcomes, *outcomes_of(reports.values())])
+    columns = dict.fromkeys([lead, *(Headline("outcome", name) for name in named)])
+    episodes = [e for report in reports.values() for e in report.episodes]
+    silent = {e.env for e in episodes} - {e.env for e in episodes if e.outcome} - {None}
     table = Table(title=None, box=None, pad_edge=False, header_style="bold", leading=1)
     table.add_column("")
-    for name in outcomes or ["success"]:
-        table.add_column(name.replace("_", " "), justify="right")
+    for column in columns:
+        table.add_column(column.name.replace("_", " "), justify="right")
     table.add_column("parse failure", justify="right")
-    table.add_column("mean reward", justify="right")
+    if lead.is_rate:
+        table.add_column("mean reward", justify="right")
     for stage, whole in reports.items():
-        for role, report in (whole.roles() or {"": whole}).items():
-            rates = [report.outcome(name) for name in outcomes] or [report.success]
+        for part, report in whole.parts().items():
             failures = report.rate(lambda e: e.parse_failures > 0)
-            reward = report.reward
             table.add_row(
-                stage.replace("_", " ") + (f", {role}" if role else ""),
-                *(_percent(rate) for rate in [*rates, failures]),
-                _over(f"{reward.value:+.2f}", f"{reward.low:+.1f} to {reward.high:+.1f}"),
+                stage.replace("_", " ") + (f", {part}" if part else ""),
+                *(
+                    Text("–")  # another environment's ending
+                    if column.kind == "outcome" and report.episodes[0].env in silent
+                    else _figure(column, report)
+                    for column in columns
+                ),
+                _percent(failures),
+                *([_figure(Headline("reward"), report, digits=1)] if lead.is_rate else []),
             )
     return table
+
+
+def _figure(headline: Headline, report: EvalReport, digits: int = 2) -> Text:
+    found = headline.of(report)
+    if headline.is_rate:
+        return _percent(found)
+    return _over(f"{found.value:+.2f}", f"{found.low:+.{digits}f} to {found.high:+.{digits}f}")
 
 
 def _percent(rate: Estimate) -> Text:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, variance
 
-from ludic.eval import Estimate, EvalReport, compare
+from ludic.eval import Estimate, EvalReport, compare, headline_of
+from ludic.eval.headline import USUAL
 from ludic.runs.settings import RunConfig
 
 WINDOW = 10
@@ -25,6 +27,14 @@ P_VALUE = 0.05
 
 REWARD, ENTROPY = "train/reward_mean", "train/entropy"
 SAME, CUT = "train/no_variance_group_rate", "train/cut_completion_rate"
+OUTCOME = "train/outcome/"
+"""The prefix of the endings' rates; as a sign, that the one which counts falls."""
+
+
+_REWARDED = (
+    "the policy earns its reward by something else than what counts; look at episodes with a high "
+    "reward (`ludic view`), and change what the environment rewards"
+)
 
 
 class LearningWatch:
@@ -32,24 +42,49 @@ class LearningWatch:
 
     `before` is the reward of the stage before, if it was measured in the same way; without it, the
     first updates stand for it. Little entropy and equal rewards in a group are also what a policy
-    has that solves its task, so they count only if the reward has not risen.
+    has that solves its task, so they count only if the reward has not risen. A reward that rises
+    while the ending that counts becomes rarer is the sign of a reward that can be had otherwise.
+    `held_out` is the evaluation before the training, with which those during it are compared.
     """
 
-    def __init__(self, config: RunConfig, before: Estimate | None = None) -> None:
-        self.config, self.before = config, before
-        self._values: dict[str, list[float]] = {key: [] for key in (REWARD, ENTROPY, SAME, CUT)}
+    def __init__(
+        self,
+        config: RunConfig,
+        before: Estimate | None = None,
+        held_out: EvalReport | None = None,
+    ) -> None:
+        self.config, self.before, self.held_out = config, before, held_out
+        keys = (REWARD, ENTROPY, SAME, CUT, OUTCOME)
+        self._values: dict[str, list[float]] = {key: [] for key in keys}
+        self._counts = config.eval.outcomes[0] if config.eval.outcomes else None
         self._said: set[str] = set()
 
     def take(self, metrics: Mapping[str, float]) -> list[str]:
         """Adds an update; returns what there is to say of it that has not been said before."""
         for key, values in self._values.items():
-            value = metrics.get(key)
+            value = self._outcome_rate(metrics) if key == OUTCOME else metrics.get(key)
             if isinstance(value, (int, float)) and math.isfinite(value):
                 values.append(float(value))
         found = self._found(WINDOW, self._enough(WINDOW))
         new = [sentence for sign, sentence in found.items() if sign not in self._said]
         self._said |= found.keys()
         return new
+
+    def take_report(self, report: EvalReport) -> list[str]:
+        """Takes an evaluation between two updates; returns what there is to say of it, once."""
+        if self.held_out is None or "held-out" in self._said:
+            return []
+        found = hacked(self.config, {"before": self.held_out, "now": report})
+        self._said |= {"held-out"} if found else set()
+        return found
+
+    def _outcome_rate(self, metrics: Mapping[str, float]) -> float | None:
+        """The rate of the ending that counts; None where the environment names no endings."""
+        if not any(key.startswith(OUTCOME) for key in metrics):
+            return None
+        if self._counts is None:
+            self._counts = next((name for name in USUAL if OUTCOME + name in metrics), None)
+        return None if self._counts is None else metrics.get(OUTCOME + self._counts, 0.0)
 
     def take_file(self, metrics: Path, steps: int) -> None:
         """Adds the first `steps` updates of a run from its log, without a word."""
@@ -77,13 +112,18 @@ class LearningWatch:
             key: self._values[key][:window] for key in keys if len(self._values[key]) >= 2 * window
         }
         found: dict[str, str] = {}
-        change = self._reward_change(first.get(REWARD), last.get(REWARD))
+        change = _change(first.get(REWARD), last.get(REWARD), self.before)
         if change is not None and change[1] < 0:
             found[REWARD] = (
                 f"the reward of the training episodes fell to {fmean(last[REWARD]):+.2f}, from "
                 f"{change[0]:+.2f}: lower training.learning_rate (now {training.learning_rate:g})"
             )
         risen = change is not None and change[1] > 0
+        if risen and (fell := _change(first.get(OUTCOME), last.get(OUTCOME))) and fell[1] < 0:
+            found[OUTCOME] = (
+                f"the reward of the training episodes rises while {self._counts!r} fell to "
+                f"{fmean(last[OUTCOME]):.1%}, from {fell[0]:.1%}: {_REWARDED}"
+            )
         if SAME in last and fmean(last[SAME]) > MOST and not risen:
             found[SAME] = (
                 f"in {fmean(last[SAME]):.0%} of the groups every episode got the same reward, "
@@ -107,21 +147,22 @@ class LearningWatch:
             )
         return found
 
-    def _reward_change(
-        self, first: list[float] | None, last: list[float] | None
-    ) -> tuple[float, float] | None:
-        """The reward before, and by how much more than chance it changed; None if not known."""
-        if last is None or (first is None and self.before is None) or len(last) < 2:
-            return None
-        now, noise = fmean(last), variance(last) / len(last)
-        if self.before is not None:
-            then, low, high = self.before.value, self.before.low, self.before.high
-        else:
-            assert first is not None
-            then = low = high = fmean(first)
-            noise += variance(first) / len(first)
-        margin = SURE * math.sqrt(noise) + 1e-9
-        return then, min(now + margin - low, 0.0) + max(now - margin - high, 0.0)
+
+def _change(
+    first: list[float] | None, last: list[float] | None, before: Estimate | None = None
+) -> tuple[float, float] | None:
+    """A figure before, and by how much more than chance it changed; None if not known."""
+    if last is None or (first is None and before is None) or len(last) < 2:
+        return None
+    now, noise = fmean(last), variance(last) / len(last)
+    if before is not None:
+        then, low, high = before.value, before.low, before.high
+    else:
+        assert first is not None
+        then = low = high = fmean(first)
+        noise += variance(first) / len(first)
+    margin = SURE * math.sqrt(noise) + 1e-9
+    return then, min(now + margin - low, 0.0) + max(now - margin - high, 0.0)
 
 
 def measured_alike(config: RunConfig, report: EvalReport | None) -> Estimate | None:
@@ -137,7 +178,7 @@ def measured_alike(config: RunConfig, report: EvalReport | None) -> Estimate | N
 def fallen(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
     """Says for each stage whether its reward is lower than the stage before's, by a paired test
     on the same seeds. A cold start that turns silence into lost games, and some won, did not fail:
-    where more episodes succeed, nothing is said."""
+    where the leading figure rose, nothing is said."""
     settings = {
         "after_sft": "lower sft.learning_rate (now {}), or look at the teacher or the data",
         "after_rl": "lower training.learning_rate (now {})",
@@ -148,15 +189,36 @@ def fallen(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
     }
     found = []
     for earlier, later in pairwise(reports):
-        a, b = reports[earlier], reports[later]
-        tests = compare(a, b)
+        a, b = (_led(reports[stage], config) for stage in (earlier, later))
+        tests, lead = compare(a, b), headline_of([a, b])
         test = tests["reward"]
         fell = test.difference.value < 0 and test.p_value < P_VALUE
-        if fell and tests["success"].difference.value <= 0:
+        if fell and tests.get("success", tests[lead.key]).difference.value <= 0:
             found.append(
                 f"the held-out reward fell to {b.reward.value:+.2f} {_spoken(later)}, from "
                 f"{a.reward.value:+.2f} {_spoken(earlier)} (p = {test.p_value:.2g}): "
                 + settings[later].format(f"{rates[later]:g}")
+            )
+    return found
+
+
+def hacked(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
+    """Says for each stage whether its reward is higher than the stage before's although the leading
+    figure is lower, both by a paired test on the same seeds."""
+    lead = headline_of(reports.values(), config.eval.outcomes)
+    if not lead.is_rate:
+        return []
+    found = []
+    for earlier, later in pairwise(reports):
+        a, b = (_led(reports[stage], config) for stage in (earlier, later))
+        tests = compare(a, b)
+        reward, rate = tests["reward"], tests[lead.key]
+        rose = reward.difference.value > 0 and reward.p_value < P_VALUE
+        if rose and rate.difference.value < 0 and rate.p_value < P_VALUE:
+            found.append(
+                f"the held-out reward rose to {b.reward.value:+.2f} {_spoken(later)}, from "
+                f"{a.reward.value:+.2f} {_spoken(earlier)}, while {lead.name!r} fell to "
+                f"{lead.of(b).value:.1%}, from {lead.of(a).value:.1%}: {_REWARDED}"
             )
     return found
 
@@ -171,9 +233,15 @@ def doubtful(config: RunConfig) -> list[str]:
     return []
 
 
+def _led(report: EvalReport, config: RunConfig) -> EvalReport:
+    """The report with the outcomes that the run names: those of older versions lack them."""
+    return replace(report, outcomes=tuple(config.eval.outcomes) or report.outcomes)
+
+
 def _now(value: int | None) -> str:
     return "" if value is None else f" (now {value})"
 
 
 def _spoken(stage: str) -> str:
-    return {"before": "untrained", "after_sft": "after SFT", "after_rl": "after RL"}[stage]
+    spoken = {"before": "untrained", "after_sft": "after SFT", "after_rl": "after RL"}
+    return spoken.get(stage, stage)

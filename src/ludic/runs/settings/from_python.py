@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from ludic.arguments import unknown_argument
 from ludic.errors import ConfigError
 from ludic.given import PREFIX, is_given, place_of, recipe_of, unplaced_name
 from ludic.registry import (
@@ -66,7 +67,7 @@ class Tables:
                 table[path[-1]] = self._parser(value) if name == "parser" else value
         unknown = arguments.keys() - set(SECTIONS) - set(SHORTCUTS)
         if unknown:
-            raise ConfigError(f"a run takes no argument {min(unknown)!r}")
+            raise ConfigError(f"a run: {unknown_argument(min(unknown), [*SHORTCUTS, *SECTIONS])}")
 
     def _section(self, name: str, value: Any) -> Any:
         match name:

@@ -47,7 +47,7 @@ OWN_FLAGS = {
 
 
 class VLLMSection(Section):
-    """For a vLLM server that is started for the run: `gpu_memory` is its share of the GPU's memory
+    """For a vLLM server that is started for the run. `gpu_memory` is its share of the GPU's memory
     (left out, it is computed such that a trainer on the same GPU has room, and is vLLM's own
     default on another), `eager` leaves CUDA graphs out, `kv_cache_gib` is the CPU build's cache,
     and after `start_timeout_s` a server that is not healthy yet is given up. `flags` are any others

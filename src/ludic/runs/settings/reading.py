@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -11,8 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ludic.arguments import near_names
 from ludic.errors import ConfigError
-from ludic.runs.settings.base import Section
+from ludic.runs.settings.base import Section, section_of
 from ludic.runs.settings.paths import resolve_paths
 from ludic.runs.settings.run import SCHEMA, RunConfig
 from ludic.runs.settings.servers import check_no_secrets
@@ -58,7 +58,7 @@ def check_run(
     if isinstance(version, int) and version > SCHEMA:
         raise ConfigError(
             f"{source} has schema {version}; this version of Ludic reads up to {SCHEMA}: "
-            "upgrade with `pip install -U ludic-rl`"
+            "update your clone of it"
         )
     check_no_secrets(data, source)
     try:
@@ -85,7 +85,7 @@ def apply_override(data: dict[str, Any], override: str) -> str:
     try:
         value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
-        value = raw
+        value = _spoken(raw)
     *tables, last = key.split(".")
     table: Any = data
     for name in tables:
@@ -98,6 +98,15 @@ def apply_override(data: dict[str, Any], override: str) -> str:
     return key
 
 
+def _spoken(raw: str) -> Any:
+    """What TOML does not read: `True`, `.5` and `1.` as Python has them, and bare words."""
+    if raw in ("True", "False"):
+        return raw == "True"
+    if re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+)([eE][+-]?\d+)?", raw):
+        return float(raw)
+    return raw
+
+
 def _explain(error: Any, data: Mapping[str, Any], text: str, overridden: Sequence[str]) -> str:
     path = [str(part) for part in error["loc"]]
     tables = data.get(path[0]) if path else None
@@ -106,7 +115,7 @@ def _explain(error: Any, data: Mapping[str, Any], text: str, overridden: Sequenc
     key = ".".join(path)
     if error["type"] == "extra_forbidden":
         known = _known_keys(path[:-1])
-        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+        near = near_names(path[-1], known) or _elsewhere(path[-1])
         hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
         problem = f"unknown key {key!r}: {hint}"
     elif error["type"] == "missing":
@@ -118,13 +127,32 @@ def _explain(error: Any, data: Mapping[str, Any], text: str, overridden: Sequenc
         shown = f"{key!r}" if isinstance(given, dict) else f"{key!r} = {given!r}"
         if error["type"] == "literal_error" and isinstance(given, str):
             options = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-            near = difflib.get_close_matches(given, options, n=1, cutoff=0.5)
+            near = near_names(given, options)
             said += f"; did you mean {near[0]!r}?" if near else ""
         problem = f"{shown}: {said[0].lower()}{said[1:]}"
     if key in overridden:
         return f"{problem} (from the command line)"
     line = _line_of(path, text)
     return f"{problem} (line {line})" if line else problem
+
+
+def _elsewhere(name: str) -> list[str]:
+    """Returns the keys of the other tables that this one may have been meant for, as `a.b`."""
+    keys = {".".join([*path, key]): key for path, key in _all_keys(RunConfig)}
+    near = near_names(name, dict.fromkeys(keys.values()), cutoff=0.8)
+    return [whole for whole, key in keys.items() if key in near]
+
+
+def _all_keys(section: type[Section], path: Sequence[str] = ()) -> list[tuple[list[str], str]]:
+    found = []
+    for name, field in section.model_fields.items():
+        inner = section_of(field.annotation)
+        if inner is None:
+            found.append(([*path], field.alias or name))
+        else:
+            found += _all_keys(inner, [*path, name])
+    # Those of the reinforcement are meant most.
+    return sorted(found, key=lambda key: key[0] != ["training"])
 
 
 def _known_keys(path: Sequence[str]) -> list[str]:

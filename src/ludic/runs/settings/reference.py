@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
-from ludic.runs.settings.base import Section
+from ludic.runs.settings.base import Section, section_of
+from ludic.runs.settings.descriptions import DESCRIPTIONS
 
 
 def reference_table(section: type[Section], name: str = "") -> str:
-    """Returns Markdown: every key of every table, with its default and what it takes."""
+    """Returns Markdown: every key of every table, with what it does, its default and what it
+    takes."""
     rows, below = [], []
     for key, field in section.model_fields.items():
-        inner = _section(field.annotation)
+        inner = section_of(field.annotation)
         if inner is not None:
             shown = f"{name}.{key}" if name else key
             below.append(reference_table(inner, shown))
@@ -23,16 +26,14 @@ def reference_table(section: type[Section], name: str = "") -> str:
         default = field.get_default(call_default_factory=True)
         missing = default is PydanticUndefined
         takes = _takes(field.annotation)
-        rows.append(f"| `{field.alias or key}` | {'' if missing else _shown(default)} | {takes} |")
+        does = DESCRIPTIONS.get(name, {}).get(key, "")
+        cells = [f"`{field.alias or key}`", does, "" if missing else _shown(default), takes]
+        rows.append(f"| {' | '.join(cells)} |")
     about = " ".join((inspect.getdoc(section) or "").split())
+    about = re.split(r"(?<=\.) (?=[A-Z`])", about)[0]  # the table says the rest
     title = f"### `[{name}]`\n\n{about}\n\n" if name else ""
-    table = "\n".join(["| key | default | takes |", "|---|---|---|", *rows])
+    table = "\n".join(["| key | what it does | default | takes |", "|---|---|---|---|", *rows])
     return "\n\n".join([title + table if name else "", *below]).strip()
-
-
-def _section(annotation: Any) -> type[Section] | None:
-    options = [annotation, *get_args(annotation)]
-    return next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
 
 
 def _shown(default: Any) -> str:

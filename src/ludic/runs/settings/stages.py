@@ -125,11 +125,13 @@ class EvalSection(Section):
     """Held-out episodes; `every = 0` evaluates only at the stages' ends. `env` and `protocol` are
     those of the training unless given: a player that learns from itself is measured against
     others. `outcomes` are the endings to report, as the environment calls them, the one that
-    counts first."""
+    counts first: its rate is the headline. For an environment without endings of its own, an
+    episode succeeds by a reward above `success_above`; without that, the mean reward leads."""
 
     env: Envs = []
     protocol: ProtocolSection | None = None
     outcomes: list[str] = []
+    success_above: float | None = None
     episodes: int = Field(default=400, ge=1)
     every: int = Field(default=0, ge=0)
     seed: int = 1_000_003

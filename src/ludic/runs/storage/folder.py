@@ -51,7 +51,7 @@ class RunFolder:
         of the Python modules that the run names."""
         path = self.path
         exists = ConfigError(
-            f"{path} exists already: name another with --out (out=), or go on with "
+            f"{path} exists already: name another with --out (out=), or resume it with "
             f"`ludic train --resume {path}`"
         )
         if path.exists() and (not path.is_dir() or any(path.iterdir())):

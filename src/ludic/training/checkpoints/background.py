@@ -59,6 +59,6 @@ class BackgroundWriter:
     def _error(self) -> CheckpointError:
         return CheckpointError(
             f"waited {self.timeout_s:.3g} s for a checkpoint to be written to {self.folder}, and "
-            "the disk has not answered: check it, or raise CheckpointConfig.write_timeout_s if it "
-            "is only slow. Earlier checkpoints are complete"
+            "the disk has not answered: check it, or move the run's folder to a faster one. "
+            "Earlier checkpoints are complete, and the run can be resumed from them"
         )

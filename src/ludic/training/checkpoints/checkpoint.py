@@ -104,8 +104,8 @@ class Checkpointer:
             last = self.latest()
             kept = f"the last good one is {last}" if last else "there is no earlier one"
             return (
-                f"could not write a checkpoint to {self.folder}: {exc}; {kept}. Free some space, "
-                "or choose another folder in CheckpointConfig"
+                f"could not write a checkpoint to {self.folder}: {exc}; {kept}. Free some space "
+                "there, or move the run's folder to another disk, and resume it"
             )
 
         agreed = partial(self._agreed, unwritable, self._writers)

@@ -101,8 +101,9 @@ def _joined(a: Stat, b: Stat) -> Stat:
 
 
 def policy_stats(policy: TokenLogProbs, batch: LossBatch, version: int) -> dict[str, Stat]:
-    """What every algorithm is told: entropy, staleness, and how far the log-probs recomputed at
-    the start of an update are from those that the sampler reported, before clipping."""
+    """What every algorithm is told: entropy, staleness, how far the log-probs recomputed at the
+    start of an update are from those that the sampler reported, before clipping, and how far the
+    policy is from a reference, where there is one."""
     stats: dict[str, Stat] = {}
     if policy.entropy is not None:
         stats["entropy"] = Stat.mean(policy.entropy)
@@ -119,6 +120,8 @@ def policy_stats(policy: TokenLogProbs, batch: LossBatch, version: int) -> dict[
         stats["mismatch_max"] = Stat.max(gap.abs())
         stats["mismatch_kl"] = Stat.mean(-gap)
         stats["mismatch_ratio"] = Stat.mean(gap.exp())
+    if batch.reference_logprobs is not None:
+        stats["kl_reference"] = Stat.mean(policy.logprobs.detach() - batch.reference_logprobs)
     return stats
 
 

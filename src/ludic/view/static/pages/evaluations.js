@@ -3,7 +3,7 @@
 import { change } from "../address.js";
 import { ask } from "../api.js";
 import { h, number, problems, show, signed, tone, visible } from "../dom.js";
-import { estimate } from "./run.js";
+import { figureRows } from "./run.js";
 
 export async function open(root, params) {
   const all = await ask("evaluations");
@@ -44,7 +44,6 @@ export async function open(root, params) {
 }
 
 function report(data) {
-  const names = [...new Set([...Object.keys(data.a.rates), ...Object.keys(data.b.rates)])];
   const tests = Object.entries(data.test);
   const sure = (p) => (p < 0.01 ? "strong" : p < 0.05 ? "some" : "weak");
   return [
@@ -54,8 +53,7 @@ function report(data) {
       h("small", { class: "quiet" }, `${signed(t.low)} to ${signed(t.high)}, n = ${t.n}`), h("small", {}, `paired test: p ${t.p < 0.00015 ? "≤ 0.0001" : `= ${t.p.toFixed(4)}`}`))),
       h("div", { class: "tile" }, h("span", { class: "quiet" }, "episodes of B"), h("b", {}, `${number(data.better)} better, ${number(data.worse)} worse`), h("small", { class: "quiet" }, `of ${number(data.total)}`))),
     h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, ""), h("th", {}, "A ", h("small", {}, `n=${data.a.episodes}`)), h("th", {}, "B ", h("small", {}, `n=${data.b.episodes}`)))),
-      h("tbody", {}, h("tr", {}, h("td", {}, "mean reward"), h("td", {}, estimate(data.a.reward, number)), h("td", {}, estimate(data.b.reward, number))),
-        names.map((name) => h("tr", {}, h("td", {}, name.replace("outcome/", "").replaceAll("_", " ")), h("td", {}, estimate(data.a.rates[name])), h("td", {}, estimate(data.b.rates[name]))))))),
+      h("tbody", {}, figureRows([data.a, data.b])))),
     h("h2", {}, "Episode by episode"),
     episodes(data),
   ];

@@ -27,7 +27,8 @@ export async function open(root, params) {
       ["tokens per second", number(data.figures["perf/tokens_per_s"]), "in training"],
     ];
     const held = data.headline && Object.entries(data.headline.stages).at(-1);
-    if (held) tiles.push([`${data.headline.name}, ${held[0].replaceAll("_", " ")}`, percent(held[1].value), `${percent(held[1].low)} – ${percent(held[1].high)}`]);
+    const shown = data.headline?.rate ? percent : number;
+    if (held) tiles.unshift([`${data.headline.name}, ${held[0].replaceAll("_", " ")}`, shown(held[1].value), `${shown(held[1].low)} – ${shown(held[1].high)}`]);
     show(figures, tiles.map(([name, value, note]) => h("div", { class: "tile" }, h("span", { class: "quiet" }, name), h("b", {}, value), h("small", { class: "quiet" }, note))));
     show(evals, evaluations(data));
     show(about, settings(data));
@@ -51,10 +52,18 @@ export function estimate(found, format = percent) {
   return found ? h("span", { class: "est" }, h("b", {}, format(found.value)), h("small", { class: "quiet" }, ` ${format(found.low)} – ${format(found.high)}`)) : "–";
 }
 
+// A row for each figure of the reports, the one that leads first.
+export function figureRows(reports) {
+  const lead = reports.map((r) => r.headline).find((key) => key && key !== "reward") ?? "reward";
+  const names = [...new Set([lead, "reward", ...reports.flatMap((r) => Object.keys(r.rates ?? {}))])];
+  return names.map((name) => h("tr", {}, h("td", {}, name === "reward" ? "mean reward" : visible(name.replace("outcome/", "").replaceAll("_", " "))),
+    reports.map((r) => h("td", {}, name === "reward" ? estimate(r.reward, number) : estimate(r.rates?.[name])))));
+}
+
 function evaluations(data) {
   const reports = Object.entries(data.figures_of_reports);
   if (!reports.length) return null;
-  const names = [...new Set(reports.flatMap(([, r]) => Object.keys(r.rates ?? {})))];
+  const envs = [...new Set(reports.flatMap(([, r]) => Object.keys(r.envs ?? {})))];
   const compare = reports.length > 1
     ? h("a", { class: "button", href: address("evaluations", { a_run: data.name, a: reports.at(-2)[0], b_run: data.name, b: reports.at(-1)[0] }) }, "Compare the last two")
     : null;
@@ -63,8 +72,9 @@ function evaluations(data) {
     h("div", { class: "scroll" }, h("table", {},
       h("thead", {}, h("tr", {}, h("th", {}, ""), reports.map(([name, r]) => h("th", {}, name.replaceAll("_", " "), h("small", { class: "quiet" }, r.episodes ? ` n=${r.episodes}` : ""))))),
       h("tbody", {},
-        h("tr", {}, h("td", {}, "mean reward"), reports.map(([, r]) => h("td", {}, r.problem ? h("span", { class: "bad" }, visible(r.problem)) : estimate(r.reward, number)))),
-        names.map((name) => h("tr", {}, h("td", {}, name.replace("outcome/", "").replaceAll("_", " ")), reports.map(([, r]) => h("td", {}, estimate(r.rates?.[name])))))))),
+        reports.some(([, r]) => r.problem) ? h("tr", {}, h("td", {}, ""), reports.map(([, r]) => h("td", {}, r.problem ? h("span", { class: "bad" }, visible(r.problem)) : ""))) : null,
+        figureRows(reports.map(([, r]) => r)),
+        envs.map((env) => h("tr", {}, h("td", {}, visible(env)), reports.map(([, r]) => h("td", {}, estimate(r.envs?.[env], r.envs?.[env]?.rate ? percent : number)))))))),
   ];
 }
 

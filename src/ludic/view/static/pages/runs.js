@@ -81,8 +81,9 @@ function headline(found) {
   const stages = Object.entries(found.stages);
   if (!stages.length) return "";
   const [, last] = stages.at(-1);
-  const title = stages.map(([stage, f]) => `${stage.replaceAll("_", " ")}: ${percent(f.value)} [${percent(f.low)}, ${percent(f.high)}]`).join("\n");
-  return h("span", { title }, `${found.name} `, h("b", {}, percent(last.value)));
+  const shown = found.rate ? percent : number;
+  const title = stages.map(([stage, f]) => `${stage.replaceAll("_", " ")}: ${shown(f.value)} [${shown(f.low)}, ${shown(f.high)}]`).join("\n");
+  return h("span", { title }, `${found.name} `, h("b", {}, shown(last.value)));
 }
 
 function shortened(key, keys) {
