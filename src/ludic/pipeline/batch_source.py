@@ -29,6 +29,7 @@ from ludic.rollouts.curricula import Curriculum
 from ludic.rollouts.storage import BufferedWriter, RolloutWriterLike, write_rollouts
 from ludic.rollouts.strategies import RequestStrategy
 from ludic.saw.assembly import batch_from_rollouts
+from ludic.saw.overlong import LOST_MEMBER
 from ludic.saw.filters import SampleFilter
 from ludic.saw.grouping import LostMember
 from ludic.saw.items import SAWBatch
@@ -185,6 +186,7 @@ class PipelineBatchSource:
             drops=drops,
             meta={
                 "source_step": self.step,
+                LOST_MEMBER: self.lost_member,
                 "pipeline/lag_max": max(lags, default=0),
                 "pipeline/lag_mean": sum(lags) / max(len(lags), 1),
                 "pipeline/attempt": self.seat.attempt,

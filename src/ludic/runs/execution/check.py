@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -147,7 +148,7 @@ def _check_sft(config: RunConfig) -> None:
     sft_algorithm(config)
     if sft.teacher is not None:
         load_teacher(sft.teacher)
-    elif not Path(sft.data or "").is_file():
+    elif not os.path.isfile(sft.data or ""):
         raise ConfigError(f"sft.data={sft.data!r}: there is no such file")
     if sft.steps:
         trainer_config(config, "sft", Path())

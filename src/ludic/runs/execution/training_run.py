@@ -189,6 +189,7 @@ class TrainingRun:
             algorithm=sft_algorithm(self.config),
             batch_size=sft.batch_size,
             seed=derive_seed(self.seed, "sft"),
+            overlong="refuse" if sft.data is not None else "drop",
         )
         crew = self.run.crew
         async with crew.stage("sft", self.folder):
