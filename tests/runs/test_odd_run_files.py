@@ -34,7 +34,7 @@ def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path: Path, text: str, 
 
 
 def test_an_override_that_is_nested_too_deeply_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'env.kwargs.x' is nested too deeply"):
+    with pytest.raises(ConfigError, match=r"'env\.kwargs\.x' is nested too deeply"):
         parse_run(MINIMAL, ["env.kwargs.x=" + "[" * 100_000])
 
 

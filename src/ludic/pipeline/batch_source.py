@@ -29,10 +29,10 @@ from ludic.rollouts.curricula import Curriculum
 from ludic.rollouts.storage import BufferedWriter, RolloutWriterLike, write_rollouts
 from ludic.rollouts.strategies import RequestStrategy
 from ludic.saw.assembly import batch_from_rollouts
-from ludic.saw.overlong import LOST_MEMBER
 from ludic.saw.filters import SampleFilter
 from ludic.saw.grouping import LostMember
 from ludic.saw.items import SAWBatch
+from ludic.saw.overlong import LOST_MEMBER
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.requests import RequestFn
 from ludic.training.batching.rollout_batch_source import first_filled

@@ -48,6 +48,11 @@ def read_run(run: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path, 
     return load_run(builtin, overrides), Path.cwd(), None
 
 
+def starts_redis(section: PipelineSection) -> bool:
+    """Whether the run starts a Redis of its own, since nothing names another."""
+    return section.url is None and section.url_env is None and not os.environ.get(URL_VARIABLE)
+
+
 def run_name(config: RunConfig, folder: Path | None) -> str:
     """Returns the name of the run's keys: as it says, or that of its folder."""
     section = section_of(config)

@@ -51,7 +51,8 @@ def resolve_paths(data: dict[str, Any], folder: Path, overridden: Collection[str
             continue
         name, which = split_run(table[key])
         path = _found(name, folder, f"{place}.{key}" in overridden)
-        if name not in ("tiny", "start") and (os.path.isdir(path) or name.startswith((".", "~", "/"))):
+        is_path = os.path.isdir(path) or name.startswith((".", "~", "/"))
+        if name not in ("tiny", "start") and is_path:
             table[key] = f"{path}:{which}" if which else str(path)
 
 

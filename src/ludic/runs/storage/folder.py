@@ -42,8 +42,10 @@ class RunFolder:
     def planned(config: RunConfig, path: str | Path | None = None) -> RunFolder:
         """Returns the folder that a new run will have, by its name unless `path` says where. Raises
         for a name that is not one part of a path: it would lie somewhere else."""
-        if (name := config.run.name) != os.path.basename(name) or name in ("", ".", "..") or (
-            "\0" in name
+        if (
+            (name := config.run.name) != os.path.basename(name)
+            or name in ("", ".", "..")
+            or ("\0" in name)
         ):
             raise ConfigError(
                 f"run.name={name!r} becomes the name of a folder, and must be one: without '/'. "

@@ -24,8 +24,8 @@ _log = logging.getLogger("ludic.training")
 
 class Intake:
     """Takes batches for all ranks. `run` calls a function in the trainer's thread, the only one in
-    which ranks talk to each other. A source that gives nothing for `cfg.batch_timeout_s` is an error,
-    which calls it `name`."""
+    which ranks talk to each other. A source that gives nothing for `cfg.batch_timeout_s` is an
+    error, which calls it `name`."""
 
     def __init__(
         self,
