@@ -27,6 +27,7 @@ from ludic.runs.model import precision_of
 from ludic.runs.players.teacher import write_lessons
 from ludic.runs.results.terminal import episodes_bar, say, warn
 from ludic.runs.results.watch import REWARD, LearningWatch, doubtful, fallen, measured_alike
+from ludic.runs.storage.env_sources import note_env_sources
 from ludic.runs.storage.folder import RunFolder
 from ludic.runs.storage.lock import locked
 from ludic.runs.storage.rollout_log import (
@@ -84,6 +85,8 @@ class TrainingRun:
                 self._begun = True
                 if self.run.resumed:
                     self.folder.take_up(self.config)
+                if (changed := note_env_sources(self.config, self.folder)) is not None:
+                    warn(changed)
                 try:
                     await self._go()
                 except Exception:

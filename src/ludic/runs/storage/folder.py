@@ -2,6 +2,7 @@
 
 run.json          the resolved configuration
 origin.json       versions, git state, machine, command
+env_sources.json  the modules of the environments, by which a resume notices changes
 metrics.jsonl     one line per step
 rollouts/         every episode, compressed, and what the trainer made of its tokens
 checkpoints/      resumable state; `latest` names the newest whole one
