@@ -38,7 +38,7 @@ help:
 	@echo "make chaos       60 kills of actors, trainer and Redis; what was lost and doubled"
 	@echo "make test-view   the tests of the pages, in the system's chromium"
 	@echo "make test-vllm   the tests against a real vLLM server"
-	@echo "make test-sandbox the tests of the sandbox; they fail where bubblewrap is missing"
+	@echo "make test-sandbox the tests that need bubblewrap, which then must be there"
 	@echo "make test-examples  every example's tiny setting, in one process"
 	@echo "make test-adapters  the tests with other packages' environments and tools"
 	@echo "make lint        ruff: style and formatting;  make format puts it right"
@@ -65,8 +65,8 @@ test-gpu: setup
 	@$(PY) -m pytest -q -m gpu $(ARGS)
 
 test-sandbox: setup
-	@echo "==> the tests of the sandbox"
-	@LUDIC_SANDBOX_TESTS=required $(PYTEST) tests/envs/code_exec tests/examples/test_code_exec.py $(ARGS)
+	@echo "==> the tests that need bubblewrap"
+	@LUDIC_SANDBOX_TESTS=required $(PYTEST) -m "sandbox and not slow" $(ARGS)
 
 test-pipeline: setup
 	@echo "==> the tests of actors and trainer over Redis"
@@ -77,7 +77,7 @@ chaos: $(READY)
 
 test-view: setup
 	@echo "==> the pages in a browser"
-	@LUDIC_BROWSER=required OMP_NUM_THREADS=1 $(PY) -m pytest -q -m browser tests/view $(ARGS)
+	@LUDIC_BROWSER=required OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "browser and not slow" tests/view $(ARGS)
 
 test-vllm: setup vllm
 	@echo "==> the tests against a real vLLM server"
@@ -89,7 +89,7 @@ test-adapters: setup adapters
 
 test-examples: setup
 	@echo "==> every example's tiny setting"
-	@LUDIC_SANDBOX_TESTS= OMP_NUM_THREADS=1 $(PY) -m pytest -q -m examples tests/examples $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -m examples tests/examples $(ARGS)
 
 # The packages of other environments go into an environment over the project's own.
 adapters: $(READY)

@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 from jaxtyping import install_import_hook
 
+from tests.left_runs import LeftRuns
+from tests.sandboxes import mark_by_name, need_bubblewrap
 from tests.shapes import check_shapes
 
 # Before anything imports transformers: a test that asks a hub for a file is a broken test.
@@ -45,11 +47,22 @@ settings.register_profile("thorough", settings.get_profile("ludic"), max_example
 settings.load_profile(os.environ.get("LUDIC_HYPOTHESIS_PROFILE", "ludic"))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("sandbox"):
+        need_bubblewrap()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(LeftRuns(ROOT / "runs"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that was asked for where it cannot run says so instead of failing: a `gpu` test
     without a GPU, an `adapters` test without the packages, or those that its mark names."""
     absent = pytest.mark.skip(reason="without the other packages: `make test-adapters` has them")
     for item in items:
+        mark_by_name(item)
         mark = item.get_closest_marker("adapters")
         if mark and any(find_spec(package) is None for package in mark.args or ADAPTED):
             item.add_marker(absent)
@@ -61,6 +74,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in wanted:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+@pytest.fixture
+def elsewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory outside of the checkout."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.chdir(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

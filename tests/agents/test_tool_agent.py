@@ -61,6 +61,34 @@ async def test_tools_run_inside_the_turn_and_every_model_call_is_a_step() -> Non
     assert first.sampling["seed"] != second.sampling["seed"]
 
 
+async def test_a_long_answer_is_cut_at_the_agents_limit_and_says_how_much() -> None:
+    def digits(count: int) -> str:
+        """Many digits."""
+        return "".join(str(i % 10) for i in range(count))
+
+    script = [tool_call("digits", count=30), tool_call("digits", count=20), move("5")]
+    agent = scripted_agent(script, ToolAgent, tools=[digits], max_tool_chars=20)
+    first, second, _ = (await turn(agent)).steps
+    cut = "0123456789\n[… 10 characters were left out …]\n0123456789"
+    assert [m["content"] for m in first.tool_messages] == [cut]
+    assert [m["content"] for m in second.tool_messages] == ["01234567890123456789"]
+
+
+async def test_the_limit_holds_for_complaints_and_can_be_taken_away() -> None:
+    def say(words: str) -> str:
+        """Repeats."""
+        raise ToolError(words)
+
+    for limit, shown in ((50, 100), (None, 20_007)):
+        script = [tool_call("say", words="x" * 20_000), move("5")]
+        agent = scripted_agent(script, ReActAgent, tools=[say], max_tool_chars=limit)
+        content = (await turn(agent)).steps[0].tool_messages[0]["content"]
+        assert content.startswith("Error: xxx")
+        assert len(content) <= shown
+    with pytest.raises(AgentError, match="max_tool_chars=0"):
+        scripted_agent([move("5")], ToolAgent, tools=[say], max_tool_chars=0)
+
+
 async def test_no_parser_punishes_a_tool_call() -> None:
     agent = scripted_agent([tool_call("add", a=2, b=3), move("5")], ToolAgent, tools=[add])
     assert (await turn(agent)).parse.reward == 0.25

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from ludic.runs.run import Run
-from tests.envs.code_exec.conftest import need_bubblewrap
 
 pytestmark = [pytest.mark.examples, pytest.mark.timeout(300)]
 
@@ -44,7 +43,7 @@ COLD_START = ("tic_tac_toe/sft_tic_tac_toe.py", "--steps", "10", "--batch-size",
 EXAMPLES = [
     Example("gsm8k/tiny.toml"),
     Example("gsm8k/train_gsm8k.py", ("--tiny", "--out", "run", *FEW)),
-    Example("tool_use/tiny.toml"),
+    Example("tool_use/tiny.toml", sandbox=True),
     Example("delegation/tiny.toml"),
     Example("self_play/tiny.toml", ("training.checkpoint_every=1",)),
     Example("code_exec/tiny.toml", sandbox=True),
@@ -73,10 +72,14 @@ def _process_as_it_was() -> Iterator[None]:
     sys.path[:] = path
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.path)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(e, id=e.path, marks=[pytest.mark.sandbox] if e.sandbox else [])
+        for e in EXAMPLES
+    ],
+)
 def test_it_trains(example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if example.sandbox:
-        need_bubblewrap()
     monkeypatch.chdir(tmp_path)
     if example.path.endswith(".toml"):
         settings = [*FEW, *example.arguments]

@@ -14,17 +14,11 @@ import pytest
 from ludic.envs.code_exec import Judge, Limits, Outcome, SandboxPool, make_verifier
 from ludic.envs.code_exec.tasks import stdio_task
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
-from tests.envs.code_exec.conftest import need_bubblewrap
 
 pytestmark = [pytest.mark.integration, pytest.mark.sandbox, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "code_exec"
-
-
-@pytest.fixture(autouse=True)
-def _bubblewrap() -> None:
-    need_bubblewrap()
 
 
 def run(where: Path, *command: str) -> str:

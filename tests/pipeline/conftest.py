@@ -26,6 +26,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=str(exc)))
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(elsewhere: Path) -> None:
+    """A trainer that was told no `run_dir` makes a folder below the working directory."""
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRedis]:
     """One server for the tests that do not disturb it."""

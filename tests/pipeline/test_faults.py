@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import pytest
+from redis.exceptions import ResponseError
 
 from ludic.errors import PipelineError, SchemaVersionError
 from ludic.pipeline import LocalRedis, PipelineConfig, TrainerSeat
@@ -99,6 +100,24 @@ async def test_a_full_redis_says_so_and_goes_on_when_there_is_room(own_server: L
         assert units_of(await asyncio.wait_for(following, 60)) == [0, 1]
     await source.close()
     store.close()
+
+
+@pytest.mark.parametrize(
+    "wording",
+    [
+        "OOM command not allowed when used memory > 'maxmemory'.",
+        "Error running script (call to f_f389ba74): @user_script:13: @user_script: 13: -OOM "
+        "command not allowed when used memory > 'maxmemory'.",
+    ],
+)
+def test_a_full_redis_is_known_by_the_words_of_each_version(
+    config: PipelineConfig, wording: str
+) -> None:
+    def refused() -> None:
+        raise ResponseError(wording)
+
+    with pytest.raises(PipelineError, match=r"waited .* its memory is full"):
+        Store(config).patiently(refused, "append", patience_s=0.0)
 
 
 async def test_a_damaged_group_is_counted_and_its_prompt_is_sampled_again(

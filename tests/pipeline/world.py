@@ -87,7 +87,12 @@ def make_trainer(
         model=tiny_model(),
         batch_source=source,
         publisher=PipelinePublisher(source.seat),
-        cfg=TrainerConfig(learning_rate=1e-3, max_seq_len=512, checkpoint=saved),
+        cfg=TrainerConfig(
+            learning_rate=1e-3,
+            max_seq_len=512,
+            checkpoint=saved,
+            run_dir=folder.with_name(f"{folder.name}-metrics") if folder else None,
+        ),
     )
 
 

@@ -421,6 +421,32 @@ def test_a_sample_over_max_seq_len_stops_the_run_and_is_named(tmp_path: Path) ->
         train(synthetic_batch(0, 3), cfg)
 
 
+def test_an_overlong_sample_costs_its_episode_and_group_with_a_word_and_a_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = synthetic_batch(0, 6)
+    longest = max(range(6), key=lambda i: len(given.items[i].input_ids))
+    limit = len(given.items[longest].input_ids) - 1
+    lost = {given.items[longest].group_id}
+    assert not any(len(i.input_ids) > limit for i in given.items if i.group_id not in lost)
+    played = make_batch(given.items, {**given.meta, "lost_member": "drop_group"})
+    without = make_batch([i for i in given.items if i.group_id not in lost], given.meta)
+    cfg = config(tmp_path / "a", max_seq_len=limit)
+    weights, (line, second) = train(played, cfg, steps=2)
+    assert line["train/overlong_episodes"] == second["train/overlong_episodes"] == 1
+    assert caplog.text.count(f"over max_seq_len={limit} (the longest: {limit + 1} tokens)") == 1
+    assert_same(weights, train(without, config(tmp_path / "b"), steps=2)[0])
+
+
+def test_a_batch_of_nothing_but_overlong_episodes_says_which_setting_to_raise(
+    tmp_path: Path,
+) -> None:
+    given = synthetic_batch(0, 2)
+    played = make_batch(given.items, {**given.meta, "lost_member": "drop_group"})
+    with pytest.raises(BatchError, match=r"'overlong': \d.*Raise max_seq_len=3"):
+        train(played, config(tmp_path, max_seq_len=3))
+
+
 def test_a_source_that_hangs_meets_its_deadline(tmp_path: Path) -> None:
     class Hanging:
         async def next_batch(self) -> SAWBatch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ludic.agents.tool_agent import ExternalToolHandler, ToolAgent
+from ludic.agents.tool_agent import MAX_TOOL_CHARS, ExternalToolHandler, ToolAgent
 from ludic.agents.tools import Tool, ToolFunction, ToolSource
 from ludic.context.base import ContextStrategy
 from ludic.errors import AgentError
@@ -38,6 +38,7 @@ class ReActAgent(ToolAgent):
         external_tool_handler: ExternalToolHandler | None = None,
         tool_timeout_s: float | None = 30.0,
         external_tool_timeout_s: float | None = 600.0,
+        max_tool_chars: int | None = MAX_TOOL_CHARS,
         inference: InferenceSpec | None = None,
         system_prompt: str | None = None,
         request_timeout_s: float | None = 300.0,
@@ -57,6 +58,7 @@ class ReActAgent(ToolAgent):
             max_tool_rounds=max_rounds - 1,
             tool_timeout_s=tool_timeout_s,
             external_tool_timeout_s=external_tool_timeout_s,
+            max_tool_chars=max_tool_chars,
             inference=inference,
             system_prompt=system_prompt,
             request_timeout_s=request_timeout_s,

@@ -31,6 +31,9 @@ from ludic.types import FinishReason, Message, ToolCall
 ExternalToolHandler: TypeAlias = Callable[[ToolCall], Awaitable[str]]
 """Returns the text that answers a call of an external tool. A `ToolError` is shown to the model."""
 
+MAX_TOOL_CHARS = 10_000
+"""How much of a tool's answer a model is shown, unless its agent says otherwise."""
+
 ROUNDS_FEEDBACK = "Your turn is over without an answer: no further tool calls were allowed in it."
 
 
@@ -43,7 +46,8 @@ class ToolAgent(Agent):
     first turn, and closed with the agent; their tools are among the others. A turn has at most
     `max_tool_rounds` rounds of calls. Calls are not actions: the parser reads only the message that
     ends the turn, and calls are free; but a turn that ends without an answer gets the penalty of
-    no answer.
+    no answer. The middle of an answer of more than `max_tool_chars` characters is left out, with a
+    word that says how much.
     """
 
     last_round_notice: str | None = None
@@ -64,6 +68,7 @@ class ToolAgent(Agent):
         max_tool_rounds: int = 4,
         tool_timeout_s: float | None = 30.0,
         external_tool_timeout_s: float | None = 600.0,
+        max_tool_chars: int | None = MAX_TOOL_CHARS,
         inference: InferenceSpec | None = None,
         system_prompt: str | None = None,
         request_timeout_s: float | None = 300.0,
@@ -80,6 +85,8 @@ class ToolAgent(Agent):
         )
         if max_tool_rounds < 0:
             raise AgentError(f"max_tool_rounds={max_tool_rounds}: must be >= 0")
+        if max_tool_chars is not None and max_tool_chars < 1:
+            raise AgentError(f"max_tool_chars={max_tool_chars}: must be >= 1, or None")
         self.tools = tools_by_name(tools)
         self.tool_sources = tuple(tool_sources)
         self._own_tools = tuple(self.tools.values())
@@ -89,6 +96,7 @@ class ToolAgent(Agent):
         self.max_tool_rounds = max_tool_rounds
         self.tool_timeout_s = tool_timeout_s
         self.external_tool_timeout_s = external_tool_timeout_s
+        self.max_tool_chars = max_tool_chars
         self._know(self._own_tools)
         if (self._schemas or tool_sources) and isinstance(chat_template, ChoosesToolParser):
             self.chat_template = chat_template.for_tools()
@@ -209,9 +217,10 @@ class ToolAgent(Agent):
     ) -> None:
         """Shows the model the answers to its calls, those to unreadable ones first."""
         unread = [ToolResult.failed(error) for error in call.parsed.tool_call_errors]
-        messages: list[Message] = [{"role": "tool", "content": r.content} for r in unread]
+        most = self.max_tool_chars
+        messages: list[Message] = [{"role": "tool", "content": r.shown(most)} for r in unread]
         messages += [
-            tool_message(tool_call, answer.content)
+            tool_message(tool_call, answer.shown(most))
             for tool_call, answer in zip(call.parsed.tool_calls, answers, strict=True)
         ]
         if notice is not None:

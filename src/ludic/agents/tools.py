@@ -133,6 +133,15 @@ class ToolResult:
     content: str
     error: str | None = None
 
+    def shown(self, max_chars: int | None) -> str:
+        """The answer with its middle left out where it is longer than `max_chars`."""
+        if max_chars is None or len(self.content) <= max_chars:
+            return self.content
+        head, tail = max_chars - max_chars // 2, max_chars // 2
+        cut = len(self.content) - max_chars
+        end = self.content[-tail:] if tail else ""
+        return f"{self.content[:head]}\n[… {cut} characters were left out …]\n{end}"
+
     @classmethod
     def failed(cls, sentence: str) -> ToolResult:
         return cls(f"Error: {sentence}", sentence)

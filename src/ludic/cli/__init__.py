@@ -10,6 +10,7 @@ def main() -> None:
     """Runs the command line; expected failures are one sentence and exit code 2."""
     from ludic.cli.app import app
     from ludic.errors import LudicError
+    from ludic.visible import visible
 
     debug = "--debug" in sys.argv
     if debug:
@@ -22,7 +23,7 @@ def main() -> None:
         if debug or not isinstance(exc, LudicError | OSError):
             raise
         sentence = str(exc) if isinstance(exc, LudicError) else _explained(exc)
-        print(f"ludic{_rank()}: {' '.join(sentence.split())}", file=sys.stderr)
+        print(f"ludic{_rank()}: {visible(' '.join(sentence.split()))}", file=sys.stderr)
         sys.exit(2)
 
 

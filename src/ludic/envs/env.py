@@ -103,6 +103,11 @@ class LudicEnv(ABC, Generic[AgentIDT, ObsT, ActionT]):
         """A stable name of the task that the last `reset` chose (a dataset row, a level)."""
         return None
 
+    def check_machine(self) -> None:
+        """Raises if this machine lacks a program that the environment needs, with the command that
+        installs it. Asked before a run begins, of an environment that was not reset."""
+        return
+
     def close(self) -> None:
         """Frees what the environment holds. Called once, also after a failure."""
 

@@ -54,12 +54,17 @@ def find_key(variable: str | None, file: str | None, where: str) -> str | None:
     if file is None:
         return None
     try:
-        key = Path(file).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"{where}.api_key_file={file!r} cannot be read: {exc}") from exc
+        key = Path(os.path.expanduser(file)).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else exc
+        raise ConfigError(f"{where}.api_key_file={_shown(file)} cannot be read: {why}") from exc
     if not key:
-        raise ConfigError(f"{where}.api_key_file={file!r} is empty")
+        raise ConfigError(f"{where}.api_key_file={_shown(file)} is empty")
     return key
+
+
+def _shown(path: str) -> str:
+    return repr(path if len(path) <= 200 else f"{path[:200]}…")
 
 
 def _nearest_variable(name: str) -> str:

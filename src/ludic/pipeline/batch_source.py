@@ -32,6 +32,7 @@ from ludic.saw.assembly import batch_from_rollouts
 from ludic.saw.filters import SampleFilter
 from ludic.saw.grouping import LostMember
 from ludic.saw.items import SAWBatch
+from ludic.saw.overlong import LOST_MEMBER
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.requests import RequestFn
 from ludic.training.batching.rollout_batch_source import first_filled
@@ -185,6 +186,7 @@ class PipelineBatchSource:
             drops=drops,
             meta={
                 "source_step": self.step,
+                LOST_MEMBER: self.lost_member,
                 "pipeline/lag_max": max(lags, default=0),
                 "pipeline/lag_mean": sum(lags) / max(len(lags), 1),
                 "pipeline/attempt": self.seat.attempt,

@@ -220,13 +220,22 @@ class Store:
         self.patiently(lambda: self._redis.delete(*self.keys.values()), "deleting the run")
 
 
+def _code(error: Exception) -> str:
+    """The code that an error begins with. Redis before 7 wraps what a command in a script was
+    refused for: "Error running script (call to f_…): @user_script:13: …: -OOM command …"."""
+    text = str(error)
+    if text.startswith("Error running script"):
+        text = text.rpartition(": -")[2]
+    return text.partition(" ")[0]
+
+
 def _is_passing(error: ResponseError) -> bool:
-    return str(error).startswith(("OOM", "LOADING", "MISCONF", "BUSY", "READONLY", "MASTERDOWN"))
+    return _code(error) in ("OOM", "LOADING", "MISCONF", "BUSY", "READONLY", "MASTERDOWN")
 
 
 def _in_words(error: Exception) -> str:
     text = str(error)
-    if isinstance(error, OutOfMemoryError) or text.startswith(("OOM", "command not allowed")):
+    if isinstance(error, OutOfMemoryError) or _code(error) == "OOM":
         return "its memory is full (maxmemory): raise it, or lower pipeline.max_bytes"
     if isinstance(error, TimeoutError):
         return f"it does not answer ({text})"

@@ -24,6 +24,7 @@ from ludic.inference.client import ChatClient, TokenCompletionRequest, Versioned
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.precision import Precision
 from ludic.runs.assemble import open_policy
+from ludic.runs.execution.check import check_programs
 from ludic.runs.locate import locate
 from ludic.runs.model import precision_of
 from ludic.saw.items import SampleAttachments, SAWItem
@@ -147,6 +148,7 @@ async def run_doctor(
 async def examine_run(run: str, overrides: Sequence[str] = ()) -> DoctorReport:
     """`run_doctor` with a run's model, client and publisher, also at the run's own temperature."""
     config, weights = locate(run, overrides)
+    check_programs(config)
     async with open_policy(config, weights=weights) as policy:
         own = policy.runtime.inference.sampling
         return await run_doctor(

@@ -13,6 +13,7 @@ from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.rollouts.progress import ProgressCallback
 from ludic.runs.assemble import OpenPolicy, open_policy
 from ludic.runs.episodes import inference_spec, rollout_engine
+from ludic.runs.execution.check import check_programs
 from ludic.runs.locate import locate
 from ludic.runs.requests import requests_of
 from ludic.runs.results.terminal import episodes_bar
@@ -79,6 +80,7 @@ async def evaluate_run(run: str, overrides: Sequence[str] = ()) -> EvalReport:
 
 async def evaluate_model(config: RunConfig, weights: Path | None, *, name: str) -> EvalReport:
     """Evaluates the model that a configuration describes, with the weights of a checkpoint."""
+    check_programs(config, held_out=True)
     async with open_policy(config, weights=weights) as policy:
         with episodes_bar("evaluation") as update:
             return await evaluate_policy(config, policy, name=name, on_progress=update)

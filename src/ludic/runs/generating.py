@@ -12,6 +12,7 @@ from ludic.rollouts import FixedMix, RolloutWriter
 from ludic.rollouts.storage import write_rollouts
 from ludic.runs.assemble import open_policy
 from ludic.runs.episodes import rollout_engine
+from ludic.runs.execution.check import check_programs
 from ludic.runs.locate import locate
 from ludic.runs.requests import requests_of
 from ludic.runs.results.terminal import episodes_bar
@@ -54,6 +55,7 @@ async def generate_file(
     how many were kept, and how many were dropped, by reason."""
     _check(output, episodes, keep)
     config, weights = locate(run, overrides)
+    check_programs(config)
     seed = derive_seed(config.run.seed, "generate")
     counts: Counter[str] = Counter(kept=0)
     async with open_policy(config, weights=weights) as policy:

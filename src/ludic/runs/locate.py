@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -25,10 +26,10 @@ def builtin_runs() -> str:
 def find_run(run: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path]:
     """Reads a run by its file or built-in name; also returns the folder of its modules."""
     path = Path(run)
-    if path.suffix == ".toml" or path.exists():
+    if path.suffix == ".toml" or os.path.exists(path):
         return load_run(path, overrides), path.resolve().parent
     path = RUNS / f"{run.replace('_', '-')}.toml"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(
             f"there is neither a run file {run!r} nor a built-in run of that name "
             f"({builtin_runs()})"
@@ -39,7 +40,7 @@ def find_run(run: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path]:
 def locate(run: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path | None]:
     """Returns the run's configuration and, if `run` is a run folder, its trained weights. Makes the
     modules that the run names importable."""
-    if Path(run).is_dir():
+    if os.path.isdir(run):
         folder = RunFolder.open(run)
         config, weights = folder.config(overrides), folder.weights()
         bring_in(config, folder.modules)

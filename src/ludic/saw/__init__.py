@@ -17,6 +17,7 @@ from ludic.saw.filters import (
 )
 from ludic.saw.grouping import LostMember, group_by_role, settle_groups
 from ludic.saw.items import BatchCounts, SampleAttachments, SAWBatch, SAWItem, TurnSpan
+from ludic.saw.overlong import drop_overlong_episodes
 from ludic.saw.statistics import item_statistics, rollout_statistics
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "drop_if",
     "drop_incomplete_completions",
     "drop_overlong",
+    "drop_overlong_episodes",
     "drop_parse_errors",
     "drop_truncated",
     "group_by_role",

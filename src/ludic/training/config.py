@@ -53,10 +53,11 @@ class TrainerConfig:
 
     `micro_token_budget` bounds the tokens of one forward pass and is all that memory depends on;
     None: 16,384 or `max_seq_len`, and on a single GPU more if an estimate says that it fits.
-    `max_seq_len` bounds a single sample, and a longer one is an error. `epochs` and
-    `mini_batches` give several optimizer steps per batch, with proximal log-probs from before the
-    first. `overlap` samples the next batch, under the present policy, while this one trains: it
-    is then one version old, which `max_lag` must allow.
+    `max_seq_len` bounds a single sample. A longer one costs the episode that it was played in; in
+    data that was given, it is an error. `epochs` and `mini_batches` give several optimizer steps
+    per batch, with proximal log-probs from before the first. `overlap` samples the next batch,
+    under the present policy, while this one trains: it is then one version old, which `max_lag`
+    must allow.
     `precision` must fit the weights; None: in their type, with torch's switches as they are.
     `compile` has torch.compile work on the decoder layers, which takes a while to begin with;
     `head_kernels` says what turns logits into log-probs on a GPU. `graphs` replays passes as CUDA

@@ -131,7 +131,7 @@ class Trainer:
         self._compute = ThreadPoolExecutor(
             1, "ludic-train", initializer=work_on, initargs=(self.world.device,)
         )
-        self.intake = Intake(algo, self.world, self._run, self._source_name, cfg.batch_timeout_s)
+        self.intake = Intake(algo, self.world, self._run, self._source_name, cfg)
         self._saving_s = 0.0  # time of the previous save, logged with the next step
         self._states_before_ahead: dict[str, Any] | None = None
         self._asked = self._taken = 0  # steps in this process; a resumed `step` may be ahead

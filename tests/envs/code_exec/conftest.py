@@ -1,49 +1,12 @@
-"""Which sandboxes this machine has.
-
-A test that needs bubblewrap where it cannot be used is skipped, with the reason. With
-LUDIC_SANDBOX_TESTS=required (as in `make test-sandbox`) it fails instead where bubblewrap is not
-installed; a kernel that allows no namespaces is still a reason to skip. With
-LUDIC_SANDBOX_TESTS=elsewhere it is left to such a run.
-"""
+"""One pool of each kind of sandbox, for all tests of this folder."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 
 import pytest
 
-from ludic.envs.code_exec.sandbox import SandboxPool, SandboxUnavailableError
-from ludic.envs.code_exec.sandbox.bubblewrap import check_bubblewrap
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("sandbox"):
-        need_bubblewrap()
-
-
-def need_bubblewrap() -> None:
-    """Skips or fails the test where the default sandbox cannot be used."""
-    wanted = os.environ.get("LUDIC_SANDBOX_TESTS", "")
-    if wanted == "elsewhere":
-        pytest.skip("left to `make test-sandbox`")
-    try:
-        check_bubblewrap()
-    except SandboxUnavailableError as error:
-        if wanted == "required" and (not shutil.which("bwrap") or namespaces_are_allowed()):
-            pytest.fail(str(error))
-        pytest.skip(str(error))
-
-
-def namespaces_are_allowed() -> bool:
-    """Whether the kernel lets an ordinary user have a user namespace, asked without our code."""
-    ordinary = 65534 if os.geteuid() == 0 else None
-    asked = subprocess.run(
-        ["unshare", "--user", "true"], user=ordinary, capture_output=True, timeout=60, check=False
-    )
-    return asked.returncode == 0
+from ludic.envs.code_exec.sandbox import SandboxPool
 
 
 @pytest.fixture(scope="session")
@@ -56,8 +19,6 @@ def pools() -> Iterator[dict[str, SandboxPool]]:
 
 
 def pool_of(pools: dict[str, SandboxPool], name: str) -> SandboxPool:
-    if name == "bubblewrap" or os.environ.get("LUDIC_SANDBOX_TESTS") == "elsewhere":
-        need_bubblewrap()
     if name not in pools:
         pools[name] = SandboxPool(name, workers=2)
     return pools[name]

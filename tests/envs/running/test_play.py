@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from ludic.envs import DatasetQAEnv, TwoPlayerTicTacToeEnv
+from ludic.envs import DatasetQAEnv, SingleAgentEnv, TwoPlayerTicTacToeEnv
 from ludic.envs.running.play import play_by_hand
 from ludic.registry import make_env
+from ludic.types import StepOutcome
 
 
 def test_an_episode_is_played_from_lines_of_text() -> None:
@@ -63,3 +64,27 @@ def test_each_built_in_environment_can_be_played(
     out = io.StringIO()
     play_by_hand(make_env(name, **options), seed=1, stdin=io.StringIO(lines), stdout=out)
     assert shown in out.getvalue()
+
+
+def test_what_an_environment_says_cannot_steer_the_terminal() -> None:
+    hostile = "\x1b]0;owned\x07\x1b[2J"
+
+    class Hostile(SingleAgentEnv):
+        def env_reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+            return f"opening {hostile}", {}
+
+        def env_step(self, action: str) -> StepOutcome:
+            parts = {f"part {hostile}": 1.0}
+            return StepOutcome(f"end {hostile}", 1.0, True, reward_components=parts)
+
+        def env_current_obs(self) -> str:
+            return ""
+
+        def suggested_sysprompt(self, agent_id: str) -> str:
+            return f"prompt {hostile}"
+
+    out = io.StringIO()
+    assert play_by_hand(Hostile(), stdin=io.StringIO("go\n"), stdout=out) == 0
+    for place in ("prompt", "opening", "part", "end"):
+        assert f"{place} \\x1b]0;owned\\x07\\x1b[2J" in out.getvalue()
+    assert "\x1b" not in out.getvalue()

@@ -269,7 +269,7 @@ class ProgramAgent(Agent):
 def _check_command(command: Sequence[str], cwd: str | None, path: str) -> None:
     if not all(isinstance(argument, str) for argument in command):
         raise ConfigError(f"command = {list(command)}: give a list of strings")
-    if cwd is not None and not Path(cwd).is_dir():
+    if cwd is not None and not os.path.isdir(cwd):
         raise ConfigError(f"cwd = {cwd!r}: there is no such folder")
     program = command[0]
     if os.sep in program:

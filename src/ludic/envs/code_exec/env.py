@@ -8,7 +8,13 @@ from typing import Any, Literal
 
 from ludic.envs.code_exec.cache import ResultCache
 from ludic.envs.code_exec.judge import Judge, Verdict
-from ludic.envs.code_exec.sandbox import DEFAULT_SANDBOX, Limits, SandboxPool, shared_pool
+from ludic.envs.code_exec.sandbox import (
+    DEFAULT_SANDBOX,
+    Limits,
+    SandboxPool,
+    check_sandbox,
+    shared_pool,
+)
 from ludic.envs.code_exec.tasks import ADAPTERS, Adapter, CodeTask, FunctionTask, StdioTask
 from ludic.envs.code_exec.verifiers import Verifier, make_verifier
 from ludic.envs.dataset_rows import DatasetRows, Row, load_rows
@@ -120,6 +126,10 @@ class CodeExecEnv(SingleAgentEnv):
     @property
     def return_range(self) -> tuple[float, float]:
         return (-self._penalty, 1.0)
+
+    def check_machine(self) -> None:
+        if self._pool is None:
+            check_sandbox(self._sandbox)
 
     def num_rows(self) -> int:
         """How many tasks there are to choose from. Loads the data if that is still to be done."""

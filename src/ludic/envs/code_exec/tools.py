@@ -14,6 +14,7 @@ from ludic.envs.code_exec.sandbox import (
     Program,
     SandboxError,
     SandboxPool,
+    check_sandbox,
 )
 
 MAX_SHOWN = 8000
@@ -68,6 +69,10 @@ class PythonTool:
             except SandboxError:
                 self._end()
                 raise
+
+    def check_machine(self) -> None:
+        """Raises if this machine cannot run the sandbox; asked before a run begins."""
+        check_sandbox(self._sandbox)
 
     def close(self) -> None:
         """Ends the session. A later call begins a new one."""

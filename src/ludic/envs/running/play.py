@@ -10,6 +10,7 @@ from typing import Any, TextIO
 from ludic.envs.env import LudicEnv
 from ludic.envs.running.runner import EnvRunner
 from ludic.types import StepOutcome
+from ludic.visible import visible
 
 
 def play_by_hand(
@@ -35,16 +36,16 @@ async def _play(
         for agent in runner.agent_ids:
             prompt = runner.suggested_sysprompt(agent)
             if prompt:
-                print(f"[{agent}] {prompt}\n", file=stdout)
+                _print(f"[{agent}] {prompt}\n", stdout)
         for agent, (obs, _) in openings.items():
-            print(f"[{agent}]\n{obs}", file=stdout)
+            _print(f"[{agent}]\n{obs}", stdout)
         while not runner.done:
             actions = {}
             for agent in runner.active_agents:
-                print(f"[{agent}] > ", end="", file=stdout, flush=True)
+                _print(f"[{agent}] > ", stdout, end="")
                 line = stdin.readline().strip()
                 if not line:
-                    print("\nleft before the end", file=stdout)
+                    _print("\nleft before the end", stdout)
                     return 1
                 actions[agent] = line
             outcomes = await runner.step(actions)
@@ -54,8 +55,13 @@ async def _play(
     finally:
         await runner.close()
     for agent, total in totals.items():
-        print(f"[{agent}] total reward {total:g}", file=stdout)
+        _print(f"[{agent}] total reward {total:g}", stdout)
     return 0
+
+
+def _print(text: str, stdout: TextIO, end: str = "\n") -> None:
+    """Everything goes this way: an environment's words must not steer the terminal."""
+    print(visible(text), end=end, file=stdout, flush=True)
 
 
 def _show(outcomes: Mapping[str, StepOutcome], stdout: TextIO) -> None:
@@ -69,6 +75,6 @@ def _show(outcomes: Mapping[str, StepOutcome], stdout: TextIO) -> None:
         if ending:
             parts.append(ending)
         if outcome.obs:
-            print(" ".join(parts) + "\n" + outcome.obs, file=stdout)
+            _print(" ".join(parts) + "\n" + outcome.obs, stdout)
         elif len(parts) > 1:
-            print(" ".join(parts), file=stdout)
+            _print(" ".join(parts), stdout)

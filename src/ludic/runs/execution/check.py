@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -13,16 +14,11 @@ from ludic.envs import LudicEnv, build_env
 from ludic.errors import ConfigError
 from ludic.inference import HFChatTemplate, ScriptedChatClient
 from ludic.inference.tiny import tiny_tokenizer
-from ludic.interaction import (
-    DelegatingProtocol,
-    MultiAgentProtocol,
-    Runtime,
-    SingleAgentSyncProtocol,
-)
+from ludic.interaction import Runtime
 from ludic.registry import make_protocol
-from ludic.rollouts import RolloutRequest
 from ludic.runs.assemble import algorithm_of, sample_filter_of, sft_algorithm, trainer_config
 from ludic.runs.episodes import inference_spec, tool_parser_of, with_template
+from ludic.runs.execution.needs import agents_of, ask, check_tools
 from ludic.runs.execution.ranks import check_ranks
 from ludic.runs.model import build_model, check_device, configuring
 from ludic.runs.players.opponents import check_seating
@@ -72,6 +68,14 @@ def check_parts(config: RunConfig) -> None:
         )
 
 
+def check_programs(config: RunConfig, *, held_out: bool = False) -> None:
+    """Raises if this machine lacks a program that an environment or a tool of the run needs: for
+    what plays its episodes, or its held-out ones, without training."""
+    for section in config.eval.env if held_out and config.eval.env else config.env:
+        _make_env(section).close()
+    _make_agents(config, held_out=held_out)
+
+
 def _check_pipeline(config: RunConfig) -> None:
     """Raises if a run over Redis asks for what only one process can do."""
     section, training = config.pipeline, config.training
@@ -86,7 +90,10 @@ def _check_pipeline(config: RunConfig) -> None:
     for ok, what in rules:
         if not ok:
             raise ConfigError(f"a run over Redis ([pipeline], --async) cannot have {what}")
-    import_module("ludic.pipeline.store")  # says now, not after the cold start, what is missing
+    # What is missing is said now, and not after the cold start.
+    import_module("ludic.pipeline.store")
+    if import_module("ludic.runs.pipeline.address").starts_redis(section):
+        import_module("ludic.pipeline.local_redis").find_redis_server()
     if given := given_names(config.plain()):
         raise ConfigError(
             f"actors are other processes, and {', '.join(given)} is an object of this script: put "
@@ -107,7 +114,9 @@ def _check_workers(config: RunConfig) -> None:
 
 def _make_env(section: EnvSection) -> Env:
     with configuring(f"environment {section.kind!r} with {section.kwargs}"):
-        return build_env(EnvSpec(section.kind, section.kwargs))
+        env = build_env(EnvSpec(section.kind, section.kwargs))
+        ask(env)
+        return env
 
 
 def _make_agents(config: RunConfig, *, held_out: bool = False) -> list[Agent]:
@@ -119,26 +128,12 @@ def _make_agents(config: RunConfig, *, held_out: bool = False) -> list[Agent]:
     runtime = replace(runtime, others=others)
     found: list[Agent] = []
     for request, _ in requests_of(config, held_out=held_out).values():
-        with configuring(f"protocol {request.protocol.kind!r}"):
-            found += _agents_of(request, runtime)
+        spec = request.protocol
+        with configuring(f"protocol {spec.kind!r}"):
+            protocol = make_protocol(spec.kind, runtime, **spec.kwargs)
+            check_tools(agents_of(protocol, request))
+            found += agents_of(protocol, request, trained=True)
     return found
-
-
-def _agents_of(request: RolloutRequest, runtime: Runtime) -> list[Agent]:
-    spec = request.protocol
-    protocol = make_protocol(spec.kind, runtime, **spec.kwargs)
-    players: list[Any] = []
-    if isinstance(protocol, SingleAgentSyncProtocol):
-        players = [protocol.agent]
-    elif isinstance(protocol, MultiAgentProtocol):
-        players = [p for seat, p in protocol.players.items() if seat not in protocol.uncollected]
-        if protocol.default is not None:
-            seats = build_env(request.env).agent_ids
-            players += [protocol.default(seat) for seat in seats if seat not in protocol.players]
-    elif isinstance(protocol, DelegatingProtocol):
-        factories = (protocol.parent, *(s.make_agent for s in protocol.sub_agents.values()))
-        players = [make_agent(()) for make_agent in factories]
-    return [player for player in players if isinstance(player, Agent)]
 
 
 def _check_sft(config: RunConfig) -> None:
@@ -147,7 +142,7 @@ def _check_sft(config: RunConfig) -> None:
     sft_algorithm(config)
     if sft.teacher is not None:
         load_teacher(sft.teacher)
-    elif not Path(sft.data or "").is_file():
+    elif not os.path.isfile(sft.data or ""):
         raise ConfigError(f"sft.data={sft.data!r}: there is no such file")
     if sft.steps:
         trainer_config(config, "sft", Path())

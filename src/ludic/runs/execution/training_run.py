@@ -35,6 +35,7 @@ from ludic.runs.results.watch import (
     hacked,
     measured_alike,
 )
+from ludic.runs.storage.env_sources import note_env_sources
 from ludic.runs.storage.folder import RunFolder
 from ludic.runs.storage.lock import locked
 from ludic.runs.storage.rollout_log import (
@@ -92,6 +93,8 @@ class TrainingRun:
                 self._begun = True
                 if self.run.resumed:
                     self.folder.take_up(self.config)
+                if (changed := note_env_sources(self.config, self.folder)) is not None:
+                    warn(changed)
                 try:
                     await self._go()
                 except Exception:
@@ -200,6 +203,7 @@ class TrainingRun:
             algorithm=sft_algorithm(self.config),
             batch_size=sft.batch_size,
             seed=derive_seed(self.seed, "sft"),
+            overlong="refuse" if sft.data is not None else "drop",
         )
         crew = self.run.crew
         async with crew.stage("sft", self.folder):

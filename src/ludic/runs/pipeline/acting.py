@@ -19,6 +19,7 @@ from ludic.interaction import Runtime
 from ludic.pipeline.actor import Accepts, ActorConfig, ActorReport, only, run_pipeline_actor
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutRequest
 from ludic.runs.episodes import bring_in, rollout_engine, runtime_of, with_template
+from ludic.runs.execution.needs import check_needs
 from ludic.runs.pipeline.address import find_pipeline, read_run, section_of
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.paths import earlier_run
@@ -46,6 +47,7 @@ async def act_for(
         loop.add_signal_handler(sign, stop.set)
     try:
         async with _opened(config, list(servers), tokenizer) as (runtime, follower):
+            check_needs(_requests(config), runtime)
             return await run_pipeline_actor(
                 pipeline,
                 rollout_engine(config, runtime, seed=derive_seed(config.run.seed, "train")),
@@ -65,8 +67,12 @@ async def act_for(
 
 def accepted(config: RunConfig) -> Accepts:
     """Accepts what the run's own environments and protocol are, and nothing else."""
+    return only(_requests(config))
+
+
+def _requests(config: RunConfig) -> list[RolloutRequest]:
     protocol = ProtocolSpec(config.protocol.kind, config.protocol.kwargs)
-    return only([RolloutRequest(EnvSpec(s.kind, s.kwargs), protocol) for s in config.env])
+    return [RolloutRequest(EnvSpec(s.kind, s.kwargs), protocol) for s in config.env]
 
 
 @asynccontextmanager

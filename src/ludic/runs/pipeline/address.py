@@ -30,22 +30,27 @@ def read_run(run: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path, 
     """Reads a run by its folder, file or built-in name; also returns the folder of its modules,
     and the run folder if it is one."""
     path = Path(run)
-    if path.is_dir():
+    if os.path.isdir(path):
         try:
             data: dict[str, Any] = json.loads((path / "run.json").read_text(encoding="utf-8"))
             origin = json.loads((path / "origin.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as exc:
+        except (OSError, ValueError, RecursionError) as exc:
             raise ConfigError(f"{run} is not a run folder: {exc}") from exc
         for override in overrides:
             apply_override(data, override)
         config = check_run(data, source=str(path / "run.json"))
         return config, Path(origin["run_file_folder"]), path
-    if path.suffix == ".toml" or path.is_file():
+    if path.suffix == ".toml" or os.path.isfile(path):
         return load_run(path, overrides), path.resolve().parent, None
     builtin = RUNS / f"{run.replace('_', '-')}.toml"
-    if not builtin.is_file():
+    if not os.path.isfile(builtin):
         raise ConfigError(f"there is neither a run folder, nor a run file, nor a run {run!r}")
     return load_run(builtin, overrides), Path.cwd(), None
+
+
+def starts_redis(section: PipelineSection) -> bool:
+    """Whether the run starts a Redis of its own, since nothing names another."""
+    return section.url is None and section.url_env is None and not os.environ.get(URL_VARIABLE)
 
 
 def run_name(config: RunConfig, folder: Path | None) -> str:

@@ -38,6 +38,7 @@ from ludic.runs.pipeline.address import (
     fingerprint,
     run_name,
     section_of,
+    starts_redis,
     write_address,
 )
 from ludic.runs.pipeline.status import read_status
@@ -95,7 +96,7 @@ class RunPipeline:
 
     def _open(self) -> None:
         section = self.section
-        if section.url is None and section.url_env is None and not os.environ.get(URL_VARIABLE):
+        if starts_redis(section):
             self._redis = LocalRedis(self.folder / "redis")
             self._redis.start()
             name = run_name(self.config, self.folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ def check_other(section: OtherModelSection, where: str) -> None:
             raise ConfigError(f"{where}.model={name!r}: {exc}") from exc
         return
     folder = Path(name)
-    if folder.is_absolute() and not folder.is_dir():
-        beside = [p.name for p in folder.parent.glob("*")] if folder.parent.is_dir() else []
+    if folder.is_absolute() and not os.path.isdir(folder):
+        there = os.path.isdir(folder.parent)
+        beside = [p.name for p in folder.parent.glob("*")] if there else []
         raise ConfigError(
             f"{where}.model={name!r}: there is no such folder{nearest(folder.name, beside)}"
         )

@@ -6,11 +6,9 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Console
-
 from ludic.errors import ConfigError
 from ludic.eval import EvalReport
-from ludic.runs.results.terminal import stages_table
+from ludic.runs.results.terminal import PlainConsole, stages_table
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,7 @@ class RunReport:
         if not self.stages:
             return "no evaluation yet"
         text = io.StringIO()
-        Console(file=text, width=120, highlight=False).print(
-            stages_table(self.stages, self.outcomes)
-        )
+        PlainConsole(file=text, width=120).print(stages_table(self.stages, self.outcomes))
         warnings = "".join(f"\nwarning: {sentence}" for sentence in self.warnings)
         return text.getvalue().rstrip() + "\n" * bool(warnings) + warnings
 

@@ -8,8 +8,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -18,9 +20,27 @@ from ludic.rollouts.progress import Progress as RolloutProgress
 from ludic.rollouts.progress import ProgressCallback
 from ludic.runs.results.summary import Curve, outcomes_of, smoothed
 from ludic.types import AgentStep, Rollout, ToolCall
+from ludic.visible import visible
 
-# What is shown is mostly the words of environments and models, whose brackets are only brackets.
-console = Console(highlight=False, markup=False, emoji=False)
+
+class PlainConsole(Console):
+    """What is shown is mostly the words of environments and models: their brackets are only
+    brackets, and their control characters are written out and not obeyed."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control:  # rich's own
+                yield segment
+            else:
+                yield Segment(visible(segment.text), segment.style)
+
+
+console = PlainConsole()
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 

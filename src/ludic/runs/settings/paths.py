@@ -1,7 +1,11 @@
-"""Paths that a run file names: relative to the file, and stored whole."""
+"""Paths that a run file names: relative to the file, and stored whole.
+
+Whether one exists is asked with `os.path`, which says no to what cannot be a path at all.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -40,14 +44,15 @@ def resolve_paths(data: dict[str, Any], folder: Path, overridden: Collection[str
         value = table.get("path")
         if isinstance(value, str) and f"{place}.kwargs.path" not in overridden:
             found = _found(value, folder, overridden=False)
-            if found.exists():  # only an environment knows what else its `path` may be
+            if os.path.exists(found):  # only an environment knows what else its `path` may be
                 table["path"] = str(found)
     for place, table, key in _models(data):
         if not isinstance(table, dict) or not isinstance(table.get(key), str):
             continue
         name, which = split_run(table[key])
         path = _found(name, folder, f"{place}.{key}" in overridden)
-        if name not in ("tiny", "start") and (path.is_dir() or name.startswith((".", "~", "/"))):
+        is_path = os.path.isdir(path) or name.startswith((".", "~", "/"))
+        if name not in ("tiny", "start") and is_path:
             table[key] = f"{path}:{which}" if which else str(path)
 
 
@@ -73,9 +78,9 @@ def _models(data: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def _found(value: str, folder: Path, overridden: bool) -> Path:
-    here = Path(value).expanduser().absolute()
-    there = (folder / Path(value).expanduser()).absolute()
-    return here if overridden or (here.exists() and not there.exists()) else there
+    value = os.path.expanduser(value)
+    here, there = Path(value).absolute(), (folder / value).absolute()
+    return here if overridden or (os.path.exists(here) and not os.path.exists(there)) else there
 
 
 def split_run(name: str) -> tuple[str, str | None]:
@@ -88,4 +93,4 @@ def earlier_run(name: str) -> tuple[Path, str | None] | None:
     """Returns the run folder that `model.name` stands for, and which of its models; None if it is
     none."""
     path, which = split_run(name)
-    return (Path(path), which) if which or (Path(path) / "run.json").is_file() else None
+    return (Path(path), which) if which or os.path.isfile(Path(path) / "run.json") else None

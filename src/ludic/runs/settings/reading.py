@@ -39,12 +39,18 @@ def parse_run(
     """As `load_run`, from the text itself. Paths are taken from `folder`, if one is given."""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as exc:
+    except RecursionError as exc:
+        raise _too_deep(source) from exc
+    except ValueError as exc:  # not only a TOMLDecodeError: a number may have too many digits
         raise ConfigError(f"{source} is not valid TOML: {exc}") from exc
     overridden = [apply_override(data, override) for override in overrides]
     if folder is not None:
         resolve_paths(data, folder, overridden)
     return check_run(data, text, source, overridden)
+
+
+def _too_deep(source: str) -> ConfigError:
+    return ConfigError(f"{source} is nested too deeply: a run has tables of a few levels")
 
 
 def check_run(
@@ -60,9 +66,11 @@ def check_run(
             f"{source} has schema {version}; this version of Ludic reads up to {SCHEMA}: "
             "update your clone of it"
         )
-    check_no_secrets(data, source)
     try:
+        check_no_secrets(data, source)
         return RunConfig.model_validate(data)
+    except RecursionError as exc:
+        raise _too_deep(source) from exc
     except ValidationError as exc:
         problems = [_explain(error, data, text, overridden) for error in exc.errors()]
         raise ConfigError(f"{source}: " + "; ".join(dict.fromkeys(problems))) from exc
@@ -84,7 +92,9 @@ def apply_override(data: dict[str, Any], override: str) -> str:
     key, raw = override_key(override), override.partition("=")[2].strip()
     try:
         value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+    except RecursionError as exc:
+        raise _too_deep(f"override {key!r}") from exc
+    except ValueError:
         value = _spoken(raw)
     *tables, last = key.split(".")
     table: Any = data

@@ -2,6 +2,7 @@
 
 run.json          the resolved configuration
 origin.json       versions, git state, machine, command
+env_sources.json  the modules of the environments, by which a resume notices changes
 metrics.jsonl     one line per step
 rollouts/         every episode, compressed, and what the trainer made of its tokens
 checkpoints/      resumable state; `latest` names the newest whole one
@@ -40,7 +41,17 @@ class RunFolder:
 
     @staticmethod
     def planned(config: RunConfig, path: str | Path | None = None) -> RunFolder:
-        """Returns the folder that a new run will have, by its name unless `path` says where."""
+        """Returns the folder that a new run will have, by its name unless `path` says where. Raises
+        for a name that is not one part of a path: it would lie somewhere else."""
+        if (
+            (name := config.run.name) != os.path.basename(name)
+            or name in ("", ".", "..")
+            or ("\0" in name)
+        ):
+            raise ConfigError(
+                f"run.name={name!r} becomes the name of a folder, and must be one: without '/'. "
+                "run.folder and --out (out=) say where a run is kept"
+            )
         if path is None:
             stamp = time.strftime("%Y%m%d-%H%M%S")
             path = Path(config.run.folder) / f"{config.run.name}-seed{config.run.seed}-{stamp}"
@@ -54,7 +65,7 @@ class RunFolder:
             f"{path} exists already: name another with --out (out=), or resume it with "
             f"`ludic train --resume {path}`"
         )
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if os.path.exists(path) and (not path.is_dir() or any(path.iterdir())):
             raise exists
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -82,7 +93,7 @@ class RunFolder:
     def open(path: str | Path) -> RunFolder:
         """Opens the folder of an existing run."""
         folder = RunFolder(Path(path))
-        if not (folder.path / "run.json").is_file():
+        if not os.path.isfile(folder.path / "run.json"):
             raise ConfigError(f"{path} is not a run folder: it has no run.json")
         return folder
 
@@ -154,7 +165,7 @@ class RunFolder:
         """Reads a JSON file of the folder."""
         try:
             data: dict[str, Any] = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as exc:
+        except (OSError, ValueError, RecursionError) as exc:
             raise ConfigError(f"cannot read {self.path / name}: {exc}") from exc
         return data
 

@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from ludic.saw.credit import CreditAssigner
 from ludic.saw.filters import SampleFilter
 from ludic.saw.grouping import LostMember
 from ludic.saw.items import SAWBatch
+from ludic.saw.overlong import LOST_MEMBER
 from ludic.seeding import derive_seed
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.demonstrations import TrainOn, rollout_from_messages, row_messages
@@ -49,6 +50,8 @@ class OfflineBatchSource:
     A batch has `batch_size` rows (whole groups may exceed it), or as many as fit into
     `batch_tokens` tokens. Without an `algorithm` every turn has weight 1, as for SFT. After
     `epochs`, `next_batch` raises `StopAsyncIteration`. The position is saved and resumed exactly.
+    The trainer refuses a sample over its `max_seq_len`; with `overlong="drop"`, for episodes that
+    nobody wrote by hand, it leaves out the episode instead, and counts it.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class OfflineBatchSource:
         sample_filter: SampleFilter | None = None,
         merge: bool = True,
         lost_member: LostMember = "drop_group",
+        overlong: Literal["refuse", "drop"] = "refuse",
     ) -> None:
         if (batch_size is None) == (batch_tokens is None):
             raise ConfigError("OfflineBatchSource: set either batch_size or batch_tokens")
@@ -86,6 +90,7 @@ class OfflineBatchSource:
         self.row_fn = row_fn
         self.train_on: TrainOn = train_on
         self.sample_filter, self.merge, self.lost_member = sample_filter, merge, lost_member
+        self.overlong = overlong
         self._rows = _load(data)
         if not len(self._rows):
             raise ConfigError("OfflineBatchSource: the data holds no rows")
@@ -118,7 +123,9 @@ class OfflineBatchSource:
                 raise StopAsyncIteration(f"{self.epochs} epochs are over")
             if self.epoch > began + 1:
                 raise BatchError(f"a whole epoch had nothing to train on: dropped {dict(drops)}")
-            meta = {"epoch": self.epoch, "position": self.position}
+            meta: dict[str, Any] = {"epoch": self.epoch, "position": self.position}
+            if self.overlong == "drop":
+                meta[LOST_MEMBER] = self.lost_member
             batch = batch_from_rollouts(
                 self._take(),
                 self._credit(),

@@ -18,6 +18,7 @@ from ludic.saw.assembly import batch_from_rollouts
 from ludic.saw.filters import SampleFilter
 from ludic.saw.grouping import settle_groups
 from ludic.saw.items import SAWBatch
+from ludic.saw.overlong import LOST_MEMBER
 from ludic.seeding import derive_seed
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.requests import RequestFeed, RequestFn
@@ -99,7 +100,11 @@ class RolloutBatchSource:
             merge=self.merge,
             lost_member=self.engine.group_policy,
             drops=drops,
-            meta={"source_step": self.step, "sampling_rounds": rounds},
+            meta={
+                "source_step": self.step,
+                "sampling_rounds": rounds,
+                LOST_MEMBER: self.engine.group_policy,
+            },
             # The log shows how well the policy does, so it counts dropped rollouts too.
             sampled=sampled,
         )

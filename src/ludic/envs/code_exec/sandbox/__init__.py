@@ -13,6 +13,7 @@ from ludic.envs.code_exec.sandbox.bubblewrap import BubblewrapSandbox
 from ludic.envs.code_exec.sandbox.detect import (
     DEFAULT_SANDBOX,
     SANDBOXES,
+    check_sandbox,
     describe_sandbox,
     make_sandbox,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "SandboxError",
     "SandboxPool",
     "SandboxUnavailableError",
+    "check_sandbox",
     "describe_sandbox",
     "make_sandbox",
     "shared_pool",

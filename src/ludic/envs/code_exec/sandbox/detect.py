@@ -21,6 +21,12 @@ SANDBOXES: dict[str, type[BubblewrapSandbox] | type[PlainSandbox]] = {
 
 def make_sandbox(name: str = DEFAULT_SANDBOX, *, warm: bool = True) -> Sandbox:
     """The sandbox of that name, and never another; `SandboxUnavailableError` if it cannot run."""
+    check_sandbox(name)
+    return SANDBOXES[name](warm=warm)
+
+
+def check_sandbox(name: str = DEFAULT_SANDBOX) -> None:
+    """Raises `SandboxUnavailableError` if this machine cannot run the sandbox of that name."""
     if name not in SANDBOXES:
         raise UnknownNameError("sandbox", name, SANDBOXES)
     try:
@@ -31,7 +37,6 @@ def make_sandbox(name: str = DEFAULT_SANDBOX, *, warm: bool = True) -> Sandbox:
             f"{error}. Nothing weaker is used in its place; a plain subprocess with limits has to "
             "be asked for by name: sandbox = 'plain'"
         ) from error
-    return SANDBOXES[name](warm=warm)
 
 
 def describe_sandbox() -> tuple[str, str | None]:
