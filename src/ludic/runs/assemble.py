@@ -116,8 +116,6 @@ def trainer_config(config: RunConfig, stage: Literal["sft", "rl"], folder: Path)
         settings |= {"learning_rate": config.sft.learning_rate, "schedule": "linear"}
         settings |= {"final_lr_ratio": 0.1, "warmup_steps": 0}
         settings |= {"epochs": 1, "mini_batches": 1, "overlap": False}
-    if config.pipeline is not None and config.pipeline.stale == "correct":
-        settings["max_lag"] = None  # older samples are trained on all the same, and corrected for
     return TrainerConfig(
         **settings,
         precision=precision_of(config),

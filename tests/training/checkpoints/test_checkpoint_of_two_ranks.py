@@ -14,7 +14,7 @@ from ludic.training.checkpoints.model_loading import model_fingerprint
 from tests.sharding.test_fsdp import run_ranks
 from tests.training.checkpoints.lora_ranks import adapted, train
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
 def test_two_ranks_resume_from_the_same_whole_checkpoint(tmp_path: Path) -> None:

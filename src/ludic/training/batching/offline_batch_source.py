@@ -6,7 +6,6 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,7 +30,7 @@ from ludic.saw.items import SAWBatch
 from ludic.seeding import derive_seed
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.demonstrations import TrainOn, rollout_from_messages, row_messages
-from ludic.training.batching.staleness import as_stored
+from ludic.training.batching.staleness import batch_of_any_age
 from ludic.training.credit_assignment.returns import ConstantCredit
 from ludic.types import Rollout, RolloutStepKey
 
@@ -131,7 +130,7 @@ class OfflineBatchSource:
                 meta=meta,
             )
             if batch.items:
-                return replace(batch, items=tuple(map(as_stored, batch.items)))
+                return batch_of_any_age(batch)
             drops = Counter(batch.meta["dropped"])
 
     def _take(self) -> list[Rollout]:

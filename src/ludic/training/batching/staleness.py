@@ -8,15 +8,20 @@ from ludic.errors import BatchError
 from ludic.saw.building import UNKNOWN_VERSION
 from ludic.saw.items import SAWBatch, SAWItem
 
-STORED = "ludic.stored"
-"""Set in the `meta` of an item that is older on purpose, and to which `max_lag` does not apply: a
-replay buffer's, which bounds the age itself, and what was recorded by another run, whose versions
-are not this trainer's."""
+ANY_AGE = "ludic.any_age"
+"""Set in the `meta` of an item to which the trainer's `max_lag` does not apply: its source bounds
+the age itself (a replay buffer, the pipeline), or its versions are not this trainer's (stored
+data)."""
 
 
-def as_stored(item: SAWItem) -> SAWItem:
-    """The item, marked as stored."""
-    return replace(item, meta={**item.meta, STORED: True})
+def of_any_age(item: SAWItem) -> SAWItem:
+    """The item, marked as one that the trainer takes whatever its age."""
+    return replace(item, meta={**item.meta, ANY_AGE: True})
+
+
+def batch_of_any_age(batch: SAWBatch) -> SAWBatch:
+    """The batch with all its items so marked."""
+    return replace(batch, items=tuple(map(of_any_age, batch.items)))
 
 
 def lag_of(item: SAWItem, version: int) -> int:
@@ -33,7 +38,7 @@ def check_lag(batch: SAWBatch, version: int, max_lag: int | None) -> None:
     """Raises `BatchError` if a token is more than `max_lag` versions behind `version`."""
     if max_lag is None:
         return
-    fresh = [item for item in batch.items if not item.meta.get(STORED)]
+    fresh = [item for item in batch.items if not item.meta.get(ANY_AGE)]
     oldest = max(fresh, key=lambda item: lag_of(item, version), default=None)
     if oldest is None or (lag := lag_of(oldest, version)) <= max_lag:
         return
