@@ -35,7 +35,7 @@ from ludic.training.metrics.stats import StatBuffer, batch_metrics, over_steps
 from ludic.training.metrics.workload import Workload
 from ludic.training.stateful import Commits, KeepsRecord
 from ludic.training.types import BatchSource, Stateful, WorksAhead
-from ludic.training.update.optimizer import MasterAdamW
+from ludic.training.update.optimizer import MasterAdamW, clipped
 from ludic.training.update.passes import Passes, mean_kl, mini_batches, pick, score_batch
 from ludic.training.update.policy import Policy, attention_cost, check_packing, check_split
 from ludic.training.update.schedule import curve, describe_change, learning_rate
@@ -132,9 +132,7 @@ class Trainer:
         self._compute = ThreadPoolExecutor(
             1, "ludic-train", initializer=work_on, initargs=(self.world.device,)
         )
-        self.intake = Intake(
-            algo, self.world, self._run, self._source_name, cfg.batch_timeout_s, cfg.max_lag
-        )
+        self.intake = Intake(algo, self.world, self._run, self._source_name, cfg)
         self._saving_s = 0.0  # time of the previous save, logged with the next step
         self._states_before_ahead: dict[str, Any] | None = None
         self._asked = self._taken = 0  # steps in this process; a resumed `step` may be ahead
@@ -240,7 +238,8 @@ class Trainer:
             if not stepped and self._weights_are_shared:
                 await self._settle()  # the next batch must be sampled under the present policy
             async with self.publisher.updating() if self.publisher else nullcontext():
-                await self._run(self.optimizer.step, rate, self._clip(line["train/grad_norm"]))
+                clip = clipped(line["train/grad_norm"], self.cfg.max_grad_norm)
+                await self._run(self.optimizer.step, rate, clip)
             stepped = True
             clock.lap("perf/optimizer_s")
         if scores is not None:
@@ -290,10 +289,6 @@ class Trainer:
         if (before := self._states_before_ahead) is not None:
             before["algorithm"] = dict(self.algo.drifted(before["algorithm"], kl))
         self.algo.observe_drift(kl)
-
-    def _clip(self, norm: float) -> float:
-        limit = self.cfg.max_grad_norm
-        return 1.0 if limit is None or norm <= limit else limit / norm
 
     def _skip(self, batch: SAWBatch, metrics: Metrics) -> None:
         """Discards the gradient; past the limit, raises."""

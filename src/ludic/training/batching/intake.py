@@ -14,6 +14,7 @@ from ludic.saw.items import SAWBatch
 from ludic.sharding.world import World
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.staleness import check_lag
+from ludic.training.config import TrainerConfig
 from ludic.training.types import BatchSource
 from ludic.workers.deadlines import bounded
 
@@ -50,8 +51,8 @@ def only_batches_end(
 
 class Intake:
     """Takes batches for all ranks. `run` calls a function in the trainer's thread, the only one in
-    which ranks talk to each other. A source that gives nothing for `timeout_s` is an error, which
-    calls it `name`; so is a sample more than `max_lag` versions old."""
+    which ranks talk to each other. A source that gives nothing for `cfg.batch_timeout_s` is an
+    error, which calls it `name`; so is a sample more than `cfg.max_lag` versions old."""
 
     def __init__(
         self,
@@ -59,11 +60,10 @@ class Intake:
         world: World,
         run: Callable[..., Awaitable[Any]],
         name: str,
-        timeout_s: float,
-        max_lag: int | None,
+        cfg: TrainerConfig,
     ) -> None:
-        self.algo, self.world, self.max_lag = algo, world, max_lag
-        self._run, self._name, self._timeout_s = run, name, timeout_s
+        self.algo, self.world, self.max_lag = algo, world, cfg.max_lag
+        self._run, self._name, self._timeout_s = run, name, cfg.batch_timeout_s
 
     async def next_batch(self, source: BatchSource | None, version: int) -> SAWBatch:
         """Rank 0's next batch, on every rank, for the policy of `version`; only rank 0 has a
