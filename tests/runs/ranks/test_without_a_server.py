@@ -126,7 +126,8 @@ def adapted(model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    return get_peft_model(model, config)
+    wrapped: nn.Module = get_peft_model(model, config)
+    return wrapped
 
 
 @pytest.mark.parametrize("lora", [False, True])

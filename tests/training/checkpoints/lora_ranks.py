@@ -24,7 +24,8 @@ def adapted(seed: int = 0) -> nn.Module:
     base = tiny_model(seed=seed).double()
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights="gaussian")
-    return get_peft_model(base, config).double()
+    model: nn.Module = get_peft_model(base, config).double()
+    return model
 
 
 def train(folder: Path, steps: int, checkpoints: Path, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -105,6 +105,6 @@ def _first_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         first: Any = next(iter(sharded.values()))
         gathered = bits.to(first.device)
         dist.all_reduce(gathered, group=first.device_mesh.get_group())
-        parts = gathered.cpu().view(torch.float32).split([len(found[name]) for name in sharded])
+        parts = torch.split(gathered.cpu().view(torch.float32), [len(found[n]) for n in sharded])
         found |= dict(zip(sharded, parts, strict=True))
     return found
