@@ -164,11 +164,14 @@ class Checkpointer:
         write_synced(temporary / "manifest.json", text)
         sync(temporary)
         target = self.folder / name
-        self._set_aside(target, "superseded")
+        earlier = self._renamed(target, "superseded")
         os.replace(temporary, target)
         sync(self.folder)
         self._point_at(name)
-        self._prune(name)  # not before: until here, the older ones are all that is surely there
+        # Not before: until here, the older ones are all that is surely there.
+        self._prune(name)
+        if earlier is not None:
+            shutil.rmtree(earlier, ignore_errors=True)
 
     def _prune(self, newest: str) -> None:
         for later in [p for p in self.complete() if p.name > newest]:
@@ -260,9 +263,15 @@ class Checkpointer:
         return None
 
     def _set_aside(self, path: Path, why: str) -> str:
-        """Renames a checkpoint, so that no later one of its step takes its place."""
+        """Renames a checkpoint, and says in words what became of it."""
+        kept = self._renamed(path, why)
+        return f"it is kept as {kept.name}" if kept else "nothing is left of it"
+
+    def _renamed(self, path: Path, why: str) -> Path | None:
+        """Renames a checkpoint, so that no later one of its step takes its place; None where there
+        is none."""
         if not path.exists():
-            return "nothing is left of it"
+            return None
         kept = path.with_name(f"{why}-{path.name}")
         number = 2
         while kept.exists():
@@ -271,7 +280,7 @@ class Checkpointer:
             os.replace(path, kept)
         except OSError as exc:
             raise CheckpointError(f"cannot rename the {why} {path} to {kept}: {exc}") from exc
-        return f"it is kept as {kept.name}"
+        return kept
 
     def _point_at(self, name: str) -> None:
         write_synced(self.folder / ".latest", name)
