@@ -120,6 +120,10 @@ class BatchError(LudicError, ValueError):
     """A sample or batch that the trainer cannot take."""
 
 
+class TrainingError(LudicError):
+    """A part of the run that broke the trainer's contract with it in the middle of a step."""
+
+
 class NonFiniteError(LudicError, ArithmeticError):
     """A loss or gradient that is not finite, past the allowed number of times."""
 

@@ -23,7 +23,7 @@ from ludic.training.trainer import Trainer
 from tests.training.synthetic import SyntheticSource, reinforce
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
 def run_ranks(script: str, *args: object, ranks: int = 2) -> str:
@@ -36,7 +36,7 @@ def run_ranks(script: str, *args: object, ranks: int = 2) -> str:
     command += [str(ROOT / "tests" / "sharding" / script), *map(str, args)]
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

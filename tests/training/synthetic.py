@@ -73,16 +73,29 @@ def synthetic_batch(seed: int, rollouts: int = 6, prompt: int = 0) -> SAWBatch:
     return make_batch(items, {"train/reward": float(rng.normal())})
 
 
-class SyntheticSource:
-    """Gives batch after batch, and remembers how many."""
+def of_version(batch: SAWBatch, version: int) -> SAWBatch:
+    """The batch as if a policy of that version, or the first, had sampled it."""
+    items = []
+    for item in batch.items:
+        versions = np.full(int(item.action_mask.sum()), max(version, 0), dtype=np.int64)
+        items.append(replace(item, attachments=replace(item.attachments, versions=versions)))
+    return replace(batch, items=tuple(items))
 
-    def __init__(self, seed: int = 0, rollouts: int = 6, prompt: int = 0) -> None:
+
+class SyntheticSource:
+    """Gives batch after batch, and remembers how many. Each has the version of a policy that had
+    all updates but the last `lag`."""
+
+    def __init__(self, seed: int = 0, rollouts: int = 6, prompt: int = 0, lag: int = 0) -> None:
         self.seed, self.rollouts, self.prompt, self.count = seed, rollouts, prompt, 0
+        self.lag = lag
 
     async def next_batch(self) -> SAWBatch:
         self.count += 1
         seed = derive_seed(self.seed, self.count) % 2**31
-        return synthetic_batch(seed, self.rollouts, self.prompt)
+        return of_version(
+            synthetic_batch(seed, self.rollouts, self.prompt), self.count - 1 - self.lag
+        )
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"count": self.count}

@@ -8,6 +8,7 @@ import json
 import tempfile
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,12 @@ def speaker() -> tuple[Any, HFChatTemplate]:
 
 
 def run_spo(
-    folder: Path, tracker: BetaTracker, learning_rate: float, steps: int = STEPS
+    folder: Path,
+    tracker: BetaTracker,
+    learning_rate: float,
+    steps: int = STEPS,
+    *,
+    overlap: bool = False,
 ) -> RLAlgorithm:
     """The bandit, played and learnt with real tokens."""
     model, template = copy.deepcopy(speaker()[0]), speaker()[1]
@@ -163,7 +169,10 @@ def run_spo(
                 batch_source=source,
                 publisher=LocalPolicyPublisher(client),
                 cfg=TrainerConfig(
-                    learning_rate=learning_rate, run_dir=folder, checkpoint=checkpoint
+                    learning_rate=learning_rate,
+                    run_dir=folder,
+                    checkpoint=checkpoint,
+                    overlap=overlap,
                 ),
             )
             await trainer.train(steps)
@@ -206,3 +215,31 @@ def test_with_a_constant_rate_no_update_is_measured(tmp_path: Path) -> None:
     algo = run_spo(tmp_path, BetaTracker(0.9), 1e-3, steps=1)
     assert not algo.watches_drift
     assert "update_kl" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_with_overlap_a_checkpoint_has_the_drift_of_its_last_update(tmp_path: Path) -> None:
+    """And of the batch that is sampled ahead nothing: a resumed run samples it again."""
+    algo = run_spo(tmp_path, drifting(), 1e-3, overlap=True)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    drifts = list(accumulate(line["train/update_kl"] for line in lines))
+    assert drifts[0] > 0
+    found = {}
+    for folder in sorted((tmp_path / "ck").glob("step-*")):
+        state = json.loads((folder / "manifest.json").read_text())["state"]
+        found[state["step"]] = state["parts"]["algorithm"]["credit_assigner"]
+        assert found[state["step"]]["drift"] == pytest.approx(drifts[state["step"] - 1], rel=1e-12)
+    seen = {
+        step: sum(a + b for a, b, _ in state["tasks"].values()) for step, state in found.items()
+    }
+    assert seen[2] < 2 * EPISODES + 1e-6  # two batches, and not the third
+    assert found[3] == algo.state_dict()["credit_assigner"]  # where nothing is sampled ahead
+
+
+def test_a_state_that_drifts_leaves_the_algorithm_alone() -> None:
+    algo = make_spo(tracker=drifting())
+    algo.credit_assigner.tracker.update([("a", 1.0)])  # type: ignore[attr-defined]
+    before = algo.state_dict()
+    algo.observe_drift(0.5)
+    present = algo.state_dict()
+    assert algo.drifted(before, 0.5) == present
+    assert algo.state_dict() == present

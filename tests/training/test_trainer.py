@@ -129,10 +129,10 @@ async def test_steps_taken_one_by_one_do_not_count_against_those_asked_for(tmp_p
     await trainer.train_step()
     await trainer.train(num_steps=2)
     assert trainer.step == 4
-    trainer.source = Ended()
+    trainer.source = Ended(lag=-4)
     await trainer.train()
     assert trainer.step == 6
-    trainer.source = SyntheticSource()
+    trainer.source = SyntheticSource(lag=-6)
     await trainer.train(num_steps=1)
     assert trainer.step == 7
     trainer.close()

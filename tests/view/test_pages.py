@@ -368,3 +368,28 @@ def test_charts_are_zoomed_and_saved(tmp_path: Path, serve: Serve, pages: Any) -
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", data[16:24])
     assert (width, height) == (round(box["width"]) * 2, round(box["height"]) * 2)
+
+
+def test_the_table_shows_what_was_said_and_the_curves_what_the_reward_is_made_of(
+    tmp_path: Path, serve: Serve, pages: Any
+) -> None:
+    folder = make_run(tmp_path / "runs" / "first")
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step in (5, 6):
+            parts = {"train/reward_env_mean": 0.5, "train/reward_parser_mean": -0.25}
+            row = {"step": step, "train/step": step, "train/reward_mean": 0.25, **parts}
+            file.write(json.dumps(row) + "\n")
+    served = serve(tmp_path / "runs")
+    served.indexed("first", 16)
+    page = pages(served.link("#/rollouts?run=first"))
+    page.wait_for_selector("table.rollouts tbody tr")
+    assert "Said" in page.locator("table.rollouts thead th").all_inner_texts()
+    rows = served.ask("rollouts", run="first", source="train")["rows"]
+    shown = page.locator("table.rollouts td.start").all_inner_texts()
+    assert [text.strip() for text in shown] == [row["said"] for row in rows]
+    assert all(shown)
+    page.goto(served.address + "#/run?run=first")
+    page.wait_for_selector(".chart svg path", state="attached")
+    drawn = page.locator(".picked .chip").all_inner_texts()
+    assert drawn[:3] == ["train/reward_mean", "train/reward_env_mean", "train/reward_parser_mean"]
+    assert "train/loss" in drawn

@@ -23,6 +23,7 @@ from ludic.view.groups import group_page
 from ludic.view.index import RunIndex
 from ludic.view.overview import differing, flattened
 from ludic.view.rollout_page import rollout_page
+from ludic.view.rows import beginning
 from ludic.view.token_text import TokenizerStore
 from tests.view.made import add_metrics, ids, make_run, rollout, training
 
@@ -45,6 +46,28 @@ def found(index: RunIndex, filters: dict[str, str], **order: Any) -> list[str]:
         page = queries.page(db, filters, limit=200, **order)
         assert page["total"] == len(page["rows"])
         return [row["id"] for row in page["rows"]]
+
+
+def test_the_table_has_the_start_of_what_the_model_said_first(
+    run: RunPlace, index: RunIndex
+) -> None:
+    stored = {r.id: r for r in read_rollouts(run.path / "rollouts" / "train.jsonl.zst")}
+    with index.reading() as db:
+        rows = queries.page(db, {}, limit=200)["rows"]
+    assert len(rows) == 16
+    for row in rows:
+        first = next(s for s in stored[row["id"]].agent_steps if s.message["content"].strip())
+        assert row["said"] == beginning(first.message["content"])
+
+
+@given(st.text(max_size=600))
+def test_a_beginning_is_one_short_line(text: str) -> None:
+    start = beginning(text)
+    assert len(start) <= 121
+    assert start.splitlines() in ([], [start])
+    assert " ".join(text.split()).startswith(start.removesuffix("…"))
+    if len(" ".join(text.split())) <= 120 and len(text) <= 480:
+        assert start == " ".join(text.split())
 
 
 @pytest.mark.parametrize(

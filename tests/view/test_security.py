@@ -47,6 +47,27 @@ def test_a_foreign_host_is_refused(served: Served, host: str) -> None:
     assert served.get("/api/runs", Host=host)[0] in (400, 403)
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "127.0.0.1:99999"},
+        {"Host": "127.0.0.1:abc"},
+        {"Host": "127.0.0.1:-1"},
+        {"Host": "[::1"},
+        {"Origin": "http://[::1"},
+        {"Origin": "http://127.0.0.1:abc"},
+        {"Origin": "http://[127.0.0.1]"},
+    ],
+)
+@pytest.mark.parametrize("token", [True, False])
+def test_headers_that_are_not_well_formed_are_refused(
+    served: Served, headers: dict[str, str], token: bool
+) -> None:
+    for path in ("/api/runs", "/?token=a-token-for-tests"):
+        status, _, body = served.get(path, token=token, **headers)
+        assert status in (400, 403), body
+
+
 def test_other_names_of_this_machine_are_fine(served: Served) -> None:
     for host in ("localhost", "127.0.0.1", "[::1]"):
         assert served.get("/api/runs", Host=f"{host}:{served.port}")[0] == 200

@@ -2,6 +2,7 @@ from ludic.distributed.interfaces import LazyWeights as LazyWeights
 from ludic.distributed.interfaces import PolicyPublisher as PolicyPublisher
 from ludic.distributed.interfaces import PublishReport as PublishReport
 from ludic.distributed.interfaces import Weights as Weights
+from ludic.distributed.local import LocalCopyPublisher as LocalCopyPublisher
 from ludic.distributed.local import LocalPolicyPublisher as LocalPolicyPublisher
 from ludic.distributed.local import Rank0OnlyPublisher as Rank0OnlyPublisher
 from ludic.distributed.publisher import AdapterPolicyPublisher as AdapterPolicyPublisher

@@ -1,4 +1,4 @@
-"""Publishers that move no weights themselves: the shared module, and many ranks with one voice."""
+"""Publishers within this process: a shared module, a copy, and many ranks with one voice."""
 
 from __future__ import annotations
 
@@ -44,6 +44,20 @@ class LocalPolicyPublisher(PolicyPublisher):
         start = time.perf_counter()
         await self.client.sync_weights({}, version=version)
         return PublishReport(version, time.perf_counter() - start, verified=True)
+
+
+class LocalCopyPublisher(PolicyPublisher):
+    """For a sampler in this process that has a copy of the weights: every publish copies them."""
+
+    def __init__(self, client: SharingClient) -> None:
+        self.client = client
+
+    async def publish(self, weights: Weights, version: int) -> PublishReport:
+        """Copies the weights between two tokens, all at once."""
+        start, params = time.perf_counter(), dict(named_tensors(weights))
+        await self.client.sync_weights(params, version=version)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in params.values())
+        return PublishReport(version, time.perf_counter() - start, size, verified=True)
 
 
 class Rank0OnlyPublisher(PolicyPublisher):

@@ -36,6 +36,7 @@ from ludic.saw.overlong import LOST_MEMBER
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.requests import RequestFn
 from ludic.training.batching.rollout_batch_source import first_filled
+from ludic.training.batching.staleness import batch_of_any_age
 from ludic.types import Rollout
 
 _log = logging.getLogger("ludic.pipeline")
@@ -205,7 +206,7 @@ class PipelineBatchSource:
             del self._groups[number]
         self._feed.report(rollouts)
         self.step += 1
-        return batch
+        return batch_of_any_age(batch)  # for the trainer: this source has bounded it by `judge`
 
     async def _collect(self) -> list[int]:
         """The numbers of the next batch's units, which have all arrived."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -79,6 +80,16 @@ class RLAlgorithm:
         credit = self.credit_assigner
         if isinstance(credit, WatchesDrift) and credit.watches_drift:
             credit.observe_drift(kl)
+
+    def drifted(self, state: Mapping[str, Any], kl: float) -> Mapping[str, Any]:
+        """What `state` becomes by `observe_drift(kl)`; the algorithm itself stays as it is."""
+        present = deepcopy(self.state_dict())
+        self.load_state_dict(state)
+        try:
+            self.observe_drift(kl)
+            return deepcopy(self.state_dict())
+        finally:
+            self.load_state_dict(present)
 
     def state_dict(self) -> Mapping[str, Any]:
         """What must be saved with a checkpoint: the credit assigner's state, if it has one."""

@@ -57,7 +57,8 @@ class TrainerConfig:
     data that was given, it is an error. `epochs` and `mini_batches` give several optimizer steps
     per batch, with proximal log-probs from before the first. `overlap` samples the next batch,
     under the present policy, while this one trains: it is then one version old, which `max_lag`
-    must allow.
+    must allow: no token of a batch may be more versions old than that, and one that is older is an
+    error. None sets no bound.
     `precision` must fit the weights; None: in their type, with torch's switches as they are.
     `compile` has torch.compile work on the decoder layers, which takes a while to begin with;
     `head_kernels` says what turns logits into log-probs on a GPU. `graphs` replays passes as CUDA
@@ -79,7 +80,7 @@ class TrainerConfig:
     epochs: int = 1
     mini_batches: int = 1
     overlap: bool = False
-    max_lag: int = 1
+    max_lag: int | None = 1
 
     precision: Precision | None = None
     attention: AttentionKind = "auto"
@@ -131,7 +132,7 @@ class TrainerConfig:
             (self.max_seq_len >= 2, "max_seq_len", ">= 2"),
             (self.epochs >= 1, "epochs", ">= 1"),
             (self.mini_batches >= 1, "mini_batches", ">= 1"),
-            (self.max_lag >= 0, "max_lag", ">= 0"),
+            (self.max_lag is None or self.max_lag >= 0, "max_lag", ">= 0 or None"),
             (self.max_nonfinite_steps >= 0, "max_nonfinite_steps", ">= 0"),
             (self.batch_timeout_s > 0, "batch_timeout_s", "> 0"),
             (self.publish_timeout_s > 0, "publish_timeout_s", "> 0"),
@@ -146,7 +147,7 @@ class TrainerConfig:
                 f"{self.max_seq_len}: a sample of that length would not fit any micro-batch; raise "
                 "the first or lower the second"
             )
-        if self.overlap and self.max_lag < 1:
+        if self.overlap and self.max_lag == 0:
             raise ConfigError(
                 "overlap=True trains on samples that are one version old, and max_lag=0 allows "
                 "none: set max_lag to at least 1, or overlap to False"

@@ -8,7 +8,8 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from ludic.sharding.weights import ModelWeights
 from ludic.sharding.world import World, work_on
 from ludic.training.algorithm import RLAlgorithm, one_algorithm
 from ludic.training.batching.ahead import SamplingAhead
-from ludic.training.batching.intake import Intake
+from ludic.training.batching.intake import BatchesEnded, Intake, only_batches_end
 from ludic.training.checkpoints.checkpoint import Checkpointer
 from ludic.training.checkpoints.contents import TrainerState
 from ludic.training.config import TrainerConfig
@@ -34,7 +35,7 @@ from ludic.training.metrics.stats import StatBuffer, batch_metrics, over_steps
 from ludic.training.metrics.workload import Workload
 from ludic.training.stateful import Commits, KeepsRecord
 from ludic.training.types import BatchSource, Stateful, WorksAhead
-from ludic.training.update.optimizer import MasterAdamW
+from ludic.training.update.optimizer import MasterAdamW, clipped
 from ludic.training.update.passes import Passes, mean_kl, mini_batches, pick, score_batch
 from ludic.training.update.policy import Policy, attention_cost, check_packing, check_split
 from ludic.training.update.schedule import curve, describe_change, learning_rate
@@ -157,7 +158,7 @@ class Trainer:
         self._asked = max(self._asked, self._taken) + (num_steps or 0)
         self._goal = self._asked if num_steps is not None else None
         try:
-            with suppress(StopAsyncIteration):  # the source has no more batches
+            with suppress(BatchesEnded):
                 while await self._goes_on():
                     await self.train_step()
             if self._checkpoints and self._checkpoints.last_step != self.step:
@@ -189,16 +190,20 @@ class Trainer:
         await self._publish()
         self._started = True
 
+    @only_batches_end
     async def train_step(self) -> Metrics:
-        """One batch: as many optimizer steps as the settings say, one publish, one log line."""
+        """One batch: as many optimizer steps as the settings say, one publish, one log line.
+
+        Raises `StopAsyncIteration` where the batch source has no more, and only there.
+        """
         await self.start()
         clock = self.perf.clock()
         self._states_before_ahead = None
-        batch = await self.intake.next_batch(self.source)
+        batch = await self.intake.next_batch(self.source, self.version)
         clock.lap("perf/wait_for_batch_s")
         last = self._goal is not None and self.step + 1 >= self._goal
         if isinstance(self.source, WorksAhead) and not last:
-            self._states_before_ahead = self._states()
+            self._states_before_ahead = deepcopy(self._states())
             self.source.start_ahead()
         parts = await self._run(mini_batches, batch, self.cfg, step=self.step)
         several, watched = len(parts) > 1, self.algo.watches_drift
@@ -232,8 +237,9 @@ class Trainer:
             lines.append(line)
             if not stepped and self._weights_are_shared:
                 await self._settle()  # the next batch must be sampled under the present policy
-            async with self._updating():
-                await self._run(self.optimizer.step, rate, self._clip(line["train/grad_norm"]))
+            async with self.publisher.updating() if self.publisher else nullcontext():
+                clip = clipped(line["train/grad_norm"], self.cfg.max_grad_norm)
+                await self._run(self.optimizer.step, rate, clip)
             stepped = True
             clock.lap("perf/optimizer_s")
         if scores is not None:
@@ -246,7 +252,7 @@ class Trainer:
             # Not earlier: a batch sampled ahead belongs to the policy from before this update.
             after = await self._run(score_batch, self.passes, batch)
             metrics["train/update_kl"] = mean_kl(before, after)
-            self.algo.observe_drift(metrics["train/update_kl"])
+            self._observe_drift(metrics["train/update_kl"])
         self.step, self._taken = self.step + 1, self._taken + 1
         if stepped:
             self.version += 1
@@ -278,9 +284,11 @@ class Trainer:
             self._logs_tokens = bool(told["logs"])
         return self._logs_tokens
 
-    def _clip(self, norm: float) -> float:
-        limit = self.cfg.max_grad_norm
-        return 1.0 if limit is None or norm <= limit else limit / norm
+    def _observe_drift(self, kl: float) -> None:
+        """Tells the algorithm, and the state of it that a checkpoint of this step would have."""
+        if (before := self._states_before_ahead) is not None:
+            before["algorithm"] = dict(self.algo.drifted(before["algorithm"], kl))
+        self.algo.observe_drift(kl)
 
     def _skip(self, batch: SAWBatch, metrics: Metrics) -> None:
         """Discards the gradient; past the limit, raises."""
@@ -305,9 +313,6 @@ class Trainer:
             )
         if self.cfg.overlap:
             await self._run(self.world.barrier)
-
-    def _updating(self) -> AbstractAsyncContextManager[None]:
-        return self.publisher.updating() if self.publisher is not None else nullcontext()
 
     async def _publish(self) -> Metrics:
         if self.publisher is None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import mimetypes
+import sqlite3
 from collections.abc import Callable, Iterable
 from contextlib import asynccontextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 try:
     from starlette.applications import Starlette
@@ -27,7 +28,7 @@ from ludic.view import queries
 from ludic.view.curves import STAGES, CurveStore
 from ludic.view.evaluations import compared, figures, read_report
 from ludic.view.export import rollout_html
-from ludic.view.folders import Folders, RunPlace, ViewError, state_of
+from ludic.view.folders import Folders, QueryError, RunPlace, state_of
 from ludic.view.groups import group_page
 from ludic.view.index import Indexes, RunIndex
 from ludic.view.overview import card, details, differing, fingerprint
@@ -35,6 +36,7 @@ from ludic.view.rollout_page import rollout_page
 from ludic.view.security import LOOPBACK, Guard
 from ludic.view.token_text import TokenizerStore
 
+T = TypeVar("T")
 MOST_CURVES = 64
 _FIRST_INDEX_S = 10.0
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -104,17 +106,21 @@ class View:
     def curve(self, request: Request) -> Any:
         """Points of one or more metrics of one or more runs."""
         query = request.query_params
-        low, high = _float(query.get("low"), -math.inf), _float(query.get("high"), math.inf)
-        most = max(2, min(int(_float(query.get("most"), 400)), 2000))
+        low, high = (queries.finite(k, v) if (v := query.get(k)) else None for k in ("low", "high"))
+        most = max(2, min(_count(request, "most", 400), 2000))
         wanted = [(name, key) for name in query.getlist("run") for key in query.getlist("key")]
         if len(wanted) > MOST_CURVES:
-            raise ViewError(f"{len(wanted)} curves at once; at most {MOST_CURVES} can be drawn")
+            raise QueryError(f"{len(wanted)} curves at once; at most {MOST_CURVES} can be drawn")
         return [
             {
                 "run": name,
                 "key": key,
                 "points": self.curves.curve(
-                    self.folders.run(name), key, low=low, high=high, most=most
+                    self.folders.run(name),
+                    key,
+                    low=-math.inf if low is None else low,
+                    high=math.inf if high is None else high,
+                    most=most,
                 ),
             }
             for name, key in wanted
@@ -129,8 +135,8 @@ class View:
                 _filters(request),
                 sort=query.get("sort", "n"),
                 descending=query.get("order", "desc") != "asc",
-                offset=int(_float(query.get("offset"), 0)),
-                limit=int(_float(query.get("limit"), 50)),
+                offset=_count(request, "offset", 0),
+                limit=_count(request, "limit", 50),
             )
 
     def facets(self, request: Request) -> Any:
@@ -246,14 +252,24 @@ def _finite(value: Any) -> Any:
     return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
+def _answer(work: Callable[[Request], T], request: Request) -> tuple[T | None, str, int]:
+    """What `work` returns; or None, a sentence about what is wrong, and the status of that."""
+    try:
+        return work(request), "", 200
+    except QueryError as exc:
+        return None, str(exc), 400
+    except LudicError as exc:
+        return None, str(exc), 404
+    except OSError as exc:
+        return None, exc.strerror or str(exc), 404
+    except sqlite3.Error as exc:
+        return None, f"the index of the run cannot be read now: {exc}; reload to try again", 503
+
+
 def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
     def work(request: Request) -> tuple[bytes, int]:
-        try:
-            return dumped(answer(request)), 200
-        except LudicError as exc:
-            return dumped({"error": str(exc)}), 404
-        except OSError as exc:
-            return dumped({"error": exc.strerror or str(exc)}), 404
+        found, wrong, status = _answer(lambda asked: dumped(answer(asked)), request)
+        return (dumped({"error": wrong}) if found is None else found), status
 
     async def handle(request: Request) -> Response:
         body, status = await run_in_threadpool(work, request)
@@ -264,10 +280,9 @@ def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
 
 def _export(view: View) -> Callable[[Request], Any]:
     async def handle(request: Request) -> Response:
-        try:
-            page = await run_in_threadpool(view.export, request)
-        except LudicError as exc:
-            return Response(str(exc), 404, media_type="text/plain")
+        page, wrong, status = await run_in_threadpool(_answer, view.export, request)
+        if page is None:
+            return Response(wrong.encode("utf-8", "replace"), status, media_type="text/plain")
         name = "".join(
             c if c.isascii() and (c.isalnum() or c in "-_.") else "-"
             for c in request.query_params.get("id", "rollout")
@@ -311,8 +326,6 @@ def _filters(request: Request) -> dict[str, str]:
     return {k: v for k, v in request.query_params.items() if k not in _CONTROL}
 
 
-def _float(text: str | None, default: float) -> float:
-    try:
-        return float(text) if text else default
-    except ValueError:
-        raise ViewError(f"{text!r} is not a number") from None
+def _count(request: Request, key: str, default: int) -> int:
+    text = request.query_params.get(key)
+    return queries.count(key, text) if text else default

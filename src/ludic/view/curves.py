@@ -33,6 +33,8 @@ class _Curves:
     inode: int = -1
     lines: int = 0
     bad: int = 0
+    cut: bool = False
+    """Whether the last line has no end, as while it is being written."""
     points: dict[str, tuple[array[float], array[float]]] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
 
@@ -44,8 +46,9 @@ class _Curves:
             return
         if now.st_ino != self.inode or now.st_size < self.offset:
             self.offset, self.inode, self.lines, self.bad = 0, now.st_ino, 0, 0
-            self.points, self.last = {}, {}
+            self.points, self.last, self.cut = {}, {}, False
         if now.st_size == self.offset:
+            self.cut = False
             return
         with open(self.path, "rb") as file:
             file.seek(self.offset)
@@ -55,6 +58,7 @@ class _Curves:
                 for line in lines:
                     self.offset += len(line) + 1
                     self._take(line)
+                self.cut = bool(rest)
                 if len(rest) > _LONGEST_LINE:
                     return
 
@@ -94,10 +98,18 @@ class CurveStore:
         return found
 
     def progress(self, run: RunPlace) -> dict[str, Any]:
-        """How many lines there are, and how many could not be read."""
+        """How many lines there are, how many could not be read, whether the last one is cut, and
+        how many steps have no line."""
         with self._lock:
             curves = self._of(run, "")
-            return {"lines": curves.lines, "bad": curves.bad, "last": dict(curves.last)}
+            steps = curves.points.get("train/step", (array("d"), array("d")))[1]
+            return {
+                "lines": curves.lines,
+                "bad": curves.bad,
+                "cut": curves.cut,
+                "gaps": int(max(steps) - min(steps)) + 1 - len(set(steps)) if steps else 0,
+                "last": dict(curves.last),
+            }
 
     def curve(
         self,

@@ -28,6 +28,10 @@ class ViewError(LudicError):
     """Something that cannot be shown; the message says what, and the page shows it."""
 
 
+class QueryError(ViewError):
+    """A question that makes no sense, whatever is in the folders."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunPlace:
     """One run: its name in addresses, its folder, and the given folder that holds it."""

@@ -25,7 +25,7 @@ from ludic.view.blocks import Block, Damage, whole_blocks
 from ludic.view.folders import RunPlace, ViewError
 from ludic.view.rows import COLUMNS, NewerSchemaError, rollout_columns, trained_columns
 
-VERSION = 5
+VERSION = 6
 FILE = ".view.sqlite"
 _ROWS_PER_COMMIT = 2000
 _WAIT_S = 20.0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from re import fullmatch
 from typing import Any
 
 from ludic.runs.settings.run import SCHEMA
@@ -29,14 +30,13 @@ def card(run: RunPlace, curves: CurveStore) -> dict[str, Any]:
         )
     if not config:
         problems.append("no run.json: only what else is in the folder is shown")
-    progress = curves.progress(run)
-    if progress["bad"]:
-        problems.append(f"metrics.jsonl: {progress['bad']} lines cannot be read and are left out")
+    progress, state = curves.progress(run), state_of(run)
+    problems += (f"metrics.jsonl: {what}" for what in _metric_problems(run, progress, state))
     last = progress["last"]
     flat = flattened(config)
     return {
         "name": run.name,
-        "state": state_of(run),
+        "state": state,
         "started": origin.get("started"),
         "step": last.get("train/step"),
         "steps": flat.get("training.steps"),
@@ -105,6 +105,32 @@ def fingerprint(paths: Iterable[Path]) -> str:
         except OSError:
             found.append("-")
     return "/".join(found)
+
+
+def _metric_problems(run: RunPlace, progress: Mapping[str, Any], state: str) -> Iterator[str]:
+    """What is wrong with a run's metrics."""
+    if bad := progress["bad"]:
+        yield f"{bad} lines cannot be read and are left out"
+    if gaps := progress["gaps"]:
+        yield f"{gaps} steps between the first and the last have no line"
+    if progress["cut"] and state != "running":
+        yield "its last line is cut"
+    last, saved = progress["last"].get("train/step"), _saved_step(run)
+    if last is not None and saved is not None and last < saved:
+        yield f"it ends at step {last:g}, and there is a checkpoint of step {saved}: it was cut"
+
+
+def _saved_step(run: RunPlace) -> int | None:
+    """The step of the newest checkpoint, which is never ahead of the metrics."""
+    try:
+        pointer = run.confined(run.path / "checkpoints" / "rl" / "latest")
+        if not pointer.is_file():
+            return None
+        with pointer.open("rb") as file:
+            found = fullmatch(rb"step-(\d{1,12})", file.read(64).strip())
+    except (OSError, ViewError):
+        return None
+    return int(found[1]) if found else None
 
 
 def _headline(summary: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -9,13 +9,13 @@ import sqlite3
 from collections.abc import Mapping
 from typing import Any
 
-from ludic.view.folders import ViewError
+from ludic.view.folders import QueryError
 
 MOST_ROWS = 200
 _SHOWN = (
     *("n", "id", "episode", "agent", "grp", "task", "parent", "env", "source", "upd", "reward"),
     *("turns", "tokens", "terminated", "truncated", "truncation", "error", "outcome"),
-    *("components", "parse_failures", "forks", "cut", "tools"),
+    *("components", "parse_failures", "forks", "cut", "tools", "said"),
 )
 _SORTS = {
     *("n", "id", "agent", "grp", "task", "env", "upd", "reward", "turns", "tokens"),
@@ -65,7 +65,7 @@ def where(filters: Filters) -> tuple[str, list[Any]]:
         name, _, bound = key.rpartition(".")
         if bound not in ("min", "max") or not wanted:
             continue
-        number = _number(key, wanted)
+        number = finite(key, wanted)
         sign = ">=" if bound == "min" else "<="
         if name in _RANGES:
             tests.append(f"{_RANGES[name]} {sign} ?")
@@ -258,7 +258,7 @@ def _key(sort: str) -> str:
     if sort.startswith("component:"):
         return _component(sort)
     if sort not in _SORTS:
-        raise ViewError(f"the table cannot be sorted by {sort!r}")
+        raise QueryError(f"the table cannot be sorted by {sort!r}")
     return _WEIGHT if sort == "weight" else sort
 
 
@@ -272,15 +272,23 @@ def _order(sort: str, descending: bool, *, nulls_first: bool = False) -> str:
 def _component(name: str) -> str:
     key = name.removeprefix("component:")
     if not re.fullmatch(r"[\w./ -]{1,100}", key):
-        raise ViewError(f"{key!r} is no name of a reward's component")
+        raise QueryError(f"{key!r} is no name of a reward's component")
     return f"json_extract(components, '$.\"{key}\"')"
 
 
-def _number(key: str, text: str) -> float:
+def finite(key: str, text: str) -> float:
+    """The number that `text` is."""
     try:
         number = float(text)
     except ValueError:
-        raise ViewError(f"{key}: {text!r} is not a number") from None
+        raise QueryError(f"{key}: {text[:80]!r} is not a number") from None
     if not math.isfinite(number):
-        raise ViewError(f"{key}: {text!r} is not a finite number")
+        raise QueryError(f"{key}: {text[:80]!r} is not a finite number")
     return number
+
+
+def count(key: str, text: str) -> int:
+    """The whole number that `text` is, of at most so many digits that SQLite has room for it."""
+    if not re.fullmatch(r"[0-9]{1,15}", text):
+        raise QueryError(f"{key}: {text[:80]!r} is not a whole number of 0 or more")
+    return int(text)

@@ -13,6 +13,7 @@ from ludic.rollouts.storage import SCHEMA
 from ludic.rollouts.token_log import SCHEMA as TOKEN_SCHEMA
 
 _LONGEST_TEXT = 100_000
+_SAID = 120
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -45,8 +46,13 @@ class _Info(msgspec.Struct):
     parse_error: Any = None
 
 
+class _Said(msgspec.Struct):
+    content: str | None = None
+
+
 class _Step(msgspec.Struct):
     kind: str = ""
+    message: _Said | None = None
     fork: dict[str, Any] | None = None
     finish_reason: str = ""
     reward_components: dict[str, float] | None = None
@@ -73,7 +79,7 @@ class _Trained(msgspec.Struct):
 COLUMNS = (
     *("id", "episode", "agent", "grp", "task", "parent", "env", "upd", "reward", "turns"),
     *("tokens", "terminated", "truncated", "truncation", "error", "outcome", "components"),
-    *("parse_failures", "forks", "cut", "tools"),
+    *("parse_failures", "forks", "cut", "tools", "said"),
 )
 
 
@@ -98,13 +104,14 @@ def rollout_columns(line: bytes) -> tuple[tuple[Any, ...], str]:
     else:
         steps = _decode(_decode_stored, _Stored, row.rollout).rollout.steps
     components: dict[str, float] = {}
-    outcome, last_obs = None, ""
+    outcome, last_obs, said = None, "", ""
     failures = forks = cut = tools = 0
     for step in steps:
         if step.kind == "agent":
             forks += step.fork is not None
             cut += step.finish_reason == "length"
             tools += len(step.tool_messages)
+            said = said or beginning((step.message and step.message.content) or "")
             continue
         for name, value in (step.reward_components or {}).items():
             components[name] = components.get(name, 0.0) + value
@@ -118,12 +125,18 @@ def rollout_columns(line: bytes) -> tuple[tuple[Any, ...], str]:
         *(row.num_tokens, row.terminated, row.truncated, row.truncation_reason, row.error),
         None if outcome is None else str(outcome)[:200],
         json.dumps(finite) if finite else None,
-        *(failures, forks, cut, tools),
+        *(failures, forks, cut, tools, said),
     )
     text = "\n".join([*(message.content for message in row.messages), last_obs, row.error])
     if len(text) > _LONGEST_TEXT:
         text = text[: _LONGEST_TEXT // 2] + "\n" + text[-_LONGEST_TEXT // 2 :]
     return values, text
+
+
+def beginning(text: str) -> str:
+    """The first words of a text, on one line."""
+    line = " ".join(text[: 4 * _SAID].split())
+    return line if len(line) <= _SAID and len(text) <= 4 * _SAID else f"{line[:_SAID].rstrip()}…"
 
 
 def trained_columns(line: bytes) -> tuple[str, int, float, int]:

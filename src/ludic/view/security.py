@@ -75,10 +75,11 @@ class Guard:
         """What is said instead of an answer; None where the request is fine."""
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if _name(f"//{host}") not in self.hosts:
+        name, port = _authority(host)
+        if name not in self.hosts:
             return _refused("this address is not one of this machine's: it begins with 127.0.0.1")
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and _netloc(origin) != host.lower():
             return _refused("a page of another site asked")
         navigates = headers.get("sec-fetch-mode", "navigate") == "navigate"
         if headers.get("sec-fetch-site") == "cross-site" and not navigates:
@@ -95,30 +96,42 @@ class Guard:
             path = "/" + scope["path"].lstrip("/\\")
             response = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
             response.set_cookie(
-                self._cookie(host), self.token, httponly=True, samesite="lax", path="/"
+                _cookie_of(port), self.token, httponly=True, samesite="lax", path="/"
             )
             return response
-        if not self._fits(_cookies(headers).get(self._cookie(host), "")):
+        if not self._fits(_cookies(headers).get(_cookie_of(port), "")):
             return _refused(
                 "the token is missing: open the address that `ludic view` printed, with its token"
             )
         return None
 
     def _fits(self, token: str) -> bool:
-        return secrets.compare_digest(token.encode(), self.token.encode())
-
-    def _cookie(self, host: str) -> str:
-        """Cookies are shared by all ports of a machine, so the port is in the name."""
-        return f"ludic-view-{urlsplit(f'//{host}').port or 80}"
+        return secrets.compare_digest(token.encode("utf-8", "replace"), self.token.encode())
 
 
 def _refused(why: str) -> Response:
     return PlainTextResponse(f"ludic view: {why}\n", 403)
 
 
-def _name(address: str) -> str:
+def _cookie_of(port: int) -> str:
+    """Cookies are shared by all ports of a machine, so the port is in the name."""
+    return f"ludic-view-{port}"
+
+
+def _authority(host: str) -> tuple[str, int]:
+    """The name and the port in a `Host`; an empty name, which no machine has, for one that is not
+    well-formed."""
     try:
-        return (urlsplit(address).hostname or "").lower()
+        parts = urlsplit(f"//{host}")
+        return (parts.hostname or "").lower(), parts.port or 80
+    except ValueError:
+        return "", 0
+
+
+def _netloc(origin: str) -> str:
+    """Host and port of an `Origin`; empty for one that is not well-formed."""
+    try:
+        return urlsplit(origin).netloc.lower()
     except ValueError:
         return ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.agents.tools import Tool, call_tool
-from ludic.envs.code_exec import PythonTool, calculator
+from ludic.envs.code_exec import PythonTool, calculator, tools
 from ludic.envs.code_exec.sandbox import Limits
 from ludic.envs.code_exec.tools import session_pool
 from ludic.inference import HermesToolParser, HFChatTemplate, ScriptedChatClient
@@ -103,6 +104,17 @@ def test_a_session_that_hangs_dies_or_floods_is_replaced() -> None:
     assert "PermissionError" in tool("import socket; socket.socket()")
     tool.close()
     assert not session_pool("bubblewrap")._leased
+
+
+def test_a_forked_process_has_its_own_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "SandboxPool", lambda *args, **options: object())
+    monkeypatch.setattr(tools, "_pools", {})
+    own = session_pool("bubblewrap")
+    assert session_pool("bubblewrap") is own
+    with monkeypatch.context() as forked:  # as in a fork, which has a copy of all this
+        forked.setattr(os, "getpid", lambda: -1)
+        other = session_pool("bubblewrap")
+    assert other is not own
 
 
 @pytest.mark.sandbox

@@ -35,10 +35,21 @@ def test_what_does_not_work_is_named(lines: str, said: str) -> None:
         check_ranks(parse_run(RUN + lines), TWO)
 
 
-def test_the_in_process_engine_is_refused() -> None:
-    run = parse_run('[env]\nkind = "tic_tac_toe"\n[model]\ndevice = "cpu"\n')
+LOCAL = '[env]\nkind = "tic_tac_toe"\n[model]\ndevice = "cpu"\n'
+
+
+def test_the_in_process_engine_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ludic.runs.execution.ranks.check_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match=r'on 2 ranks .* set inference.backend = "vllm"'):
-        check_ranks(run, TWO)
+        check_ranks(parse_run(LOCAL), TWO)
+    check_ranks(parse_run(LOCAL + "[training]\nsteps = 0\n"), TWO)  # it is never sampled from
+
+
+def test_on_cpus_the_in_process_engine_has_a_copy() -> None:
+    check_ranks(parse_run(LOCAL), TWO)
+    with pytest.raises(ConfigError, match=r"without \[pipeline\]"):
+        check_ranks(parse_run(LOCAL + "[pipeline]\n"), TWO)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from ludic.training import (
     make_sft,
 )
 from ludic.training.batching.replay_buffer import StoredGroup
+from ludic.training.batching.staleness import ANY_AGE
 from tests.training.synthetic import SyntheticSource, reinforce, synthetic_batch
 
 
@@ -85,7 +86,9 @@ async def test_a_stored_group_is_whole_and_as_it_was_sampled() -> None:
     replayed = 0
     for batch in mixed:
         for name in groups(batch):
-            found = plain(i for i in batch.items if i.group_id == name)
+            members = [i for i in batch.items if i.group_id == name]
+            assert {i.meta.get(ANY_AGE, False) for i in members} == {name in first}
+            found = plain(replace(i, meta={}) for i in members)
             replayed += name in first
             assert first.setdefault(name, found) == found
     assert replayed == 15

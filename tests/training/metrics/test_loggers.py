@@ -65,6 +65,31 @@ def test_jsonl_is_valid_whatever_the_numbers_and_rewinds(tmp_path: Path) -> None
     assert len(logger.path.read_text().splitlines()) == 3
 
 
+@pytest.mark.parametrize("damage", ["cut", "binary", "nonsense"])
+def test_a_resumed_run_says_that_its_metrics_were_cut(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    log = MetricLog([], tmp_path, "run")
+    for step in range(1, 9):
+        log.write({"train/step": float(step), "train/loss": 1.0}, step=step)
+    path = tmp_path / "metrics.jsonl"
+    log.rewind(8)
+    assert not caplog.messages  # nothing is missing
+    data = path.read_bytes()
+    lines = data.splitlines(keepends=True)
+    whole = {
+        "cut": data[: len(data) // 2 + 3],
+        "binary": b"".join([*lines[:4], b"\xff\x00\n", *lines[8:]]),
+        "nonsense": b"".join([*lines[:4], b"3\n", b"[]\n", b"null\n", b"[" * 5000 + b"\n"]),
+    }
+    path.write_bytes(whole[damage])
+    log.rewind(8)
+    assert "no line for 4 of the 8 steps" in caplog.text
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert steps == [1, 2, 3, 4]
+    log.close()
+
+
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     log = MetricLog([Broken()], tmp_path / "run", "run", writes=False)
     log.write({"train/loss": 1.0}, step=1)

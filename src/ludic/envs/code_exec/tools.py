@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -21,16 +22,18 @@ MAX_SHOWN = 8000
 _SESSIONS = 64
 _PROGRAM = Path(__file__).with_name("session_program.py")
 
-_pools: dict[str, SandboxPool] = {}
+_pools: dict[tuple[int, str], SandboxPool] = {}
 _making = threading.Lock()
 
 
 def session_pool(sandbox: str) -> SandboxPool:
-    """The sandboxes of all sessions of this process: at most 64 at the same time."""
+    """The sandboxes of all sessions of this process: at most 64 at the same time. A process that
+    was forked has its own, since sandboxes are the processes of whoever started them."""
+    key = (os.getpid(), sandbox)
     with _making:
-        if sandbox not in _pools:
-            _pools[sandbox] = SandboxPool(sandbox, workers=_SESSIONS, queue_s=30.0)
-        return _pools[sandbox]
+        if key not in _pools:
+            _pools[key] = SandboxPool(sandbox, workers=_SESSIONS, queue_s=30.0)
+        return _pools[key]
 
 
 class PythonTool:

@@ -61,6 +61,18 @@ async def conclude(
     _say_what_to_try(config.env[0].kind, path)
 
 
+def conclude_unmeasured(
+    config: RunConfig, folder: RunFolder, seconds: float, warnings: Sequence[str] = ()
+) -> None:
+    """Writes the summary of a run that had no sampler to measure it with, and says how to."""
+    summary = {"seconds": round(seconds, 1), "seed": config.run.seed, "warnings": list(warnings)}
+    folder.write_json("summary.json", summary)
+    for sentence in warnings:
+        warn(sentence)
+    say(f"\n{seconds:.0f} s. Everything is in {folder.path}/. No held-out episode was played:")
+    say(f"{command_name()} eval {folder.path}   plays them, on one rank")
+
+
 async def _show_an_episode(
     config: RunConfig, reports: Mapping[str, EvalReport], policy: OpenPolicy
 ) -> None:

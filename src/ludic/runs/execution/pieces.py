@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ludic.distributed import BroadcastPolicyPublisher, PolicyPublisher, Rank0OnlyPublisher
-from ludic.distributed.local import LocalPolicyPublisher
+from ludic.distributed.local import LocalCopyPublisher, LocalPolicyPublisher
 from ludic.errors import ConfigError
 from ludic.inference import LocalChatClient, VLLMChatClient
 from ludic.inference.client import ChatClient
@@ -25,6 +25,7 @@ from ludic.runs.assemble import (
 )
 from ludic.runs.episodes import inference_spec, rollout_engine, runtime_of
 from ludic.runs.evaluation import evaluate_policy
+from ludic.runs.execution.gathered import NoSampler, gathered_copy, samples
 from ludic.runs.execution.piece import Piece
 from ludic.runs.execution.ranks import Crew
 from ludic.runs.execution.updates import Stage, Update, make_loggers
@@ -82,13 +83,19 @@ class RunPieces:
 
     def _make_client(self) -> ChatClient:
         if self.config.inference.backend == "local":
-            return local_client(self.config, self.model, self.tokenizer)
+            if not samples(self.config):
+                return NoSampler()
+            model = gathered_copy(self.model) if self.crew.several else self.model
+            return local_client(self.config, model, self.tokenizer)
         raise ConfigError("with inference.backend='vllm' there is a client once the run goes")
 
     def _make_publisher(self) -> PolicyPublisher | None:
         client = self.client
+        if isinstance(client, NoSampler):
+            return None
         if isinstance(client, LocalChatClient):
-            return LocalPolicyPublisher(client)
+            copied = self.crew.several
+            return LocalCopyPublisher(client) if copied else LocalPolicyPublisher(client)
         if isinstance(client, VLLMChatClient):
             return BroadcastPolicyPublisher(client)
         raise ConfigError(
@@ -166,7 +173,8 @@ class RunPieces:
     ) -> Trainer:
         cfg = trainer_config(self.config, stage, self.folder.path)
         if not self.crew.world.leads:
-            published = "publisher" not in self._replaced or self.publisher is not None
+            replaced = "publisher" in self._replaced
+            published = self.publisher is not None if replaced else samples(self.config)
             return Trainer(
                 model=model,
                 algo=algorithm,

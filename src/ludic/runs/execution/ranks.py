@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ludic.errors import ConfigError
+from ludic.runs.execution.gathered import samples
 from ludic.runs.model import check_device
 from ludic.runs.settings import RunConfig
 from ludic.runs.storage.folder import RunFolder
@@ -110,11 +111,12 @@ def check_ranks(config: RunConfig, here: Launched | None = None) -> None:
     if here.size == 1:
         return
     where, training = f"on {here.size} ranks", config.training
-    if config.inference.backend == "local":
+    on_cpu = check_device(config.model).type == "cpu" and config.pipeline is None
+    if config.inference.backend == "local" and samples(config, here) and not on_cpu:
         raise ConfigError(
             f"{where} the model is sharded, and the in-process engine cannot sample from it: set "
             'inference.backend = "vllm", with the addresses in inference.servers if servers run '
-            "already"
+            'already. A small model can be tried out with model.device = "cpu", without [pipeline]'
         )
     if config.inference.publish_lora == "adapter":
         raise ConfigError(

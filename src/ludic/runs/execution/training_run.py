@@ -17,8 +17,9 @@ from ludic.rollouts.token_log import open_token_log
 from ludic.runs.assemble import sft_algorithm
 from ludic.runs.evaluation import evaluate_policy
 from ludic.runs.execution.collecting import rare_collections
-from ludic.runs.execution.conclusion import conclude
+from ludic.runs.execution.conclusion import conclude, conclude_unmeasured
 from ludic.runs.execution.following import follow
+from ludic.runs.execution.gathered import HOW, samples
 from ludic.runs.execution.interruption import interruptible
 from ludic.runs.execution.pieces import RunPieces
 from ludic.runs.execution.ranks import cold_start_copy
@@ -111,11 +112,11 @@ class TrainingRun:
         with interruptible(self.stop):
             async with self._opened():
                 size = sum(p.numel() for p in self.run.model.parameters())
-                backend = BACKENDS[self.config.inference.backend]
                 ranks = self.run.crew.world.size
+                backend = self._backend(ranks)
                 sharded = f", sharded over {ranks} ranks" if ranks > 1 else ""
                 name = self.config.model.name
-                say(f"model: {name}, {size:,} parameters{sharded}; sampled {backend}")
+                say(f"model: {name}, {size:,} parameters{sharded}; {backend}")
                 for doubt in doubtful(self.config):
                     warn(doubt)
                 await self._stages()
@@ -124,10 +125,21 @@ class TrainingRun:
                     say(f"stopped; resume it with: {resume}")
                     return
                 seconds = time.monotonic() - started
+                if not samples(self.config):
+                    conclude_unmeasured(self.config, self.folder, seconds, self.warnings())
+                    return
                 policy = self.run.policy
                 await conclude(
                     self.config, self.folder, self.reports, policy, seconds, self.warnings()
                 )
+
+    def _backend(self, ranks: int) -> str:
+        """How the policy is sampled from, in words."""
+        if not samples(self.config):
+            return "not sampled, since on several ranks a cold start needs no sampler"
+        local = self.config.inference.backend == "local"
+        how = HOW if ranks > 1 and local else BACKENDS[self.config.inference.backend]
+        return f"sampled {how}"
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[None]:
@@ -267,7 +279,7 @@ class TrainingRun:
         if self.folder.has(f"eval/{stage}.json"):
             self.reports[stage] = EvalReport.from_dict(self.folder.read_json(f"eval/{stage}.json"))
             return
-        if self.stopped:
+        if self.stopped or not samples(self.config):
             return
         with episodes_bar(f"evaluation {stage.replace('_', ' ')}") as update:
             work = evaluate_policy(self.config, self.run.policy, name=stage, on_progress=update)

@@ -2,30 +2,60 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from ludic.errors import BatchError
+from ludic.errors import BatchError, TrainingError
 from ludic.saw.codec import batch_from_dict, batch_to_dict
 from ludic.saw.items import SAWBatch
 from ludic.saw.overlong import LOST_MEMBER, drop_overlong_episodes, longest
 from ludic.sharding.world import World
 from ludic.training.algorithm import RLAlgorithm
+from ludic.training.batching.staleness import check_lag
 from ludic.training.config import TrainerConfig
 from ludic.training.types import BatchSource
 from ludic.workers.deadlines import bounded
 
 _MAX_EMPTY_BATCHES = 8
 _log = logging.getLogger("ludic.training")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class BatchesEnded(StopAsyncIteration):
+    """The batch source has no more batches. Only its own `next_batch` can say so: any other
+    `StopAsyncIteration` is an iterator that ran out unnoticed in somebody's code."""
+
+
+def only_batches_end(
+    step: Callable[P, Coroutine[Any, Any, T]],
+) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Makes every `StopAsyncIteration` that leaves `step` an error, but for the source's own."""
+
+    @functools.wraps(step)
+    async def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await step(*args, **kwargs)
+        except BatchesEnded:
+            raise
+        except StopAsyncIteration as exc:
+            raise TrainingError(
+                f"StopAsyncIteration({exc}) in the middle of a step, not from the batch source: an "
+                "evaluation, a callback or another part of the run called `anext` on an iterator "
+                "that has ended. Catch it there, or give `anext` a default"
+            ) from exc
+
+    return checked
 
 
 class Intake:
     """Takes batches for all ranks. `run` calls a function in the trainer's thread, the only one in
     which ranks talk to each other. A source that gives nothing for `cfg.batch_timeout_s` is an
-    error, which calls it `name`."""
+    error, which calls it `name`; so is a sample more than `cfg.max_lag` versions old."""
 
     def __init__(
         self,
@@ -35,38 +65,44 @@ class Intake:
         name: str,
         cfg: TrainerConfig,
     ) -> None:
-        self.algo, self.world, self.max_seq_len = algo, world, cfg.max_seq_len
+        self.algo, self.world = algo, world
+        self.max_seq_len, self.max_lag = cfg.max_seq_len, cfg.max_lag
         self._warned = False
         self._run, self._name, self._timeout_s = run, name, cfg.batch_timeout_s
 
-    async def next_batch(self, source: BatchSource | None) -> SAWBatch:
-        """Rank 0's next batch, on every rank; only rank 0 has a `source`."""
+    async def next_batch(self, source: BatchSource | None, version: int) -> SAWBatch:
+        """Rank 0's next batch, on every rank, for the policy of `version`; only rank 0 has a
+        `source`. Raises `BatchesEnded` when that has no more."""
         if self.world.size == 1:
-            return await self._from(source)
+            return await self._from(source, version)
         batch, error, told = None, None, dict[str, Any]()
         if self.world.leads:
             try:
-                batch = await self._from(source)
+                batch = await self._from(source, version)
                 told = dict(batch_to_dict(batch))
             except Exception as exc:  # the others wait to be told, whatever went wrong
-                ended = isinstance(exc, StopAsyncIteration)
+                ended = isinstance(exc, BatchesEnded)
                 error, told = exc, {"ended": str(exc)} if ended else {"error": repr(exc)}
         shared = await self._run(self.world.share, told)
         if error is not None:
             raise error
         if "ended" in shared:
-            raise StopAsyncIteration(shared["ended"])
+            raise BatchesEnded(shared["ended"])
         if "error" in shared:
             raise BatchError(f"rank 0 has no batch: {shared['error']}")
         return batch or batch_from_dict(shared)
 
-    async def _from(self, source: BatchSource | None) -> SAWBatch:
+    async def _from(self, source: BatchSource | None, version: int) -> SAWBatch:
         """The source's next batch after the algorithm's preprocess, which is applied only here. If
         nothing is left of a batch, the next one is taken, and the drops of all are counted."""
         assert source is not None
         dropped: Counter[str] = Counter()
         for _ in range(_MAX_EMPTY_BATCHES):
-            batch = await bounded(source.next_batch(), "a batch", self._name, self._timeout_s)
+            try:
+                batch = await bounded(source.next_batch(), "a batch", self._name, self._timeout_s)
+            except StopAsyncIteration as exc:
+                raise BatchesEnded(*exc.args) from exc
+            check_lag(batch, version, self.max_lag)
             batch = self.algo.prepare(self._without_overlong(batch))
             dropped += Counter(batch.meta.get("dropped", {}))
             if batch.items:

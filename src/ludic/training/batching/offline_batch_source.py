@@ -31,6 +31,7 @@ from ludic.saw.overlong import LOST_MEMBER
 from ludic.seeding import derive_seed
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.demonstrations import TrainOn, rollout_from_messages, row_messages
+from ludic.training.batching.staleness import batch_of_any_age
 from ludic.training.credit_assignment.returns import ConstantCredit
 from ludic.types import Rollout, RolloutStepKey
 
@@ -136,7 +137,7 @@ class OfflineBatchSource:
                 meta=meta,
             )
             if batch.items:
-                return batch
+                return batch_of_any_age(batch)
             drops = Counter(batch.meta["dropped"])
 
     def _take(self) -> list[Rollout]:

@@ -20,6 +20,7 @@ from ludic.saw.items import SAWBatch, SAWItem
 from ludic.saw.statistics import item_statistics
 from ludic.seeding import derive_seed
 from ludic.training.algorithm import HasAlgorithm, RLAlgorithm
+from ludic.training.batching.staleness import of_any_age
 from ludic.training.stateful import Commits, KeepsRecord, Stateful
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class ReplayBufferSource:
         drawn = self._drawn(kept, wanted, newest)
         self._stored = (*kept, *new)
         self.step += 1
-        items = [*batch.items, *(item for group in drawn for item in group.items)]
+        items = [*batch.items, *(of_any_age(item) for group in drawn for item in group.items)]
         meta = {
             **batch.meta,
             **item_statistics(items),

@@ -32,6 +32,7 @@ from ludic.training.checkpoints.contents import (
     trainer_tensors,
     verify_checkpoint,
 )
+from ludic.training.checkpoints.durable import sync, sync_tree, write_synced
 from ludic.training.checkpoints.model_loading import model_fingerprint, save_model
 from ludic.training.checkpoints.state_shards import describe_shards, write_shard
 from ludic.training.config import CheckpointConfig
@@ -113,6 +114,7 @@ class Checkpointer:
             if self.world.leads:
                 shutil.rmtree(temporary, ignore_errors=True)
                 temporary.mkdir(parents=True)
+                sync(self.folder.parent)
                 model_files(temporary / "model")
         with agreed():
             write_shard(temporary, pieces, rng, self.world)
@@ -158,14 +160,18 @@ class Checkpointer:
             text = json.dumps(manifest)
         except (TypeError, ValueError) as exc:
             raise CheckpointError(f"a state_dict of the run is not JSON: {exc}") from exc
-        _write_synced(temporary / "manifest.json", text)
+        sync_tree(temporary)  # the manifest vouches for it
+        write_synced(temporary / "manifest.json", text)
+        sync(temporary)
         target = self.folder / name
-        if target.exists():
-            shutil.rmtree(target)
+        earlier = self._renamed(target, "superseded")
         os.replace(temporary, target)
-        _sync_folder(self.folder)
+        sync(self.folder)
         self._point_at(name)
+        # Not before: until here, the older ones are all that is surely there.
         self._prune(name)
+        if earlier is not None:
+            shutil.rmtree(earlier, ignore_errors=True)
 
     def _prune(self, newest: str) -> None:
         for later in [p for p in self.complete() if p.name > newest]:
@@ -257,9 +263,15 @@ class Checkpointer:
         return None
 
     def _set_aside(self, path: Path, why: str) -> str:
-        """Renames a checkpoint, so that no later one of its step takes its place."""
+        """Renames a checkpoint, and says in words what became of it."""
+        kept = self._renamed(path, why)
+        return f"it is kept as {kept.name}" if kept else "nothing is left of it"
+
+    def _renamed(self, path: Path, why: str) -> Path | None:
+        """Renames a checkpoint, so that no later one of its step takes its place; None where there
+        is none."""
         if not path.exists():
-            return "nothing is left of it"
+            return None
         kept = path.with_name(f"{why}-{path.name}")
         number = 2
         while kept.exists():
@@ -268,12 +280,12 @@ class Checkpointer:
             os.replace(path, kept)
         except OSError as exc:
             raise CheckpointError(f"cannot rename the {why} {path} to {kept}: {exc}") from exc
-        return f"it is kept as {kept.name}"
+        return kept
 
     def _point_at(self, name: str) -> None:
-        _write_synced(self.folder / ".latest", name)
+        write_synced(self.folder / ".latest", name)
         os.replace(self.folder / ".latest", self.folder / "latest")
-        _sync_folder(self.folder)
+        sync(self.folder)
 
 
 def _own_group(world: World, group: dist.ProcessGroup) -> World:
@@ -282,18 +294,3 @@ def _own_group(world: World, group: dist.ProcessGroup) -> World:
     ranks = dist.get_process_group_ranks(group)
     own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return World(world.rank, world.size, own)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

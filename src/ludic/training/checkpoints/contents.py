@@ -58,7 +58,7 @@ def load_checkpoint(
     path, world = Path(path), world or World()
     manifest = manifest or verify_checkpoint(path)
     own = model_fingerprint(model)
-    if manifest["fingerprint"] != own:
+    if manifest["fingerprint"] not in (own, model_fingerprint(model, frozen_values=False)):
         raise CheckpointError(
             f"{path} is a checkpoint of another model (fingerprint {manifest['fingerprint']}, this "
             f"one has {own}): names, shapes and frozen weights must be the same"
@@ -79,15 +79,12 @@ def verify_checkpoint(path: str | Path) -> dict[str, Any]:
     """The manifest of a whole checkpoint; raises `DamagedCheckpointError` for anything less."""
     path = Path(path)
     try:
-        manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        files, version = manifest["files"].items(), manifest["format"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        manifest = _read_manifest(path / "manifest.json")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise DamagedCheckpointError(
-            f"{path} is not a whole checkpoint: its manifest: {exc}"
+            f"{path} is not a whole checkpoint: its manifest: {exc!r}"
         ) from exc
-    if version > FORMAT:
-        raise CheckpointError(f"{path} has format {version}; this Ludic reads up to {FORMAT}")
-    for name, facts in files:
+    for name, facts in manifest["files"].items():
         file = path / name
         if not file.is_file() or file.stat().st_size != facts["bytes"]:
             raise DamagedCheckpointError(f"{path} is half-written: {name} is missing or cut")
@@ -97,6 +94,31 @@ def verify_checkpoint(path: str | Path) -> dict[str, Any]:
             raise DamagedCheckpointError(f"{path} is damaged: {name}: {exc}") from exc
         if not whole:
             raise DamagedCheckpointError(f"{path} is damaged: {name} is not what was written")
+    return manifest
+
+
+def _read_manifest(file: Path) -> dict[str, Any]:
+    """The manifest, if it names all that a checkpoint must have: the model, and the file of every
+    rank. One that names nothing would let anything pass for whole."""
+    manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    version = manifest["format"]
+    if version > FORMAT:
+        raise CheckpointError(
+            f"{file.parent} has format {version}; this Ludic reads up to {FORMAT}"
+        )
+    TrainerState(**manifest["state"])
+    files, needed = manifest["files"], {"fingerprint", "tensors", "world_size"}
+    if missing := needed - manifest.keys():
+        raise ValueError(f"it has no {', '.join(sorted(missing))}")
+    states = {f"state-{rank:05d}.safetensors" for rank in range(manifest["world_size"])}
+    states |= {p["file"] for facts in manifest["tensors"].values() for p in facts["pieces"]}
+    if unnamed := sorted(states - files.keys()):
+        raise ValueError(f"it does not name {', '.join(unnamed)}")
+    if not any(name.startswith("model/") for name in files):
+        raise ValueError("it names no file of the model")
+    for name, facts in files.items():
+        if not (isinstance(facts["bytes"], int) and facts.keys() & {"checksum", "blake2b"}):
+            raise ValueError(f"it does not say what {name} is to be")
     return manifest
 
 

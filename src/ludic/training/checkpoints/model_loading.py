@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ludic.errors import CheckpointError
-from ludic.sharding.weights import whole
+from ludic.sharding.weights import local_rows, whole
 from ludic.sharding.world import World
 
 _SAMPLED = 16
@@ -62,17 +64,47 @@ def _belongs_to_adapter(name: str) -> bool:
     return ".lora_" in name or ".modules_to_save." in name
 
 
-@torch.no_grad()
-def model_fingerprint(model: nn.Module) -> str:
-    """A short name for the model's structure and its frozen weights.
+def model_fingerprint(model: nn.Module, *, frozen_values: bool = True) -> str:
+    """A short name for the model's structure and its frozen weights, the same on any number of
+    ranks. Of a sharded model it is a collective.
 
-    Names, shapes and which parameters are trained count, and a few values of each frozen one.
-    Trained values do not: they change.
+    Names, shapes and which parameters are trained count, and the first few values of each frozen
+    one. Trained values do not: they change. Without `frozen_values` it is the name that older
+    checkpoints of sharded models have.
     """
     digest = blake2b(digest_size=16)
-    for name, parameter in sorted(model.named_parameters()):
+    named = sorted(model.named_parameters())
+    frozen = {name: p for name, p in named if not p.requires_grad} if frozen_values else {}
+    values = _first_values(frozen)
+    for name, parameter in named:
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.requires_grad}".encode())
-        if not parameter.requires_grad and not hasattr(parameter, "full_tensor"):
-            values = parameter.detach().flatten()[:_SAMPLED].float().cpu().numpy()
-            digest.update(values.tobytes())
+        if name in values:
+            digest.update(values[name].numpy().tobytes())
     return digest.hexdigest()
+
+
+@torch.no_grad()
+def _first_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The first values of each tensor, in float32. Those of sharded ones may be on any rank: each
+    puts its own where they belong, and one sum over all ranks gathers them for all tensors."""
+    found: dict[str, Tensor] = {}
+    sharded: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        rows, offset, shape = local_rows(tensor)
+        count = min(prod(shape), _SAMPLED)
+        found[name] = torch.zeros(count)
+        if offset is not None:
+            sharded[name] = tensor
+        start = (offset or 0) * prod(shape[1:])
+        if rows is not None and start < count:
+            own = rows.detach().flatten()[: count - start].float().cpu()
+            found[name][start : start + len(own)] = own
+    if sharded:
+        # As integers: a sum with zeros then keeps every bit, also of a negative zero.
+        bits = torch.cat([found[name] for name in sharded]).view(torch.int32)
+        first: Any = next(iter(sharded.values()))
+        gathered = bits.to(first.device)
+        dist.all_reduce(gathered, group=first.device_mesh.get_group())
+        parts = torch.split(gathered.cpu().view(torch.float32), [len(found[n]) for n in sharded])
+        found |= dict(zip(sharded, parts, strict=True))
+    return found

@@ -178,3 +178,8 @@ class MasterAdamW:
             for key in _MOMENTS:
                 own[key] = torch.zeros_like(master)
                 own[key].copy_(state[f"{name}/{key}"])
+
+
+def clipped(norm: float, limit: float | None) -> float:
+    """What gradients of this norm are multiplied by so that it is at most `limit`."""
+    return 1.0 if limit is None or norm <= limit else limit / norm

@@ -5,10 +5,15 @@ import { change } from "./address.js";
 import { COLOURS, lineChart } from "./chart.js";
 import { h, show } from "./dom.js";
 
-const FIRST = ["train/reward_mean", "train/loss", "train/entropy", "train/grad_norm", "train/mismatch_kl", "train/completion_tokens_mean"];
+const REWARD = "train/reward_mean";
+const COMPONENT = /^train\/reward_.+_mean$/;
+const MOST_PARTS = 4;
+const REST = ["train/loss", "train/entropy", "train/grad_norm", "train/mismatch_kl", "train/completion_tokens_mean"];
 
+// The reward comes first, then what it is made of where that is more than one part.
 export function firstKeys(keys) {
-  const found = FIRST.filter((key) => keys.includes(key));
+  const parts = keys.filter((key) => COMPONENT.test(key));
+  const found = [REWARD, ...(parts.length > 1 ? parts.slice(0, MOST_PARTS) : []), ...REST].filter((key) => keys.includes(key));
   return found.length ? found : keys.slice(0, 4);
 }
 

@@ -71,7 +71,15 @@ class MetricLog:
     def rewind(self, step: int) -> None:
         """After a resume: forgets lines of steps that will be taken again."""
         if self.writes:
-            self._try(self.jsonl, lambda: self.jsonl.rewind(step))
+            self._try(self.jsonl, lambda: self._rewind(step))
+
+    def _rewind(self, step: int) -> None:
+        if missing := self.jsonl.rewind(step):
+            _log.warning(
+                "%s has no line for %d of the %d steps that the checkpoint has: it was cut or "
+                "damaged, and curves have gaps there; the training itself is whole",
+                *(self.jsonl.path, missing, step),
+            )
 
     def begin(self) -> None:
         """For a run that starts at its first step: lines that are there are kept elsewhere."""

@@ -22,20 +22,30 @@ class JSONLLogger:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def rewind(self, step: int) -> None:
-        """Drops lines after `step`, and one that was cut short when the process died."""
+    def rewind(self, step: int) -> int:
+        """Drops lines after `step`, and those that cannot be read: one that was cut short when the
+        process died, or damage. Returns how many of the steps up to there have no line; where there
+        is no file, none is missed."""
         if not self.path.exists():
-            return
-        kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+            return 0
+        kept, steps = [], set[float]()
+        for line in self.path.read_text("utf-8", "replace").splitlines():
             try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-            except (ValueError, KeyError):
+                row = json.loads(line)
+                if row["step"] > step:
+                    continue
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue
+            kept.append(line + "\n")
+            if "train/step" in row:
+                steps.add(row["train/step"])
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        temporary.write_text("".join(kept), encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())  # or a machine that dies now has an empty file
         os.replace(temporary, self.path)
+        return step - len(steps)
 
     def set_aside(self) -> Path | None:
         """Renames the file and returns its new name; None where there is no file."""

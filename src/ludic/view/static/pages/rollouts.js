@@ -98,7 +98,7 @@ export async function open(root, params) {
     const several = { agent: facets.agent.length > 1, env: facets.env.length > 1 };
     const columns = [
       ["upd", "Update"], ["reward", "Reward"], ...parts.map((name) => [`component:${name}`, name]),
-      facets.trained ? ["weight", "Weight"] : null, ["outcome", "Outcome"], ["turns", "Turns"], ["tokens", "Tokens"],
+      facets.trained ? ["weight", "Weight"] : null, ["outcome", "Outcome"], [null, "Said"], ["turns", "Turns"], ["tokens", "Tokens"],
       several.agent ? ["agent", "Agent"] : null, several.env ? ["env", "Environment"] : null, [null, "Signs"], ["id", "Rollout"],
     ].filter(Boolean);
     const head = columns.map(([key, label]) => {
@@ -129,6 +129,7 @@ export async function open(root, params) {
       parts.map((name) => h("td", { class: "num quiet part" }, number(row.components[name]))),
       facets.trained ? h("td", { class: `num ${tone(row.weight)}` }, row.trained ? signed(row.weight) : h("span", { class: "quiet" }, "–")) : null,
       h("td", {}, row.outcome ? visible(row.outcome) : ""),
+      h("td", { class: "start", dir: "auto", title: "the start of what the model said" }, visible(row.said ?? "")),
       h("td", { class: "num" }, number(row.turns)),
       h("td", { class: "num" }, number(row.tokens)),
       several.agent ? h("td", {}, visible(row.agent)) : null,
