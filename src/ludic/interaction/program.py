@@ -90,7 +90,11 @@ class ProgramProtocol(SingleAgentSyncProtocol):
         told = {"status": result.status, **(outcome.info if outcome else {})}
         track.add_outcome(
             StepOutcome(
-                "", score.reward, cut is None, info=told, reward_components=score.components
+                "",
+                score.reward,
+                terminated=cut is None,
+                info=told,
+                reward_components=score.components,
             ),
             act,
         )
