@@ -1,6 +1,7 @@
 """Evaluation: held-out episodes, rates with intervals, paired comparisons."""
 
 from ludic.eval.evaluator import Evaluator, RolloutEvaluator, eval_requests, run_eval
+from ludic.eval.progress import episodes_bar
 from ludic.eval.report import (
     EpisodeResult,
     EvalReport,
@@ -19,6 +20,7 @@ __all__ = [
     "RolloutEvaluator",
     "compare",
     "compare_paired",
+    "episodes_bar",
     "eval_requests",
     "pass_at_k",
     "proportion",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from ludic.eval.progress import episodes_bar
 from ludic.eval.report import EpisodeResult, EvalReport, Success, reward_above
 from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.rollouts.progress import ProgressCallback
@@ -96,15 +98,17 @@ async def run_eval(
     agent_id: str | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> EvalReport:
-    """Evaluates on `episodes` held-out episodes of `request`'s environment."""
-    evaluator = RolloutEvaluator(
-        engine=engine,
-        requests=eval_requests(request, episodes, seed=seed, samples_per_task=samples_per_task),
-        max_steps=max_steps,
-        name=name,
-        concurrency=concurrency,
-        success=success or reward_above(),
-        agent_id=agent_id,
-        on_progress=on_progress,
-    )
-    return await evaluator.evaluate()
+    """Evaluates on `episodes` held-out episodes of `request`'s environment, with a progress bar on
+    the standard error unless `on_progress` is given."""
+    requests = eval_requests(request, episodes, seed=seed, samples_per_task=samples_per_task)
+    with episodes_bar(name) if on_progress is None else nullcontext(on_progress) as update:
+        return await RolloutEvaluator(
+            engine=engine,
+            requests=requests,
+            max_steps=max_steps,
+            name=name,
+            concurrency=concurrency,
+            success=success or reward_above(),
+            agent_id=agent_id,
+            on_progress=update,
+        ).evaluate()

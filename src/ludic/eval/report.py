@@ -159,6 +159,7 @@ class EvalReport:
         """Returns plain figures for a logger: of all agents, and of each if there are several."""
         flat = {"reward": self.reward.value, "episodes": float(len(self.by_episode()))}
         flat |= {name: estimate.value for name, estimate in self.rates().items()}
+        flat["accuracy"] = flat["success"]  # by the name that other libraries have for it
         found = {prefix + name: value for name, value in flat.items()}
         for role, report in self.roles().items():
             found |= report.metrics(f"{prefix}{role}/")
