@@ -41,9 +41,6 @@ COLD_START = Path("runs/tic_tac_toe/sft")
 
 async def sample(args: argparse.Namespace) -> None:
     """Streams rollouts past the filter into the file."""
-    if args.model == str(COLD_START) and not COLD_START.exists():
-        script = Path(__file__).parent / "tic_tac_toe" / "sft_tic_tac_toe.py"
-        subprocess.run([sys.executable, script, "--output", COLD_START], check=True)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,7 +62,11 @@ def main() -> None:
     parser.add_argument("--above", type=float, default=0.0, help="keep returns above this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/tic_tac_toe/won.jsonl.zst"))
-    asyncio.run(sample(parser.parse_args()))
+    args = parser.parse_args()
+    if args.model == str(COLD_START) and not COLD_START.exists():
+        script = Path(__file__).parent / "tic_tac_toe" / "sft_tic_tac_toe.py"
+        subprocess.run([sys.executable, script, "--output", COLD_START], check=True)
+    asyncio.run(sample(args))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ludic.distributed import BroadcastPolicyPublisher, LocalPolicyPublisher, PolicyPublisher
 from ludic.inference import (
     ChatClient,
+    FoundServer,
     HFChatTemplate,
     InferenceSpec,
     LocalChatClient,
@@ -51,12 +52,8 @@ GAME = RolloutRequest(
 COLD_START = Path("runs/tic_tac_toe/sft")
 
 
-async def train(args: argparse.Namespace) -> None:
+async def train(args: argparse.Namespace, server: FoundServer | None) -> None:
     """Rolls out groups of games, trains on them, and brings the weights back to the sampler."""
-    server = find_server(args.model, host=args.host, port=args.port)
-    if server is None and args.model is None and not COLD_START.exists():
-        script = Path(__file__).with_name("sft_tic_tac_toe.py")
-        subprocess.run([sys.executable, script, "--output", COLD_START], check=True)
     weights = args.model or (server.model if server else str(COLD_START))
     lr = args.lr or (1e-5 if server else 2e-3)
     max_tokens = args.max_tokens or (64 if server else 8)
@@ -119,7 +116,12 @@ def main() -> None:
     parser.add_argument("--lr", type=float, help="default: 1e-5 with a server, else 2e-3")
     parser.add_argument("--max-tokens", type=int, help="default: 64 with a server, else 8")
     parser.add_argument("--seed", type=int, default=0)
-    asyncio.run(train(parser.parse_args()))
+    args = parser.parse_args()
+    server = find_server(args.model, host=args.host, port=args.port)
+    if server is None and args.model is None and not COLD_START.exists():
+        script = Path(__file__).with_name("sft_tic_tac_toe.py")
+        subprocess.run([sys.executable, script, "--output", COLD_START], check=True)
+    asyncio.run(train(args, server))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+import pytest
+
 from ludic.envs.tic_tac_toe import TwoPlayerTicTacToeEnv
 from ludic.eval import Evaluator, RolloutEvaluator, eval_requests, proportion, run_eval
 from ludic.inference import HFChatTemplate, ScriptedChatClient
