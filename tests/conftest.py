@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
-from jaxtyping import install_import_hook
 
-from tests.shapes import check_shapes
+from ludic.shapes import check_shapes
 
 # Before anything imports transformers: a test that asks a hub for a file is a broken test.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,10 +22,7 @@ if not any(Path("/dev").glob("nvidia*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # Before anything imports these modules: the shapes of their tensors are checked on every call
     # (not on a GPU, where the checks would come between torch.compile and what it compiles).
-    install_import_hook(
-        [f"ludic.training.{name}" for name in ("algorithms", "losses", "types", "update")],
-        f"{check_shapes.__module__}.{check_shapes.__qualname__}",
-    )
+    check_shapes()
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -349,7 +349,7 @@ def test_kl_and_distillation_say_whose_log_probs_are_missing() -> None:
     policy, batch = loss_inputs(TOKENS)
     with pytest.raises(
         NotTrainableError,
-        match=r"reference's log-probs.*ScoredBatchSource\(source, \[ReferenceScorer",
+        match=r"reference's .*, \[ReferenceScorer\(",
     ):
         TokenKLLoss().compute(policy, replace(batch, reference_logprobs=None))
     with pytest.raises(NotTrainableError, match="teacher's log-probs"):

@@ -10,8 +10,9 @@ A is normalised over the batch; the loss is the clipped surrogate, token_mean. T
 Defaults: constant λ = 0.9, clip (0.8, 1.2), prior v̂ = 0.5 worth 8 outcomes. Where returns lie in
 another interval, `returns=(low, high)` maps it to [0, 1]: r = (R − low) / (high − low).
 Departures from the paper: it derives λ from the policy's drift (`forgetting={}` here and in a run
-file, or a `DriftForgetting`; the trainer then measures each update) and starts v̂ from outcomes sampled beforehand (`update`).
-Several rollouts of one task in a batch share the v̂ from before it, and forget once.
+file, or a `DriftForgetting`; the trainer then measures each update) and starts v̂ from outcomes
+sampled beforehand (`update`). Several rollouts of one task in a batch share the v̂ from before it,
+and forget once.
 """
 
 from __future__ import annotations
