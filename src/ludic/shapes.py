@@ -38,4 +38,5 @@ def checked(function: F) -> F:
         return function
     from beartype import beartype
 
-    return beartype(function)
+    typed: F = beartype(function)
+    return typed

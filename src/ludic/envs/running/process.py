@@ -63,7 +63,7 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
     ) -> None:
         self.name = spec.kind
         self._timeout_s = timeout_s
-        self._setup = {
+        self._setup: dict[str, Any] = {
             "factory": _reference(spec.kind, factory or ENVS.get(spec.kind)),
             "kwargs": dict(spec.kwargs),
             "stored": names_are_stored(),
