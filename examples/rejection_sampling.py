@@ -1,15 +1,18 @@
 """Rejection sampling: play, keep the games that were won, and write them down to train on.
 
-    python examples/rejection_sampling.py --model runs/tic_tac_toe/sft --games 500
+    python examples/rejection_sampling.py
     python examples/tic_tac_toe/sft_tic_tac_toe.py --model runs/tic_tac_toe/sft \\
         --data runs/tic_tac_toe/won.jsonl.zst --output runs/tic_tac_toe/imitation
 
-The file holds whole rollouts, token by token, and `datasets` reads its plain columns.
+The default model is the one of `tic_tac_toe/sft_tic_tac_toe.py`, which is made first if it is not
+there yet. The file holds whole rollouts, token by token, and `datasets` reads its plain columns.
 `ludic generate RUN --keep success` does the same for any run.
 """
 
 import argparse
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -33,6 +36,9 @@ GAME = RolloutRequest(
 )
 
 
+COLD_START = Path("runs/tic_tac_toe/sft")
+
+
 async def sample(args: argparse.Namespace) -> None:
     """Streams rollouts past the filter into the file."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -51,12 +57,16 @@ async def sample(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Keeps the games that a model won.")
-    parser.add_argument("--model", default="runs/tic_tac_toe/sft")
+    parser.add_argument("--model", default=str(COLD_START))
     parser.add_argument("--games", type=int, default=500)
     parser.add_argument("--above", type=float, default=0.0, help="keep returns above this")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/tic_tac_toe/won.jsonl.zst"))
-    asyncio.run(sample(parser.parse_args()))
+    args = parser.parse_args()
+    if args.model == str(COLD_START) and not COLD_START.exists():
+        script = Path(__file__).parent / "tic_tac_toe" / "sft_tic_tac_toe.py"
+        subprocess.run([sys.executable, script, "--output", COLD_START], check=True)
+    asyncio.run(sample(args))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
-from jaxtyping import install_import_hook
 
+from ludic.shapes import check_shapes
 from tests.left_runs import LeftRuns
 from tests.sandboxes import mark_by_name, need_bubblewrap
-from tests.shapes import check_shapes
 
 # Before anything imports transformers: a test that asks a hub for a file is a broken test.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,10 +24,7 @@ if not any(Path("/dev").glob("nvidia*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # Before anything imports these modules: the shapes of their tensors are checked on every call
     # (not on a GPU, where the checks would come between torch.compile and what it compiles).
-    install_import_hook(
-        [f"ludic.training.{name}" for name in ("algorithms", "losses", "types", "update")],
-        f"{check_shapes.__module__}.{check_shapes.__qualname__}",
-    )
+    check_shapes()
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

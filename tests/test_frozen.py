@@ -115,15 +115,29 @@ def test_derived_classes_stay_what_they_are() -> None:
         Derived(-1)
 
 
-def test_fields_of_another_kind_are_refused() -> None:
+def test_fields_that_are_given_by_name_stay_so() -> None:
+    @quick
     @dataclass(frozen=True, slots=True)
     class Keywords:
         a: int = field(kw_only=True)
+        b: int = 0
+        c: list[int] = field(default_factory=list, kw_only=True)
 
+    assert Keywords(1, a=2) == Keywords(a=2, b=1, c=[])
+    assert changed(Keywords(1, a=2), a=3) == Keywords(1, a=3)
+    with pytest.raises(TypeError, match="positional"):
+        Keywords(1, 2)  # type: ignore[misc]
+
+    class Derived(Keywords):
+        """Made by Python's own `__init__`."""
+
+    assert Derived(1, a=2).a == 2
+
+
+def test_fields_of_another_kind_are_refused() -> None:
     @dataclass(frozen=True, slots=True)
     class Later:
         a: int = field(init=False)
 
-    for cls in (Keywords, Later):
-        with pytest.raises(TypeError, match="ordinary fields"):
-            quick(cls)
+    with pytest.raises(TypeError, match="fields of `__init__` only"):
+        quick(Later)

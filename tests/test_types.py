@@ -147,7 +147,13 @@ EVERY_TYPE = {
         ChatResponse, st.none() | traces(), st.sampled_from(FinishReason), st.none() | TEXT, INFO
     ),
     StepOutcome: st.builds(
-        StepOutcome, TEXT, FLOATS, st.booleans(), st.booleans(), INFO, COMPONENTS
+        StepOutcome,
+        TEXT,
+        FLOATS,
+        terminated=st.booleans(),
+        truncated=st.booleans(),
+        info=INFO,
+        reward_components=COMPONENTS,
     ),
     AgentStep: AGENT_STEPS,
     EnvironmentStep: env_steps(),
@@ -194,6 +200,12 @@ def test_every_type_comes_back_from_json_unchanged(cls: Any, data: st.DataObject
     line = to_json(value, cls)
     assert b"\n" not in line
     assert exactly(from_json(cls, line)) == exactly(value)
+
+
+def test_the_two_endings_of_an_outcome_cannot_be_given_by_place() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        StepOutcome("", 0.0, True, False)  # type: ignore[misc]
+    assert not StepOutcome("", 0.0, terminated=True).truncated
 
 
 @given(step=AGENT_STEPS | env_steps())

@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ludic.envs.code_exec import CodeExecEnv
-from ludic.eval import RolloutEvaluator, eval_requests, report_table
+from ludic.eval import RolloutEvaluator, episodes_bar, eval_requests, report_table
 from ludic.inference import (
     ChatClient,
     HFChatTemplate,
@@ -26,6 +26,7 @@ from ludic.inference import (
     LocalChatClient,
     SamplingConfig,
     VLLMChatClient,
+    find_server,
 )
 from ludic.interaction import Runtime
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest
@@ -55,11 +56,12 @@ def make_requests(args: argparse.Namespace) -> list[RolloutRequest]:
 async def evaluate(args: argparse.Namespace) -> None:
     """Answers, runs, prints a table, and writes every episode's result where asked."""
     requests = make_requests(args)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    server = find_server(args.model, host=args.host, port=args.port)
+    tokenizer = AutoTokenizer.from_pretrained(server.model if server else args.model)
     async with AsyncExitStack() as stack:
         client: ChatClient
-        if args.port:
-            remote = VLLMChatClient([f"http://{args.host}:{args.port}"], model=args.model)
+        if server:
+            remote = VLLMChatClient([server.url], model=server.name)
             await stack.enter_async_context(remote)
             await remote.connect(tokenizer=tokenizer)
             client = remote
@@ -70,9 +72,14 @@ async def evaluate(args: argparse.Namespace) -> None:
             client = await stack.enter_async_context(local)
         sampling = SamplingConfig(temperature=args.temperature, max_tokens=args.max_tokens)
         runtime = Runtime(client, HFChatTemplate(tokenizer), args.model, InferenceSpec(sampling))
-        report = await RolloutEvaluator(
-            engine=RolloutEngine(runtime=runtime), requests=requests, max_steps=1, name="HumanEval"
-        ).evaluate()
+        with episodes_bar("HumanEval") as update:
+            report = await RolloutEvaluator(
+                engine=RolloutEngine(runtime=runtime),
+                requests=requests,
+                max_steps=1,
+                name="HumanEval",
+                on_progress=update,
+            ).evaluate()
     Console().print(report_table([report]))
     for k in {1, args.samples}:
         print(f"pass@{k}: {report.pass_at(k)}")
@@ -84,7 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Evaluates a model on HumanEval.")
     parser.add_argument("--model", required=True, help="a folder, or a name on the hub")
     parser.add_argument("--host", default="127.0.0.1", help="of a vLLM server")
-    parser.add_argument("--port", type=int, help="of a vLLM server; default: sample here")
+    parser.add_argument("--port", type=int, help="of a vLLM server; default: 8000, if one is there")
     parser.add_argument("--data", type=Path, help="HumanEval.jsonl; default: from the hub")
     parser.add_argument("--sandbox", default="bubblewrap")
     parser.add_argument("--samples", type=int, default=1, help="answers per task")

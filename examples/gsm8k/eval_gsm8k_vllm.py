@@ -1,10 +1,11 @@
 """How many of GSM8K's test problems does a model solve? Each row once or more, with intervals.
 
     python examples/gsm8k/eval_gsm8k_vllm.py --model runs/gsm8k-…/checkpoints/rl/step-…/model
-    python examples/gsm8k/eval_gsm8k_vllm.py --model Qwen/Qwen2.5-7B-Instruct --port 8000 \\
+    python examples/gsm8k/eval_gsm8k_vllm.py --model Qwen/Qwen2.5-7B-Instruct \\
         --samples 4 --temperature 0.7
 
-With a port, vLLM answers under the name --model; without one, the model answers in this process.
+If a vLLM server at port 8000, or at --host and --port, serves the model, it answers there; else the
+model answers in this process.
 Without --data the test set comes from the hub, which needs the extra `datasets`.
 """
 
@@ -20,7 +21,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ludic.envs import GSM8KEnv
-from ludic.eval import RolloutEvaluator, eval_requests, report_table
+from ludic.eval import RolloutEvaluator, episodes_bar, eval_requests, report_table
 from ludic.inference import (
     ChatClient,
     HFChatTemplate,
@@ -28,6 +29,7 @@ from ludic.inference import (
     LocalChatClient,
     SamplingConfig,
     VLLMChatClient,
+    find_server,
 )
 from ludic.interaction import Runtime
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest
@@ -54,11 +56,12 @@ def make_requests(args: argparse.Namespace) -> list[RolloutRequest]:
 async def evaluate(args: argparse.Namespace) -> None:
     """Answers, prints a table, and writes every episode's result where asked."""
     requests = make_requests(args)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    server = find_server(args.model, host=args.host, port=args.port)
+    tokenizer = AutoTokenizer.from_pretrained(server.model if server else args.model)
     async with AsyncExitStack() as stack:
         client: ChatClient
-        if args.port:
-            remote = VLLMChatClient([f"http://{args.host}:{args.port}"], model=args.model)
+        if server:
+            remote = VLLMChatClient([server.url], model=server.name)
             await stack.enter_async_context(remote)
             await remote.connect(tokenizer=tokenizer)
             client = remote
@@ -69,13 +72,15 @@ async def evaluate(args: argparse.Namespace) -> None:
             client = await stack.enter_async_context(local)
         sampling = SamplingConfig(temperature=args.temperature, max_tokens=args.max_tokens)
         runtime = Runtime(client, HFChatTemplate(tokenizer), args.model, InferenceSpec(sampling))
-        report = await RolloutEvaluator(
-            engine=RolloutEngine(runtime=runtime),
-            requests=requests,
-            max_steps=1,
-            concurrency=args.concurrency,
-            name="GSM8K",
-        ).evaluate()
+        with episodes_bar("GSM8K") as update:
+            report = await RolloutEvaluator(
+                engine=RolloutEngine(runtime=runtime),
+                requests=requests,
+                max_steps=1,
+                concurrency=args.concurrency,
+                name="GSM8K",
+                on_progress=update,
+            ).evaluate()
     Console().print(report_table([report]))
     for k in sorted({1, args.samples}):
         print(f"pass@{k}: {report.pass_at(k)}")
@@ -87,7 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Evaluates a model on GSM8K.")
     parser.add_argument("--model", required=True, help="a folder, or a name on the hub")
     parser.add_argument("--host", default="127.0.0.1", help="of a vLLM server")
-    parser.add_argument("--port", type=int, help="of a vLLM server; default: sample here")
+    parser.add_argument("--port", type=int, help="of a vLLM server; default: 8000, if one is there")
     parser.add_argument("--data", type=Path, help="test.jsonl; default: from the hub")
     parser.add_argument("--samples", type=int, default=1, help="answers per row")
     parser.add_argument("--limit", type=int, help="only the first rows")

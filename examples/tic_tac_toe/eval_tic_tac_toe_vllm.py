@@ -1,10 +1,10 @@
 """How well does a model play? Held-out games, with intervals.
 
     python examples/tic_tac_toe/eval_tic_tac_toe_vllm.py --model runs/tic_tac_toe/grpo
-    python examples/tic_tac_toe/eval_tic_tac_toe_vllm.py --model Qwen/Qwen2.5-7B-Instruct \\
-        --port 8000
+    python examples/tic_tac_toe/eval_tic_tac_toe_vllm.py --model Qwen/Qwen2.5-7B-Instruct
 
-With a port, vLLM plays under the name --model; without one, the model plays in this process.
+If a vLLM server at port 8000, or at --host and --port, serves the model, it plays there; else the
+model plays in this process.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from ludic.inference import (
     LocalChatClient,
     SamplingConfig,
     VLLMChatClient,
+    find_server,
 )
 from ludic.interaction import Runtime
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest
@@ -34,7 +35,8 @@ SYSTEM = "You play Tic-Tac-Toe. Answer with one free cell, such as <move>B2</mov
 
 async def evaluate(args: argparse.Namespace) -> None:
     """Plays, prints a table, and writes every game's result where asked."""
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    server = find_server(args.model, host=args.host, port=args.port)
+    tokenizer = AutoTokenizer.from_pretrained(server.model if server else args.model)
     game = RolloutRequest(
         env=EnvSpec("tic_tac_toe", {"opponent": args.opponent, "mark": "random"}),
         protocol=ProtocolSpec(
@@ -48,8 +50,8 @@ async def evaluate(args: argparse.Namespace) -> None:
     )
     async with AsyncExitStack() as stack:
         client: ChatClient
-        if args.port:
-            remote = VLLMChatClient([f"http://{args.host}:{args.port}"], model=args.model)
+        if server:
+            remote = VLLMChatClient([server.url], model=server.name)
             await stack.enter_async_context(remote)
             await remote.connect(tokenizer=tokenizer)
             client = remote
@@ -77,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Evaluates a model at Tic-Tac-Toe.")
     parser.add_argument("--model", default="runs/tic_tac_toe/grpo")
     parser.add_argument("--host", default="127.0.0.1", help="of a vLLM server")
-    parser.add_argument("--port", type=int, help="of a vLLM server; default: sample here")
+    parser.add_argument("--port", type=int, help="of a vLLM server; default: 8000, if one is there")
     parser.add_argument("--opponent", choices=["random", "mixed", "perfect"], default="mixed")
     parser.add_argument("--games", type=int, default=400)
     parser.add_argument("--temperature", type=float, default=1.0)

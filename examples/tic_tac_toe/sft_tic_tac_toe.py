@@ -4,11 +4,14 @@
     python examples/tic_tac_toe/sft_tic_tac_toe.py --model Qwen/Qwen2.5-0.5B-Instruct --lr 1e-5
 
 The default model is tiny, with random weights, and runs on any CPU. Its tokenizer takes the game's
-words whole, so that a position is some fifty tokens long. What comes out is a folder with model and
-tokenizer that the other scripts here take as --model.
+words whole, so that a position is some fifty tokens long. What comes out is a
+folder with model and tokenizer that the other scripts here take as --model. The default data is
+made first if it is not there yet.
 """
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.training import OfflineBatchSource, Trainer, TrainerConfig, make_sft
 from ludic.training.metrics.loggers import ConsoleLogger
 
+MOVES = Path("runs/tic_tac_toe/moves.jsonl")
 CELLS = [column + row for row in "123" for column in "ABC"]
 WORDS = [
     *("system\n", "user\n", "assistant\n", "\n", "<move>", "</move>", " X", " O", " ."),
@@ -44,13 +48,16 @@ def load(name: str) -> tuple[Any, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Supervised cold start for Tic-Tac-Toe.")
     parser.add_argument("--model", default="tiny")
-    parser.add_argument("--data", type=Path, default=Path("runs/tic_tac_toe/moves.jsonl"))
+    parser.add_argument("--data", type=Path, default=MOVES)
     parser.add_argument("--output", type=Path, default=Path("runs/tic_tac_toe/sft"))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-3)
     args = parser.parse_args()
 
+    if args.data == MOVES and not MOVES.exists():
+        script = Path(__file__).with_name("generate_synth_data.py")
+        subprocess.run([sys.executable, script, "--output", MOVES], check=True)
     model, tokenizer = load(args.model)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     algorithm = make_sft()

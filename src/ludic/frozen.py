@@ -8,7 +8,7 @@ For the class below, `__init__` is written out as
 
     def __init__(self, x, y=default_y):
         if self.__class__ is not cls:       # of a derived class, with fields or slots of its own
-            return original(self, x, y)
+            return original(self, x=x, y=y)
         become(self, '__class__', opened)   # object.__setattr__, the one such call
         self.x = x
         self.y = y
@@ -50,21 +50,23 @@ def quick(cls: type[T]) -> type[T]:
         "opened": opened,
         "original": cls.__init__,
     }
-    names, parameters, defaults = [], ["self"], []
+    names, parameters, keywords, defaults = [], ["self"], list[str](), []
     for field in fields(cls):  # type: ignore[arg-type]
         name, default = field.name, ""
-        if not field.init or field.kw_only:
-            raise TypeError(f"{cls.__name__}.{name}: `quick` knows ordinary fields only")
+        if not field.init:
+            raise TypeError(f"{cls.__name__}.{name}: `quick` knows fields of `__init__` only")
         if field.default is not MISSING:
             known[f"default_{name}"], default = field.default, f"=default_{name}"
         elif field.default_factory is not MISSING:
             known[f"make_{name}"], default = field.default_factory, "=MISSING"
             defaults.append(f"if {name} is MISSING: {name} = make_{name}()")
         names.append(name)
-        parameters.append(name + default)
+        (keywords if field.kw_only else parameters).append(name + default)
+    parameters += ["*", *keywords] if keywords else []
+    same = ", ".join(f"{name}={name}" for name in names)
     init = [
         *defaults,
-        f"if self.__class__ is not cls: return original(self, {', '.join(names)})",
+        f"if self.__class__ is not cls: return original(self, {same})",
         "become(self, '__class__', opened)",
         *(f"self.{name} = {name}" for name in names),
         "self.__class__ = cls",

@@ -1,5 +1,6 @@
 """Everything that a run file can name: environments, agents, protocols, programs, tools, bots,
-parsers, rewards, contexts, tool parsers, algorithms, aggregations, corrections and filters.
+parsers, rewards, contexts, tool parsers, algorithms, aggregations, corrections, filters and
+loggers.
 
 The tables list what is built in; nothing is imported before it is asked for. Scripts add
 their own with `register_env` and its siblings, and installed packages announce theirs as entry
@@ -242,6 +243,21 @@ FILTERS = Registry(
     "ludic.filters",
 )
 
+LOGGERS = Registry(
+    "logger",
+    {
+        name: Entry(f"ludic.training.metrics.loggers:{kind}", description)
+        for name, kind, description in (
+            ("live", "RichLiveLogger", "Curves that are drawn in place on the terminal."),
+            ("console", "ConsoleLogger", "A line on the terminal, now and then."),
+            ("wandb", "WandbLogger", "A run of Weights & Biases."),
+            ("tensorboard", "TensorBoardLogger", "An event file for TensorBoard."),
+            ("trackio", "TrackioLogger", "A run of trackio, on this machine."),
+        )
+    },
+    "ludic.loggers",
+)
+
 register_env, unregister_env = ENVS.register, ENVS.unregister
 register_agent, unregister_agent = AGENTS.register, AGENTS.unregister
 register_protocol, unregister_protocol = PROTOCOLS.register, PROTOCOLS.unregister
@@ -252,6 +268,7 @@ register_bot = BOTS.register
 register_context, register_tool_parser = CONTEXTS.register, TOOL_PARSERS.register
 register_algorithm, register_aggregation = ALGORITHMS.register, AGGREGATIONS.register
 register_correction, register_filter = CORRECTIONS.register, FILTERS.register
+register_logger, unregister_logger = LOGGERS.register, LOGGERS.unregister
 list_envs, list_agents = ENVS.describe, AGENTS.describe
 list_protocols, list_tools = PROTOCOLS.describe, TOOLS.describe
 list_algorithms, list_tool_parsers = ALGORITHMS.describe, TOOL_PARSERS.names

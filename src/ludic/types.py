@@ -7,7 +7,7 @@ inverse to each other: `from_json(Rollout, to_json(rollout)) == rollout`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
@@ -191,11 +191,13 @@ class StepOutcome:
     """What the environment tells one agent after a step.
 
     `terminated`: the task itself is over. `truncated`: a limit of the environment cut it.
-    `reward_components` are parts of `reward`, for the record; they are not added to it.
+    `reward_components` are parts of `reward`, for the record; they are not added to it. All but
+    the first two are given by name, so that no call can swap the two endings.
     """
 
     obs: Obs
     reward: float
+    _: KW_ONLY
     terminated: bool = False
     truncated: bool = False
     info: Info = field(default_factory=dict)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ludic.agents import ReActAgent, ToolAgent
+from ludic.agents import ActResult, Agent, ReActAgent, Tool, ToolAgent
 from ludic.errors import AgentError, ConfigError, ToolError
-from ludic.inference import HFChatTemplate, SamplingConfig
+from ludic.inference import HFChatTemplate, SamplingConfig, ToolRequest
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.parsers import ParseResult
 from ludic.types import FinishReason, ForkReason, ToolCall, TruncationReason
@@ -87,6 +87,23 @@ async def test_the_limit_holds_for_complaints_and_can_be_taken_away() -> None:
         assert len(content) <= shown
     with pytest.raises(AgentError, match="max_tool_chars=0"):
         scripted_agent([move("5")], ToolAgent, tools=[say], max_tool_chars=0)
+
+
+async def test_an_agent_of_ones_own_shows_tools_as_a_request() -> None:
+    class Told(Agent):
+        async def act(self) -> ActResult:
+            self.begin_turn()
+            call = await self.call_model(ToolRequest([Tool.of(add).schema]))
+            assert call is not None
+            assert call.tools is not None
+            self.record(call)
+            return self.conclude(call)
+
+    template = template_of(tiny_tokenizer(), TOOL_TEMPLATE)
+    agent = scripted_agent([move("5")], Told, template=template)
+    act = await turn(agent)  # type: ignore[arg-type]
+    ids = act.steps[0].trace.prompt_token_ids
+    assert '"name": "add"' in tiny_tokenizer().decode(ids)
 
 
 async def test_no_parser_punishes_a_tool_call() -> None:

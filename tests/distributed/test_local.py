@@ -12,8 +12,10 @@ import torch
 from ludic.distributed import LocalPolicyPublisher, ModelWeights, Rank0OnlyPublisher, World
 from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights
 from ludic.errors import PublishError
+from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
+from ludic.types import ChatResponse
 from tests.training.synthetic import RecordingPublisher
 
 
@@ -35,6 +37,16 @@ class Client:
         self.versions.append(version)
         return "shared"
 
+    async def get_policy_version(self) -> int:
+        return self.versions[-1]
+
+    @property
+    def max_context_tokens(self) -> int | None:
+        return None
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
+        raise AssertionError("nobody samples here")
+
 
 async def test_a_shared_module_is_held_while_it_changes_and_then_named() -> None:
     client = Client()
@@ -44,6 +56,15 @@ async def test_a_shared_module_is_held_while_it_changes_and_then_named() -> None
     report = await publisher.publish({}, 3)
     assert client.versions == [3]
     assert (report.version, report.verified, report.bytes) == (3, True, 0)
+
+
+async def test_a_client_that_does_not_take_the_version_in_is_found_out() -> None:
+    class Deaf(Client):
+        async def get_policy_version(self) -> int:
+            return 0
+
+    with pytest.raises(PublishError, match=r"version 3 was published .* samples from 0"):
+        await LocalPolicyPublisher(Deaf()).publish({}, 3)
 
 
 async def test_the_real_engine_takes_versions_and_pauses() -> None:

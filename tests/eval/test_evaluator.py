@@ -7,6 +7,8 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+import pytest
+
 from ludic.envs.tic_tac_toe import TwoPlayerTicTacToeEnv
 from ludic.eval import Evaluator, RolloutEvaluator, eval_requests, proportion, run_eval
 from ludic.inference import HFChatTemplate, ScriptedChatClient
@@ -62,6 +64,27 @@ async def test_what_does_not_parse_or_end_stays_in_the_denominator() -> None:
     assert report.rates()["parse_failure"].value == 1.0
     assert report.rates()["truncated"].value == 1.0
     assert all(e.truncation == "max_steps" for e in report.episodes)
+
+
+async def test_a_bar_says_how_far_the_evaluation_is(capsys: pytest.CaptureFixture[str]) -> None:
+    await run_eval(engine(), TWO, episodes=3, max_steps=9, name="held out")
+    printed = capsys.readouterr()
+    assert "held out" in printed.err
+    assert "3/3" in printed.err
+    assert not printed.out
+    seen: list[int] = []
+    await run_eval(
+        engine(), TWO, episodes=3, max_steps=9, on_progress=lambda p: seen.append(p.finished)
+    )
+    assert seen[-1] == 3
+    assert not capsys.readouterr().err
+
+
+async def test_accuracy_is_the_other_name_of_success() -> None:
+    report = await run_eval(engine(), TWO, episodes=3, max_steps=9)
+    figures = report.metrics()
+    assert figures["eval/accuracy"] == figures["eval/success"] == report.success.value
+    assert figures["eval/X/accuracy"] == figures["eval/X/success"]
 
 
 async def test_a_seat_can_be_judged_alone() -> None:

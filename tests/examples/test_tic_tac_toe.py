@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from ludic.inference.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -62,3 +66,35 @@ def test_data_cold_start_grpo_and_evaluation_follow_each_other(tmp_path: Path) -
     kept = ["--model", "runs/tic_tac_toe/sft", "--data", "runs/tic_tac_toe/won.jsonl.zst"]
     run(tmp_path, "tic_tac_toe/sft_tic_tac_toe.py", *kept, "--steps", "1", "--output", "again")
     assert (tmp_path / "again" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "made"),
+    [
+        ("rejection_sampling.py", ["--games", "2", "--above", "-10"], "won.jsonl.zst"),
+        (
+            "tic_tac_toe/train_tic_tac_toe.py",
+            ["--steps", "1", "--rollouts-per-update", "4", "--group-size", "2", "--rank", "2"],
+            "grpo/model.safetensors",
+        ),
+    ],
+)
+def test_a_script_without_arguments_makes_the_model_that_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, options: list[str], made: str
+) -> None:
+    asked = []
+
+    def make(command: list[Any], **_: Any) -> None:
+        asked.append([Path(part).name for part in command[1:]])
+        folder = Path(command[-1])
+        tiny_model(hidden_size=16, heads=2, kv_heads=1, layers=1).save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", make)
+    monkeypatch.setattr("ludic.inference.vllm.finding.DEFAULT_PORT", 9)  # where nobody listens
+    path = str(ROOT / "examples" / script)
+    monkeypatch.setattr(sys, "argv", [path, *options])
+    runpy.run_path(path, run_name="__main__")
+    assert asked == [["sft_tic_tac_toe.py", "--output", "sft"]]
+    assert (tmp_path / "runs/tic_tac_toe" / made).is_file()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import runpy
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from ludic.distributed.vllm.canary import prompt_logprobs
 from ludic.distributed.vllm.shared_memory import open_shared
+from ludic.errors import InferenceError
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
+from ludic.inference.vllm.finding import FoundServer, find_server
 from tests.inference.vllm.fake_server import ROUTES, FakeVLLM
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -147,3 +150,31 @@ async def test_training_samples_on_the_server_and_publishes_every_update_to_it(
         load_file(folder / "model.safetensors") for folder in (model, tmp_path / "grpo")
     )
     assert any(not before[name].equal(after[name]) for name in before)
+
+
+async def test_the_scripts_find_a_server_at_its_default_port(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["--steps", "1", "--rollouts-per-update", "8", "--group-size", "4", "--rank", "2"]
+    async with PlayingServer(folder=model).serving() as fake:
+        port = int(fake.url.rpartition(":")[2])
+        monkeypatch.setattr("ludic.inference.vllm.finding.DEFAULT_PORT", port)
+        for script, options in (
+            ("train_tic_tac_toe.py", [*small, "--max-tokens", "24"]),
+            ("eval_tic_tac_toe_vllm.py", ["--model", str(model), "--games", "2"]),
+        ):
+            asked = len(fake.asked)
+            path = str(ROOT / "examples/tic_tac_toe" / script)
+            monkeypatch.setattr(sys, "argv", [path, *options])
+            await asyncio.to_thread(runpy.run_path, path, run_name="__main__")
+            assert len(fake.asked) > asked
+        assert fake.version == "1"
+        found = await asyncio.to_thread(find_server)
+        assert found == FoundServer(fake.url, str(model), str(model))
+        assert await asyncio.to_thread(find_server, "another/model") is None
+        with pytest.raises(InferenceError, match="not 'another/model'"):
+            await asyncio.to_thread(find_server, "another/model", port=port)
+    assert find_server() is None
+    with pytest.raises(InferenceError, match=r"no vLLM server answers.*ludic serve MODEL"):
+        find_server(port=port)

@@ -80,7 +80,10 @@ def test_a_spec_survives_json() -> None:
 def test_vllm_extensions_are_plain_data_and_back() -> None:
     made = VLLMExtensions({"stop_token_ids": [1]}, max_think_tokens=9)
     assert VLLMExtensions.from_mapping(made.to_mapping()) == made
-    assert VLLMExtensions().to_mapping() == {}
+    assert VLLMExtensions().to_mapping() == {} == dict(VLLMExtensions())
+    spec = InferenceSpec(extensions=made)
+    assert spec.extensions == made.to_mapping()
+    assert from_json(InferenceSpec, to_json(spec)) == spec
     with pytest.raises(ConfigError, match="max_thoughts"):
         VLLMExtensions.from_mapping({"max_thoughts": 1})
     with pytest.raises(ConfigError, match="max_think_tokens"):

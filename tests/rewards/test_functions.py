@@ -233,7 +233,10 @@ class TestJudge:
     )
     async def test_no_score_at_all_is_an_error_and_not_a_zero(self, said: str) -> None:
         _, reward = self.judge([said, said])
-        with pytest.raises(EnvError, match="gave no score from 0 to 10 in 2 tries"):
+        with pytest.raises(
+            EnvError,
+            match="in 2 tries: it must end with <score>n</score>, n from 0 to 10",
+        ):
             await self.grade(reward, Attempt("x"))
 
     async def test_it_is_a_part_of_a_sum_like_any_other(self) -> None:

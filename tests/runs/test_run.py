@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import ludic
 from ludic.distributed.local import LocalPolicyPublisher
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, UnknownNameError
 from ludic.inference import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
+from ludic.registry import register_logger, unregister_logger
 from ludic.runs.arguments import given_again, read_arguments
 from ludic.runs.execution.updates import Update
 from ludic.runs.results.terminal import command_name
@@ -123,6 +125,59 @@ def test_a_replaced_piece_is_used_and_what_was_made_from_it_is_made_again() -> N
         run.model = model
     with pytest.raises(ConfigError, match="has been carried out"):
         run.go()
+
+
+COLD_START = {"examples": 4, "steps": 3, "batch_size": 4}
+
+
+class NamedLines(Lines):
+    """One that is made by name, and remembers who was made."""
+
+    made: ClassVar[list[NamedLines]] = []
+
+    def __init__(self, mark: str = "") -> None:
+        super().__init__()
+        self.mark = mark
+        self.made.append(self)
+
+
+def test_loggers_are_named_registered_or_given_as_classes() -> None:
+    register_logger("lines", NamedLines)
+    NamedLines.made.clear()
+    loggers = ["lines", {"kind": "lines", "mark": "x"}, NamedLines]
+    sft = {"teacher": teacher, **COLD_START}
+    try:
+        ludic.train(Letters, **small(out="run", sft=sft, logging={"loggers": loggers}))
+    finally:
+        unregister_logger("lines")
+    cold, warm = NamedLines.made[:3], NamedLines.made[3:]
+    assert [logger.mark for logger in cold] == [logger.mark for logger in warm] == ["", "x", ""]
+    assert all(logger.steps == [1, 2, 3] for logger in cold)
+    assert all(logger.steps == [1, 2] for logger in warm)
+    assert all(logger.closed for logger in NamedLines.made)
+
+
+def test_a_logger_that_is_not_there_is_a_sentence_before_anything_runs() -> None:
+    with pytest.raises(UnknownNameError, match=r"logger 'wandbb'.*wandb"):
+        ludic.Run(Letters, **small(out="run", logging={"loggers": ["wandbb"]}))
+    with pytest.raises(ConfigError, match="is a logger already"):
+        ludic.Run(Letters, **small(out="run", logging={"loggers": [Lines()]}))
+    assert not Path("run").exists()
+
+
+def test_loggers_that_are_put_in_hear_the_cold_start_and_are_closed_once() -> None:
+    class Counted(Lines):
+        closes = 0
+
+        def close(self) -> None:
+            self.closes += 1
+
+    run = ludic.Run(Letters, **small(out="run", sft={"teacher": teacher, **COLD_START}))
+    lines = Counted()
+    run.loggers = [lines]
+    run.go()
+    assert lines.steps == [1, 2, 3, 1, 2]
+    assert lines.closes == 1
 
 
 def test_looking_at_the_pieces_changes_no_bit() -> None:
@@ -296,6 +351,29 @@ def test_what_another_process_cannot_import_cannot_run_in_one() -> None:
 
     with pytest.raises(ConfigError, match=r"cannot run in a separate process.*top of a module"):
         ludic.Run(Isolated, **small(out="run"))
+
+
+def test_a_run_file_isolates_an_environment_that_does_not_ask_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs.py").write_text(
+        "import os\n"
+        "from ludic.envs import SingleAgentEnv\n"
+        "from ludic.types import StepOutcome\n"
+        "class Theirs(SingleAgentEnv):\n"
+        "    def env_reset(self, *, seed=None):\n"
+        "        with open('pids', 'a') as file:\n"
+        "            print(os.getpid(), file=file)\n"
+        "        return 'A or B?', {}\n"
+        "    def env_step(self, action):\n"
+        "        return StepOutcome('', 0.0, terminated=True)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    env = {"kind": "theirs:Theirs", "isolation": "process"}
+    ludic.train(env, **small(out="run", steps=1))
+    pids = [int(line) for line in Path("pids").read_text().splitlines()]
+    assert len(pids) > len(set(pids))  # processes are used again
+    assert os.getpid() not in pids
 
 
 def test_two_runs_of_one_name_each_keep_their_own_objects() -> None:

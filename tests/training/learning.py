@@ -132,6 +132,7 @@ async def learn(
                 RolloutRequest(
                     env=EnvSpec(world.name),
                     protocol=ProtocolSpec("single_agent", {"parser": parser, "system_prompt": "."}),
+                    task_key=world.name,
                     env_seed=world.seeds[(step * (episodes // group) + i) % len(world.seeds)],
                     sampling_seed=derive_seed(seed, "sampling", step, i),
                 )

@@ -22,6 +22,7 @@ from ludic.errors import (
     NonFiniteError,
     OutOfMemoryError,
 )
+from ludic.eval import EpisodeResult, EvalReport, Evaluator
 from ludic.inference.tiny import tiny_model
 from ludic.rollouts.token_log import TokenLog, read_token_log
 from ludic.saw.batch import make_batch
@@ -485,6 +486,25 @@ def test_evaluation_runs_every_so_many_steps(tmp_path: Path) -> None:
     lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     evals = [x for x in lines if "eval/accuracy" in x]
     assert [x["eval/step"] for x in evals] == [2, 4]
+
+
+def test_an_evaluator_is_asked_for_its_report(tmp_path: Path) -> None:
+    class Always:
+        async def evaluate(self) -> EvalReport:
+            return EvalReport("always", (EpisodeResult(1, None, 1.0, True),))
+
+    evaluator: Evaluator = Always()
+    trainer = Trainer(
+        model=tiny_model(),
+        algo=reinforce(),
+        batch_source=SyntheticSource(),
+        cfg=config(tmp_path, eval_every=2),
+        evaluate=evaluator,
+    )
+    trainer.train_sync(2)
+    trainer.close()
+    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (line["eval/step"], line["eval/reward"], line["eval/success"]) == (2, 1.0, 1.0)
 
 
 @pytest.mark.parametrize(

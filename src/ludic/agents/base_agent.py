@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ludic.agents.model_calls import ModelCall, ModelCaller, Tools
+from ludic.agents.model_calls import ModelCall, ModelCaller
 from ludic.context.base import ContextStrategy
 from ludic.frozen import quick
-from ludic.inference.client import ChatClient
+from ludic.inference.client import ChatClient, ToolRequest
 from ludic.inference.sampling import InferenceSpec
 from ludic.inference.templates.chat_template import ChatTemplate
 from ludic.parsers import Parser, ParseResult
@@ -114,7 +114,7 @@ class Agent(ModelCaller):
         self._turn += 1
         self._steps.clear()
 
-    async def call_model(self, tools: Tools = None) -> ModelCall | None:
+    async def call_model(self, tools: ToolRequest | None = None) -> ModelCall | None:
         """Samples one assistant message; None when its prompt leaves no room in the context."""
         call = await self.complete(tuple(self.ctx.on_before_act()), tools, self._previous)
         if call is not None:

@@ -6,21 +6,19 @@ the template allows it; where not, the new call's `fork` says why. Agents are on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
 from ludic.errors import AgentError, DeadlineError, InferenceError
 from ludic.frozen import quick
-from ludic.inference.client import ChatClient, TokenCompletionRequest
+from ludic.inference.client import ChatClient, TokenCompletionRequest, ToolRequest
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.templates.chat_template import ChatTemplate, ParsedCompletion
 from ludic.seeding import derive_seed
 from ludic.types import AgentStep, ChatResponse, FinishReason, Fork, ForkReason, Message
 from ludic.workers.deadlines import deadline
-
-Tools = Sequence[Mapping[str, Any]] | None
 
 _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingConfig))
 
@@ -32,7 +30,7 @@ class ModelCall:
     are all that the model was shown, `new_messages` those of them that were new."""
 
     messages: tuple[Message, ...]
-    tools: Tools
+    tools: ToolRequest | None
     new_messages: tuple[Message, ...]
     parsed: ParsedCompletion
     response: ChatResponse
@@ -93,14 +91,14 @@ class ModelCaller:
         self._conversation_id = conversation_id
         self._calls = 0
 
-    def template_for(self, tools: Tools) -> ChatTemplate:
+    def template_for(self, tools: ToolRequest | None) -> ChatTemplate:
         """The template that renders and reads a call with these tools."""
         return self.chat_template
 
     async def complete(
         self,
         messages: tuple[Message, ...],
-        tools: Tools = None,
+        tools: ToolRequest | None = None,
         previous: ModelCall | None = None,
         sampling: SamplingConfig | None = None,
     ) -> ModelCall | None:
@@ -166,27 +164,31 @@ class ModelCaller:
 
 
 def _prompt(
-    template: ChatTemplate, messages: tuple[Message, ...], tools: Tools, previous: ModelCall | None
+    template: ChatTemplate,
+    messages: tuple[Message, ...],
+    tools: ToolRequest | None,
+    previous: ModelCall | None,
 ) -> tuple[tuple[int, ...], tuple[Message, ...], Fork | None]:
     """The prompt's ids, the messages that are new in it, and why it forks, if it does."""
+    schemas = None if tools is None else tools.tools
     if previous is None:
-        return tuple(template.render(messages, tools)), messages, None
+        return tuple(template.render(messages, schemas)), messages, None
     shown = previous.messages
     n = len(shown)
     grew = len(messages) > n and messages[n] == previous.parsed.message and messages[:n] == shown
     new_messages = messages[n + 1 :] if grew else _unseen(messages, shown)
     trace = previous.response.trace
     if trace is None:  # a backend without ids: nothing to extend, and nothing to fork from
-        return tuple(template.render(messages, tools)), new_messages, None
+        return tuple(template.render(messages, schemas)), new_messages, None
     extension: list[int] | Fork
     if not grew:
         extension = Fork(ForkReason.HISTORY_REWRITTEN, "the context shows another history")
     elif tools is not previous.tools and tools != previous.tools:
         extension = Fork(ForkReason.TOOLS_CHANGED, "the model is shown other tools")
     else:
-        extension = template.extend(messages, trace, tools)
+        extension = template.extend(messages, trace, schemas)
     if isinstance(extension, Fork):
-        return tuple(template.render(messages, tools)), new_messages, extension
+        return tuple(template.render(messages, schemas)), new_messages, extension
     return (
         (*trace.prompt_token_ids, *trace.completion_token_ids, *extension),
         new_messages,

@@ -22,7 +22,7 @@ from ludic.agents.tools import (
 )
 from ludic.context.base import ContextStrategy
 from ludic.errors import AgentError, ToolError
-from ludic.inference.client import ChatClient
+from ludic.inference.client import ChatClient, ToolRequest
 from ludic.inference.sampling import InferenceSpec
 from ludic.inference.templates.chat_template import ChatTemplate, ChoosesToolParser
 from ludic.parsers import Parser
@@ -98,7 +98,7 @@ class ToolAgent(Agent):
         self.external_tool_timeout_s = external_tool_timeout_s
         self.max_tool_chars = max_tool_chars
         self._know(self._own_tools)
-        if (self._schemas or tool_sources) and isinstance(chat_template, ChoosesToolParser):
+        if (self._shown or tool_sources) and isinstance(chat_template, ChoosesToolParser):
             self.chat_template = chat_template.for_tools()
 
     def reset(
@@ -120,7 +120,8 @@ class ToolAgent(Agent):
         if both:
             raise ToolError(f"{sorted(both)} are both internal and external tools: rename one")
         self._known = {**self.tools, **self.external_tools}
-        self._schemas = [tool.schema for tool in self._known.values()] or None
+        schemas = [tool.schema for tool in self._known.values()]
+        self._shown = ToolRequest(schemas) if schemas else None
 
     async def _open_sources(self) -> None:
         for source in self.tool_sources:
@@ -140,7 +141,7 @@ class ToolAgent(Agent):
         if self.tool_sources and not self._open:
             await self._open_sources()
         for round_index in range(self.max_tool_rounds + 1):
-            call = await self.call_model(self._schemas)
+            call = await self.call_model(self._shown)
             if call is None:
                 return self.out_of_context()
             if not _asks_for_tools(call):

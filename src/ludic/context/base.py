@@ -32,9 +32,11 @@ class ContextStrategy(ABC):
         """The model answered with this assistant message."""
 
     @abstractmethod
-    def on_tool_results(self, messages: Sequence[Message]) -> None:
-        """Tools that the last assistant message called answered with these tool messages."""
-
-    @abstractmethod
     def on_after_step(self, obs: Obs, info: Info) -> None:
         """The environment (or the parser, as feedback) answered with `obs`."""
+
+    def on_tool_results(self, messages: Sequence[Message]) -> None:
+        """Tools that the last assistant message called answered with these tool messages. A
+        strategy that does not tell them from observations hears each as one."""
+        for message in messages:
+            self.on_after_step(message["content"], {})

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights, named_tensors
 from ludic.errors import PublishError
+from ludic.inference.client import VersionedClient, check_version
 from ludic.sharding.world import World
 
 
-class SharingClient(Protocol):
+class SharingClient(VersionedClient, Protocol):
     """A client that samples from the trainer's own module."""
 
     def updating(self) -> AbstractAsyncContextManager[None]: ...
-
-    async def sync_weights(
-        self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
-    ) -> str: ...
 
 
 class LocalPolicyPublisher(PolicyPublisher):
@@ -43,6 +39,7 @@ class LocalPolicyPublisher(PolicyPublisher):
         has them: those of a lazy source may be merged copies, which are not the module's own."""
         start = time.perf_counter()
         await self.client.sync_weights({}, version=version)
+        await check_version(self.client, version)
         return PublishReport(version, time.perf_counter() - start, verified=True)
 
 

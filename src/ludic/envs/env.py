@@ -91,9 +91,9 @@ class LudicEnv(ABC, Generic[AgentIDT, ObsT, ActionT]):
     ) -> Mapping[AgentIDT, StepOutcome] | Awaitable[Mapping[AgentIDT, StepOutcome]]:
         """Applies the active agents' actions."""
 
-    @abstractmethod
     def current_obs(self) -> Mapping[AgentIDT, ObsT]:
-        """What each agent would see if it looked now."""
+        """What each agent would see if it looked now; nothing where the environment cannot say."""
+        return {}
 
     def suggested_sysprompt(self, agent_id: AgentIDT) -> str | None:
         """A system prompt that explains the task to `agent_id`; agents may use another."""

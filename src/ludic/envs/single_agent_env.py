@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 
 class SingleAgentEnv(LudicEnv[AgentID, Obs, Action]):
-    """Implement `env_reset`, `env_step` and `env_current_obs`; each may be `async`."""
+    """Implement `env_reset` and `env_step`, which may be `async`, and `env_current_obs` where the
+    task can be looked at between two steps."""
 
     agent_id: ClassVar[AgentID] = "agent"
 
@@ -28,9 +29,9 @@ class SingleAgentEnv(LudicEnv[AgentID, Obs, Action]):
     def env_step(self, action: Action) -> StepOutcome | Awaitable[StepOutcome]:
         """Applies one action."""
 
-    @abstractmethod
     def env_current_obs(self) -> Obs:
-        """What the agent would see if it looked now."""
+        """What the agent would see if it looked now; "" where the environment cannot say."""
+        return ""
 
     @property
     def agent_ids(self) -> Sequence[AgentID]:

@@ -2,6 +2,7 @@
 
 from ludic.eval.evaluator import Evaluator, RolloutEvaluator, eval_requests, run_eval
 from ludic.eval.headline import Headline, headline_of
+from ludic.eval.progress import episodes_bar
 from ludic.eval.report import (
     EpisodeResult,
     EvalReport,
@@ -21,6 +22,7 @@ __all__ = [
     "RolloutEvaluator",
     "compare",
     "compare_paired",
+    "episodes_bar",
     "eval_requests",
     "headline_of",
     "pass_at_k",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ludic.eval.headline import headline_of
+from ludic.eval.progress import episodes_bar
 from ludic.eval.report import EpisodeResult, EvalReport, Success
 from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.rollouts.progress import ProgressCallback
@@ -116,17 +118,19 @@ async def run_eval(
     on_progress: ProgressCallback | None = None,
     outcomes: Sequence[str] = (),
 ) -> EvalReport:
-    """Evaluates on `episodes` held-out episodes of `request`'s environment; `success` and
-    `outcomes` are as for `RolloutEvaluator`."""
-    evaluator = RolloutEvaluator(
-        engine=engine,
-        requests=eval_requests(request, episodes, seed=seed, samples_per_task=samples_per_task),
-        max_steps=max_steps,
-        name=name,
-        concurrency=concurrency,
-        success=success,
-        agent_id=agent_id,
-        on_progress=on_progress,
-        outcomes=outcomes,
-    )
-    return await evaluator.evaluate()
+    """Evaluates on `episodes` held-out episodes of `request`'s environment, with a progress bar on
+    the standard error unless `on_progress` is given; `success` and `outcomes` are as for
+    `RolloutEvaluator`."""
+    requests = eval_requests(request, episodes, seed=seed, samples_per_task=samples_per_task)
+    with episodes_bar(name) if on_progress is None else nullcontext(on_progress) as update:
+        return await RolloutEvaluator(
+            engine=engine,
+            requests=requests,
+            max_steps=max_steps,
+            name=name,
+            concurrency=concurrency,
+            success=success,
+            agent_id=agent_id,
+            on_progress=update,
+            outcomes=outcomes,
+        ).evaluate()

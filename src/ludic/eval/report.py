@@ -221,6 +221,7 @@ class EvalReport:
         flat = {lead.key: lead.of(self).value, "reward": self.reward.value}
         flat["episodes"] = float(len(self.by_episode()))
         flat |= {name: estimate.value for name, estimate in self.rates().items()}
+        flat["accuracy"] = flat["success"]  # by the name that other libraries have for it
         found = {prefix + name: value for name, value in flat.items()}
         for role, report in self.roles().items():
             found |= report.metrics(f"{prefix}{role}/")

@@ -20,5 +20,7 @@ from ludic.inference.templates.tool_parsers import ToolParser as ToolParser
 from ludic.inference.templates.tool_parsers import get_tool_parser as get_tool_parser
 from ludic.inference.vllm.client import VLLMChatClient as VLLMChatClient
 from ludic.inference.vllm.extensions import VLLMExtensions as VLLMExtensions
+from ludic.inference.vllm.finding import FoundServer as FoundServer
+from ludic.inference.vllm.finding import find_server as find_server
 from ludic.registry import list_tool_parsers as list_tool_parsers
 from ludic.registry import register_tool_parser as register_tool_parser

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from ludic.errors import PublishError
 from ludic.frozen import quick
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.types import ChatResponse
@@ -73,9 +74,25 @@ class ChatClient(Protocol):
 
 @runtime_checkable
 class VersionedClient(ChatClient, Protocol):
-    """A client that knows which policy version it samples from."""
+    """A client that knows which policy version it samples from. Whoever published to it asks, and
+    does not go on with another version than was published."""
 
     async def get_policy_version(self) -> int: ...
+
+
+async def policy_version(client: ChatClient) -> int | None:
+    """The version that `client` samples from; None for one that keeps no versions."""
+    return await client.get_policy_version() if isinstance(client, VersionedClient) else None
+
+
+async def check_version(client: ChatClient, published: int) -> None:
+    """Raises `PublishError` when `client` says that it samples from another version."""
+    version = await policy_version(client)
+    if version not in (None, published):
+        raise PublishError(
+            f"version {published} was published to {client!r}, which says that it samples from "
+            f"{version}: does its sync_weights take the version in?"
+        )
 
 
 class Waiter(Protocol):

@@ -107,8 +107,9 @@ def _judging(
             if grade is not None and 0 <= grade <= max_score:
                 return float(grade / max_score)
         raise EnvError(
-            f"the judge {model!r} gave no score from 0 to {max_score} in {tries} tries; it said "
-            f"{said[-200:]!r}. Use a stronger judge, or a rubric that it understands"
+            f"the judge {model!r} gave no score in {tries} tries: it must end with "
+            f"<score>n</score>, n from 0 to {max_score}, and said {said[-200:]!r}. Use a stronger "
+            "judge, or a rubric that it understands"
         )
 
     return judge

@@ -107,9 +107,13 @@ class ReturnSpec:
 class InferenceSpec:
     """Everything about a model call that does not depend on the prompt. Pure data.
 
-    `extensions` is for settings of one backend only, such as `VLLMExtensions`, as a mapping.
+    `extensions` is for settings of one backend only: `VLLMExtensions`, or a plain mapping.
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     returns: ReturnSpec = field(default_factory=ReturnSpec)
     extensions: Info = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if type(self.extensions) is not dict:  # only plain data can be stored with a rollout
+            object.__setattr__(self, "extensions", dict(self.extensions))

@@ -13,8 +13,9 @@ from ludic.errors import ConfigError, UnknownNameError
 from ludic.interaction.base import Runtime
 from ludic.interaction.bots import Bot, BotFunction
 from ludic.interaction.delegating import AgentFactory, DelegatingProtocol, SubAgent
+from ludic.interaction.judging import Rewards, rewards_of
 from ludic.interaction.multi_agent import MultiAgentProtocol
-from ludic.interaction.program import ProgramProtocol, ProgramRewards
+from ludic.interaction.program import ProgramProtocol
 from ludic.interaction.single_agent import SingleAgentSyncProtocol
 from ludic.parsers import parser_maker
 from ludic.registry import AGENTS, BOTS, CONTEXTS, get_tool
@@ -81,21 +82,22 @@ def agent_maker(
 
 
 def single_agent_protocol(runtime: Runtime, **agent_kwargs: Any) -> SingleAgentSyncProtocol:
-    """One agent; the arguments are those of `build_agent`."""
+    """One agent; the arguments are those of `build_agent`. `reward` names reward functions, a judge
+    among them, that are asked for each agent at its end, beside the environment."""
     return single_agent_maker(runtime, **agent_kwargs)()
 
 
 def single_agent_maker(
-    runtime: Runtime, **agent_kwargs: Any
+    runtime: Runtime, *, reward: Rewards | None = None, **agent_kwargs: Any
 ) -> Callable[[], SingleAgentSyncProtocol]:
     """Returns what does `single_agent_protocol` as often as it is called; names are looked up
     once."""
-    new_agent = agent_maker(runtime, **agent_kwargs)
-    return lambda: SingleAgentSyncProtocol(new_agent())
+    new_agent, functions = agent_maker(runtime, **agent_kwargs), rewards_of(reward)
+    return lambda: SingleAgentSyncProtocol(new_agent(), functions)
 
 
 def program_protocol(
-    runtime: Runtime, *, reward: ProgramRewards | None = None, **agent_kwargs: Any
+    runtime: Runtime, *, reward: Rewards | None = None, **agent_kwargs: Any
 ) -> ProgramProtocol:
     """A program as the agent. `command` or `function` says which; the other arguments are those of
     `ProgramAgent` and `build_agent`."""
@@ -110,9 +112,11 @@ def multi_agent_protocol(
     *,
     seats: Mapping[AgentID, JSON] | None = None,
     max_parse_retries: int = 3,
+    reward: Rewards | None = None,
     **agent_kwargs: Any,
 ) -> MultiAgentProtocol:
-    """Several agents; those that `seats` does not name are built from `agent_kwargs`.
+    """Several agents; those that `seats` does not name are built from `agent_kwargs`. `reward` is
+    as for one agent, and asked for each.
 
     A seat is `{"bot": "random", "choices": […]}`, `{"bot": "sequence", "actions": […]}`, another
     bot by name or place (`{"bot": "my_module:MyBot", …}`), or what `build_agent` takes, over the
@@ -134,6 +138,7 @@ def multi_agent_protocol(
         default=lambda agent_id: build_agent(runtime, **agent_kwargs),
         uncollected=uncollected,
         max_parse_retries=max_parse_retries,
+        reward=reward,
     )
 
 

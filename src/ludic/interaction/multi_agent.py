@@ -13,6 +13,7 @@ from ludic.errors import ConfigError, ProtocolError
 from ludic.interaction.base import InteractionProtocol, RunSpec
 from ludic.interaction.bots import Bot, BotFunction, FunctionBot
 from ludic.interaction.episode import Episode, Openings, begin_agent, opening_of, take_turn
+from ludic.interaction.judging import Rewards, judge, rewards_of
 from ludic.seeding import derive_seed
 from ludic.types import Action, AgentID, Rollout, TruncationReason
 
@@ -37,6 +38,7 @@ class MultiAgentProtocol(InteractionProtocol):
         default: Callable[[AgentID], Agent | Bot | BotFunction] | None = None,
         uncollected: Collection[AgentID] = (),
         max_parse_retries: int = 3,
+        reward: Rewards | None = None,
     ) -> None:
         if max_parse_retries < 0:
             raise ConfigError(f"max_parse_retries={max_parse_retries}: must be >= 0")
@@ -44,6 +46,7 @@ class MultiAgentProtocol(InteractionProtocol):
         self.default = default
         self.uncollected = frozenset(uncollected)
         self.max_parse_retries = max_parse_retries
+        self.reward = rewards_of(reward)
 
     async def run(self, env: LudicEnv[Any, Any, Any], spec: RunSpec) -> list[Rollout]:
         bots = {a for a, player in self.players.items() if not isinstance(player, Agent)}
@@ -55,6 +58,7 @@ class MultiAgentProtocol(InteractionProtocol):
         openings = await episode.reset()
         game = _Game(episode, self._seat(episode.runner.agent_ids), self.max_parse_retries)
         await game.play(openings)
+        await judge(self.reward, game.tracks.values(), episode.spec.step_timeout_s)
 
     def _seat(self, agent_ids: Sequence[AgentID]) -> dict[AgentID, Agent | Bot]:
         """A player for every role, or `ProtocolError`."""

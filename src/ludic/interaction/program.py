@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
 
 from ludic.agents.base_agent import ActResult
 from ludic.agents.programs.agent import ProgramAgent, ProgramResult
 from ludic.errors import ConfigError
 from ludic.interaction.collector import AgentTrack
 from ludic.interaction.episode import Episode, Openings, begin_agent, opening_of
+from ludic.interaction.judging import Rewards
+from ludic.interaction.judging import score as judged
 from ludic.interaction.single_agent import SingleAgentSyncProtocol, only_role, play_alone
-from ludic.registry import REWARDS
-from ludic.rewards import Attempt, RewardFn, RewardSpec, RewardSum, Score, make_rewards
+from ludic.rewards import Attempt, RewardSum
 from ludic.types import AgentID, Info, Message, StepOutcome, TruncationReason
-from ludic.workers.threads import shared_threads
-
-ProgramRewards: TypeAlias = RewardSpec | Sequence[RewardSpec] | RewardSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +43,10 @@ class ProgramProtocol(SingleAgentSyncProtocol):
 
     agent: ProgramAgent
 
-    def __init__(self, agent: ProgramAgent, reward: ProgramRewards | None = None) -> None:
-        super().__init__(agent)
+    def __init__(self, agent: ProgramAgent, reward: Rewards | None = None) -> None:
+        super().__init__(agent, reward)
         if not isinstance(agent, ProgramAgent):
             raise ConfigError(f"a program is played by a ProgramAgent, not {agent!r}")
-        self.reward = None if reward is None else make_rewards(_functions(reward))
 
     async def _play(self, episode: Episode) -> None:
         openings = await episode.reset()
@@ -82,7 +76,7 @@ class ProgramProtocol(SingleAgentSyncProtocol):
                 outcome = (await episode.runner.step({role: act.parse.action}))[role]
             obs, info = opening_of(openings, role)
             attempt = _attempt(result, outcome, obs, info, episode.task_key)
-            score = await _score(reward, attempt, episode.spec.step_timeout_s)
+            score = await judged(reward, attempt, episode.spec.step_timeout_s)
         except BaseException:
             track.add_interrupted(self.agent.steps_of_turn)
             raise
@@ -90,7 +84,11 @@ class ProgramProtocol(SingleAgentSyncProtocol):
         told = {"status": result.status, **(outcome.info if outcome else {})}
         track.add_outcome(
             StepOutcome(
-                "", score.reward, cut is None, info=told, reward_components=score.components
+                "",
+                score.reward,
+                terminated=cut is None,
+                info=told,
+                reward_components=score.components,
             ),
             act,
         )
@@ -124,31 +122,3 @@ def _attempt(
         info=info,
         task_key=task_key,
     )
-
-
-async def _score(reward: RewardSum, attempt: Attempt, timeout_s: float | None) -> Score:
-    """In a thread, since the functions may block; what they leave to await is awaited here."""
-    found: Any = await shared_threads().run(
-        lambda: reward(attempt),
-        what="a reward",
-        whom="the reward function",
-        timeout_s=timeout_s,
-    )
-    score: Score = await found if inspect.isawaitable(found) else found
-    return score
-
-
-def _functions(reward: ProgramRewards) -> RewardSum | list[RewardSpec]:
-    """Reward functions by name or table, as everywhere; one by its place is the function itself."""
-    if isinstance(reward, RewardSum):
-        return reward
-    if isinstance(reward, str | Mapping) or callable(reward):
-        return [_by_place(reward)]
-    return [_by_place(spec) for spec in reward]
-
-
-def _by_place(spec: RewardSpec) -> RewardSpec:
-    if isinstance(spec, str) and spec not in REWARDS.names():
-        found: RewardFn = REWARDS.get(spec)
-        return found
-    return spec

@@ -10,17 +10,20 @@ from ludic.errors import ProtocolError
 from ludic.interaction.base import InteractionProtocol, RunSpec
 from ludic.interaction.collector import AgentTrack
 from ludic.interaction.episode import Episode, Openings, begin_agent, take_turn
+from ludic.interaction.judging import Rewards, judge, rewards_of
 from ludic.types import AgentID, Rollout, TruncationReason
 
 
 class SingleAgentSyncProtocol(InteractionProtocol):
     """act, step, hear; until the environment, a limit or the context window ends it.
 
-    The environment is closed when the episode is over, however it ends.
+    The environment is closed when the episode is over, however it ends. What the functions in
+    `reward` say of the agent's last action is added to the environment's reward.
     """
 
-    def __init__(self, agent: Agent) -> None:
+    def __init__(self, agent: Agent, reward: Rewards | None = None) -> None:
         self.agent = agent
+        self.reward = rewards_of(reward)
 
     async def run(self, env: LudicEnv[Any, Any, Any], spec: RunSpec) -> list[Rollout]:
         episode = Episode(env, spec)
@@ -30,7 +33,9 @@ class SingleAgentSyncProtocol(InteractionProtocol):
     async def _play(self, episode: Episode) -> None:
         openings = await episode.reset()
         role = only_role(episode)
-        await play_alone(self.agent, episode.open_track(role), episode, role, openings)
+        track = episode.open_track(role)
+        await play_alone(self.agent, track, episode, role, openings)
+        await judge(self.reward, [track], episode.spec.step_timeout_s)
 
 
 def only_role(episode: Episode) -> AgentID:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,8 @@ class RolloutEngine:
     comes back as a rollout with `error` set, and when more than `max_failure_rate` of the last
     episodes failed, the call ends with a `RolloutError` that lists the causes. `writer` is given
     every rollout as it finishes. `seed` is the root of seeds that requests leave open. With
-    `workers`, episodes are played in their processes; the rollouts are the same.
+    `workers`, episodes are played in their processes; the rollouts are the same. Environments of
+    the kinds in `isolated` run in processes of their own, which can be killed when they hang.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class RolloutEngine:
         max_retries: int = 2,
         writer: RolloutWriterLike | None = None,
         workers: WorkerPool | None = None,
+        isolated: Collection[str] = (),
     ) -> None:
         if lost_member not in ("drop_group", "keep_partial", "retry"):
             raise ConfigError(
@@ -66,7 +68,12 @@ class RolloutEngine:
         self.max_retries = max_retries if lost_member == "retry" else 0
         self.writer, self.workers = writer, workers
         self._runner = EpisodeRunner(
-            env_registry, protocol_registry, runtime, step_timeout_s, episode_timeout_s
+            env_registry,
+            protocol_registry,
+            runtime,
+            step_timeout_s,
+            episode_timeout_s,
+            frozenset(isolated),
         )
         self._monitor = FailureMonitor(max_failure_rate)
         self._calls = 0

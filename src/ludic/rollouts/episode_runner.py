@@ -62,13 +62,15 @@ class EpisodeRunner:
     """How episodes are built and bounded. Registries map names to factories; None stands for the
     global registry. An environment's factory is called with the spec's arguments, a protocol's
     with the runtime and then the spec's arguments. What a spec names is looked up when an episode
-    first needs it, and kept."""
+    first needs it, and kept. Environments whose kind is in `isolated` run in processes of their
+    own, whatever they say themselves."""
 
     env_registry: Mapping[str, EnvFactory] | None
     protocol_registry: Mapping[str, ProtocolFactory] | None
     runtime: Runtime | None
     step_timeout_s: float | None
     episode_timeout_s: float | None
+    isolated: frozenset[str] = frozenset()
     _env_makers: dict[int, _EnvMaker] = field(default_factory=dict, init=False, compare=False)
     _protocol_makers: dict[tuple[int, int], _ProtocolMaker] = field(
         default_factory=dict, init=False, compare=False
@@ -149,8 +151,12 @@ class EpisodeRunner:
 
     def _keep_env_maker(self, spec: EnvSpec) -> _EnvMaker:
         make: Callable[[], Any]
-        if self.env_registry is None:
-            factory: Any = ENVS.get(spec.kind)
+        if spec.kind in self.isolated:
+            own = self.env_registry
+            factory: Any = None if own is None else _look_up("environment", spec.kind, own)
+            make, at_once = partial(build_env, spec, factory, isolation="process"), True
+        elif self.env_registry is None:
+            factory = ENVS.get(spec.kind)
             at_once = _answers_at_once(factory)
             make = partial(build_env, spec)
             if at_once:

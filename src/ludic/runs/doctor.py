@@ -20,7 +20,7 @@ from torch import nn
 from ludic.distributed.interfaces import PolicyPublisher
 from ludic.distributed.vllm.canary import MismatchBudget, is_sharded
 from ludic.errors import ConfigError, RequestRejectedError
-from ludic.inference.client import ChatClient, TokenCompletionRequest, VersionedClient
+from ludic.inference.client import ChatClient, TokenCompletionRequest, policy_version
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.precision import Precision
 from ludic.runs.assemble import open_policy
@@ -132,7 +132,7 @@ async def run_doctor(
     rows.append(await checkup.compare("top-p 0.9, top-k 50", SamplingConfig(top_p=0.9, top_k=50)))
     rows.append(await checkup.packed_against_single())
     if publisher is not None:
-        first = await client.get_policy_version() if isinstance(client, VersionedClient) else 0
+        first = await policy_version(client) or 0
         try:
             async with _changed(model, publisher):
                 await publisher.publish(ModelWeights(model), first + 1)

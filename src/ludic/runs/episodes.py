@@ -77,7 +77,14 @@ def rollout_engine(
         episode_timeout_s=training.episode_timeout_s,
         lost_member=training.lost_member,
         workers=workers,
+        isolated=isolated_kinds(config),
     )
+
+
+def isolated_kinds(config: RunConfig) -> frozenset[str]:
+    """Returns which environments the run file puts into processes of their own."""
+    both = (*config.env, *config.eval.env)
+    return frozenset(section.kind for section in both if section.isolation == "process")
 
 
 def make_importable(folder: Path) -> None:

@@ -34,7 +34,7 @@ from ludic.training.metrics.publish_log import PublishLog
 from ludic.training.metrics.stats import StatBuffer, batch_metrics, over_steps
 from ludic.training.metrics.workload import Workload
 from ludic.training.stateful import Commits, KeepsRecord
-from ludic.training.types import BatchSource, Stateful, WorksAhead
+from ludic.training.types import BatchSource, Evaluates, Stateful, WorksAhead
 from ludic.training.update.optimizer import MasterAdamW, clipped
 from ludic.training.update.passes import Passes, mean_kl, mini_batches, pick, score_batch
 from ludic.training.update.policy import Policy, attention_cost, check_packing, check_split
@@ -73,7 +73,7 @@ class Trainer:
         loggers: Sequence[Logger] = (),
         mesh: DeviceMesh | None = None,
         init_from: str | None = None,
-        evaluate: Evaluate | None = None,
+        evaluate: Evaluate | Evaluates | None = None,
         stateful: Mapping[str, Stateful] | None = None,
         tokenizer: Any = None,
         callbacks: Sequence[Callable[[int, Metrics], object]] = (),
@@ -327,9 +327,14 @@ class Trainer:
 
     async def _evaluate(self) -> None:
         if self.evaluate and self.cfg.eval_every and self.step % self.cfg.eval_every == 0:
-            results = dict(await self.evaluate(self.step)) if self.world.leads else {}
+            results = dict(await self._figures(self.evaluate)) if self.world.leads else {}
             self.log.write({"eval/step": float(self.step), **results}, step=self.step)
             await self._run(self.world.barrier)
+
+    async def _figures(self, evaluate: Evaluate | Evaluates) -> Mapping[str, float]:
+        if callable(evaluate):
+            return await evaluate(self.step)
+        return (await evaluate.evaluate()).metrics()
 
     def _states(self) -> dict[str, Any]:
         return {name: dict(part.state_dict()) for name, part in self._stateful.items()}

@@ -172,3 +172,15 @@ class WorksAhead(BatchSource, Protocol):
     async def drop_ahead(self) -> None:
         """Cancels and forgets the batch that was started."""
         ...
+
+
+class Report(Protocol):
+    """What an evaluation found, as an `EvalReport` is."""
+
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+class Evaluates(Protocol):
+    """Says how good the current policy is: `ludic.eval.Evaluator`, as the trainer sees it."""
+
+    async def evaluate(self) -> Report: ...

@@ -95,6 +95,11 @@ class JsonProcess:
             self.kill()
             raise ChildError(f"the process of {self.name} {how} while {what} was due") from error
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it was neither killed nor ended by itself."""
+        return not self._killed and self._child.poll() is None
+
     def kill(self) -> None:
         """Ends the child and everything that it started. Safe to call again."""
         with self._killing:  # once, and before it is reaped: its number may be reused after that

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.agents.programs.api_requests import ApiError, ChatRequest, read_request
+from ludic.inference import ToolRequest
 from tests.agents.programs.asking import TOOL
 
 BROKEN = {"type": "function", "function": {"name": "f", "arguments": "{"}}
@@ -102,7 +103,7 @@ def test_messages_are_read_as_templates_take_them() -> None:
         },
         {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "add"},
     )
-    assert request.tools == [TOOL]
+    assert request.tools == ToolRequest([TOOL])
     assert read(tools=[TOOL], tool_choice="none").tools is None
 
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import subprocess
+import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, ClassVar, Literal
 
 import pytest
 
 from ludic.envs import EnvRunner, LudicEnv, ProcessEnv, TicTacToeEnv, build_env
+from ludic.envs.running.processes import EnvProcesses
 from ludic.errors import ConfigError, DeadlineError, EnvError
 from ludic.registry import register_env, stored_names, unregister_env
 from ludic.rewards import make_rewards
+from ludic.rollouts import ProtocolSpec, RolloutEngine, RolloutRequest
 from ludic.types import EnvSpec, StepOutcome
 from ludic.workers.json_process import ChildError, JsonProcess
 from ludic.workers.threads import EnvThreads
+from tests.agents.scripted import scripted_runtime
 from tests.envs.odd_envs import CountEnv, ProcessAsyncEnv, ProcessCountEnv, ProcessOddEnv
 from tests.envs.waiting import eventually
 
@@ -169,6 +175,117 @@ class TestFailing:
         env.close()
         with pytest.raises(EnvError, match="closed"):
             env.reset(seed=0)
+
+
+class PidEnv(CountEnv):
+    """Tells the number of its process, and leaves behind what its action says."""
+
+    isolation: ClassVar[Literal["thread", "process"]] = "process"
+
+    def env_step(self, action: str) -> StepOutcome:
+        if action == "leave a process":
+            subprocess.Popen(["sleep", "600"])
+        elif action == "leave a thread":
+            threading.Thread(target=time.sleep, args=(600,)).start()
+        elif action == "leave home":
+            os.chdir("/")
+        elif action == "raise":
+            raise ValueError("a bad move")
+        elif action == "hang":
+            time.sleep(600)
+        return StepOutcome(str(os.getpid()), 0.0)
+
+
+class OtherPidEnv(PidEnv):
+    """Another class, to which a process of the first is not given."""
+
+
+async def pid_of_episode(
+    action: str = "play", step_timeout_s: float = 60.0, kind: type[PidEnv] = PidEnv
+) -> int:
+    runner = EnvRunner(build_env(EnvSpec("pid"), kind))
+    try:
+        await runner.reset(1)
+        pid = int((await runner.step({"agent": "tell"}))["agent"].obs)
+        runner.step_timeout_s = step_timeout_s
+        with suppress(EnvError, DeadlineError):
+            await runner.step({"agent": action})
+    finally:
+        await runner.close()
+    return pid
+
+
+class TestReuse:
+    async def test_one_process_serves_one_episode_after_another(self) -> None:
+        first = await pid_of_episode()
+        assert [await pid_of_episode() for _ in range(3)] == [first] * 3
+        assert is_running(first)
+
+    async def test_episodes_at_the_same_time_have_processes_of_their_own(self) -> None:
+        pids = await asyncio.gather(*(pid_of_episode() for _ in range(3)))
+        assert len(set(pids)) == 3
+
+    @pytest.mark.parametrize(
+        ("action", "step_timeout_s"),
+        [
+            ("leave a process", 60.0),
+            ("leave a thread", 60.0),
+            ("leave home", 60.0),
+            ("raise", 60.0),
+            ("hang", 0.2),
+        ],
+    )
+    async def test_a_process_in_which_something_is_left_or_went_wrong_is_replaced(
+        self, action: str, step_timeout_s: float
+    ) -> None:
+        first = await pid_of_episode(action, step_timeout_s)
+        await gone(first)
+        assert await pid_of_episode() != first
+
+    async def test_one_that_died_while_it_was_idle_is_replaced(self) -> None:
+        first = await pid_of_episode()
+        os.kill(first, signal.SIGKILL)
+        await gone(first)
+        assert await pid_of_episode() != first
+
+    async def test_another_environment_or_surrounding_gets_another_process(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = await pid_of_episode()
+        assert await pid_of_episode(kind=OtherPidEnv) != first
+        monkeypatch.setenv("LUDIC_TEST_SURROUNDING", "another")
+        assert await pid_of_episode() != first
+
+    async def test_no_more_than_so_many_are_kept(self) -> None:
+        processes = EnvProcesses(max_idle=1)
+        taken = [processes.take("module:name", name=str(n)) for n in range(2)]
+        for process in taken:
+            processes.bring_back("module:name", process)
+        assert [process.is_alive for process in taken] == [False, True]
+        assert processes.take("module:name", name="again") is taken[1]
+        processes.bring_back("module:name", taken[1])
+        processes.close()
+        assert not taken[1].is_alive
+
+
+async def test_an_engine_isolates_what_it_is_told_to() -> None:
+    protocol = ProtocolSpec("single_agent", {"parser": {"kind": "text"}})
+    request = RolloutRequest(EnvSpec("here", {}), protocol)
+    own: dict[str, Any] = {"here": HereEnv}
+    found = []
+    for isolated in ((), ("here",)):
+        runtime = scripted_runtime(["a"])
+        engine = RolloutEngine(own, runtime=runtime, isolated=isolated)
+        (rollout,) = await engine.generate_rollouts([request], max_steps=1)
+        found.append(int(rollout.env_steps[0].next_obs))
+    assert found[0] == os.getpid() != found[1]
+
+
+class HereEnv(CountEnv):
+    """Says where it runs; it does not ask for a process itself."""
+
+    def env_step(self, action: str) -> StepOutcome:
+        return StepOutcome(str(os.getpid()), 0.0, terminated=True)
 
 
 class TestJsonProcess:

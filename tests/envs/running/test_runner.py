@@ -282,7 +282,10 @@ class TestContract:
             ({"a": StepOutcome(None, 0.0)}, "agent 'a' an observation"),  # type: ignore[arg-type]
             ({"a": StepOutcome("", 0.0, terminated=1)}, "agent 'a' terminated=1"),  # type: ignore[arg-type]
             ({"a": StepOutcome("", 0.0, truncated="no")}, "truncated='no'"),  # type: ignore[arg-type]
-            ({"a": StepOutcome("", 0.0, True, True)}, "both terminated and truncated"),
+            (
+                {"a": StepOutcome("", 0.0, terminated=True, truncated=True)},
+                "both terminated and truncated",
+            ),
             ({"a": StepOutcome("", 0.0, info=[])}, "agent 'a' an info"),  # type: ignore[arg-type]
             ({"a": StepOutcome("", 0.0, info={"x": (1, 2)})}, "could not be stored"),
             (

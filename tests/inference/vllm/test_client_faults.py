@@ -64,7 +64,7 @@ async def test_extensions_reach_the_right_place(client: VLLMChatClient, fake: Fa
     from dataclasses import replace
 
     overrides = {"min_tokens": 2, "priority": 3, "sampling_params": {"top_k": 5}}
-    extensions = VLLMExtensions(extra_body_overrides=overrides, max_think_tokens=64).to_mapping()
+    extensions = VLLMExtensions(extra_body_overrides=overrides, max_think_tokens=64)
     await client.complete_tokens(replace(request(), extensions=extensions))
     body = fake.bodies[-1]
     assert body["priority"] == 3

@@ -118,6 +118,10 @@ def test_the_plugin_registers_an_engine_that_is_there(monkeypatch: pytest.Monkey
 
 
 def test_unknown_flags_go_to_vllm() -> None:
+    assert (
+        parse(["m", "--port", "9", "--tensor-parallel-size", "2"])[0]
+        == (parse(["--model", "m", "--port", "9", "--tensor-parallel-size", "2"])[0])
+    )
     settings, args = parse(["--model", "m", "--port", "9", "--tensor-parallel-size", "2"])
     assert settings.extra == ("--tensor-parallel-size", "2")
     assert settings.url == "http://127.0.0.1:9"

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from ludic.errors import CheckpointError, ConfigError, CreditError
 from ludic.rollouts.curricula import Curriculum
 from ludic.rollouts.requests import RolloutRequest
+from ludic.runs.assemble import algorithm_of
+from ludic.runs.settings import RunConfig
 from ludic.training import (
     BetaTracker,
     DriftForgetting,
@@ -51,6 +53,23 @@ def test_the_order_of_outcomes_in_a_batch_does_not_matter(batch: list[tuple[str,
     forwards.update(batch)
     backwards.update(batch[::-1])
     assert all(forwards.value(t) == pytest.approx(backwards.value(t)) for t in "abc")
+
+
+def test_forgetting_by_drift_is_said_as_a_table_as_in_a_run_file() -> None:
+    config = RunConfig.model_validate(
+        {
+            "env": {"kind": "tic_tac_toe"},
+            "algorithm": {"name": "spo", "kwargs": {"forgetting": {"half_life": 0.1}}},
+        }
+    )
+    credit = algorithm_of(config).credit_assigner
+    assert isinstance(credit, TrackedAdvantage)
+    assert credit.tracker.forgetting == DriftForgetting(half_life=0.1)
+    assert credit.watches_drift
+    with pytest.raises(ConfigError, match=r"a table of half_life, lower, upper"):
+        make_spo(forgetting={"half_live": 0.1})
+    with pytest.raises(ConfigError, match="leave the tracker out"):
+        make_spo(tracker=BetaTracker(), forgetting={})
 
 
 def test_forgetting_by_drift_is_held_in_its_bounds() -> None:

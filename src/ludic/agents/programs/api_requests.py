@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ludic.agents.model_calls import Tools
+from ludic.inference.client import ToolRequest
 from ludic.inference.openai.wire import tool_call_of
 from ludic.inference.templates.tool_parsers import MalformedCallError
 from ludic.parsers import strict_json
@@ -82,7 +82,7 @@ class ChatRequest:
     """One request for a completion. `overruled` are the sampling settings that it asks for."""
 
     messages: tuple[Message, ...]
-    tools: Tools = None
+    tools: ToolRequest | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stream: bool = False
@@ -164,7 +164,7 @@ def _stop(value: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _tools(given: Sequence[Any]) -> Tools:
+def _tools(given: Sequence[Any]) -> ToolRequest | None:
     for number, tool in enumerate(given):
         at = f"tools.{number}"
         if not isinstance(tool, dict) or tool.get("type") != "function":
@@ -172,7 +172,7 @@ def _tools(given: Sequence[Any]) -> Tools:
         function = _typed(tool, "function", dict, f"{at}.", required=True)
         _typed(function, "name", str, f"{at}.function.", required=True)
         _typed(function, "parameters", dict, f"{at}.function.")
-    return list(given) or None
+    return ToolRequest(list(given)) if given else None
 
 
 def _messages(given: Sequence[Any]) -> tuple[Message, ...]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-from ludic.agents.model_calls import ModelCall, ModelCaller, Tools
+from ludic.agents.model_calls import ModelCall, ModelCaller
 from ludic.agents.programs.api_answers import Answer, answer_of
 from ludic.agents.programs.api_requests import ApiError, ChatRequest
 from ludic.errors import (
@@ -30,7 +30,7 @@ from ludic.errors import (
     RequestRejectedError,
     TemplateError,
 )
-from ludic.inference.client import ChatClient
+from ludic.inference.client import ChatClient, ToolRequest
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.templates.chat_template import ChatTemplate, ChoosesToolParser
 from ludic.types import AgentStep, Fork, ForkReason, Message, TruncationReason
@@ -114,7 +114,7 @@ class Session(ModelCaller):
         self._asked: list[_Asked] = []
         self._started = 0
 
-    def template_for(self, tools: Tools) -> ChatTemplate:
+    def template_for(self, tools: ToolRequest | None) -> ChatTemplate:
         """With tools, the template that reads calls of them."""
         template = self.chat_template
         if tools and isinstance(template, ChoosesToolParser):

@@ -115,7 +115,7 @@ def _gymnasium_class() -> Any:
         def render(self) -> str | None:
             if self.render_mode != "ansi" or not self._played.agent:
                 return None
-            return str(self._played.env.current_obs()[self._played.agent])
+            return str(self._played.env.current_obs().get(self._played.agent, ""))
 
         def close(self) -> None:
             self._played.env.close()

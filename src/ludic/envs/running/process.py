@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from ludic.envs.env import LudicEnv
-from ludic.errors import ConfigError, EnvError
+from ludic.envs.running.processes import shared_processes
+from ludic.errors import ConfigError, DeadlineError, EnvError
 from ludic.lazy import resolve
-from ludic.registry import ENVS, make_env, names_are_stored, stored_names
+from ludic.registry import ENVS, make_env, names_are_stored
 from ludic.types import AgentID, EnvSpec, Info, Obs, StepOutcome
-from ludic.workers.json_process import Answerer, ChildError, JsonProcess
+from ludic.workers.json_process import ChildError, JsonProcess
+
+_CLOSE_S = 30.0
 
 EnvFactory = Callable[..., LudicEnv[Any, Any, Any]]
 
@@ -47,12 +47,13 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
 
     Only JSON crosses over: the spec's arguments, actions, and outcomes. The child imports the
     factory (by default the one registered as `spec.kind`) by its module and name, so that one
-    made in a notebook or as a lambda cannot be isolated. The child starts with the first `reset`; a
-    runner's deadline kills it. What the environment raises arrives as an `EnvError`.
+    made in a notebook or as a lambda cannot be isolated. A process is started, or taken from an
+    environment that was closed, with the first `reset`; a runner's deadline kills it. What the
+    environment raises arrives as an `EnvError`, after which its process is not used again.
 
-    One worker thread at a time calls `reset` and `step`; only `kill` may come from another thread
-    meanwhile. It sets `_closed` before it looks for a process, and `reset` looks at `_closed`
-    again after it has started one: whichever comes first, the child does not outlive the kill.
+    One worker thread at a time calls `reset`, `step` and `close`; only `kill` may come from another
+    thread meanwhile. It sets `_killed` before it looks for a process, and `reset` looks at it
+    again after it has one: whichever comes first, the child does not outlive the kill.
     """
 
     isolation: ClassVar[Literal["thread", "process"]] = "process"
@@ -62,7 +63,7 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
     ) -> None:
         self.name = spec.kind
         self._timeout_s = timeout_s
-        self._setup = {
+        self._setup: dict[str, Any] = {
             "factory": _reference(spec.kind, factory or ENVS.get(spec.kind)),
             "kwargs": dict(spec.kwargs),
             "stored": names_are_stored(),
@@ -75,7 +76,7 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
                 f"must be JSON ({error})"
             ) from error
         self._process: JsonProcess | None = None
-        self._closed = False
+        self._closed = self._killed = self._failed = False
         self._state: Mapping[str, Any] = {}
 
     @property
@@ -94,11 +95,12 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
         if self._closed:
             raise EnvError(f"environment {self.name} was closed, or killed: make a new one")
         if self._process is None:
-            self._process = JsonProcess(
-                f"{__name__}:serve_env", self._setup, name=f"environment {self.name}"
+            self._process = shared_processes().take(
+                self._setup["factory"], name=f"environment {self.name}"
             )
-            if self._closed:  # killed from another thread while it was starting
+            if self._killed:  # from another thread, while it was starting
                 self.kill()
+            self._exchange({"call": "build", **self._setup})
         openings = self._ask({"call": "reset", "seed": seed})
         return {agent: (obs, info) for agent, (obs, info) in openings.items()}
 
@@ -119,72 +121,48 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
 
     def kill(self) -> None:
         """Ends the process at once, from any thread; whoever waits for it gets an error."""
-        self._closed = True
-        if self._process is not None:
-            self._process.kill()
+        self._closed = self._killed = True
+        process = self._process
+        if process is not None:
+            process.kill()
 
     def close(self) -> None:
         self._closed = True
-        if self._process is not None:
-            self._process.close()
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if not (self._killed or self._failed) and self._is_left_clean(process):
+            shared_processes().bring_back(self._setup["factory"], process)
+        else:
+            process.close()
+
+    def _is_left_clean(self, process: JsonProcess) -> bool:
+        try:
+            return process.ask({"call": "close"}, timeout_s=_CLOSE_S, what="close") is True
+        except (ChildError, DeadlineError):
+            return False
 
     def _ask(self, message: Mapping[str, Any]) -> Any:
+        answer = self._exchange(message)
+        self._state = answer["state"]
+        return answer["value"]
+
+    def _exchange(self, message: Mapping[str, Any]) -> Any:
         if self._process is None or self._closed:
             raise EnvError(f"environment {self.name} is not running: reset it first")
         try:
             # The runner's deadline is usually shorter: it calls `kill`.
-            answer = self._process.ask(message, timeout_s=self._timeout_s, what=message["call"])
-        except ChildError as error:
+            return self._process.ask(message, timeout_s=self._timeout_s, what=message["call"])
+        except (ChildError, DeadlineError) as error:
+            self._failed = True
+            if isinstance(error, DeadlineError):
+                raise
             raise EnvError(f"environment {self.name} (in its own process): {error}") from error
-        self._state = answer["state"]
-        return answer["value"]
 
     def _seen(self, what: str) -> Any:
         if what not in self._state:
             raise EnvError(f"environment {self.name} runs elsewhere: reset it to know its {what}")
         return self._state[what]
-
-
-def serve_env(setup: Mapping[str, Any]) -> Answerer:
-    """The child's half: builds the environment, then answers for it."""
-    with stored_names(setup["stored"]):
-        env: LudicEnv[Any, Any, Any] = resolve(setup["factory"])(**setup["kwargs"])
-    loop = asyncio.new_event_loop()
-
-    def finish(value: Any) -> Any:
-        return loop.run_until_complete(_wait(value)) if inspect.isawaitable(value) else value
-
-    def answer(message: Mapping[str, Any]) -> Mapping[str, Any]:
-        if message["call"] == "reset":
-            value = finish(env.reset(seed=message["seed"]))
-            value = {agent: list(opening) for agent, opening in dict(value).items()}
-        else:
-            outcomes = dict(finish(env.step(message["actions"])))
-            value = {agent: _as_json(outcome) for agent, outcome in outcomes.items()}
-        return {"value": value, "state": _state(env)}
-
-    return answer
-
-
-async def _wait(value: Any) -> Any:
-    return await value
-
-
-def _as_json(outcome: Any) -> Mapping[str, Any]:
-    if not isinstance(outcome, StepOutcome):
-        raise TypeError(f"step returned a {type(outcome).__name__} instead of a StepOutcome")
-    return {field.name: getattr(outcome, field.name) for field in dataclasses.fields(outcome)}
-
-
-def _state(env: LudicEnv[Any, Any, Any]) -> Mapping[str, Any]:
-    return {
-        "agent_ids": list(env.agent_ids),
-        "active_agents": list(env.active_agents),
-        "current_obs": dict(env.current_obs()),
-        "sysprompts": {agent: env.suggested_sysprompt(agent) for agent in env.agent_ids},
-        "task_key": env.task_key(),
-        "accepts_partial_actions": bool(env.accepts_partial_actions),
-    }
 
 
 def _reference(kind: str, factory: EnvFactory) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -10,12 +10,12 @@ from ludic.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class VLLMExtensions:
+class VLLMExtensions(Mapping[str, Any]):
     """What to send a vLLM server besides the sampling settings.
 
     `extra_body_overrides` goes into the request's body last and wins over everything else;
-    `max_think_tokens` bounds the thinking of models that have a thinking section. Put it into
-    `InferenceSpec(extensions=VLLMExtensions(...).to_mapping())`.
+    `max_think_tokens` bounds the thinking of models that have a thinking section. It is a mapping
+    of what differs from the defaults: `InferenceSpec(extensions=VLLMExtensions(...))`.
     """
 
     extra_body_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -26,6 +26,15 @@ class VLLMExtensions:
             raise ConfigError(
                 f"VLLMExtensions.max_think_tokens={self.max_think_tokens}: must be >= 0 or None"
             )
+
+    def __getitem__(self, name: str) -> Any:
+        return self.to_mapping()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.to_mapping())
+
+    def __len__(self) -> int:
+        return len(self.to_mapping())
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain JSON data, without what is at its default."""

@@ -238,6 +238,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[ServerSettings, argpa
     """The command line; what it does not know is handed to vLLM as it stands."""
     parser = argparse.ArgumentParser(
         prog="python -m ludic.inference.vllm.server",
+        usage="%(prog)s MODEL [flags], or --model MODEL [flags]",
         description="Start vLLM's own server for training. Further flags go to vLLM.",
     )
     parser.add_argument("--model", required=True, help="a folder or a name on the hub")
@@ -258,9 +259,12 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[ServerSettings, argpa
     parser.add_argument("--python", help="the Python that has vLLM; else LUDIC_VLLM_PYTHON")
     parser.add_argument("--log", help="where the server's output goes")
     parser.add_argument("--start-timeout-s", type=float, default=600.0)
-    args, rest = parser.parse_known_args(arguments)
-    given = {f.name: getattr(args, f.name) for f in fields(ServerSettings) if f.name in args}
-    settings = ServerSettings(**given, extra=tuple(rest))
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and not given[0].startswith("-"):  # only the first: any other may be a flag's value
+        given.insert(0, "--model")
+    args, rest = parser.parse_known_args(given)
+    stated = {f.name: getattr(args, f.name) for f in fields(ServerSettings) if f.name in args}
+    settings = ServerSettings(**stated, extra=tuple(rest))
     return settings, args
 
 

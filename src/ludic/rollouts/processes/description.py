@@ -34,6 +34,7 @@ def described(runner: EpisodeRunner, clients: list[ChatClient]) -> Description:
         "runtime": None if runner.runtime is None else _runtime(runner.runtime, clients),
         "step_timeout_s": runner.step_timeout_s,
         "episode_timeout_s": runner.episode_timeout_s,
+        "isolated": sorted(runner.isolated),
     }
 
 
@@ -48,6 +49,7 @@ def made(
         None if runtime is None else _made_runtime(runtime, client),
         description["step_timeout_s"],
         description["episode_timeout_s"],
+        frozenset(description["isolated"]),
     )
 
 

@@ -20,6 +20,7 @@ from ludic.runs.assemble import algorithm_of, sample_filter_of, sft_algorithm, t
 from ludic.runs.episodes import inference_spec, tool_parser_of, with_template
 from ludic.runs.execution.needs import agents_of, ask, check_tools
 from ludic.runs.execution.ranks import check_ranks
+from ludic.runs.execution.updates import check_loggers
 from ludic.runs.model import build_model, check_device, configuring
 from ludic.runs.players.opponents import check_seating
 from ludic.runs.players.scoring import check_scoring
@@ -45,6 +46,7 @@ def check_parts(config: RunConfig) -> None:
     _check_workers(config)
     if config.model.name == "tiny":  # any other takes too long to load twice
         build_model(config)
+    check_loggers(config)
     algorithm = algorithm_of(config)
     envs = [_make_env(section) for section in config.env]
     for section in config.eval.env:
@@ -114,7 +116,7 @@ def _check_workers(config: RunConfig) -> None:
 
 def _make_env(section: EnvSection) -> Env:
     with configuring(f"environment {section.kind!r} with {section.kwargs}"):
-        env = build_env(EnvSpec(section.kind, section.kwargs))
+        env = build_env(EnvSpec(section.kind, section.kwargs), isolation=section.isolation)
         ask(env)
         return env
 

@@ -28,7 +28,7 @@ from ludic.runs.evaluation import evaluate_policy
 from ludic.runs.execution.gathered import NoSampler, gathered_copy, samples
 from ludic.runs.execution.piece import Piece
 from ludic.runs.execution.ranks import Crew
-from ludic.runs.execution.updates import Stage, Update, make_loggers
+from ludic.runs.execution.updates import LastingLogger, Stage, Update, make_loggers
 from ludic.runs.model import build_model, local_client
 from ludic.runs.players.opponents import Seating, seating
 from ludic.runs.players.scoring import Scoring
@@ -195,12 +195,26 @@ class RunPieces:
             batch_source=source,
             publisher=publisher,
             cfg=cfg,
-            loggers=self.loggers if rl else make_loggers(self.config, self.folder, stage),
+            loggers=self._loggers_of(stage),
             mesh=self.crew.mesh,
             evaluate=evaluate,
             tokenizer=copy.deepcopy(self.tokenizer),
             callbacks=[lambda step, metrics: self.updated(Update(stage, step, metrics))],
         )
+
+    def _loggers_of(self, stage: Stage) -> list[Logger]:
+        """Returns the loggers of a stage: those that were put in hear all of them."""
+        if "loggers" in self._replaced:
+            return [LastingLogger(logger) for logger in self.loggers]
+        return self.loggers if stage == "rl" else make_loggers(self.config, self.folder, stage)
+
+    def close_loggers(self) -> None:
+        """Closes those that were put in; a trainer closes those of its stage."""
+        for logger in self.loggers if "loggers" in self._replaced else ():
+            try:
+                logger.close()
+            except Exception as exc:
+                warn(f"{type(logger).__name__} could not be closed: {type(exc).__name__}: {exc}")
 
     crew: Piece[Crew] = Piece(lambda run: Crew.assembled(run.config))
     folder: Piece[RunFolder] = Piece(lambda run: RunFolder.planned(run.config))

@@ -149,6 +149,7 @@ class TrainingRun:
             # Once for the whole run: its trainer and its engine, in two threads, ask for the same.
             stack.enter_context(float32_products(precision_of(self.config)))
             await stack.enter_async_context(tool_servers())
+            stack.callback(run.close_loggers)
             if run.workers is not None:
                 await stack.enter_async_context(run.workers)
             if self.config.inference.backend == "vllm" and "client" not in run._replaced:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from ludic.registry import LOGGERS
+from ludic.runs.model import configuring
 from ludic.runs.requests import requests_of
 from ludic.runs.results.terminal import console
 from ludic.runs.settings import RunConfig
 from ludic.runs.storage.folder import RunFolder
-from ludic.training.metrics.loggers import (
-    ConsoleLogger,
-    Logger,
-    RichLiveLogger,
-    TensorBoardLogger,
-    TrackioLogger,
-    WandbLogger,
-)
+from ludic.training.metrics.loggers import Logger
 
 Stage = Literal["sft", "rl"]
 SHOWN = {
@@ -52,16 +47,37 @@ def make_loggers(config: RunConfig, folder: RunFolder, stage: Stage) -> list[Log
     """Returns the loggers that a stage of the run names, besides `metrics.jsonl`."""
     keys = shown_metrics(config, stage)
     steps = config.sft.steps if stage == "sft" and config.sft else config.training.steps
+    of_this_run: dict[str, dict[str, Any]] = {
+        "live": {"keys": keys, "total_steps": steps, "console": console},
+        "console": {"keys": keys, "every": max(steps // 10, 1)},
+        "trackio": {"name": folder.path.name},
+        "tensorboard": {"folder": folder.path / "tensorboard"},
+    }
     loggers: list[Logger] = []
-    for name in config.logging.loggers:
-        if name == "live" and console.is_terminal:
-            loggers.append(RichLiveLogger(keys, total_steps=steps, console=console))
-        elif name in ("live", "console"):
-            loggers.append(ConsoleLogger(keys, every=max(steps // 10, 1)))
-        elif name == "wandb":
-            loggers.append(WandbLogger())
-        elif name == "trackio":
-            loggers.append(TrackioLogger(name=folder.path.name))
-        else:
-            loggers.append(TensorBoardLogger(folder.path / "tensorboard"))
+    for entry in config.logging.loggers:
+        options = {"kind": entry} if isinstance(entry, str) else dict(entry)
+        if options.get("kind") == "live" and not console.is_terminal:
+            options = {"kind": "console"}
+        with configuring(f"logging.loggers: {entry!r}"):
+            known = of_this_run.get(str(options.get("kind")), {})
+            loggers.append(LOGGERS.make_from({**known, **options}))
     return loggers
+
+
+def check_loggers(config: RunConfig) -> None:
+    """Raises if the run names a logger that is not there."""
+    for entry in config.logging.loggers:
+        LOGGERS.maker(entry)
+
+
+class LastingLogger:
+    """Stands for a logger that hears all stages of a run, which closes it at the end."""
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._logger.log(metrics, step)
+
+    def close(self) -> None:
+        """Another stage may come."""

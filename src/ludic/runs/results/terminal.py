@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ludic.eval import Estimate, EvalReport, Headline, headline_of
-from ludic.rollouts.progress import Progress as RolloutProgress
+from ludic.eval import episodes_bar as eval_bar
 from ludic.rollouts.progress import ProgressCallback
 from ludic.runs.results.summary import Curve, outcomes_of, smoothed
 from ludic.types import AgentStep, Rollout, ToolCall
@@ -72,16 +72,7 @@ def print_names(names: Mapping[str, str]) -> None:
 @contextmanager
 def episodes_bar(title: str) -> Iterator[ProgressCallback]:
     """Shows a progress bar over episodes; without a terminal, one line at the end."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    name = TextColumn("{task.description}", markup=False)
-    columns = (name, BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
-        task = bar.add_task(title, total=None)
-
-        def update(progress: RolloutProgress) -> None:
-            bar.update(task, total=progress.total, completed=progress.finished)
-
+    with eval_bar(title, console) as update:
         yield update
 
 

@@ -22,6 +22,7 @@ from ludic.registry import (
     CORRECTIONS,
     ENVS,
     FILTERS,
+    LOGGERS,
     PARSERS,
     PROTOCOLS,
     Registry,
@@ -88,6 +89,8 @@ class Tables:
         table = _table(name, value)
         if name == "training" and table.get("filters"):
             table["filters"] = [self._filter(entry) for entry in table["filters"]]
+        if name == "logging" and table.get("loggers"):
+            table["loggers"] = [self._logger(entry) for entry in table["loggers"]]
         if name == "sft" and callable(table.get("teacher")):
             table["teacher"] = self._named(table["teacher"])
         if name == "eval":
@@ -159,6 +162,16 @@ class Tables:
         if isinstance(value, Mapping):
             return self._part(value, FILTERS)
         return (place_of(value) or self._give(value, value)) if callable(value) else value
+
+    def _logger(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return self._part(value, LOGGERS)
+        if hasattr(value, "log") and not isinstance(value, type):
+            raise ConfigError(
+                f"logging.loggers: {value!r} is a logger already: give its class, or a function "
+                "that makes one for each stage; or set run.loggers = [logger] before run.go()"
+            )
+        return self._named(value, LOGGERS) if callable(value) else value
 
     def _correction(self, value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
@@ -10,15 +10,16 @@ from ludic.runs.settings.base import Arguments, PartSection, Section
 
 
 class EnvSection(PartSection):
-    """An environment by its registered name or place (`kind`). `weight` is its share when a run
-    mixes several, and `name` what the run calls it (default: its `kind`)."""
+    """An environment by its registered name or place (`kind`)."""
 
     weight: float = Field(default=1.0, gt=0)
     name: str | None = Field(default=None, min_length=1)
+    isolation: Literal["process"] | None = None
 
 
 class ProtocolSection(PartSection):
-    """How agents and environment meet: a protocol by name, with its arguments."""
+    """How agents and environment meet: a protocol by name, with its arguments. Among them may be a
+    `reward`: functions beside the environment's own, such as a judge."""
 
     kind: str = "single_agent"
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from ludic.runs.settings.base import Section
+from ludic.runs.settings.base import Arguments, Section
 from ludic.runs.settings.curriculum import CurriculumSection
 from ludic.runs.settings.inference import InferenceSection
 from ludic.runs.settings.model import ModelSection
@@ -31,11 +31,12 @@ class RunSection(Section):
 
 
 class LoggingSection(Section):
-    """Where metrics go besides `metrics.jsonl`, which is always written. `keep_rollouts` writes
-    every episode; `keep_tokens` also what the trainer made of its tokens: weights, log-probs and
-    entropies, which `ludic view` shows."""
+    """Where metrics go besides `metrics.jsonl`, which is always written. A logger is a name
+    (`"live"`, `"console"`, `"wandb"`, `"tensorboard"`, `"trackio"`, or one that was registered),
+    its place (`"module:Class"`), or a table with its `kind` and arguments:
+    `{ kind = "wandb", project = "mine" }`."""
 
-    loggers: list[Literal["live", "console", "wandb", "tensorboard", "trackio"]] = ["live"]
+    loggers: list[str | Arguments] = ["live"]
     keep_rollouts: bool = True
     keep_tokens: bool = True
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ludic.errors import CheckpointError, ConfigError, CreditError
@@ -32,6 +32,17 @@ class DriftForgetting:
     def rate(self, drift: float) -> float:
         """λ for a task that the policy has drifted by `drift` from."""
         return min(max(math.exp2(-drift / self.half_life), self.lower), self.upper)
+
+
+def forgetting_of(value: float | DriftForgetting | Mapping[str, float]) -> float | DriftForgetting:
+    """λ, or how it follows the drift: also as a run file says it, as a table."""
+    if not isinstance(value, Mapping):
+        return value
+    try:
+        return DriftForgetting(**value)
+    except TypeError as exc:
+        known = ", ".join(f.name for f in fields(DriftForgetting))
+        raise ConfigError(f"forgetting={dict(value)}: a table of {known} ({exc})") from exc
 
 
 @dataclass(slots=True)

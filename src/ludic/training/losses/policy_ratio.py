@@ -88,8 +88,8 @@ def check_batch(policy: TokenLogProbs, batch: LossBatch) -> None:
 def missing_logprobs(whose: str) -> NotTrainableError:
     """The error for a batch that the reference or teacher of a loss has not scored."""
     return NotTrainableError(
-        f"this loss needs the {whose}'s log-probs, which the batch lacks: give the batch source "
-        f"scorers=[{whose.capitalize()}Scorer(...)]"
+        f"this loss needs the {whose}'s log-probs, which the batch lacks: name a {whose} in the "
+        f"run, or wrap the source: ScoredBatchSource(source, [{whose.capitalize()}Scorer(...)])"
     )
 
 

@@ -25,9 +25,14 @@ class Logger(Protocol):
     a warning, and after a few of them it is left out; the run goes on.
     """
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Is called after each update with its metrics and its number in its stage, and with those
+        of each evaluation: by position, in this order, on the trainer's event loop."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Is called once, when nothing more will come."""
+        ...
 
 
 class MetricLog:
