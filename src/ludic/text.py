@@ -43,9 +43,12 @@ def clean_json(value: Any) -> Any:
 
 def error_text(error: BaseException) -> str:
     """An error of somebody else's code in one line of a record: its type and what it says."""
-    name = type(error).__name__
+    return f"{type(error).__name__}: {words_of(error)}"
+
+
+def words_of(error: BaseException) -> str:
+    """What an error says, fit to be stored."""
     try:
-        said = str(error)
+        return clean_text(str(error))
     except Exception:  # its own `__str__` is broken
-        said = "(it cannot say why)"
-    return clean_text(f"{name}: {said}")
+        return "(it cannot say why)"

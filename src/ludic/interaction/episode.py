@@ -3,9 +3,9 @@ environment."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, TypeAlias
 
 from ludic.agents.base_agent import ActResult, Agent
@@ -22,10 +22,14 @@ from ludic.errors import (
 from ludic.interaction.base import RunSpec
 from ludic.interaction.collector import AgentTrack
 from ludic.seeding import derive_seed
+from ludic.text import error_text
 from ludic.types import AgentID, Info, Obs, Rollout, TruncationReason
 from ludic.workers.deadlines import deadline
+from ludic.workers.escapes import is_for_us
 
 Openings: TypeAlias = Mapping[AgentID, tuple[Obs, Info]]
+
+_log = logging.getLogger("ludic.interaction")
 
 CONFIGURATION_ERRORS = (ConfigError, MissingExtraError, ProtocolError, UnknownNameError)
 """Errors that would fail every episode alike: they propagate instead of costing one."""
@@ -69,8 +73,8 @@ class Episode:
         """Runs `loop` to its end, its failure or its deadline; then closes the environment and the
         agents.
 
-        A failure is recorded on every track. Cancellation from outside and errors of
-        configuration propagate.
+        A failure is recorded on every track, also one that is no `Exception`. Cancellation from
+        outside, Ctrl-C and errors of configuration propagate.
         """
         limit = self.spec.episode_timeout_s
         try:
@@ -78,15 +82,21 @@ class Episode:
                 await loop()
         except CONFIGURATION_ERRORS:
             raise
-        except Exception as exc:
+        except BaseException as exc:
+            if is_for_us(exc):
+                raise
             if isinstance(exc, TimeoutError) and over.expired:
                 exc = DeadlineError("the end of the episode", self.spec.episode_id, limit or 0.0)
             self.fail(exc)
         finally:
             await self.runner.close()
             for agent in self.agents:
-                with suppress(Exception):  # the episode is over: there is nothing left to save
+                try:
                     await agent.close()
+                except BaseException as exc:  # the episode is over: there is nothing left to save
+                    if is_for_us(exc):
+                        raise
+                    _log.warning("an agent was not closed properly: %s", error_text(exc))
 
     async def reset(self) -> Openings:
         """Begins the episode; what each agent first sees."""
@@ -102,11 +112,11 @@ class Episode:
             if track.collected
         ]
 
-    def fail(self, exc: Exception) -> None:
+    def fail(self, exc: BaseException) -> None:
         """Records the failure on every track; the first one counts."""
         if self.error is not None:
             return
-        self.error = f"{type(exc).__name__}: {exc}"
+        self.error = error_text(exc)
         if not self.tracks:  # it failed before anybody took part, and must still be counted
             for agent_id in self._roles():
                 self.open_track(agent_id)
@@ -119,7 +129,9 @@ class Episode:
         """The environment's agents; some environments do not know them before a reset."""
         try:
             return tuple(self.runner.env.agent_ids)
-        except Exception:
+        except BaseException as exc:
+            if is_for_us(exc):
+                raise
             return ("agent",)
 
 

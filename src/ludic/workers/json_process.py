@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 from ludic.errors import DeadlineError, LudicError
 from ludic.lazy import resolve
+from ludic.text import error_text
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct(">I")
@@ -193,8 +194,8 @@ def _serve(factory: str) -> None:
                 data = _encode({"value": None})
             else:
                 data = _encode({"value": answer(message)})
-        except (Exception, SystemExit) as error:
-            data = _encode({"error": f"{type(error).__name__}: {error}"[:10_000]})
+        except BaseException as error:
+            data = _encode({"error": error_text(error)[:10_000]})
         answers.write(_LENGTH.pack(len(data)) + data)
         answers.flush()
 
