@@ -271,11 +271,13 @@ class EnvRunner:
         with the environment and the place."""
         if self._state != "abandoned":
             self._state = "failed"
-        if not isinstance(error, LudicError) and not is_for_us(error):
-            raise EnvError(
-                f"environment {self.name} raised {type(error).__name__} in {where}: "
-                f"{words_of(error)}"
-            ) from error
+        if isinstance(error, LudicError) or is_for_us(error):
+            return
+        if isinstance(error, _Exited) and error.__cause__ is not None:
+            error = error.__cause__
+        raise EnvError(
+            f"environment {self.name} raised {type(error).__name__} in {where}: {words_of(error)}"
+        ) from error
 
 
 def close_env(env: LudicEnv[Any, Any, Any], name: str | None = None) -> None:
@@ -297,11 +299,15 @@ def _warn_of_close(name: str, error: BaseException) -> None:
     _log.warning("environment %s was not closed properly: %s", name, error_text(error))
 
 
+class _Exited(Exception):
+    """Carries a `SystemExit` out of its task."""
+
+
 async def _contained(result: Awaitable[Any]) -> Any:
     try:
         return await result
     except SystemExit as error:  # in a task it would end the whole event loop
-        raise EnvError(f"the environment called sys.exit({error.code!r})") from error
+        raise _Exited(error_text(error)) from error
 
 
 def _is_async(env: object, *methods: str) -> bool:

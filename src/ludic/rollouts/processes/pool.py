@@ -14,7 +14,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Self, cast
 
-from ludic.errors import ConfigError, DeadlineError, RolloutError, SerializationError
+from ludic.errors import ConfigError, DeadlineError, LudicError, RolloutError, SerializationError
 from ludic.frozen import changed
 from ludic.inference.client import ChatClient, QueueingClient, TokenCompletionRequest
 from ludic.rollouts.episode_runner import GRACE_S, EpisodeRunner, failed_episode
@@ -203,9 +203,18 @@ class _Process:
     def _take(self, message: Message) -> None:
         match message:
             case ("ask", number, client, request):
-                self._ask(number, self._clients[client], from_json(TokenCompletionRequest, request))
+                try:
+                    asked = from_json(TokenCompletionRequest, request)
+                except LudicError as exc:
+                    self._channel.put("error", number, *sent_error(exc))
+                    return
+                self._ask(number, self._clients[client], asked)
             case ("played", place, rollouts, lines):
-                found = [from_json(Rollout, rollout) for rollout in rollouts]
+                try:
+                    found = [from_json(Rollout, rollout) for rollout in rollouts]
+                except LudicError as exc:  # it costs this episode and not the others there
+                    self._settle(place, f"what came back from it cannot be read: {exc}")
+                    return
                 self._settle(place, EncodedRollouts(found, lines) if lines else found)
             case ("lost", place, why):
                 self._settle(place, why)
