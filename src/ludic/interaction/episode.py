@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ludic.agents.base_agent import ActResult, Agent
@@ -22,7 +23,7 @@ from ludic.errors import (
 from ludic.interaction.base import RunSpec
 from ludic.interaction.collector import AgentTrack
 from ludic.seeding import derive_seed
-from ludic.text import error_text
+from ludic.text import clean_text, error_text
 from ludic.types import AgentID, Info, Obs, Rollout, TruncationReason
 from ludic.workers.deadlines import deadline
 from ludic.workers.escapes import is_for_us
@@ -153,7 +154,8 @@ def begin_agent(
 
 
 async def take_turn(agent: Agent, track: AgentTrack) -> ActResult:
-    """Lets the agent act; the model calls of a turn that breaks off are kept."""
+    """Lets the agent act; the model calls of a turn that breaks off are kept. What its parser made
+    of the text can be stored, as the text could."""
     try:
         act = await agent.act()
         if not math.isfinite(act.parse.reward):
@@ -161,7 +163,15 @@ async def take_turn(agent: Agent, track: AgentTrack) -> ActResult:
                 f"the parser of agent {track.agent_id!r} gave the reward {act.parse.reward!r}: it "
                 "must be a finite number"
             )
-        return act
+        action, feedback = act.parse.action, act.parse.obs
+        if (action or "").isascii() and (feedback or "").isascii():
+            return act
+        parse = replace(
+            act.parse,
+            action=None if action is None else clean_text(action),
+            obs=None if feedback is None else clean_text(feedback),
+        )
+        return replace(act, parse=parse)
     except BaseException:
         track.add_interrupted(agent.steps_of_turn)
         raise

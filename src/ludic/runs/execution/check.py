@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, TypeAlias
 
 from ludic.agents import Agent
 from ludic.envs import LudicEnv, build_env
+from ludic.envs.running.runner import close_env
 from ludic.errors import ConfigError
 from ludic.inference import HFChatTemplate, ScriptedChatClient
 from ludic.inference.tiny import tiny_tokenizer
@@ -25,7 +27,7 @@ from ludic.runs.assemble import algorithm_of, sample_filter_of, sft_algorithm, t
 from ludic.runs.episodes import inference_spec, tool_parser_of, with_template
 from ludic.runs.execution.ranks import check_ranks
 from ludic.runs.model import build_model, check_device, configuring
-from ludic.runs.players.opponents import check_seating
+from ludic.runs.players.opponents import check_seating, seats_of
 from ludic.runs.players.scoring import check_scoring
 from ludic.runs.players.teacher import load_teacher
 from ludic.runs.requests import requests_of
@@ -41,7 +43,13 @@ Env: TypeAlias = LudicEnv[Any, Any, Any]
 
 
 def check_parts(config: RunConfig) -> None:
-    """Raises if a part of the run is missing, does not fit, or could never train."""
+    """Raises if a part of the run is missing, does not fit, or could never train. Environments that
+    are built for that are closed again."""
+    with ExitStack() as closing:
+        _check_parts(config, closing)
+
+
+def _check_parts(config: RunConfig, closing: ExitStack) -> None:
     check_device(config.model)
     with_template(config, tiny_tokenizer())  # raises if the file cannot be read
     check_ranks(config)
@@ -50,9 +58,9 @@ def check_parts(config: RunConfig) -> None:
     if config.model.name == "tiny":  # any other takes too long to load twice
         build_model(config)
     algorithm = algorithm_of(config)
-    envs = [_make_env(section) for section in config.env]
+    envs = [_make_env(section, closing) for section in config.env]
     for section in config.eval.env:
-        _make_env(section)
+        _make_env(section, closing)
     agents = _make_agents(config)
     _make_agents(config, held_out=True)
     check_seating(config, algorithm)
@@ -105,9 +113,11 @@ def _check_workers(config: RunConfig) -> None:
         )
 
 
-def _make_env(section: EnvSection) -> Env:
+def _make_env(section: EnvSection, closing: ExitStack) -> Env:
     with configuring(f"environment {section.kind!r} with {section.kwargs}"):
-        return build_env(EnvSpec(section.kind, section.kwargs))
+        env = build_env(EnvSpec(section.kind, section.kwargs))
+    closing.callback(close_env, env, section.kind)
+    return env
 
 
 def _make_agents(config: RunConfig, *, held_out: bool = False) -> list[Agent]:
@@ -133,7 +143,7 @@ def _agents_of(request: RolloutRequest, runtime: Runtime) -> list[Agent]:
     elif isinstance(protocol, MultiAgentProtocol):
         players = [p for seat, p in protocol.players.items() if seat not in protocol.uncollected]
         if protocol.default is not None:
-            seats = build_env(request.env).agent_ids
+            seats = seats_of(request.env)
             players += [protocol.default(seat) for seat in seats if seat not in protocol.players]
     elif isinstance(protocol, DelegatingProtocol):
         factories = (protocol.parent, *(s.make_agent for s in protocol.sub_agents.values()))
