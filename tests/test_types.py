@@ -331,10 +331,18 @@ def test_a_contradiction_inside_a_file_is_a_serialization_error() -> None:
         from_json(TokenTrace, trace)
 
 
-def test_token_ids_of_another_type_are_refused_with_their_place() -> None:
+def test_token_ids_of_another_type_are_refused() -> None:
     ids: Any = (1, np.int64(2))
-    with pytest.raises(SerializationError, match=r"completion_token_ids\[1\]"):
-        to_json(TokenTrace((), ids))
+    with pytest.raises(DataError, match=r"completion_token_ids has np.int64\(2\)"):
+        TokenTrace((), ids)
+
+
+@pytest.mark.parametrize("wrong", ["1", None, 10**400])
+def test_what_is_no_number_is_no_reward_and_no_log_prob(wrong: Any) -> None:
+    with pytest.raises(DataError, match="finite"):
+        EnvironmentStep(0, (), "", None, "", wrong)
+    with pytest.raises(DataError, match="finite"):
+        TokenTrace((1,), (2,), (wrong,))
 
 
 def test_log_probs_and_kept_ids_have_the_length_of_the_completion() -> None:
@@ -385,7 +393,7 @@ def test_a_prompt_extends_a_trace_when_it_begins_with_all_its_tokens(
 ) -> None:
     longer = TokenTrace(first.token_ids + tuple(more), ())
     assert longer.extends(first)
-    changed = TokenTrace((*first.token_ids, -1), ())
+    changed = TokenTrace((*first.token_ids, 0), ())
     assert not TokenTrace(first.token_ids, ()).extends(changed)
 
 

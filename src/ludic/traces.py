@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isfinite
 
 from ludic.errors import DataError
 from ludic.frozen import quick
+
+
+def all_finite(values: Iterable[float]) -> bool:
+    """Whether all of them are numbers, and none is NaN, infinite or beyond what a float holds."""
+    try:
+        return all(map(isfinite, values))
+    except (TypeError, OverflowError):
+        return False
 
 
 @quick
@@ -68,9 +77,11 @@ class TokenTrace:
             wrong = next(i for i in ids if not isinstance(i, int) or i < 0)
             raise DataError(f"TokenTrace.{name} has {wrong!r}: an id is an int from 0 on")
         logprobs = self.completion_logprobs or ()
-        if not all(map(isfinite, logprobs)):
-            wrong = next(value for value in logprobs if not isfinite(value))
-            raise DataError(f"TokenTrace.completion_logprobs has {wrong}: it must be finite")
+        if not all_finite(logprobs):
+            wrong = next(value for value in logprobs if not all_finite((value,)))
+            raise DataError(
+                f"TokenTrace.completion_logprobs has {wrong!r}: a log-prob is a finite number"
+            )
         n = len(self.completion_token_ids)
         for name, values in (
             ("completion_logprobs", self.completion_logprobs),

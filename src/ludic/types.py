@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import isfinite
 from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
@@ -22,6 +21,7 @@ from ludic.json_codec import from_json as from_json
 from ludic.json_codec import to_json as to_json
 from ludic.traces import TokenTrace as TokenTrace
 from ludic.traces import VersionSpan as VersionSpan
+from ludic.traces import all_finite
 
 AgentID: TypeAlias = str
 Obs: TypeAlias = str
@@ -174,10 +174,10 @@ class EnvironmentStep:
     kind: Literal["environment"] = "environment"
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.reward) and all(map(isfinite, self.reward_components.values()))):
+        if not all_finite((self.reward, *self.reward_components.values())):
             raise DataError(
                 f"EnvironmentStep: reward={self.reward!r} of {dict(self.reward_components)}: "
-                "rewards must be finite"
+                "rewards must be finite numbers"
             )
         if self.truncated != (self.truncation_reason is not None):
             raise DataError(

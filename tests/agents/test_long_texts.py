@@ -11,12 +11,24 @@ from ludic.agents import ToolAgent
 from ludic.agents.model_calls import LONG_TEXT
 from ludic.agents.tools import ToolResult, as_text
 from ludic.inference import HermesToolParser, HFChatTemplate, ScriptedChatClient
+from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.interaction import Runtime
 from ludic.parsers import ParseResult
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest
 from ludic.text import REPLACEMENT
-from ludic.types import Action, Info, Message, Obs, Rollout, StepOutcome, TruncationReason, to_json
+from ludic.types import (
+    Action,
+    ChatResponse,
+    FinishReason,
+    Info,
+    Message,
+    Obs,
+    Rollout,
+    StepOutcome,
+    TruncationReason,
+    to_json,
+)
 from tests.agents.scripted import move, scripted_agent, tool_call
 from tests.interaction.worlds import Countdown
 from tests.rollouts.worlds import GuessEnv
@@ -96,19 +108,38 @@ async def played(agent: Any) -> Rollout:
     return rollout
 
 
-async def test_what_tools_and_their_calls_say_is_cleaned() -> None:
+async def test_what_tools_say_is_cleaned() -> None:
     def echo(text: str) -> Any:
         """Says it again, as half a pair."""
         return {"said": text, "own": "\udfff"} if text else "\ud800"
 
     template = HFChatTemplate(tiny_tokenizer(), HermesToolParser())
-    script = [tool_call("echo", text="\ud800"), tool_call("echo", text=""), *[move("1")] * 9]
+    script = [tool_call("echo", text="a"), tool_call("echo", text=""), *[move("1")] * 9]
     agent = scripted_agent(script, ToolAgent, template=template, tools=[echo])
     rollout = await played(agent)
     first, second = rollout.agent_steps[:2]
-    assert first.message["tool_calls"][0]["function"]["arguments"] == {"text": REPLACEMENT}
     assert REPLACEMENT in first.tool_messages[0]["content"]
     assert second.tool_messages[0]["content"] == REPLACEMENT
+    to_json(rollout)
+
+
+class TextClient:
+    """A backend without ids, whose JSON held half a pair."""
+
+    max_context_tokens = None
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
+        text = move("1") + "\ud800"
+        return ChatResponse(None, FinishReason.STOP, text, {"said \ud800": ["\udfff"]})
+
+
+async def test_what_a_server_says_is_cleaned() -> None:
+    agent = scripted_agent([])
+    agent.client = TextClient()  # type: ignore[assignment]
+    rollout = await played(agent)
+    assert rollout.error is None
+    assert rollout.agent_steps[0].message["content"] == move("1") + REPLACEMENT
+    assert rollout.agent_steps[0].info == {f"said {REPLACEMENT}": [REPLACEMENT]}
     to_json(rollout)
 
 

@@ -13,7 +13,6 @@ from ludic.agents.model_calls import Tools
 from ludic.inference.openai.wire import tool_call_of
 from ludic.inference.templates.tool_parsers import MalformedCallError
 from ludic.parsers import strict_json
-from ludic.text import clean_json
 from ludic.types import Message
 
 _CONSTRAINS = "it constrains what the model may write, which cannot be trained on"
@@ -94,7 +93,7 @@ class ChatRequest:
 def read_request(body: bytes) -> ChatRequest:
     """The request in a body; an `ApiError` says what is wrong with it, and where."""
     try:
-        data = clean_json(strict_json(body.decode()))
+        data = strict_json(body.decode())
     except UnicodeDecodeError:
         raise ApiError(400, "the body is not UTF-8") from None
     except ValueError as exc:
