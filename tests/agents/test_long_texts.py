@@ -134,7 +134,7 @@ class TextClient:
 
 
 async def test_what_a_server_says_is_cleaned() -> None:
-    agent = scripted_agent([])
+    agent = scripted_agent(["never said"])
     agent.client = TextClient()  # type: ignore[assignment]
     rollout = await played(agent)
     assert rollout.error is None

@@ -17,7 +17,7 @@ from ludic.errors import DeadlineError, RolloutError
 from ludic.rollouts import EnvSpec, RolloutEngine, RolloutRequest, RolloutWriter, read_rollouts
 from ludic.rollouts.bounded import run_bounded
 from ludic.text import REPLACEMENT
-from ludic.types import Action, Info, Obs, Rollout, StepOutcome
+from ludic.types import Action, Info, Obs, Rollout, StepOutcome, to_json
 from tests.rollouts.worlds import PLAIN, GuessEnv, runtime
 
 
@@ -284,3 +284,33 @@ async def test_an_error_in_close_is_a_line_of_warning(caplog: pytest.LogCaptureF
     assert [r.error for r in rollouts] == [None]
     (line,) = [record.getMessage() for record in caplog.records]
     assert "Unclosable was not closed properly: SystemExit: will not go" in line
+
+
+@pytest.mark.parametrize("name", ["half \ud800", 7])
+async def test_an_agent_whose_name_cannot_be_stored_costs_the_episode(name: Any) -> None:
+    class Misnamed(GuessEnv):
+        @property
+        def agent_ids(self) -> Any:
+            return (name,)
+
+    (rollout,) = await _engine(misnamed=Misnamed).generate_rollouts(
+        [RolloutRequest(EnvSpec("misnamed"), PLAIN)], 3
+    )
+    assert rollout.error is not None
+    assert "agent_ids names" in rollout.error
+    to_json(rollout)
+
+
+async def test_a_player_that_exits_among_others_costs_the_episode_and_not_the_loop() -> None:
+    from ludic.interaction import MultiAgentProtocol, RunSpec
+    from tests.agents.scripted import scripted_agent
+    from tests.interaction.worlds import Duel
+
+    def leave(obs: Obs) -> Action:
+        sys.exit("enough")
+
+    env = Duel()
+    first, second = env.agent_ids
+    protocol = MultiAgentProtocol({first: leave, second: scripted_agent(["<move>1</move>"] * 9)})
+    (rollout,) = await protocol.run(env, RunSpec("e"))
+    assert rollout.error == f"AgentError: agent {first!r} raised SystemExit: enough"

@@ -129,11 +129,13 @@ class Episode:
     def _roles(self) -> Sequence[AgentID]:
         """The environment's agents; some environments do not know them before a reset."""
         try:
-            return tuple(self.runner.env.agent_ids)
+            roles = tuple(self.runner.env.agent_ids)
         except BaseException as exc:
             if is_for_us(exc):
                 raise
-            return ("agent",)
+            roles = ()
+        named = all(isinstance(role, str) and clean_text(role) == role for role in roles)
+        return roles if roles and named else ("agent",)
 
 
 def begin_agent(
@@ -163,18 +165,18 @@ async def take_turn(agent: Agent, track: AgentTrack) -> ActResult:
                 f"the parser of agent {track.agent_id!r} gave the reward {act.parse.reward!r}: it "
                 "must be a finite number"
             )
-        action, feedback = act.parse.action, act.parse.obs
-        if (action or "").isascii() and (feedback or "").isascii():
+        parse = act.parse
+        action, feedback = _cleaned(parse.action), _cleaned(parse.obs)
+        if action is parse.action and feedback is parse.obs:
             return act
-        parse = replace(
-            act.parse,
-            action=None if action is None else clean_text(action),
-            obs=None if feedback is None else clean_text(feedback),
-        )
-        return replace(act, parse=parse)
+        return replace(act, parse=replace(parse, action=action, obs=feedback))
     except BaseException:
         track.add_interrupted(agent.steps_of_turn)
         raise
+
+
+def _cleaned(said: str | None) -> str | None:
+    return clean_text(said) if isinstance(said, str) else said
 
 
 def opening_of(openings: Openings, agent_id: AgentID) -> tuple[Obs, Info]:
