@@ -239,7 +239,7 @@ def test_ids_that_are_no_ids_are_refused_where_a_trace_is_read(field: str, ids: 
         from_json(TokenTrace, f'{{"{field}": {ids}, "{other}": [1]}}')
     if ids in ("[-1]", "[1.0]", "[1.5]"):
         with pytest.raises(DataError, match=field):
-            TokenTrace(**{field: tuple(json.loads(ids)), other: (1,)})  # type: ignore[arg-type]
+            TokenTrace(**{field: tuple(json.loads(ids)), other: (1,)})
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])

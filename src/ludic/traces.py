@@ -78,9 +78,9 @@ class TokenTrace:
             raise DataError(f"TokenTrace.{name} has {wrong!r}: an id is an int from 0 on")
         logprobs = self.completion_logprobs or ()
         if not all_finite(logprobs):
-            found = next(value for value in logprobs if not all_finite((value,)))
+            bad = next(value for value in logprobs if not all_finite((value,)))
             raise DataError(
-                f"TokenTrace.completion_logprobs has {found!r}: a log-prob is a finite number"
+                f"TokenTrace.completion_logprobs has {bad!r}: a log-prob is a finite number"
             )
         n = len(self.completion_token_ids)
         for name, values in (
