@@ -47,7 +47,8 @@ JSON = st.recursive(
     max_leaves=10,
 )
 INFO = st.dictionaries(TEXT, JSON, max_size=3)
-COMPONENTS = st.dictionaries(TEXT, FLOATS, max_size=3)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+COMPONENTS = st.dictionaries(TEXT, FINITE, max_size=3)
 
 
 @st.composite
@@ -81,7 +82,7 @@ def traces(draw: st.DrawFn) -> TokenTrace:
     return TokenTrace(
         prompt_token_ids=tuple(draw(st.lists(IDS, max_size=6))),
         completion_token_ids=completion,
-        completion_logprobs=per_token(FLOATS),
+        completion_logprobs=per_token(FINITE),
         version_spans=(VersionSpan(0, cut, 1), VersionSpan(cut, n, 2)),
         kept_token_ids=per_token(st.lists(IDS, max_size=3).map(tuple)),
     )
@@ -113,7 +114,7 @@ def env_steps(draw: st.DrawFn) -> EnvironmentStep:
         obs=draw(TEXT),
         action=draw(st.none() | TEXT),
         next_obs=draw(TEXT),
-        reward=draw(FLOATS),
+        reward=draw(FINITE),
         terminated=draw(st.booleans()),
         truncated=reason is not None,
         truncation_reason=reason,
@@ -242,6 +243,34 @@ def test_numbers_and_strings_of_a_subclass_are_written_as_what_they_are() -> Non
     assert from_json(Rollout, to_json(rollout)) == rollout
 
 
+@pytest.mark.parametrize("ids", ["[-1]", "[1.0]", "[1.5]", "[true]", '["1"]', "[NaN]"])
+@pytest.mark.parametrize("field", ["prompt_token_ids", "completion_token_ids"])
+def test_ids_that_are_no_ids_are_refused_where_a_trace_is_read(field: str, ids: str) -> None:
+    other = "completion_token_ids" if field.startswith("prompt") else "prompt_token_ids"
+    with pytest.raises(SerializationError, match=field):
+        from_json(TokenTrace, f'{{"{field}": {ids}, "{other}": [1]}}')
+    if ids in ("[-1]", "[1.0]", "[1.5]"):
+        with pytest.raises(DataError, match=field):
+            TokenTrace(**{field: tuple(json.loads(ids)), other: (1,)})
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_rewards_and_log_probs_that_are_not_finite_are_refused(number: str) -> None:
+    trace = '{"prompt_token_ids": [1], "completion_token_ids": [2], "completion_logprobs": [%s]}'
+    with pytest.raises(SerializationError, match="completion_logprobs"):
+        from_json(TokenTrace, trace % number)
+    step = json.loads(
+        to_json(EnvironmentStep(0, (), "", None, "", 1.0, reward_components={"a": 1.0}))
+    )
+    for changed in ({"reward": float(number)}, {"reward_components": {"a": float(number)}}):
+        with pytest.raises(SerializationError, match="finite"):
+            from_json(EnvironmentStep, json.dumps(step | changed))
+    with pytest.raises(DataError, match="finite"):
+        EnvironmentStep(0, (), "", None, "", float(number))
+    with pytest.raises(DataError, match="finite"):
+        TokenTrace((1,), (2,), (float(number),))
+
+
 def test_half_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(SerializationError, match="surrogate"):
         to_json(Rollout("r", (), meta={"text": "ab\ud800"}))
@@ -314,10 +343,18 @@ def test_a_contradiction_inside_a_file_is_a_serialization_error() -> None:
         from_json(TokenTrace, trace)
 
 
-def test_token_ids_of_another_type_are_refused_with_their_place() -> None:
+def test_token_ids_of_another_type_are_refused() -> None:
     ids: Any = (1, np.int64(2))
-    with pytest.raises(SerializationError, match=r"completion_token_ids\[1\]"):
-        to_json(TokenTrace((), ids))
+    with pytest.raises(DataError, match=r"completion_token_ids has np.int64\(2\)"):
+        TokenTrace((), ids)
+
+
+@pytest.mark.parametrize("wrong", ["1", None, 10**400])
+def test_what_is_no_number_is_no_reward_and_no_log_prob(wrong: Any) -> None:
+    with pytest.raises(DataError, match="finite"):
+        EnvironmentStep(0, (), "", None, "", wrong)
+    with pytest.raises(DataError, match="finite"):
+        TokenTrace((1,), (2,), (wrong,))
 
 
 def test_log_probs_and_kept_ids_have_the_length_of_the_completion() -> None:
@@ -368,7 +405,7 @@ def test_a_prompt_extends_a_trace_when_it_begins_with_all_its_tokens(
 ) -> None:
     longer = TokenTrace(first.token_ids + tuple(more), ())
     assert longer.extends(first)
-    changed = TokenTrace((*first.token_ids, -1), ())
+    changed = TokenTrace((*first.token_ids, 0), ())
     assert not TokenTrace(first.token_ids, ()).extends(changed)
 
 

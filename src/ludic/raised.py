@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from ludic.errors import AgentError, EnvError, LudicError, ToolError
+from ludic.text import clean_text, error_text
 
 _USERS = (EnvError, AgentError, ToolError)
 """Errors of Ludic's that a user's code may raise itself."""
@@ -21,7 +22,7 @@ TRACEBACK = "traceback"
 def described(error: BaseException) -> str:
     """Returns the exception as one line, with file and line of the user's own code if it came
     from there."""
-    text, place = f"{type(error).__name__}: {error}", place_of(error)
+    text, place = error_text(error), place_of(error)
     return text if place is None or place in text else f"{text} ({place})"
 
 
@@ -45,7 +46,7 @@ def users_traceback(error: BaseException) -> str | None:
     whole = traceback.TracebackException.from_exception(first)
     own = [number for number, frame in enumerate(whole.stack) if _is_users(frame)]
     whole.stack = traceback.StackSummary.from_list(whole.stack[own[0] if own else 0 :])
-    return "".join(whole.format()).rstrip()
+    return clean_text("".join(whole.format()).rstrip())
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -19,6 +19,9 @@ from ludic.json_codec import ByKind, JsonObject
 from ludic.json_codec import check_json as check_json
 from ludic.json_codec import from_json as from_json
 from ludic.json_codec import to_json as to_json
+from ludic.traces import TokenTrace as TokenTrace
+from ludic.traces import VersionSpan as VersionSpan
+from ludic.traces import all_finite
 
 AgentID: TypeAlias = str
 Obs: TypeAlias = str
@@ -88,86 +91,6 @@ class Fork:
 
     reason: ForkReason
     detail: str = ""
-
-
-@quick
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """The policy version that sampled the completion's tokens `start` to `end` (exclusive).
-
-    `attempt` counts the trainers of a run over Redis, whose versions may have the same number: the
-    pair names one policy. Everywhere else it is 0.
-    """
-
-    start: int
-    end: int
-    version: int
-    attempt: int = 0
-
-
-@quick
-@dataclass(frozen=True, slots=True)
-class TokenTrace:
-    """The exact tokens of one model call: what went in, what was sampled, how likely it was.
-
-    `completion_logprobs` are those of the distribution that was sampled from (after temperature
-    and truncation), in float32. `kept_token_ids`, when recorded, lists for every completion token
-    the ids that truncated sampling had kept; an empty tuple stands for the whole vocabulary.
-    `version_spans` cover the completion, token by token, or are empty where nothing is known.
-    """
-
-    prompt_token_ids: tuple[int, ...]
-    completion_token_ids: tuple[int, ...]
-    completion_logprobs: tuple[float, ...] | None = None
-    version_spans: tuple[VersionSpan, ...] = ()
-    kept_token_ids: tuple[tuple[int, ...], ...] | None = None
-
-    def __post_init__(self) -> None:
-        # A list would never equal a tuple, so a prompt that extends another would look forked.
-        for name, value in (
-            ("prompt_token_ids", self.prompt_token_ids),
-            ("completion_token_ids", self.completion_token_ids),
-            ("completion_logprobs", self.completion_logprobs),
-        ):
-            if type(value) is tuple:
-                continue
-            if isinstance(value, list):
-                object.__setattr__(self, name, tuple(value))
-            elif value is not None and not isinstance(value, tuple):
-                raise DataError(
-                    f"TokenTrace.{name} is a {type(value).__name__}: give a tuple of plain numbers"
-                )
-        n = len(self.completion_token_ids)
-        for name, values in (
-            ("completion_logprobs", self.completion_logprobs),
-            ("kept_token_ids", self.kept_token_ids),
-        ):
-            if values is not None and len(values) != n:
-                raise DataError(f"TokenTrace.{name} has {len(values)} entries for {n} tokens")
-        covered, in_order = 0, True
-        for span in self.version_spans:
-            in_order = in_order and span.start == covered <= span.end
-            covered = span.end
-        if self.version_spans and not (in_order and covered == n):
-            found = ", ".join(f"{s.start}-{s.end}" for s in self.version_spans)
-            raise DataError(
-                f"TokenTrace: the version spans {found} do not cover the {n} completion tokens, "
-                "each once and in order"
-            )
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """Prompt and completion, end to end."""
-        return self.prompt_token_ids + self.completion_token_ids
-
-    def extends(self, previous: TokenTrace) -> bool:
-        """Whether this prompt begins with all the tokens of `previous`, sampled ones included."""
-        n, m = len(previous.prompt_token_ids), len(previous.completion_token_ids)
-        prompt = self.prompt_token_ids
-        return (
-            prompt[:n] == previous.prompt_token_ids
-            and prompt[n : n + m] == previous.completion_token_ids
-        )
 
 
 @quick
@@ -253,6 +176,11 @@ class EnvironmentStep:
     kind: Literal["environment"] = "environment"
 
     def __post_init__(self) -> None:
+        if not all_finite((self.reward, *self.reward_components.values())):
+            raise DataError(
+                f"EnvironmentStep: reward={self.reward!r} of {dict(self.reward_components)}: "
+                "rewards must be finite numbers"
+            )
         if self.truncated != (self.truncation_reason is not None):
             raise DataError(
                 f"EnvironmentStep: truncated={self.truncated} with truncation_reason="

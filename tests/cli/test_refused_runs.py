@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from ludic.envs.tic_tac_toe import TicTacToeEnv
 from ludic.errors import ConfigError
 from ludic.interaction import MultiAgentProtocol
 from ludic.rollouts import read_rollouts
@@ -240,6 +241,36 @@ def test_players_are_made_for_the_seats_that_there_are(monkeypatch: pytest.Monke
     monkeypatch.setattr("ludic.runs.execution.check.make_protocol", protocol)
     check_parts(parse_run('[env]\nkind = "tic_tac_toe_two_player"\n'))
     assert set(asked) == {"X", "O"}
+
+
+class Closable(TicTacToeEnv):
+    """Counts how many of it are open."""
+
+    open: ClassVar[int] = 0
+    built: ClassVar[int] = 0
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        Closable.open += 1
+        Closable.built += 1
+
+    def close(self) -> None:
+        Closable.open -= 1
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_environments_that_are_built_for_checking_are_closed(sound: bool) -> None:
+    Closable.open = Closable.built = 0
+    kind = f"{__name__}:Closable"
+    overrides = [] if sound else ["protocol.kwargs.parser=xmll"]
+    run = parse_run(f'[env]\nkind = "{kind}"\n[[eval.env]]\nkind = "{kind}"\n', overrides)
+    if sound:
+        check_parts(run)
+    else:
+        with pytest.raises(LookupError, match="'xmll'"):
+            check_parts(run)
+    assert Closable.built == 2
+    assert Closable.open == 0
 
 
 def test_a_run_that_another_process_trains_is_not_resumed(

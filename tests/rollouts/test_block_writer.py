@@ -242,40 +242,53 @@ def test_a_full_disk_frees_those_that_wait_for_room(tmp_path: Path) -> None:
         writer.close()
 
 
-def test_a_rollout_that_cannot_be_written_is_said_and_costs_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bad", "why"), [((1, 2), "use a list"), ("\ud800", "surrogate"), ("x" * 3000, "the limit is")]
+)
+def test_a_rollout_that_cannot_be_written_is_counted_and_costs_no_other(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    bad: Any,
+    why: str,
+) -> None:
+    monkeypatch.setattr(block_writer, "LONGEST_LINE", 2000)
     path = tmp_path / "r.jsonl.zst"
-    writer = RolloutWriter(path)
-    for rollout in (numbered(0), numbered(1, bad=(1, 2)), numbered(2)):
-        writer.write(rollout)
-    with pytest.raises(SerializationError, match=r"info.*use a list"):
+    with RolloutWriter(path) as writer:
+        for rollout in (numbered(0), numbered(1, bad=bad), numbered(2)):
+            writer.write(rollout)
         writer.flush()
-    with pytest.raises(SerializationError, match="use a list"):
+        assert writer.lost == 1
         writer.write(numbered(3))
-    with pytest.raises(SerializationError, match="use a list"):
-        writer.close()
-    assert ids(path) == ["r0", "r2"]
+    assert ids(path) == ["r0", "r2", "r3"]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "an entry was left out" in line
+    assert why in line
 
 
 def test_leaving_a_block_raises_the_error_of_the_thread(tmp_path: Path) -> None:
-    with (
-        pytest.raises(SerializationError, match="use a list"),
+    with (  # noqa: PT012
+        pytest.raises(OSError, match="No space left"),
         RolloutWriter(tmp_path / "r.jsonl") as writer,
     ):
-        writer.write(numbered(0, bad=(1,)))
+        writer._blocks._file = FullDisk(tmp_path / "r.jsonl", 0)  # type: ignore[assignment]
+        writer.write(numbered(0))
 
 
 async def test_leaving_a_block_by_an_exception_keeps_that_and_notes_the_other(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(KeyError) as found, RolloutWriter(tmp_path / "a.jsonl") as writer:  # noqa: PT012
-        writer.write(numbered(0, bad=(1,)))
+        writer._blocks._file = FullDisk(tmp_path / "a.jsonl", 0)  # type: ignore[assignment]
+        writer.write(numbered(0))
         raise KeyError("mine")
-    assert "use a list" in found.value.__notes__[0]
+    assert "No space left" in found.value.__notes__[0]
     with pytest.raises(KeyError) as found:  # noqa: PT012
         async with RolloutWriter(tmp_path / "b.jsonl") as writer:
-            writer.write(numbered(0, bad=(1,)))
+            writer._blocks._file = FullDisk(tmp_path / "b.jsonl", 0)  # type: ignore[assignment]
+            writer.write(numbered(0))
             raise KeyError("mine")
-    assert "use a list" in found.value.__notes__[0]
+    assert "No space left" in found.value.__notes__[0]
 
 
 def test_threads_may_write_at_the_same_time(tmp_path: Path) -> None:

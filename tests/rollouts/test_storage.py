@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import warnings
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from ludic.errors import ConfigError, LudicError, SchemaVersionError, SerializationError
 from ludic.rollouts import CutFileWarning, RolloutWriter, read_rollouts
 from ludic.rollouts.lines import as_stored
-from ludic.rollouts.storage import dialogue, rollout_from_row, rollout_row
+from ludic.rollouts.storage import dialogue, rollout_from_row, rollout_line, rollout_row
 from ludic.types import (
     AgentStep,
     EnvironmentStep,
@@ -60,16 +61,21 @@ def test_any_rollout_survives_a_row(rollouts: list[Rollout]) -> None:
         assert rollout_from_row(row) == rollout
 
 
-async def test_a_reward_that_is_no_number_is_a_null_for_others_and_kept_for_us(
-    tmp_path: Path,
-) -> None:
+async def test_rewards_whose_sum_is_no_number_are_a_null_for_others_and_kept_for_us() -> None:
     rollout = (await some_rollouts())[0]
-    last = rollout.env_steps[-1]
-    broken = replace(rollout, steps=(*rollout.steps[:-1], replace(last, reward=float("inf"))))
-    write(tmp_path / "r.jsonl", [broken])
-    row = json.loads((tmp_path / "r.jsonl").read_text())
+    step = replace(rollout.env_steps[-1], reward=1e308, agent_steps=())
+    large = replace(rollout, steps=(*rollout.steps, step, step))
+    row = json.loads(rollout_line(large), parse_constant=pytest.fail)
     assert row["total_reward"] is None
-    assert next(iter(read_rollouts(tmp_path / "r.jsonl"))) == broken
+    assert rollout_from_row(row) == large
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity"])
+async def test_a_stored_reward_that_is_not_finite_is_refused(number: str) -> None:
+    row = rollout_row((await some_rollouts())[0])
+    row["rollout"] = re.sub(r'"reward":[^,]+,', f'"reward":{number},', row["rollout"])
+    with pytest.raises(SerializationError, match=r"this row: .*finite"):
+        rollout_from_row(row)
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

@@ -17,20 +17,29 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
+from ludic.agents.mcp_package import (
+    all_tools,
+    cause,
+    either,
+    is_answer,
+    package,
+    said,
+    text_of,
+    transport,
+)
 from ludic.agents.tools import Tool
 from ludic.arguments import misfit
-from ludic.errors import AgentError, ConfigError, DeadlineError, MissingExtraError, ToolError
+from ludic.errors import AgentError, ConfigError, DeadlineError, ToolError
 from ludic.lazy import names_are_stored
+from ludic.text import words_of
 from ludic.workers.background_loop import BackgroundLoop
 
 _PING_S = 5.0
 _CLOSE_S = 10.0
-_CLOSED = -32000
-"""The protocol's code for a request whose connection went away."""
+_LONGEST_ERROR = 500
 
 _loop = BackgroundLoop("mcp")
 
@@ -82,7 +91,7 @@ class MCPServer:
         missing = [v for v in (*self.pass_env, *self.headers_env.values()) if v not in os.environ]
         if missing:
             raise ConfigError(f"{self.label}: the variables {missing} are not set")
-        _package()
+        package()
 
     @property
     def label(self) -> str:
@@ -130,7 +139,7 @@ class OpenServer:
             return await _loop.run(connection.call(listed.name, arguments))
 
         name = f"{self._server.prefix}{listed.name}"
-        parameters = dict(_either(listed, "input_schema", "inputSchema"))
+        parameters = dict(either(listed, "input_schema", "inputSchema"))
         parameters.pop("title", None)
         function = {"name": name, "description": told, "parameters": parameters}
         return Tool(name, told, call, {"type": "function", "function": function})
@@ -160,10 +169,10 @@ class _Connection:
             if self._session is None:
                 await self.close()
         if self._session is None:
-            error = _cause(self._error)
+            error = cause(self._error)
             if isinstance(error, FileNotFoundError | PermissionError):
                 raise ConfigError(f"{label} cannot be started: {error}") from error
-            raise AgentError(f"{label} cannot be reached: {_said(error)}") from error
+            raise AgentError(f"{label} cannot be reached: {said(error)}") from error
         wanted = self.server.tools
         unknown = set(wanted or ()) - {tool.name for tool in self.listed}
         if unknown:
@@ -178,12 +187,12 @@ class _Connection:
         """Enters and leaves the session in one task, as its library demands."""
         try:
             async with AsyncExitStack() as stack:
-                streams = await stack.enter_async_context(_transport(self.server, stack))
+                streams = await stack.enter_async_context(transport(self.server, stack))
                 session = await stack.enter_async_context(
-                    _package().ClientSession(streams[0], streams[1])
+                    package().ClientSession(streams[0], streams[1])
                 )
                 await session.initialize()
-                self.listed = await _all_tools(session)
+                self.listed = await all_tools(session)
                 self._session = session
                 self._ready.set()
                 await self._closing.wait()
@@ -203,15 +212,27 @@ class _Connection:
         except ToolError:
             raise
         except Exception as error:
-            code = getattr(getattr(error, "error", None), "code", _CLOSED)
-            if code != _CLOSED:  # the server's own answer
-                raise ToolError(f"tool {name!r} failed: {error}") from error
+            # A bad answer is this caller's alone: the connection, which others may share, has
+            # ended only if it does not carry a ping either.
+            if is_answer(error) or not await self._is_gone():
+                why = words_of(error) if is_answer(error) else said(error)
+                raise ToolError(f"tool {name!r} failed: {why[:_LONGEST_ERROR]}") from error
             self._closing.set()
-            raise ToolError(f"{label} went away during {name!r}: {_said(error)}") from error
-        text = _text_of(result)
-        if _either(result, "is_error", "isError"):
+            raise ToolError(f"{label} went away during {name!r}: {said(error)}") from error
+        text = text_of(result)
+        if either(result, "is_error", "isError"):
             raise ToolError(text or f"tool {name!r} failed")
         return text
+
+    async def _is_gone(self) -> bool:
+        """Whether a ping cannot even be sent. A server that is busy may answer it late, or never,
+        or with nonsense: it is still there."""
+        try:
+            async with asyncio.timeout(_PING_S):
+                await self._until_gone(self._session.send_ping())
+        except Exception as error:
+            return not (is_answer(error) or isinstance(error, TimeoutError | ValueError))
+        return False
 
     async def is_alive(self) -> bool:
         if self._closing.is_set() or self._session is None:
@@ -308,78 +329,3 @@ def _close_at_exit() -> None:
     if _of_the_process.connections:
         with suppress(Exception):
             _loop.call(_of_the_process.close(), timeout_s=2 * _CLOSE_S, what="their end")
-
-
-def _package() -> Any:
-    try:
-        return import_module("mcp")
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] != "mcp":
-            raise
-        raise MissingExtraError("mcp", "mcp") from error
-
-
-@asynccontextmanager
-async def _transport(server: MCPServer, stack: AsyncExitStack) -> AsyncIterator[Any]:
-    package = _package()
-    if server.url is None:
-        log = stack.enter_context(_appended(server.log or os.devnull))
-        parameters = package.StdioServerParameters(
-            command=server.command[0],
-            args=list(server.command[1:]),
-            env={**server.env, **{name: os.environ[name] for name in server.pass_env}},
-            cwd=server.cwd,
-        )
-        async with package.stdio_client(parameters, errlog=log) as streams:
-            yield streams
-        return
-    http = import_module("mcp.client.streamable_http")
-    make = import_module("mcp.shared._httpx_utils").create_mcp_http_client
-    headers = {header: os.environ[name] for header, name in server.headers_env.items()}
-    client = await stack.enter_async_context(make(headers=headers))
-    async with http.streamable_http_client(server.url, http_client=client) as streams:
-        yield streams
-
-
-def _appended(path: str) -> TextIO:
-    return open(path, "a", encoding="utf-8")
-
-
-async def _all_tools(session: Any) -> list[Any]:
-    """Every page of the server's list."""
-    tools: list[Any] = []
-    cursor: str | None = None
-    while True:
-        page = await session.list_tools(cursor) if cursor else await session.list_tools()
-        tools += page.tools
-        cursor = _either(page, "next_cursor", "nextCursor")
-        if not cursor:
-            return tools
-
-
-def _text_of(result: Any) -> str:
-    parts = []
-    for part in result.content:
-        text = getattr(part, "text", None) or getattr(getattr(part, "resource", None), "text", None)
-        parts.append(text if text is not None else f"[{part.type}, which cannot be shown]")
-    structured = _either(result, "structured_content", "structuredContent")
-    if not parts and structured is not None:
-        return json.dumps(structured)
-    return "\n".join(parts)
-
-
-def _either(thing: Any, new: str, old: str) -> Any:
-    """An attribute under its name in version 2 of the package, or in version 1."""
-    return getattr(thing, new) if hasattr(thing, new) else getattr(thing, old, None)
-
-
-def _cause(error: BaseException | None) -> BaseException | None:
-    """The first error inside a group of errors."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def _said(error: BaseException | None) -> str:
-    cause = _cause(error)
-    return f"{type(cause).__name__}: {cause}" if str(cause or "") else type(cause).__name__

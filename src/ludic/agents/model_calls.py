@@ -7,18 +7,24 @@ the template allows it; where not, the new call's `fork` says why. Agents are on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
 from ludic.errors import AgentError, DeadlineError, InferenceError
-from ludic.frozen import quick
+from ludic.frozen import changed, quick
 from ludic.inference.client import ChatClient, TokenCompletionRequest, ToolRequest
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.templates.chat_template import ChatTemplate, ParsedCompletion
 from ludic.seeding import derive_seed
+from ludic.text import clean_json, clean_text
 from ludic.types import AgentStep, ChatResponse, FinishReason, Fork, ForkReason, Message
 from ludic.workers.deadlines import deadline
+from ludic.workers.threads import shared_threads
+
+LONG_TEXT = 100_000
+"""From this many characters on, messages are tokenised in a thread: a few megabytes take
+seconds, in which the event loop would serve no other episode."""
 
 _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingConfig))
 
@@ -106,24 +112,35 @@ class ModelCaller:
         `sampling` stands in for the settings that all calls have. Calls may overlap: each is
         counted before the first wait."""
         template = self.template_for(tools)
-        prompt, new_messages, fork = _prompt(template, messages, tools, previous)
+        number = self._calls
+        long = sum([len(message["content"]) for message in messages]) >= LONG_TEXT
+        if long:
+            self._calls += 1
+            prompt, new_messages, fork = await shared_threads().run(
+                lambda: _prompt(template, messages, tools, previous),
+                what="the tokens of a long text",
+                whom="the chat template",
+                timeout_s=self.request_timeout_s,
+            )
+        else:
+            prompt, new_messages, fork = _prompt(template, messages, tools, previous)
         limit = self.client.max_context_tokens
         room = None if limit is None else limit - len(prompt)
         if room is not None and room < 1:
             return None
-        settings, settings_json = self._sampling(sampling or self.inference.sampling, room)
-        self._calls += 1
+        settings, settings_json = self._sampling(sampling or self.inference.sampling, room, number)
+        self._calls += not long
         response = await self._complete(prompt, settings)
-        parsed = template.parse(response)
+        parsed = _cleaned(template.parse(response))
         return ModelCall(messages, tools, new_messages, parsed, response, fork, settings_json)
 
     def _sampling(
-        self, sampling: SamplingConfig, room: int | None
+        self, sampling: SamplingConfig, room: int | None, number: int
     ) -> tuple[SamplingConfig, Mapping[str, Any]]:
         """This call's sampling settings, and the same as JSON."""
         seed, limit = sampling.seed, sampling.max_tokens
         if self._seed is not None:
-            seed = derive_seed(self._seed, "call", self._calls)
+            seed = derive_seed(self._seed, "call", number)
         if room is not None and limit is not None and limit > room:
             limit = room
         as_json = _as_json(sampling)
@@ -160,7 +177,21 @@ class ModelCaller:
             )
         if response.finish_reason is FinishReason.ABORT:
             raise InferenceError(f"the backend of model {self.model!r} aborted the request")
-        return response
+        return changed(response, info=clean_json(response.info)) if response.info else response
+
+
+def _cleaned(parsed: ParsedCompletion) -> ParsedCompletion:
+    """The message in text that can be stored: a server's JSON, or that of a tool call, may spell
+    halves of surrogate pairs."""
+    message, calls, errors = parsed.message, parsed.tool_calls, parsed.tool_call_errors
+    if not calls and not errors and message["content"].isascii():
+        return parsed
+    return replace(
+        parsed,
+        message=clean_json(message),
+        tool_calls=tuple([clean_json(call) for call in calls]),
+        tool_call_errors=tuple(map(clean_text, errors)),
+    )
 
 
 def _prompt(

@@ -15,6 +15,7 @@ from ludic.agents.tools import (
     ToolFunction,
     ToolResult,
     ToolSource,
+    as_text,
     call_tool,
     end_episode,
     tool_message,
@@ -27,6 +28,7 @@ from ludic.inference.sampling import InferenceSpec
 from ludic.inference.templates.chat_template import ChatTemplate, ChoosesToolParser
 from ludic.parsers import Parser
 from ludic.types import FinishReason, Message, ToolCall
+from ludic.workers.escapes import contained
 
 ExternalToolHandler: TypeAlias = Callable[[ToolCall], Awaitable[str]]
 """Returns the text that answers a call of an external tool. A `ToolError` is shown to the model."""
@@ -194,7 +196,8 @@ class ToolAgent(Agent):
         try:
             self.external_tools[name].check(call["function"]["arguments"])
             async with asyncio.timeout(self.external_tool_timeout_s) as deadline:
-                return ToolResult(await handler(call))
+                with contained(AgentError, f"the handler of the external tool {name!r}"):
+                    return ToolResult(as_text(await handler(call)))
         except ToolError as exc:
             return ToolResult.failed(str(exc))
         except TimeoutError:

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from ludic.errors import DeadlineError, NoThreadError, ToolError
+from ludic.text import clean_json, clean_text, words_of
 from ludic.types import Message, ToolCall
+from ludic.workers.escapes import is_for_us
 from ludic.workers.threads import EnvThreads
 
 if TYPE_CHECKING:
@@ -128,10 +130,15 @@ class ToolSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """A tool's answer as text. `error` is one sentence when the call failed."""
+    """A tool's answer as text that can be stored. `error` is one sentence when the call failed."""
 
     content: str
     error: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "content", clean_text(self.content))
+        if self.error is not None:
+            object.__setattr__(self, "error", clean_text(self.error))
 
     def shown(self, max_chars: int | None) -> str:
         """The answer with its middle left out where it is longer than `max_chars`."""
@@ -184,8 +191,9 @@ async def call_tool(
 ) -> ToolResult:
     """Runs one call. A plain function runs in a worker thread, a coroutine on the event loop.
 
-    Never raises for what the tool or its arguments do. Cancellation propagates, and so does a
-    `NoThreadError`: when too many tools hang, no answer of this one would be its own.
+    Never raises for what the tool or its arguments do, `sys.exit` and the like included. A
+    cancellation of the caller propagates, and so does a `NoThreadError`: when too many tools hang,
+    no answer of this one would be its own.
     """
     name = call["function"]["name"]
     tool = tools.get(name)
@@ -197,15 +205,17 @@ async def call_tool(
     except ToolError as exc:
         return ToolResult.failed(str(exc))
     try:
-        return ToolResult(_as_text(await _run(tool, arguments, timeout_s)))
+        return ToolResult(as_text(await _run(tool, arguments, timeout_s)))
     except DeadlineError:
         return ToolResult.failed(f"tool {name!r} did not answer within {timeout_s:g} s")
     except NoThreadError:
         raise
     except ToolError as exc:  # says in its own words what to tell the model
         return ToolResult.failed(str(exc))
-    except (Exception, SystemExit) as exc:
-        return ToolResult.failed(f"tool {name!r} raised {type(exc).__name__}: {exc}")
+    except BaseException as exc:
+        if is_for_us(exc):
+            raise
+        return ToolResult.failed(f"tool {name!r} raised {type(exc).__name__}: {words_of(exc)}")
 
 
 async def _run(tool: Tool, arguments: Mapping[str, Any], timeout_s: float | None) -> Any:
@@ -226,12 +236,17 @@ async def _run(tool: Tool, arguments: Mapping[str, Any], timeout_s: float | None
         raise
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """What a tool returned, as the model is shown it: text as it is, all else as JSON."""
     if isinstance(value, str):
         return value
     from pydantic_core import to_json
 
-    return to_json(value, inf_nan_mode="constants", fallback=str).decode()
+    return to_json(clean_json(value), inf_nan_mode="constants", fallback=_as_clean_text).decode()
+
+
+def _as_clean_text(value: Any) -> str:
+    return clean_text(str(value))
 
 
 def _arguments_model(

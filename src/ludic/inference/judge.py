@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 from hashlib import blake2b
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from ludic.errors import ConfigError, EnvError
 from ludic.inference.addresses import find_key
@@ -16,6 +20,11 @@ from ludic.rewards.answers import read_number
 from ludic.rewards.functions import Attempt, RewardFn
 from ludic.seeding import derive_seed
 from ludic.types import Message
+
+if TYPE_CHECKING:
+    from ludic.inference.openai.client import OpenAIChatClient
+
+_MAX_CONCURRENCY = 256
 
 
 def judge_reward(
@@ -65,14 +74,14 @@ def server_judge(
     api_key_file: str | None = None,
 ) -> RewardFn:
     """As `judge_reward`, with any OpenAI-compatible server: the reward "judge" of a run file. The
-    key, if the server wants one, is in an environment variable or a file.
+    key, if the server wants one, is in an environment variable or a file. All judges of an event
+    loop that ask one server share its connections, which end with the loop.
     """
-    from ludic.inference.openai.client import OpenAIChatClient
-
     key = find_key(api_key_env, api_key_file, "judge")
-    client = OpenAIChatClient(server, api_key=key)
+    _new_client(server, key)  # refuses an address that is none, before the first episode
 
     async def ask(messages: list[Message], nth: int) -> str:
+        client = await _shared_client(server, key)
         sampling = replace(_sampling(nth), seed=nth)
         response = await client.complete_messages(
             messages, model=model, sampling=sampling, timeout_s=timeout_s
@@ -80,6 +89,39 @@ def server_judge(
         return response.text or ""
 
     return _judging(ask, model, rubric, max_score, tries)
+
+
+_Shared = dict[tuple[str, str | None], tuple["OpenAIChatClient", AsyncGenerator[None, None]]]
+_shared: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionary()
+_lock = threading.Lock()
+"""Guards the table: loops in several threads have their entries there, each its own."""
+
+
+def _new_client(server: str, key: str | None) -> OpenAIChatClient:
+    from ludic.inference.openai.client import OpenAIChatClient
+
+    return OpenAIChatClient(server, api_key=key, max_concurrency=_MAX_CONCURRENCY)
+
+
+async def _shared_client(server: str, key: str | None) -> OpenAIChatClient:
+    """The running loop's client of that server. An environment lives for an episode, and a client
+    of its own would leave its connections behind."""
+    with _lock:
+        clients = _shared.setdefault(asyncio.get_running_loop(), {})
+    if (server, key) not in clients:
+        client = _new_client(server, key)
+        held = _closed_at_the_end(client)
+        clients[server, key] = client, held
+        await anext(held)
+    return clients[server, key][0]
+
+
+async def _closed_at_the_end(client: OpenAIChatClient) -> AsyncGenerator[None, None]:
+    """Waits to be closed, which a loop does with every generator that is left when it ends."""
+    try:
+        yield
+    finally:
+        await client.close()
 
 
 def _sampling(nth: int) -> SamplingConfig:

@@ -3,9 +3,10 @@ environment."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ludic.agents.base_agent import ActResult, Agent
@@ -23,10 +24,14 @@ from ludic.interaction.base import RunSpec
 from ludic.interaction.collector import AgentTrack
 from ludic.raised import TRACEBACK, described, users_traceback
 from ludic.seeding import derive_seed
+from ludic.text import clean_text, error_text
 from ludic.types import AgentID, Info, Obs, Rollout, TruncationReason
 from ludic.workers.deadlines import deadline
+from ludic.workers.escapes import is_for_us
 
 Openings: TypeAlias = Mapping[AgentID, tuple[Obs, Info]]
+
+_log = logging.getLogger("ludic.interaction")
 
 CONFIGURATION_ERRORS = (ConfigError, MissingExtraError, ProtocolError, UnknownNameError)
 """Errors that would fail every episode alike: they propagate instead of costing one."""
@@ -70,8 +75,8 @@ class Episode:
         """Runs `loop` to its end, its failure or its deadline; then closes the environment and the
         agents.
 
-        A failure is recorded on every track. Cancellation from outside and errors of
-        configuration propagate.
+        A failure is recorded on every track, also one that is no `Exception`. Cancellation from
+        outside, Ctrl-C and errors of configuration propagate.
         """
         limit = self.spec.episode_timeout_s
         try:
@@ -79,15 +84,21 @@ class Episode:
                 await loop()
         except CONFIGURATION_ERRORS:
             raise
-        except Exception as exc:
+        except BaseException as exc:
+            if is_for_us(exc):
+                raise
             if isinstance(exc, TimeoutError) and over.expired:
                 exc = DeadlineError("the end of the episode", self.spec.episode_id, limit or 0.0)
             self.fail(exc)
         finally:
             await self.runner.close()
             for agent in self.agents:
-                with suppress(Exception):  # the episode is over: there is nothing left to save
+                try:
                     await agent.close()
+                except BaseException as exc:  # the episode is over: there is nothing left to save
+                    if is_for_us(exc):
+                        raise
+                    _log.warning("an agent was not closed properly: %s", error_text(exc))
 
     async def reset(self) -> Openings:
         """Begins the episode; what each agent first sees."""
@@ -103,7 +114,7 @@ class Episode:
             if track.collected
         ]
 
-    def fail(self, exc: Exception) -> None:
+    def fail(self, exc: BaseException) -> None:
         """Records the failure on every track; the first one counts."""
         if self.error is not None:
             return
@@ -120,9 +131,13 @@ class Episode:
     def _roles(self) -> Sequence[AgentID]:
         """The environment's agents; some environments do not know them before a reset."""
         try:
-            return tuple(self.runner.env.agent_ids)
-        except Exception:
-            return ("agent",)
+            roles = tuple(self.runner.env.agent_ids)
+        except BaseException as exc:
+            if is_for_us(exc):
+                raise
+            roles = ()
+        named = all(isinstance(role, str) and clean_text(role) == role for role in roles)
+        return roles if roles and named else ("agent",)
 
 
 def begin_agent(
@@ -143,7 +158,8 @@ def begin_agent(
 
 
 async def take_turn(agent: Agent, track: AgentTrack) -> ActResult:
-    """Lets the agent act; the model calls of a turn that breaks off are kept."""
+    """Lets the agent act; the model calls of a turn that breaks off are kept. What its parser made
+    of the text can be stored, as the text could."""
     try:
         act = await agent.act()
         if not math.isfinite(act.parse.reward):
@@ -151,10 +167,18 @@ async def take_turn(agent: Agent, track: AgentTrack) -> ActResult:
                 f"the parser of agent {track.agent_id!r} gave the reward {act.parse.reward!r}: it "
                 "must be a finite number"
             )
-        return act
+        parse = act.parse
+        action, feedback = _cleaned(parse.action), _cleaned(parse.obs)
+        if action is parse.action and feedback is parse.obs:
+            return act
+        return replace(act, parse=replace(parse, action=action, obs=feedback))
     except BaseException:
         track.add_interrupted(agent.steps_of_turn)
         raise
+
+
+def _cleaned(said: str | None) -> str | None:
+    return clean_text(said) if isinstance(said, str) else said
 
 
 def opening_of(openings: Openings, agent_id: AgentID) -> tuple[Obs, Info]:

@@ -9,13 +9,14 @@ from typing import Any
 
 from ludic.agents.base_agent import ActResult, Agent
 from ludic.envs.env import LudicEnv
-from ludic.errors import ConfigError, ProtocolError
+from ludic.errors import AgentError, ConfigError, ProtocolError
 from ludic.interaction.base import InteractionProtocol, RunSpec
 from ludic.interaction.bots import Bot, BotFunction, FunctionBot
 from ludic.interaction.episode import Episode, Openings, begin_agent, opening_of, take_turn
 from ludic.interaction.judging import Rewards, judge, rewards_of
 from ludic.seeding import derive_seed
 from ludic.types import Action, AgentID, Rollout, TruncationReason
+from ludic.workers.escapes import contained
 
 
 class MultiAgentProtocol(InteractionProtocol):
@@ -161,13 +162,18 @@ class _Game:
             return {asked[0]: await self._move(asked[0])}
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = {a: group.create_task(self._move(a)) for a in asked}
+                tasks = {a: group.create_task(self._contained_move(a)) for a in asked}
         except BaseExceptionGroup as failure:
             for agent_id, task in tasks.items():
                 if not task.cancelled() and task.exception() is None:
                     self._keep_unused(agent_id, task.result())
             raise failure.exceptions[0] from None
         return {a: task.result() for a, task in tasks.items()}
+
+    async def _contained_move(self, agent_id: AgentID) -> ActResult | Action:
+        """A move in a task of its own, where `sys.exit` would end the event loop."""
+        with contained(AgentError, f"agent {agent_id!r}"):
+            return await self._move(agent_id)
 
     async def _move(self, agent_id: AgentID) -> ActResult | Action:
         player = self.players[agent_id]

@@ -39,6 +39,11 @@ class BlockFile(Generic[T]):
         self._blocks = BlockWriter(self.path, encode, max_waiting=max_waiting)
         weakref.finalize(self, self._blocks.close_at_exit)
 
+    @property
+    def lost(self) -> int:
+        """How many items were left out so far because they cannot be encoded."""
+        return self._blocks.lost
+
     def flush(self) -> None:
         """Returns when everything written so far is on disk."""
         self._blocks.flush()

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar
 
 from ludic.errors import DeadlineError, SerializationError
+from ludic.rollouts.inflating import LONGEST_LINE
 from ludic.rollouts.lines import as_stored
+from ludic.text import error_text
 
 T = TypeVar("T")
 _log = logging.getLogger("ludic.rollouts")
@@ -30,9 +32,9 @@ class BlockWriter(Generic[T]):
     """Encodes items and appends them to a file in a thread of its own.
 
     At most `max_waiting` items wait; then `put` blocks, and a coroutine awaits `room` first.
-    An error of the thread is raised by every later call. After one of the disk nothing more is
-    written, and the file ends with its last whole block; an item that cannot be encoded is left
-    out, and the others are written.
+    An error of the disk is raised by every later call: nothing more is written, and the file ends
+    with its last whole block. An item that cannot be encoded costs only itself: it is left out with
+    a line of warning, and counted in `lost`.
 
     Any thread may call. `_lock` guards what waits and the error; the file belongs to the writing
     thread alone from its start to its end.
@@ -60,6 +62,8 @@ class BlockWriter(Generic[T]):
         self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115
         self._end = self._file.seek(0, os.SEEK_END)
         self._broken = False
+        self.lost = 0
+        """How many items could not be encoded. Written by the thread alone."""
         self._thread = threading.Thread(target=self._run, name="ludic-rollouts", daemon=True)
 
     def put(self, item: T) -> None:
@@ -203,10 +207,16 @@ class BlockWriter(Generic[T]):
                 self._answer(item)
                 continue
             try:
-                lines.append(self.encode(item))
+                line = self.encode(item)
+                if len(line) > LONGEST_LINE:
+                    raise SerializationError(
+                        f"it takes {len(line):,} bytes; the limit is {LONGEST_LINE:,}"
+                    )
             except Exception as exc:
-                self._fail(exc)
+                self.lost += 1
+                _log.warning("%s: an entry was left out: %s", self.path, error_text(exc))
                 continue
+            lines.append(line)
             size += len(lines[-1])
             if size >= BLOCK_BYTES:
                 self._store(lines)

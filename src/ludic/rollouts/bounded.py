@@ -7,6 +7,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
+from ludic.errors import RolloutError
+from ludic.workers.escapes import contained
+
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -32,7 +35,9 @@ async def run_bounded(
         nonlocal working
         try:
             for job in pending:
-                done.append((await run(job),))
+                # An error that ends only this worker would lose its jobs without a word.
+                with contained(RolloutError, "a job"):
+                    done.append((await run(job),))
                 news.set()
                 while len(done) >= concurrency:
                     room.clear()

@@ -10,10 +10,11 @@ from typing import Any, TypeAlias, TypeVar
 
 from ludic.envs import build_env
 from ludic.envs.env import LudicEnv
-from ludic.envs.running.runner import EnvRunner
+from ludic.envs.running.runner import EnvRunner, close_env
 from ludic.errors import (
     ConfigError,
     DeadlineError,
+    EnvError,
     MissingExtraError,
     ProtocolError,
     UnknownNameError,
@@ -26,6 +27,7 @@ from ludic.registry import ENVS, PROTOCOLS
 from ludic.rollouts.planning import PlannedEpisode
 from ludic.types import EnvSpec, ProtocolSpec, Rollout, to_json
 from ludic.workers.deadlines import deadline
+from ludic.workers.escapes import contained, is_for_us
 from ludic.workers.threads import shared_threads
 
 EnvFactory: TypeAlias = Callable[..., LudicEnv[Any, Any, Any]]
@@ -96,7 +98,9 @@ class EpisodeRunner:
                 error = "the protocol returned no rollout"
         except CONFIGURATION_ERRORS:
             raise
-        except Exception as exc:  # one failure costs one episode
+        except BaseException as exc:  # one failure costs one episode
+            if is_for_us(exc):
+                raise
             error, trace = described(exc), users_traceback(exc)
         if error is not None:
             return failed_episode(episode, max_steps, error, trace)
@@ -138,16 +142,38 @@ class EpisodeRunner:
     async def _make_env(self, episode: PlannedEpisode) -> LudicEnv[Any, Any, Any]:
         spec = episode.request.env
         maker = self._env_makers.get(id(spec)) or self._keep_env_maker(spec)
-        if maker.at_once:
-            return maker.make()
-        # Building may read a dataset or start a process, so it must not hold up the others.
-        env: LudicEnv[Any, Any, Any] = await shared_threads().run(
-            maker.make,
-            what="its construction",
-            whom=f"environment {spec.kind!r}",
-            timeout_s=self.step_timeout_s,
-        )
-        return env
+        whom = f"environment {spec.kind!r}"
+        with contained(EnvError, f"{whom}, while it was built,"):
+            if maker.at_once:
+                return maker.make()
+            return await self._make_in_thread(maker.make, whom)
+
+    async def _make_in_thread(
+        self, make: Callable[[], LudicEnv[Any, Any, Any]], whom: str
+    ) -> LudicEnv[Any, Any, Any]:
+        """Building may read a dataset or start a process, so it must not hold up the others. What
+        is built for nobody is closed: past the deadline by the thread that built it."""
+        built: list[LudicEnv[Any, Any, Any]] = []
+        late = False
+
+        def leave() -> None:
+            nonlocal late
+            late = True
+
+        try:
+            await shared_threads().run(
+                lambda: built.append(make()),
+                what="its construction",
+                whom=whom,
+                timeout_s=self.step_timeout_s,
+                on_abandon=leave,
+                on_return=lambda: close_env(built[0], whom) if built else None,
+            )
+        except BaseException:
+            if built and not late:  # cancelled in the moment in which it was finished
+                await self._close(built[0])
+            raise
+        return built[0]
 
     def _keep_env_maker(self, spec: EnvSpec) -> _EnvMaker:
         make: Callable[[], Any]

@@ -7,7 +7,6 @@ import gzip
 import json
 import os
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import zstandard
 
 from ludic.errors import SerializationError
+from ludic.rollouts.inflating import DamagedBlockError, Inflating
 
 _CHUNK = 1 << 16
 _BLOCK = 1 << 20
@@ -114,31 +114,23 @@ def _pieces(path: Path) -> Iterator[tuple[int, bytes, bool]]:
             return
         start, data = 0, b""
         while data or (data := file.read(_CHUNK)):
-            inflate = _decompressor(path)
-            used, frame = 0, list[bytes]()
-            while not inflate.eof:
+            block, frame = Inflating(path.suffix), list[bytes]()
+            while not block.done:
                 if not data and not (data := file.read(_CHUNK)):
                     yield start, b"", False
                     return
                 try:
-                    text = inflate.decompress(data)
-                except (zlib.error, zstandard.ZstdError) as exc:
+                    text = block.take(data)
+                except DamagedBlockError as exc:
                     raise SerializationError(f"{path}: damaged after byte {start}: {exc}") from exc
-                used += len(data) - len(inflate.unused_data)
-                data = inflate.unused_data
+                data = block.rest
                 if path.suffix == ".zst":
                     frame.append(text)
                 else:
                     yield start, text, True
             if frame:
                 yield start, b"".join(frame), True
-            start += used
-
-
-def _decompressor(path: Path) -> Any:
-    if path.suffix == ".zst":
-        return zstandard.ZstdDecompressor().decompressobj()
-    return zlib.decompressobj(wbits=31)
+            start += block.used
 
 
 def _is_json(line: bytes) -> bool:

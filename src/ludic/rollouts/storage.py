@@ -58,8 +58,9 @@ class RolloutWriter(BlockFile[Rollout | bytes]):
     file is refused unless `append=True`; then a last line that is whole but for its end is
     completed, and what an earlier run left unfinished is cut off, with a `CutFileWarning`.
 
-    A rollout is in the file within about a second; after `flush` or `close` it is on disk. Whatever
-    goes wrong in the thread is raised by the next call, and by `close`. At most `max_waiting`
+    A rollout is in the file within about a second; after `flush` or `close` it is on disk. An error
+    of the disk is raised by the next call, and by `close`; a rollout that cannot be encoded is left
+    out, with a warning, and counted in `lost`. At most `max_waiting`
     rollouts wait to be written: after that, `write` blocks. A coroutine awaits `room` first, and
     `flush_async`, or uses the writer in `async with`.
     """

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-import zstandard
+from ludic.rollouts.inflating import DamagedBlockError, Inflating
 
 _READ = 1 << 18
 _PLAIN_BLOCK = 1 << 20
-_LARGEST = 1 << 29
 _MAGIC = {".zst": b"\x28\xb5\x2f\xfd", ".gz": b"\x1f\x8b\x08"}
 
 
@@ -35,10 +33,6 @@ class Damage:
     why: str
 
 
-class _Broken(Exception):
-    """A block that is not what its beginning says."""
-
-
 def whole_blocks(path: Path, start: int = 0) -> Iterator[Block | Damage]:
     """The blocks from byte `start` on, up to one that is not finished yet. Damage is skipped, and
     said, if a readable block follows it; at the end of a file it may be a block in the writing."""
@@ -51,7 +45,7 @@ def whole_blocks(path: Path, start: int = 0) -> Iterator[Block | Damage]:
             why, found = "the block breaks off", None
             try:
                 found = _block(file, start, path.suffix)
-            except _Broken as exc:
+            except DamagedBlockError as exc:
                 why = str(exc)
             if found is None:
                 following = _resume(file, start + 1, size, path.suffix)
@@ -72,7 +66,7 @@ def read_block(path: Path, start: int, length: int) -> bytes:
             return file.read(length)
         try:
             found = _block(file, start, path.suffix)
-        except _Broken as exc:
+        except DamagedBlockError as exc:
             raise ValueError(f"{path.name} changed at byte {start}: {exc}") from exc
     if found is None or found.length != length:
         raise ValueError(f"{path.name} changed at byte {start}")
@@ -81,27 +75,14 @@ def read_block(path: Path, start: int, length: int) -> bytes:
 
 def _block(file: BinaryIO, start: int, suffix: str) -> Block | None:
     """The block at `start`; None if the file ends within it."""
-    inflate: Any = (
-        zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
-        if suffix == ".zst"
-        else zlib.decompressobj(wbits=31)
-    )
+    block, parts = Inflating(suffix), list[bytes]()
     file.seek(start)
-    parts, used, size = list[bytes](), 0, 0
-    while not inflate.eof:
+    while not block.done:
         data = file.read(_READ)
         if not data:
             return None
-        try:
-            text = inflate.decompress(data)
-        except (zlib.error, zstandard.ZstdError) as exc:
-            raise _Broken(str(exc)) from exc
-        parts.append(text)
-        used += len(data) - len(inflate.unused_data)
-        size += len(text)
-        if size > _LARGEST:
-            raise _Broken(f"a block of over {_LARGEST >> 20} MB")
-    return Block(start, used, b"".join(parts))
+        parts.append(block.take(data))
+    return Block(start, block.used, b"".join(parts))
 
 
 def _resume(file: BinaryIO, start: int, size: int, suffix: str) -> int | None:
@@ -118,7 +99,7 @@ def _resume(file: BinaryIO, start: int, size: int, suffix: str) -> int | None:
         try:
             if _block(file, start, suffix) is not None:
                 return start
-        except _Broken:
+        except DamagedBlockError:
             pass
         start += 1
     return None

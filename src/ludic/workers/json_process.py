@@ -199,7 +199,7 @@ def _serve(factory: str) -> None:
                 data = _encode({"value": None})
             else:
                 data = _encode({"value": answer(message)})
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             data = _encode({"error": described(error)[:10_000]})
         answers.write(_LENGTH.pack(len(data)) + data)
         answers.flush()

@@ -196,9 +196,19 @@ async def test_groups_without_variance_are_sampled_again() -> None:
     assert batch.counts.groups == 2
     assert batch.meta["dropped"]["no_variance"] >= 2
     assert batch.meta["sampling_rounds"] == len(rounds) > 1
+    assert rounds == list(range(len(rounds)))  # never the same step, hence never the same prompts
     assert all(i.weight != 0.0 for i in batch.items)
     assert batch.meta["rollouts_sampled"] > batch.counts.rollouts
     assert running.step == 1
+    resumed = source(
+        engine=engine(policy),
+        request_fn=asks,
+        algorithm=grouped(2),
+        resample=DynamicSampling(max_rounds=12),
+    )
+    resumed.load_state_dict(json.loads(json.dumps(running.state_dict())))
+    await resumed.next_batch()
+    assert rounds == list(range(len(rounds)))
 
 
 async def test_resampling_stops_after_its_rounds() -> None:

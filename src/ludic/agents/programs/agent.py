@@ -27,7 +27,9 @@ from ludic.inference.templates.chat_template import ChatTemplate
 from ludic.lazy import names_are_stored
 from ludic.parsers import Parser
 from ludic.registry import PROGRAMS
+from ludic.text import clean_text, error_text
 from ludic.types import AgentStep, Message, TruncationReason
+from ludic.workers.escapes import is_for_us
 from ludic.workers.threads import shared_threads
 
 ProgramFunction: TypeAlias = Callable[..., Any | Awaitable[Any]]
@@ -259,11 +261,13 @@ class ProgramAgent(Agent):
         try:
             async with asyncio.timeout(self.timeout_s) as over:
                 said = await answer()
-        except Exception as exc:
+        except BaseException as exc:
+            if is_for_us(exc):
+                raise
             if over.expired() or isinstance(exc, DeadlineError):
                 return Ended(None, "", "")
-            return Ended(1, "", f"{type(exc).__name__}: {exc}")
-        return Ended(0, "" if said is None else str(said), "")
+            return Ended(1, "", error_text(exc))
+        return Ended(0, "" if said is None else clean_text(str(said)), "")
 
 
 def _check_command(command: Sequence[str], cwd: str | None, path: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import numbers
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ludic.errors import EnvError, SerializationError
+from ludic.frozen import changed
+from ludic.text import clean_json, clean_text
 from ludic.types import AgentID, Info, Obs, StepOutcome, check_json
 
 
@@ -19,7 +20,14 @@ class _Broken(Exception):
 def checked_opening(
     name: str, agent_ids: Sequence[AgentID], result: Any
 ) -> dict[AgentID, tuple[Obs, Info]]:
-    """What `reset` returned, if it is `{agent: (obs, info)}` for known agents."""
+    """What `reset` returned, if it is `{agent: (obs, info)}` for known agents: a copy, in text that
+    can be stored."""
+    for agent in agent_ids:
+        if not isinstance(agent, str) or clean_text(agent) != agent:
+            raise EnvError(
+                f"environment {name}: agent_ids names {agent!r}, {_kind(agent)}; name agents in "
+                "text that UTF-8 can hold"
+            )
     if len(set(agent_ids)) != len(agent_ids):
         raise EnvError(
             f"environment {name}: agent_ids names an agent twice: {list(agent_ids)}; name each once"
@@ -29,14 +37,15 @@ def checked_opening(
             raise _Broken(f"returned {_kind(result)}; return {{agent_id: (obs, info)}}")
         if not result:
             raise _Broken("returned nothing; return an observation for at least one agent")
+        openings: dict[AgentID, tuple[Obs, Info]] = {}
         for agent, opening in result.items():
             _check_known(agent, agent_ids)
             if not (isinstance(opening, tuple) and len(opening) == 2):
                 raise _Broken(f"gave agent {agent!r} {_kind(opening)}; give it (obs, info)")
-            _check_told(agent, *opening)
+            openings[agent] = _told(agent, *opening)
     except _Broken as broken:
         raise EnvError(f"environment {name}: reset {broken}") from None
-    return dict(result)
+    return openings
 
 
 def checked_outcomes(
@@ -48,7 +57,8 @@ def checked_outcomes(
     result: Any,
 ) -> Mapping[AgentID, StepOutcome]:
     """What `step` returned, if it is a sound outcome for each agent that acted, and for no agent
-    that is unknown or had ended. Numbers of other libraries become floats and bools."""
+    that is unknown or had ended. Numbers of other libraries become floats and bools; facts are
+    copied, since the environment may change its own, and text can be stored."""
     try:
         if type(result) is not dict and not isinstance(result, Mapping):
             raise _Broken(f"returned {_kind(result)}; return {{agent_id: StepOutcome}}")
@@ -58,7 +68,7 @@ def checked_outcomes(
                     f"returned no outcome for agent {agent!r}, which acted; return a StepOutcome "
                     "for every agent that acted, with reward 0.0 if need be"
                 )
-        plain: dict[AgentID, StepOutcome] | None = None
+        outcomes: dict[AgentID, StepOutcome] = {}
         for agent, outcome in result.items():
             _check_known(agent, agent_ids)
             if agent in ended:
@@ -68,18 +78,15 @@ def checked_outcomes(
                 )
             if not isinstance(outcome, StepOutcome):
                 raise _Broken(f"gave agent {agent!r} {_kind(outcome)}; give a StepOutcome")
-            sound = _checked(agent, outcome)
-            if sound is not outcome:
-                plain = plain if plain is not None else dict(result)
-                plain[agent] = sound
+            outcomes[agent] = _checked(agent, outcome)
     except _Broken as broken:
         raise EnvError(f"environment {name}: {where} {broken}") from None
-    return result if plain is None else plain
+    return outcomes
 
 
 def _checked(agent: AgentID, outcome: StepOutcome) -> StepOutcome:
-    _check_told(agent, outcome.obs, outcome.info)
-    changes: dict[str, Any] = {}
+    obs, info = _told(agent, outcome.obs, outcome.info)
+    changes: dict[str, Any] = {"obs": obs, "info": info}
     if type(outcome.reward) is not float or not math.isfinite(outcome.reward):
         changes["reward"] = _number(agent, "reward", outcome.reward)
     for flag in ("terminated", "truncated"):
@@ -100,11 +107,17 @@ def _checked(agent: AgentID, outcome: StepOutcome) -> StepOutcome:
                 f"gave agent {agent!r} reward_components that are "
                 f"{_kind(outcome.reward_components)}; give a mapping of names to numbers"
             )
+        parts = changes["reward_components"] = {}
         for part, value in outcome.reward_components.items():
+            if not isinstance(part, str):
+                raise _Broken(
+                    f"gave agent {agent!r} a reward component named {part!r}, {_kind(part)}; name "
+                    "it in text"
+                )
             if type(value) is not float or not math.isfinite(value):
-                parts = changes.setdefault("reward_components", dict(outcome.reward_components))
-                parts[part] = _number(agent, f"reward component {part!r}", value)
-    return dataclasses.replace(outcome, **changes) if changes else outcome
+                value = _number(agent, f"reward component {part!r}", value)
+            parts[clean_text(part)] = value
+    return changed(outcome, **changes)
 
 
 def _number(agent: AgentID, what: str, value: Any) -> float:
@@ -121,7 +134,8 @@ def _number(agent: AgentID, what: str, value: Any) -> float:
     return number
 
 
-def _check_told(agent: AgentID, obs: Any, info: Any) -> None:
+def _told(agent: AgentID, obs: Any, info: Any) -> tuple[Obs, Info]:
+    """What an agent is told, if it can be stored: cleaned, and a copy."""
     if not isinstance(obs, str):
         raise _Broken(
             f"gave agent {agent!r} an observation that is {_kind(obs)}; observations are text: "
@@ -136,6 +150,7 @@ def _check_told(agent: AgentID, obs: Any, info: Any) -> None:
             f"gave agent {agent!r} facts that could not be stored: {exc}; give plain numbers, "
             "strings, lists and dicts"
         ) from exc
+    return clean_text(obs), clean_json(info)
 
 
 def _check_known(agent: Any, agent_ids: Sequence[AgentID]) -> None:

@@ -16,20 +16,26 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from ludic.envs.env import Killable, LudicEnv
 from ludic.envs.running.outcomes import checked_opening, checked_outcomes
 from ludic.errors import ConfigError, DeadlineError, EnvError, LudicError
 from ludic.raised import place_of
+from ludic.text import clean_text, error_text, words_of
 from ludic.types import Action, AgentID, Info, Obs, StepOutcome
+from ludic.workers.escapes import is_for_us
 from ludic.workers.threads import EnvThreads, shared_threads
 
 _GRACE_S = 1.0
 """How long an async environment may take to clean up once its deadline has passed."""
 
 _CLOSE_S = 60.0
+_log = logging.getLogger("ludic.envs")
 
 
 class EnvRunner:
@@ -81,11 +87,9 @@ class EnvRunner:
         """The agents that act in the next step; none when the episode is over."""
         if self.done:
             return ()
-        try:
-            active = tuple(self.env.active_agents)
-        except BaseException as error:
-            self._fail("active_agents", error)
-            raise
+        active: tuple[AgentID, ...] = self._asked(
+            "active_agents", lambda: tuple(self.env.active_agents)
+        )
         if active == self._agent_ids and not self._ended:
             return active
         if len(set(active)) != len(active):
@@ -111,7 +115,9 @@ class EnvRunner:
     @property
     def accepts_partial_actions(self) -> bool:
         """Whether a step may leave out an active agent whose answer could not be parsed."""
-        return self.env.accepts_partial_actions
+        return bool(
+            self._asked("accepts_partial_actions", lambda: self.env.accepts_partial_actions)
+        )
 
     async def reset(self, seed: int | None = None) -> Mapping[AgentID, tuple[Obs, Info]]:
         """Begins an episode; what each agent first sees."""
@@ -159,14 +165,16 @@ class EnvRunner:
 
     def suggested_sysprompt(self, agent_id: AgentID) -> str | None:
         """The environment's own explanation of the task for `agent_id`."""
-        return self.env.suggested_sysprompt(agent_id)
+        ask = partial(self.env.suggested_sysprompt, agent_id)
+        return self._text("suggested_sysprompt", self._asked("suggested_sysprompt", ask))
 
     def task_key(self) -> str | None:
         """A stable name of the task that the last `reset` chose."""
-        return self.env.task_key()
+        return self._text("task_key", self._asked("task_key", self.env.task_key))
 
     async def close(self) -> None:
-        """Frees the environment; never raises. One that hangs is closed when it comes back."""
+        """Frees the environment; an error of its own is a line in the log. One that hangs is closed
+        when it comes back."""
         if self._state in ("closed", "abandoned"):
             return
         self._state = "closed"
@@ -181,8 +189,26 @@ class EnvRunner:
                 result = self.env.close()  # type: ignore[func-returns-value]
             if inspect.isawaitable(result):
                 await self._awaited(result, "close")
-        except (Exception, SystemExit):  # the episode is over: there is nothing left to save
-            return
+        except BaseException as error:  # the episode is over: there is nothing left to save
+            if is_for_us(error):
+                raise
+            _warn_of_close(self.name, error)
+
+    def _asked(self, what: str, call: Callable[[], Any]) -> Any:
+        """What the environment says of itself, without a wait."""
+        try:
+            return call()
+        except BaseException as error:
+            self._fail(what, error)
+            raise
+
+    def _text(self, what: str, value: Any) -> str | None:
+        if value is None or isinstance(value, str):
+            return None if value is None else clean_text(value)
+        raise EnvError(
+            f"environment {self.name}: {what} gave a {type(value).__name__}, {value!r}; give a str "
+            "or None"
+        )
 
     def _check_actions(self, actions: Mapping[AgentID, Action]) -> None:
         if self._state != "running":
@@ -217,7 +243,7 @@ class EnvRunner:
             whom=f"environment {self.name}",
             timeout_s=self.step_timeout_s,
             on_abandon=self._abandon,
-            on_return=self.env.close,
+            on_return=lambda: close_env(self.env, self.name),
         )
 
     def _abandon(self) -> None:
@@ -232,6 +258,8 @@ class EnvRunner:
         task = asyncio.ensure_future(_contained(result))
         try:
             await asyncio.wait((task,), timeout=self.step_timeout_s)
+            if task.cancelled():  # not by us: that would have been raised by the wait
+                raise EnvError(f"environment {self.name} raised CancelledError in {where}")
             if task.done():
                 return task.result()
         finally:
@@ -244,19 +272,45 @@ class EnvRunner:
         with the environment and the place."""
         if self._state != "abandoned":
             self._state = "failed"
-        if isinstance(error, Exception | SystemExit) and not isinstance(error, LudicError):
-            place = place_of(error)
-            raise EnvError(
-                f"environment {self.name} raised {type(error).__name__} in {where}: {error}"
-                + (f" ({place})" if place else "")
-            ) from error
+        if isinstance(error, LudicError) or is_for_us(error):
+            return
+        if isinstance(error, _Exited) and error.__cause__ is not None:
+            error = error.__cause__
+        place = place_of(error)
+        raise EnvError(
+            f"environment {self.name} raised {type(error).__name__} in {where}: {words_of(error)}"
+            + (f" ({place})" if place else "")
+        ) from error
+
+
+def close_env(env: LudicEnv[Any, Any, Any], name: str | None = None) -> None:
+    """Closes an environment from a plain function, or a thread that nobody waits for. An error of
+    its own is a line in the log."""
+    try:
+        result: Any = env.close()  # type: ignore[func-returns-value]
+        if inspect.isawaitable(result):
+            # A thread, since an event loop may run in this one.
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(asyncio.run, asyncio.wait_for(result, _CLOSE_S)).result()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        _warn_of_close(name or type(env).__name__, error)
+
+
+def _warn_of_close(name: str, error: BaseException) -> None:
+    _log.warning("environment %s was not closed properly: %s", name, error_text(error))
+
+
+class _Exited(Exception):
+    """Carries a `SystemExit` out of its task."""
 
 
 async def _contained(result: Awaitable[Any]) -> Any:
     try:
         return await result
     except SystemExit as error:  # in a task it would end the whole event loop
-        raise EnvError(f"the environment called sys.exit({error.code!r})") from error
+        raise _Exited(error_text(error)) from error
 
 
 def _is_async(env: object, *methods: str) -> bool:

@@ -17,6 +17,7 @@ import msgspec
 
 from ludic import errors
 from ludic.errors import LudicError, SerializationError
+from ludic.text import error_text, words_of
 
 Message = list[Any]
 MAX_BLOCK_BYTES = 1 << 30
@@ -35,7 +36,7 @@ class Channel(asyncio.Protocol):
         self._on_message, self._on_end = on_message, on_end
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._waiting: list[tuple[Any, ...]] = []
+        self._waiting: list[msgspec.Raw] = []
         self._received = bytearray()
         self._ended = False
 
@@ -44,10 +45,15 @@ class Channel(asyncio.Protocol):
         await self._loop.create_unix_connection(lambda: self, sock=end)
 
     def put(self, *message: Any) -> None:
-        """Sends a message, with whatever else is put before the event loop turns."""
+        """Sends a message, with whatever else is put before the event loop turns. One that cannot
+        be encoded is a `SerializationError`, here, where only its sender hears of it."""
+        try:
+            encoded = msgspec.Raw(msgspec.msgpack.encode(message))
+        except (TypeError, ValueError, OverflowError) as exc:
+            raise SerializationError(f"a message that cannot be sent: {exc}") from exc
         if not self._waiting and self._transport is not None:
             self._loop.call_soon(self._send)
-        self._waiting.append(message)
+        self._waiting.append(encoded)
 
     def close(self) -> None:
         """Ends the channel; what was put is still sent."""
@@ -93,7 +99,7 @@ def sent_error(error: BaseException) -> tuple[str, str]:
     """An error as it travels: constructors differ, so it goes as its type's name and its text."""
     name = type(error).__name__
     known = getattr(errors, name, None) is type(error)
-    return (name, str(error)) if known else ("LudicError", f"{name}: {error}")
+    return (name, words_of(error)) if known else ("LudicError", error_text(error))
 
 
 def raised_error(name: str, text: str) -> LudicError:

@@ -14,7 +14,14 @@ from functools import partial
 from itertools import count
 from typing import Any, Self, cast
 
-from ludic.errors import ConfigError, DeadlineError, RolloutError, SerializationError
+from ludic.errors import (
+    ConfigError,
+    DeadlineError,
+    InferenceError,
+    LudicError,
+    RolloutError,
+    SerializationError,
+)
 from ludic.frozen import changed
 from ludic.inference.client import ChatClient, QueueingClient, TokenCompletionRequest
 from ludic.rollouts.episode_runner import GRACE_S, EpisodeRunner, failed_episode
@@ -24,6 +31,7 @@ from ludic.rollouts.processes.description import described
 from ludic.rollouts.storage import EncodedRollouts
 from ludic.types import ChatResponse, Rollout, from_json, to_json
 from ludic.workers.deadlines import deadline
+from ludic.workers.escapes import contained
 
 _END_S = 15.0
 """How long a process may take to end before it is killed."""
@@ -203,9 +211,18 @@ class _Process:
     def _take(self, message: Message) -> None:
         match message:
             case ("ask", number, client, request):
-                self._ask(number, self._clients[client], from_json(TokenCompletionRequest, request))
+                try:
+                    asked = from_json(TokenCompletionRequest, request)
+                except LudicError as exc:
+                    self._channel.put("error", number, *sent_error(exc))
+                    return
+                self._ask(number, self._clients[client], asked)
             case ("played", place, rollouts, lines):
-                found = [from_json(Rollout, rollout) for rollout in rollouts]
+                try:
+                    found = [from_json(Rollout, rollout) for rollout in rollouts]
+                except LudicError as exc:  # it costs this episode and not the others there
+                    self._settle(place, f"what came back from it cannot be read: {exc}")
+                    return
                 self._settle(place, EncodedRollouts(found, lines) if lines else found)
             case ("lost", place, why):
                 self._settle(place, why)
@@ -294,7 +311,8 @@ class _Question:
 
     async def _complete(self, client: ChatClient) -> None:
         try:
-            self.set_result(await client.complete_tokens(self._request))
+            with contained(InferenceError, "the client"):
+                self.set_result(await client.complete_tokens(self._request))
         except Exception as exc:
             self.set_exception(exc)
 

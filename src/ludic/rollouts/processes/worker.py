@@ -20,7 +20,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from ludic.agents.mcp import tool_servers
-from ludic.errors import DeadlineError, NotTrainableError, SerializationError
+from ludic.errors import DeadlineError, LudicError, NotTrainableError, SerializationError
 from ludic.frozen import changed
 from ludic.inference.client import TokenCompletionRequest
 from ludic.rollouts.episode_runner import EpisodeRunner
@@ -28,6 +28,7 @@ from ludic.rollouts.planning import PlannedEpisode
 from ludic.rollouts.processes.channel import Channel, Message, raised_error, sent_error
 from ludic.rollouts.processes.description import made
 from ludic.rollouts.storage import rollout_line
+from ludic.text import error_text, words_of
 from ludic.types import ChatResponse, from_json, to_json
 from ludic.workers.deadlines import deadline
 
@@ -111,9 +112,16 @@ class Worker:
         match message:
             case ("answer", number, response):
                 if (answer := self._asked.get(number)) is not None and not answer.done():
-                    answer.set_result(from_json(ChatResponse, response))
+                    try:
+                        answer.set_result(from_json(ChatResponse, response))
+                    except LudicError as exc:  # it costs the episode that asked
+                        answer.set_exception(exc)
             case ("play", number, runner, episode, max_steps, encode):
-                planned = self._planned(episode)
+                try:
+                    planned = self._planned(episode)
+                except LudicError as exc:
+                    self.channel.put("lost", number, f"it cannot be read there: {words_of(exc)}")
+                    return
                 task = asyncio.ensure_future(self._play(number, runner, planned, max_steps, encode))
                 self._episodes[number] = task
                 task.add_done_callback(lambda _: self._episodes.pop(number))
@@ -127,7 +135,7 @@ class Worker:
                 try:
                     self._runners[number] = made(data, partial(RemoteClient, self))
                 except Exception as exc:  # what is not to be imported here, for one
-                    self._unreadable[number] = f"{type(exc).__name__}: {exc}"
+                    self._unreadable[number] = error_text(exc)
             case ("begin", modules):
                 self._begin(modules)
 
@@ -136,7 +144,7 @@ class Worker:
             try:
                 import_module(module)
             except Exception as exc:
-                text = f"{module!r} cannot be imported: {type(exc).__name__}: {exc}"
+                text = f"{module!r} cannot be imported: {error_text(exc)}"
                 self.channel.put("broken", text)
                 return
         # An episode makes much garbage and no circles: what is here by now is here to stay.
@@ -159,10 +167,11 @@ class Worker:
             self.channel.put("failed", number, *sent_error(exc))
             return
         try:
+            sent = [to_json(rollout) for rollout in rollouts]
             lines = [rollout_line(rollout) for rollout in rollouts] if encode else []
-            self.channel.put("played", number, [to_json(rollout) for rollout in rollouts], lines)
+            self.channel.put("played", number, sent, lines)
         except SerializationError as exc:
-            self.channel.put("lost", number, f"what it recorded cannot be sent: {exc}")
+            self.channel.put("lost", number, f"what it recorded cannot be sent: {words_of(exc)}")
 
     def _planned(self, episode: str) -> PlannedEpisode:
         """The episode, with the same specs as others that are alike: what they name is kept."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 
 from ludic.agents import Agent
 from ludic.envs import LudicEnv, build_env
+from ludic.envs.running.runner import close_env
 from ludic.errors import ConfigError
 from ludic.inference import HFChatTemplate, ScriptedChatClient
 from ludic.inference.tiny import tiny_tokenizer
@@ -38,7 +40,13 @@ Env: TypeAlias = LudicEnv[Any, Any, Any]
 
 
 def check_parts(config: RunConfig) -> None:
-    """Raises if a part of the run is missing, does not fit, or could never train."""
+    """Raises if a part of the run is missing, does not fit, or could never train. Environments that
+    are built for that are closed again."""
+    with ExitStack() as closing:
+        _check_parts(config, closing)
+
+
+def _check_parts(config: RunConfig, closing: ExitStack) -> None:
     check_device(config.model)
     with_template(config, tiny_tokenizer())  # raises if the file cannot be read
     check_ranks(config)
@@ -48,9 +56,9 @@ def check_parts(config: RunConfig) -> None:
         build_model(config)
     check_loggers(config)
     algorithm = algorithm_of(config)
-    envs = [_make_env(section) for section in config.env]
+    envs = [_make_env(section, closing) for section in config.env]
     for section in config.eval.env:
-        _make_env(section)
+        _make_env(section, closing)
     agents = _make_agents(config)
     _make_agents(config, held_out=True)
     check_seating(config, algorithm)
@@ -114,9 +122,10 @@ def _check_workers(config: RunConfig) -> None:
         )
 
 
-def _make_env(section: EnvSection) -> Env:
+def _make_env(section: EnvSection, closing: ExitStack) -> Env:
     with configuring(f"environment {section.kind!r} with {section.kwargs}"):
         env = build_env(EnvSpec(section.kind, section.kwargs), isolation=section.isolation)
+        closing.callback(close_env, env, section.kind)
         ask(env)
         return env
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ludic.agents import Agent, ToolAgent
 from ludic.envs import build_env
+from ludic.envs.running.runner import close_env
 from ludic.interaction import (
     DelegatingProtocol,
     InteractionProtocol,
@@ -16,6 +17,7 @@ from ludic.interaction import (
 )
 from ludic.registry import make_protocol
 from ludic.rollouts import RolloutRequest
+from ludic.runs.players.opponents import seats_of
 
 
 def check_needs(requests: Iterable[RolloutRequest], runtime: Runtime) -> None:
@@ -25,7 +27,7 @@ def check_needs(requests: Iterable[RolloutRequest], runtime: Runtime) -> None:
         try:
             ask(env)
         finally:
-            env.close()
+            close_env(env, request.env.kind)
         protocol = make_protocol(request.protocol.kind, runtime, **request.protocol.kwargs)
         check_tools(agents_of(protocol, request))
 
@@ -56,7 +58,7 @@ def agents_of(
         others = protocol.uncollected if trained else ()
         players = [p for seat, p in protocol.players.items() if seat not in others]
         if protocol.default is not None:
-            seats = build_env(request.env).agent_ids
+            seats = seats_of(request.env)
             players += [protocol.default(seat) for seat in seats if seat not in protocol.players]
     elif isinstance(protocol, DelegatingProtocol):
         factories = (protocol.parent, *(s.make_agent for s in protocol.sub_agents.values()))

@@ -19,10 +19,13 @@ _ENV = {
     "kwargs": "its arguments",
     "weight": "its share of the episodes, where a run mixes several",
     "name": "what the run calls it; left out, its `kind`",
-    "isolation": "`process` plays all of this `kind` in processes of their own, which can be killed "
-    "when they hang",
+    "isolation": "`process` plays all of this `kind` in processes of their own, which can be "
+    "killed when they hang",
 }
-_PROTOCOL = {"kind": "its registered name", "kwargs": "its arguments: the parser, tools, seats, a `reward`"}
+_PROTOCOL = {
+    "kind": "its registered name",
+    "kwargs": "its arguments: the parser, tools, seats, a `reward`",
+}
 
 DESCRIPTIONS: dict[str, dict[str, str]] = {
     "run": {

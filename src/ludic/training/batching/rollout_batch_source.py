@@ -40,7 +40,9 @@ class DynamicSampling:
 class RolloutBatchSource:
     """Rolls out requests and makes one batch per call of `next_batch`.
 
-    `request_fn` is a function of the step or without arguments, or a `Curriculum`. Without a
+    `request_fn` is a function of the step or without arguments, or a `Curriculum`. Where dynamic
+    sampling asks a function again, that counts as a step: it is given a number that it was not
+    given before, so that the prompts are new. Without a
     `request_strategy`, requests become groups of the algorithm's group size; requests that already
     have a `group_id` stay as they are. `rollouts_per_update` is the number of episodes per batch
     (each gives one rollout per agent). The `budget` is for the whole run: when it is spent,
@@ -78,6 +80,8 @@ class RolloutBatchSource:
         self.max_empty_batches = max_empty_batches
         self.on_progress = on_progress
         self.step = 0
+        self._draws = 0
+        """How often requests were asked for: once for each round of each step."""
         self._episodes = 0
         self._tokens = 0
         self._feed = RequestFeed(request_fn, algorithm, request_strategy, rollouts_per_update)
@@ -109,11 +113,12 @@ class RolloutBatchSource:
             sampled=sampled,
         )
         self.step += 1
+        self._draws += rounds
         return batch
 
     async def _rollouts(self, drops: Counter[str]) -> tuple[list[Rollout], list[Rollout], int]:
         """The batch's rollouts, all rollouts that were sampled for it, and the number of rounds."""
-        sampled = await self._round(await self._feed.next(self.step), 0)
+        sampled = await self._round(await self._feed.next(self._draws), 0)
         if self.resample is None:
             return sampled, sampled, 1
         wanted = len(_groups(sampled))
@@ -122,7 +127,8 @@ class RolloutBatchSource:
         while len(_groups(kept)) < wanted and rounds < self.resample.max_rounds:
             if self._spent():
                 break
-            requests = await self._feed.next(self.step, wanted - len(_groups(kept)))
+            draw = self._draws + rounds
+            requests = await self._feed.next(draw, wanted - len(_groups(kept)))
             found = await self._round(requests, rounds)
             kept += self._with_variance(found, drops)
             sampled += found
@@ -197,6 +203,7 @@ class RolloutBatchSource:
         curriculum's state, if it has one. The trainer saves the algorithm's state."""
         return {
             "step": self.step,
+            "draws": self._draws,
             "episodes": self._episodes,
             "tokens": self._tokens,
             "requests": self._feed.state_dict(),
@@ -206,11 +213,12 @@ class RolloutBatchSource:
         """Continues where `state_dict` was taken."""
         try:
             step, episodes, tokens = (int(state[k]) for k in ("step", "episodes", "tokens"))
+            draws = int(state.get("draws", step))  # older checkpoints have none
             requests = state["requests"]
         except (KeyError, TypeError, ValueError) as exc:
             raise CheckpointError(f"not the state of a RolloutBatchSource: {exc!r}") from exc
         self._feed.load_state_dict(requests)
-        self.step, self._episodes, self._tokens = step, episodes, tokens
+        self.step, self._draws, self._episodes, self._tokens = step, draws, episodes, tokens
 
 
 async def first_filled(

@@ -1,0 +1,37 @@
+"""Traces that no sampler can have made, in a group that came from an actor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ludic.errors import SerializationError
+from ludic.pipeline.messages import Group, group_message, read_group
+from ludic.pipeline.wire import pack, put_array, unpack
+from ludic.types import AgentStep, FinishReason, Rollout, TokenTrace
+
+
+def group() -> bytes:
+    trace = TokenTrace((1, 2), (3,), (-0.5,))
+    step = AgentStep(0, (), {"role": "assistant", "content": "x"}, FinishReason.STOP, trace)
+    return group_message(Group(1, (Rollout("r", (step,)),), "actor", None))
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("prompt", np.array([1.0, 2.5])),
+        ("prompt", np.array([1, -2])),
+        ("completion", np.array([3.0])),
+        ("completion", np.array([-1])),
+        ("logprobs", np.array([np.nan])),
+        ("logprobs", np.array([-np.inf])),
+    ],
+)
+def test_ids_and_log_probs_that_cannot_be_are_refused(field: str, values: Any) -> None:
+    body = unpack("group", group())
+    body["rollouts"][0]["traces"][0][field] = put_array(values)
+    with pytest.raises(SerializationError, match="group 1: TokenTrace"):
+        read_group(pack("group", body))
