@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import fsum
 from statistics import fmean
@@ -78,8 +78,8 @@ class EvalReport:
     """The results of one evaluation, one per agent and episode.
 
     Every rate has all episodes in its denominator: those that failed to parse, were cut, or
-    raised are counted as what they are. An episode counts once, as the mean over its agents, so
-    that intervals and tests see as many observations as there were episodes.
+    raised are counted as what they are. An episode counts once, as the mean over its agents.
+    Intervals and tests see as many observations as there were tasks: samples of one task are alike.
     """
 
     name: str
@@ -103,11 +103,15 @@ class EvalReport:
 
     def per_episode(self, value: Callable[[EpisodeResult], float]) -> list[float]:
         """Returns `value` for each episode, as the mean over its agents."""
-        return [fmean(map(value, results)) for results in self.by_episode()]
+        return [_mean(value, results) for results in self.by_episode()]
+
+    def tasks(self) -> list[Hashable]:
+        """Returns the task of each episode: its `task_key`, else its seed, else the episode."""
+        return [_task(results[0], index) for index, results in enumerate(self.by_episode())]
 
     @property
     def reward(self) -> Estimate:
-        return mean(self.per_episode(lambda e: e.reward))
+        return mean(self.per_episode(lambda e: e.reward), tasks=self.tasks())
 
     @property
     def success(self) -> Estimate:
@@ -116,7 +120,7 @@ class EvalReport:
     def rate(self, holds: Callable[[EpisodeResult], bool]) -> Estimate:
         """Returns the share of episodes for which `holds`, with its interval."""
         shares = self.per_episode(lambda e: float(bool(holds(e))))
-        return proportion(fsum(shares), len(shares))
+        return mean(shares, tasks=self.tasks(), bounds=(0.0, 1.0))
 
     def outcome(self, name: str) -> Estimate:
         """Returns the share of episodes that ended with the environment's outcome `name`."""
@@ -152,7 +156,8 @@ class EvalReport:
                     "the number of samples per task"
                 )
         return mean(
-            [fmean(pass_at_k(len(w), sum(w), k) for w in a.values()) for a in tasks.values()]
+            [fmean(pass_at_k(len(w), sum(w), k) for w in a.values()) for a in tasks.values()],
+            bounds=(0.0, 1.0),
         )
 
     def metrics(self, prefix: str = "eval/") -> dict[str, float]:
@@ -188,6 +193,18 @@ class EvalReport:
         return EvalReport(data["name"], tuple(EpisodeResult(**e) for e in data["episodes"]))
 
 
+def _task(result: EpisodeResult, index: int) -> Hashable:
+    """What the result is a sample of."""
+    if result.task_key is not None:
+        return result.task_key
+    return ("episode", index) if result.env_seed is None else ("seed", result.env_seed)
+
+
+def _mean(value: Callable[[EpisodeResult], float], results: Sequence[EpisodeResult]) -> float:
+    """The mean over an episode's agents; of rewards near the largest float, too."""
+    return fsum(value(result) / len(results) for result in results)
+
+
 def compare(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
     """Compares B with A, episode by episode on the same environment seeds: success and reward, of
     all agents together and, if there are several, of each (`X/success`)."""
@@ -215,10 +232,11 @@ def _compare(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
             "have no partner): run both with the same evaluation seed and number of episodes"
         )
     keys = sorted(left, key=str)
+    tasks = [_task(left[key][0], index) for index, key in enumerate(keys)]
 
     def paired(value: Callable[[EpisodeResult], float]) -> PairedComparison:
-        a, b = ([fmean(map(value, side[key])) for key in keys] for side in (left, right))
-        return compare_paired(a, b)
+        a, b = ([_mean(value, side[key]) for key in keys] for side in (left, right))
+        return compare_paired(a, b, tasks=tasks)
 
     return {"success": paired(lambda e: float(e.success)), "reward": paired(lambda e: e.reward)}
 
