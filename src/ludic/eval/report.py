@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import fsum
+from math import fsum, isfinite
 from statistics import fmean
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, DataError
 from ludic.eval.statistics import (
     Estimate,
     PairedComparison,
@@ -51,13 +51,18 @@ class EpisodeResult:
     @staticmethod
     def of(rollout: Rollout, success: Success) -> EpisodeResult:
         """Reads a rollout. A failed episode is never a success, whatever its rewards."""
-        steps = rollout.env_steps
+        steps, reward = rollout.env_steps, rollout.total_reward
+        if not isfinite(reward):
+            raise DataError(
+                f"rollout {rollout.id!r}: its rewards add up to {reward}: they must be finite, and "
+                "so must their sum; look at the environment's"
+            )
         outcome = steps[-1].info.get("result") if steps else None
         reason = rollout.truncation_reason
         return EpisodeResult(
             env_seed=rollout.env_seed,
             task_key=rollout.task_key,
-            reward=rollout.total_reward,
+            reward=reward,
             success=rollout.error is None and success(rollout),
             outcome=str(outcome) if outcome is not None else None,
             turns=len({step.turn_index for step in rollout.agent_steps}),

@@ -176,7 +176,13 @@ class RewardSum:
                     "number"
                 )
             components[name] = weight * float(value)
-        return Score(math.fsum(components.values()), components)
+        try:
+            return Score(math.fsum(components.values()), components)
+        except OverflowError:
+            raise EnvError(
+                f"the reward functions' values add up to more than a float holds: {components}; "
+                "scale them down"
+            ) from None
 
 
 async def _wait(value: Any) -> Any:

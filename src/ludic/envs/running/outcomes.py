@@ -80,7 +80,7 @@ def checked_outcomes(
 def _checked(agent: AgentID, outcome: StepOutcome) -> StepOutcome:
     _check_told(agent, outcome.obs, outcome.info)
     changes: dict[str, Any] = {}
-    if type(outcome.reward) is not float or not math.isfinite(outcome.reward):
+    if type(outcome.reward) is not float or not abs(outcome.reward) <= _LARGEST_REWARD:
         changes["reward"] = _number(agent, "reward", outcome.reward)
     for flag in ("terminated", "truncated"):
         value = getattr(outcome, flag)
@@ -101,10 +101,14 @@ def _checked(agent: AgentID, outcome: StepOutcome) -> StepOutcome:
                 f"{_kind(outcome.reward_components)}; give a mapping of names to numbers"
             )
         for part, value in outcome.reward_components.items():
-            if type(value) is not float or not math.isfinite(value):
+            if type(value) is not float or not abs(value) <= _LARGEST_REWARD:
                 parts = changes.setdefault("reward_components", dict(outcome.reward_components))
                 parts[part] = _number(agent, f"reward component {part!r}", value)
     return dataclasses.replace(outcome, **changes) if changes else outcome
+
+
+_LARGEST_REWARD = 1e300
+"""So that the rewards of no episode add up to infinity."""
 
 
 def _number(agent: AgentID, what: str, value: Any) -> float:
@@ -117,6 +121,11 @@ def _number(agent: AgentID, what: str, value: Any) -> float:
         raise _Broken(
             f"gave agent {agent!r} the {what} {number}; a reward must be finite: look for a "
             "division by zero or an overflow"
+        )
+    if abs(number) > _LARGEST_REWARD:
+        raise _Broken(
+            f"gave agent {agent!r} the {what} {number:g}; the sum of an episode's rewards must be "
+            f"a float, so each is at most {_LARGEST_REWARD:g}: scale them down"
         )
     return number
 
