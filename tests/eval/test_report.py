@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, DataError
 from ludic.eval import EpisodeResult, EvalReport, compare, report_table, reward_above
 from ludic.types import (
     AgentStep,
@@ -134,13 +135,54 @@ def test_a_task_key_goes_before_the_seed() -> None:
     assert EvalReport("r", results).pass_at(2).value == 1.0
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_intervals_count_tasks_and_not_their_samples(named: bool) -> None:
+    once = EvalReport("once", tuple(episode(s, s % 2 == 0) for s in range(10)))
+    often = EvalReport(
+        "often",
+        tuple(
+            episode(
+                100 * copy + s if named else s,
+                s % 2 == 0,
+                task_key=f"task {s}" if named else None,
+                episode_id=f"{s}-{copy}",
+            )
+            for s in range(10)
+            for copy in range(8)
+        ),
+    )
+    assert often.success.n == 80
+    for name in ("success", "reward"):
+        few, many = getattr(once, name), getattr(often, name)
+        assert (many.low, many.high) == pytest.approx((few.low, few.high))
+    worse = EvalReport("worse", tuple(replace(e, success=False) for e in often.episodes))
+    assert compare(often, worse)["success"].p_value == pytest.approx(1 / 32)  # of five tasks
+
+
+def test_both_seats_of_a_game_that_one_of_them_wins_are_no_coin_flips() -> None:
+    both = (
+        episode(seed, (seat == "X") == (seed % 2 == 0), agent_id=seat, episode_id=f"e{seed}")
+        for seed in range(30)
+        for seat in "XO"
+    )
+    report = EvalReport("game", tuple(both))
+    assert (report.success.low, report.success.high) == pytest.approx((0.5, 0.5))
+    assert report.by_role()["X"].success.low < 0.4
+
+
+def test_rewards_that_are_too_large_to_average_are_named() -> None:
+    report = EvalReport("r", (episode(0, reward=1e308), episode(1, reward=1e308)))
+    with pytest.raises(DataError, match=r"1e\+308 cannot be averaged"):
+        report.reward  # noqa: B018
+
+
 def test_a_comparison_pairs_by_seed_whatever_the_order() -> None:
     a = EvalReport("a", tuple(episode(s) for s in range(8)))
     b = EvalReport("b", tuple(episode(s, s > 1) for s in reversed(range(8))))
     found = compare(a, b)
     assert found["success"].difference.value == pytest.approx(0.75)
-    # Six pairs differ, all one way: 2 of 64 sign patterns are as extreme.
-    assert found["success"].p_value == pytest.approx(2 / 64)
+    # Six pairs differ, all one way: 2 of 64 sign patterns are as extreme, and count half.
+    assert found["success"].p_value == pytest.approx(1 / 64)
     assert found["reward"].difference.value == pytest.approx(0.75)
     mirrored = compare(b, a)
     assert mirrored["success"].difference.value == pytest.approx(-0.75)

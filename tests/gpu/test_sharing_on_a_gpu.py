@@ -13,10 +13,11 @@ from ludic.precision import Precision, float32_products, weights_dtype
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
 from ludic.training.update.attention import packed_attention
+from ludic.training.update.checks import check_packing
 from ludic.training.update.dense_attention import SequenceLengths, in_buckets, one_by_one
 from ludic.training.update.layout import lay_out
 from ludic.training.update.packing import pack
-from ludic.training.update.policy import Policy, check_packing
+from ludic.training.update.policy import Policy
 from ludic.training.update.sharing import SharedKeys
 from tools.families import SMALL, tiny
 
@@ -61,7 +62,7 @@ def test_the_packed_kernel_takes_queries_as_the_last_tokens_of_their_sequence(wi
         out = packed_attention(
             torch.nn.Identity(),
             *leaves,
-            kind=kind,
+            ludic_kind=kind,
             cu_seq_lens_q=bounds(OWN),
             cu_seq_lens_k=bounds(WHOLE),
             max_length_q=max(OWN),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import fsum
+from math import fsum, isfinite
 from statistics import fmean
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, DataError
 from ludic.eval.headline import Headline, headline_of
 from ludic.eval.statistics import (
     Estimate,
@@ -66,13 +66,18 @@ class EpisodeResult:
     @staticmethod
     def of(rollout: Rollout, success: Success | None) -> EpisodeResult:
         """Reads a rollout. A failed episode is never a success, whatever its rewards."""
-        steps = rollout.env_steps
+        steps, reward = rollout.env_steps, rollout.total_reward
+        if not isfinite(reward):
+            raise DataError(
+                f"rollout {rollout.id!r}: its rewards add up to {reward}: they must be finite, and "
+                "so must their sum; look at the environment's"
+            )
         outcome = steps[-1].info.get("result") if steps else None
         reason = rollout.truncation_reason
         return EpisodeResult(
             env_seed=rollout.env_seed,
             task_key=rollout.task_key,
-            reward=rollout.total_reward,
+            reward=reward,
             success=None if success is None else rollout.error is None and success(rollout),
             outcome=str(outcome) if outcome is not None else None,
             turns=len({step.turn_index for step in rollout.agent_steps}),
@@ -94,8 +99,8 @@ class EvalReport:
     """The results of one evaluation, one per agent and episode.
 
     Every rate has all episodes in its denominator: those that failed to parse, were cut, or
-    raised are counted as what they are. An episode counts once, as the mean over its agents, so
-    that intervals and tests see as many observations as there were episodes.
+    raised are counted as what they are. An episode counts once, as the mean over its agents.
+    Intervals and tests see as many observations as there were tasks: samples of one task are alike.
 
     `outcomes` are the endings that the run names, the one that counts first; `success_is` says what
     success is, where the run or the caller decided that by something else.
@@ -150,11 +155,15 @@ class EvalReport:
 
     def per_episode(self, value: Callable[[EpisodeResult], float]) -> list[float]:
         """Returns `value` for each episode, as the mean over its agents."""
-        return [fmean(map(value, results)) for results in self.by_episode()]
+        return [_mean(value, results) for results in self.by_episode()]
+
+    def tasks(self) -> list[Hashable]:
+        """Returns the task of each episode: its `task_key`, else its seed, else the episode."""
+        return [_task(results[0], index) for index, results in enumerate(self.by_episode())]
 
     @property
     def reward(self) -> Estimate:
-        return mean(self.per_episode(lambda e: e.reward))
+        return mean(self.per_episode(lambda e: e.reward), tasks=self.tasks())
 
     @property
     def success(self) -> Estimate:
@@ -165,7 +174,7 @@ class EvalReport:
     def rate(self, holds: Callable[[EpisodeResult], bool]) -> Estimate:
         """Returns the share of episodes for which `holds`, with its interval."""
         shares = self.per_episode(lambda e: float(bool(holds(e))))
-        return proportion(fsum(shares), len(shares))
+        return mean(shares, tasks=self.tasks(), bounds=(0.0, 1.0))
 
     def outcome(self, name: str) -> Estimate:
         """Returns the share of episodes that ended with the environment's outcome `name`."""
@@ -202,7 +211,8 @@ class EvalReport:
                     "the number of samples per task"
                 )
         return mean(
-            [fmean(pass_at_k(len(w), sum(w), k) for w in a.values()) for a in tasks.values()]
+            [fmean(pass_at_k(len(w), sum(w), k) for w in a.values()) for a in tasks.values()],
+            bounds=(0.0, 1.0),
         )
 
     def _check_success(self, what: str) -> None:
@@ -221,7 +231,8 @@ class EvalReport:
         flat = {lead.key: lead.of(self).value, "reward": self.reward.value}
         flat["episodes"] = float(len(self.by_episode()))
         flat |= {name: estimate.value for name, estimate in self.rates().items()}
-        flat["accuracy"] = flat["success"]  # by the name that other libraries have for it
+        if "success" in flat:
+            flat["accuracy"] = flat["success"]  # by the name that other libraries have for it
         found = {prefix + name: value for name, value in flat.items()}
         for role, report in self.roles().items():
             found |= report.metrics(f"{prefix}{role}/")
@@ -256,6 +267,18 @@ class EvalReport:
         episodes = tuple(EpisodeResult(**e) for e in data["episodes"])
         outcomes, success_is = tuple(data.get("outcomes", ())), data.get("success_is")
         return EvalReport(data["name"], episodes, outcomes, success_is)
+
+
+def _task(result: EpisodeResult, index: int) -> Hashable:
+    """What the result is a sample of."""
+    if result.task_key is not None:
+        return result.task_key
+    return ("episode", index) if result.env_seed is None else ("seed", result.env_seed)
+
+
+def _mean(value: Callable[[EpisodeResult], float], results: Sequence[EpisodeResult]) -> float:
+    """The mean over an episode's agents; of rewards near the largest float, too."""
+    return fsum(value(result) / len(results) for result in results)
 
 
 def compare(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
@@ -294,10 +317,11 @@ def _compare(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
             "have no partner): run both with the same evaluation seed and number of episodes"
         )
     keys = sorted(left, key=str)
+    tasks = [_task(left[key][0], index) for index, key in enumerate(keys)]
 
     def paired(value: Callable[[EpisodeResult], float]) -> PairedComparison:
-        a, b = ([fmean(map(value, side[key])) for key in keys] for side in (left, right))
-        return compare_paired(a, b)
+        a, b = ([_mean(value, side[key]) for key in keys] for side in (left, right))
+        return compare_paired(a, b, tasks=tasks)
 
     lead = headline_of([a, b])
     found = {lead.key: paired(lead.value)}

@@ -4,7 +4,6 @@ environment."""
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -162,10 +161,10 @@ async def take_turn(agent: Agent, track: AgentTrack) -> ActResult:
     of the text can be stored, as the text could."""
     try:
         act = await agent.act()
-        if not math.isfinite(act.parse.reward):
+        if not abs(act.parse.reward) <= 1e300:  # rewards are added up
             raise AgentError(
                 f"the parser of agent {track.agent_id!r} gave the reward {act.parse.reward!r}: it "
-                "must be a finite number"
+                "must be a finite number, and far from the largest"
             )
         parse = act.parse
         action, feedback = _cleaned(parse.action), _cleaned(parse.obs)

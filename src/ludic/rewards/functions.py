@@ -194,7 +194,14 @@ class RewardSum:
             for function, value in zip(self._functions, values, strict=True)
             if isinstance(function, AnswerCheck)
         ]
-        return Score(math.fsum(components.values()), components, all(checks) if checks else None)
+        try:
+            total = math.fsum(components.values())
+        except OverflowError:
+            raise EnvError(
+                f"the reward functions' values add up to more than a float holds: {components}; "
+                "scale them down"
+            ) from None
+        return Score(total, components, all(checks) if checks else None)
 
 
 async def _wait(value: Any) -> Any:

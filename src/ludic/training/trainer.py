@@ -35,9 +35,10 @@ from ludic.training.metrics.stats import StatBuffer, batch_metrics, over_steps
 from ludic.training.metrics.workload import Workload
 from ludic.training.stateful import Commits, KeepsRecord
 from ludic.training.types import BatchSource, Evaluates, Stateful, WorksAhead
+from ludic.training.update.checks import check_packing, check_split
 from ludic.training.update.optimizer import MasterAdamW, clipped
 from ludic.training.update.passes import Passes, mean_kl, mini_batches, pick, score_batch
-from ludic.training.update.policy import Policy, attention_cost, check_packing, check_split
+from ludic.training.update.policy import Policy, attention_cost
 from ludic.training.update.schedule import curve, describe_change, learning_rate
 from ludic.training.update.score_record import ScoreRecord
 from ludic.workers.deadlines import bounded

@@ -320,13 +320,18 @@ class TestContract:
     def test_a_reward_comes_through_as_it_was_or_not_at_all(self, reward: float) -> None:
         async def run() -> None:
             runner = await after_reset(AnyEnv(steps=[{"a": StepOutcome("", reward)}]))
-            if np.isfinite(reward):
+            if abs(reward) <= 1e300:
                 assert (await runner.step({"a": "x"}))["a"].reward == reward
             else:
                 with pytest.raises(EnvError):
                     await runner.step({"a": "x"})
 
         asyncio.run(run())
+
+    async def test_a_reward_that_two_of_would_be_infinite_is_refused(self) -> None:
+        runner = await after_reset(AnyEnv(steps=[{"a": StepOutcome("", 1e308)}]))
+        with pytest.raises(EnvError, match=r"the reward 1e\+308; the sum .* scale them down"):
+            await runner.step({"a": "x"})
 
     async def test_everybody_hears_their_own_ending(self) -> None:
         lost = dataclasses.replace(OVER, reward=-1.0)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ludic.errors import BatchError, DeadlineError, NotTrainableError, UnknownNameError
+from ludic.errors import BatchError, ConfigError, DeadlineError, NotTrainableError, UnknownNameError
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
+from ludic.training import Trainer, TrainerConfig, make_reinforce
 from ludic.training.batching.scoring import (
     ClientScores,
     LocalScores,
@@ -23,7 +25,14 @@ from ludic.training.batching.scoring import (
     RoutedScores,
     TeacherScorer,
 )
+from ludic.training.update import checks
 from ludic.types import ChatResponse, FinishReason
+from tools.families import tiny
+
+
+class Silent:
+    async def next_batch(self) -> SAWBatch:
+        raise StopAsyncIteration
 
 
 def make_item(length: int, seed: int, **changes: Any) -> SAWItem:
@@ -65,6 +74,67 @@ async def test_a_local_model_scores_like_a_plain_forward_pass_at_each_items_temp
     scores = await LocalScores(tiny_model(), micro_token_budget=20).logprobs(items)
     for item, found in zip(items, scores, strict=True):
         assert found.tolist() == pytest.approx(plain_scores(tiny_model(), item), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["phi3 with longrope", "llama with dynamic rope"])
+async def test_rows_past_a_threshold_leave_the_scores_of_the_others_alone(name: str) -> None:
+    model = tiny(name)
+    items = [
+        replace(item, input_ids=item.input_ids % 96)
+        for item in (make_item(n, n) for n in (11, 30, 7, 21, 12))
+    ]
+    scores = await LocalScores(model).logprobs(items)
+    for item, found in zip(items, scores, strict=True):
+        assert found.tolist() == pytest.approx(plain_scores(tiny(name), item), abs=1e-4)
+
+
+async def test_packing_is_tried_at_the_length_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    real = checks.check_packing
+
+    def noting(policy: Any, device: torch.device, longest: int) -> None:
+        tried.append(longest)
+        real(policy, device, longest)
+
+    monkeypatch.setattr(checks, "check_packing", noting)
+    scores = LocalScores(tiny_model())
+    for length in (5, 2049, 3000, 9):
+        await scores.logprobs([make_item(length, length)])
+    assert tried == [2048, 4096]
+
+
+@pytest.mark.parametrize("packs", [True, False])
+async def test_a_reference_that_is_the_base_of_the_trained_model_stays_right(
+    tmp_path: Path, packs: bool
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(target_modules=["q_proj"], lora_dropout=0.5, init_lora_weights=False)
+    model = get_peft_model(tiny_model(), adapter).train()
+    reference = LocalScores(model, without_adapter=True)
+    trainer = Trainer(
+        model=model,
+        algo=make_reinforce(),
+        batch_source=Silent(),
+        cfg=TrainerConfig(run_dir=tmp_path),
+    )
+    if not packs:
+        trainer.policy.one_at_a_time("a test")
+    items = [make_item(n, n) for n in (5, 12, 9)]
+    for item, found in zip(items, await reference.logprobs(items), strict=True):
+        assert found.tolist() == pytest.approx(plain_scores(tiny_model(), item), abs=1e-4)
+    trainer.close()
+
+
+async def test_a_model_that_drops_units_does_not_score() -> None:
+    model = tiny_model()
+    scores = LocalScores(model)
+    model.model.layers[0].mlp.drop = torch.nn.Dropout(0.1)
+    model.train()
+    with pytest.raises(ConfigError, match=r"mlp.drop \(p=0.1\): its scores would be random"):
+        await scores.logprobs([make_item(5, 5)])
+    model.eval()
+    await scores.logprobs([make_item(5, 5)])
 
 
 async def test_a_client_scores_as_the_local_model_does() -> None:

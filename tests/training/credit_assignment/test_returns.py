@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -90,6 +91,13 @@ def test_a_turn_without_a_call_counts_to_the_turn_before_or_to_the_first() -> No
 def test_a_reward_heard_without_acting_must_be_finite() -> None:
     with pytest.raises(CreditError, match="'a', turn 0: the reward is nan"):
         rollout_return(make_rollout("a", [], heard=[math.nan]))
+
+
+@pytest.mark.parametrize("credit", [EpisodicReturn(), MonteCarloReturn()])
+def test_rewards_that_add_up_to_more_than_a_float_are_named(credit: Any) -> None:
+    rollout = make_rollout("a", [1e308, 1e308])
+    with pytest.raises(CreditError, match=r"'a': its 2 rewards, up to 1e\+308, .* scale"):
+        credit.compute([rollout])
 
 
 @given(rewards=rewards)

@@ -31,7 +31,7 @@ from ludic.training import (
     TokenKLLoss,
     TokenMean,
 )
-from ludic.training.losses.aggregation import Aggregation
+from ludic.training.losses.aggregation import Aggregation, token_mean
 from ludic.training.losses.composite import with_entropy
 from ludic.training.losses.kl import with_kl
 from ludic.training.losses.policy_ratio import check_bounds, check_clip
@@ -255,6 +255,25 @@ def test_a_composite_loss_is_the_weighted_sum_of_its_terms(tokens: list[Token]) 
     assert policy.entropy is not None
     (slope,) = torch.autograd.grad(value, policy.entropy)
     assert slope.tolist() == pytest.approx([-0.1 / len(tokens)] * len(tokens))
+
+
+@given(tokens=token_lists(), coefficient=st.sampled_from([-3.0, 0.0, 0.5, 2.5, 40.0]))
+@settings(max_examples=20)
+def test_a_coefficient_of_any_size_scales_its_term(tokens: list[Token], coefficient: float) -> None:
+    surrogate = TokenClippedSurrogateLoss()
+    policy, batch = loss_inputs(tokens)
+    share = surrogate.compute(policy, batch)[0].item()
+    for whole in (
+        CompositeLoss((coefficient, surrogate)),
+        with_entropy(CompositeLoss((coefficient, surrogate)), 1e-12, token_mean),
+    ):
+        value, stats = whole.compute(policy, batch)
+        assert value.item() == pytest.approx(coefficient * share, abs=1e-9)
+        # The term's own share is logged, whatever its coefficient.
+        assert stats["loss_TokenClippedSurrogateLoss"].total.item() == pytest.approx(share)
+    whole = with_entropy(surrogate, 7.0, token_mean)
+    entropy = sum(t.entropy for t in tokens) / len(tokens)
+    assert whole.compute(policy, batch)[0].item() == pytest.approx(share - 7 * entropy)
 
 
 def test_a_composite_asks_for_what_any_of_its_terms_needs() -> None:

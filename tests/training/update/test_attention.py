@@ -48,7 +48,7 @@ def test_on_a_gpu_the_packed_kernel_is_for_the_types_that_it_computes_in(
         query,
         query,
         query,
-        kind="auto",
+        ludic_kind="auto",
         cu_seq_lens_q=torch.tensor([0, 3]),
         max_length_q=3,
     )
@@ -63,7 +63,7 @@ def test_a_kernel_that_does_not_compute_in_the_models_type_is_refused() -> None:
             query,
             query,
             query,
-            kind="varlen",
+            ludic_kind="varlen",
             cu_seq_lens_q=torch.tensor([0, 3]),
             max_length_q=3,
         )
@@ -77,7 +77,7 @@ def test_under_autocast_attention_is_in_its_type_whatever_the_rotary_embedding_l
             query,
             query,
             query.bfloat16(),
-            kind="auto",
+            ludic_kind="auto",
             cu_seq_lens_q=torch.tensor([0, 2, 5]),
             max_length_q=3,
         )

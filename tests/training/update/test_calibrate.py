@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.errors import ConfigError, OutOfMemoryError
 from ludic.inference.tiny import tiny_model
+from ludic.sharding.world import World
 from ludic.training.algorithms.reinforce import ReinforceLoss
+from ludic.training.config import TrainerConfig
 from ludic.training.update.calibrate import (
     ROUND,
     calibrate,
+    foretold,
     largest_that_fits,
     synthetic_batch,
     trainer_limit,
+    update_fits,
 )
+from ludic.training.update.optimizer import MasterAdamW
+from ludic.training.update.passes import Passes
+from ludic.training.update.planning import Cost
+from ludic.training.update.policy import Policy
 
 
 @given(
@@ -67,3 +81,47 @@ def test_what_others_take_is_not_the_trainers() -> None:
     assert trainer_limit(1000, 0.1, 300) == 600
     with pytest.raises(OutOfMemoryError, match=r"sampling alone takes.*inference.slots"):
         trainer_limit(1000, 0.1, 900)
+
+
+def test_a_step_that_runs_out_of_memory_is_a_try_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, loss = tiny_model(), ReinforceLoss()
+    cfg = TrainerConfig(micro_token_budget=64, max_seq_len=32)
+    passes = Passes(Policy(model), loss, cfg, World(device=torch.device("cpu")), Cost())
+    optimizer = MasterAdamW(model.named_parameters(), cfg)
+    batch = synthetic_batch(64, 32, 0.5, 200)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def half_a_step() -> None:
+        first = next(iter(optimizer.masters.values()))
+        optimizer._adam.state[first]["step"] = torch.tensor(1.0)  # and no room for its moments
+        raise torch.OutOfMemoryError("no memory for moments")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer._adam, "step", half_a_step)
+        assert not update_fits(passes, batch, optimizer)
+    assert not optimizer.gradients()
+    assert update_fits(passes, batch, optimizer)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+@pytest.mark.timeout(180)
+def test_ranks_that_see_other_peaks_find_the_same_budget(tmp_path: Path) -> None:
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.training.update.calibrating_rank", tmp_path, str(rank)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    found = [worker.communicate(timeout=150)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0]
+    first, second = (json.loads(line) for line in found)
+    assert first == second
+    assert first["budget"] == 20_224  # rank 1's memory ends there
+
+
+def test_the_memory_of_a_try_is_foretold_by_those_before() -> None:
+    assert foretold({1000: 50, 3000: 150, 2000: 100}, 10_000) == 500

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from ludic.inference.tiny import tiny_model
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
+from ludic.training.update import graphed as graphed_module
 from ludic.training.update.graphed import PassGraphs, Sizes, pad
 from ludic.training.update.layout import lay_out
 from ludic.training.update.packing import MicroBatch, pack
@@ -98,6 +100,130 @@ def test_passes_on_fixed_buffers_add_the_same_gradients_micro_batch_by_micro_bat
         weighted(scored.logprobs, scored.entropy).backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(gradients(policy), expected, rtol=1e-9, atol=1e-12)
     assert len(graphs.passes) < len(micros), "sizes that are alike share a graph"
+
+
+def test_a_loss_without_entropy_gets_nothing_of_the_entropy_gradient_before_it() -> None:
+    policy = double_policy()
+    micro = packed((20, 33), share=True)
+    policy.score(micro, entropy=True).logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    expected = gradients(policy)
+    graphed(policy)
+    for with_entropy in (True, False):
+        policy.zero_grad()
+        scored = policy.score(micro, entropy=True)
+        loss = scored.logprobs.sum()
+        if with_entropy:
+            assert scored.entropy is not None
+            loss = loss + 3 * scored.entropy.sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(gradients(policy), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_loss_of_entropies_alone_gets_nothing_of_the_log_probs_gradient_before_it() -> None:
+    policy = double_policy()
+    micro = packed((20, 33), share=True)
+    plain = policy.score(micro, entropy=True).entropy
+    assert plain is not None
+    plain.sum().backward()  # type: ignore[no-untyped-call]
+    expected = gradients(policy)
+    graphed(policy)
+    policy.zero_grad()
+    policy.score(micro, entropy=True).logprobs.sum().backward()  # type: ignore[no-untyped-call]
+    policy.zero_grad()
+    entropies = policy.score(micro, entropy=True).entropy
+    assert entropies is not None
+    entropies.sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(gradients(policy), expected, rtol=1e-9, atol=1e-12)
+
+
+class Replayed:
+    """A graph's stand-in on a CPU: runs what was captured."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work, self.replays = work, 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.work()
+
+
+def capturing(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> tuple[PassGraphs, list[bool]]:
+    """Passes whose first captures fail; every attempt says whether it did not."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None, raising=False)
+    monkeypatch.setattr(graphed_module, "_PAUSE", 3)
+    graphs = PassGraphs(policy._logprobs_and_entropies, policy.model, 2, capture=True)
+    monkeypatch.setattr(graphs, "allocated", lambda: 100)
+    monkeypatch.setattr(graphs, "peak", lambda: 100)
+    monkeypatch.setattr(graphs, "free_memory", lambda: 2**40)
+    policy.graphs = graphs
+    attempts: list[bool] = []
+
+    def captured(self: Any) -> Any:
+        attempts.append(len(attempts) >= failures)
+        if not attempts[-1]:
+            raise RuntimeError("the stream was busy")
+        return Replayed(self._forward), Replayed(self._backward)
+
+    monkeypatch.setattr(graphed_module._Pass, "_captured", captured)
+    # A CPU's attention asks for every length.
+    monkeypatch.setattr(graphed_module._Pass, "_fixed", lambda self, padded: padded)
+    return graphs, attempts
+
+
+def run(policy: Policy, micro: MicroBatch) -> None:
+    policy.zero_grad()
+    scored = policy.score(micro, entropy=True)
+    weighted(scored.logprobs, scored.entropy).backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_capture_that_failed_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, micro = double_policy(), packed((20, 33), share=True)
+    run(policy, micro)
+    expected = gradients(policy)
+    graphs, attempts = capturing(policy, monkeypatch, failures=2)
+    counts = []
+    for _ in range(14):
+        run(policy, micro)
+        torch.testing.assert_close(gradients(policy), expected, rtol=1e-9, atol=1e-12)
+        counts.append(len(attempts))
+    # Launched first, then tried: after three passes again, after six more once more.
+    assert counts == [0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 3, 3]
+    assert attempts == [False, False, True]
+    (known,) = graphs.passes.values()
+    assert known.graphs is not None
+    assert graphs._failures == 0
+
+
+def test_captures_that_always_fail_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, micro = double_policy(), packed((20, 33), share=True)
+    graphs, attempts = capturing(policy, monkeypatch, failures=99)
+    for _ in range(30):
+        run(policy, micro)
+    assert attempts == [False] * 3
+    assert not graphs.passes
+    assert "cannot be captured" in caplog.text
+
+
+def test_a_capture_has_to_fit_beside_what_the_launched_pass_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy, micro = double_policy(), packed((20, 33), share=True)
+    graphs, attempts = capturing(policy, monkeypatch, failures=0)
+    monkeypatch.setattr(graphs, "peak", lambda: 100 + 2**33)
+    monkeypatch.setattr(graphs, "free_memory", lambda: 2**33)
+    run(policy, micro)
+    # As the trainer does after a step, with nothing in use beside what stays.
+    monkeypatch.setattr(graphs, "peak", lambda: 100)
+    run(policy, micro)
+    assert attempts == []
+    monkeypatch.setattr(graphs, "free_memory", lambda: 2**34)
+    for _ in range(4):
+        run(policy, micro)
+    assert attempts == [True]
 
 
 def test_a_backward_pass_whose_memory_was_taken_by_another_pass_raises() -> None:

@@ -294,6 +294,12 @@ def test_bad_samples_are_named() -> None:
     for changes, said in cases:
         with pytest.raises(BatchError, match=said):
             lay_out(bad(item, **changes))
+    for name in ("behavior_logprobs", "reference_logprobs", "teacher_logprobs"):
+        rounded = np.full(count, 1e-6, np.float32)
+        lay_out(bad(item, attachments=replace(item.attachments, **{name: rounded})))
+        rounded[-1] = 3.0
+        with pytest.raises(BatchError, match=rf"{name} of action token {count - 1} is 3.0, above"):
+            lay_out(bad(item, attachments=replace(item.attachments, **{name: rounded})))
     endless = replace(item.attachments, token_weights=np.full(count, np.inf, np.float32))
     with pytest.raises(CreditError, match="weight of action token 0 is inf"):
         lay_out(bad(item, attachments=endless))
@@ -346,9 +352,9 @@ def test_versions_that_only_some_samples_have_are_unknown_for_the_others() -> No
 
 def test_rows_that_cannot_pack_get_a_micro_batch_each() -> None:
     layout = lay_out(synthetic_batch(3, 5))
-    (plan,) = plan_micro_batches(layout, micro_token_budget=1000, packs=False)
+    (plan,) = plan_micro_batches(layout, micro_token_budget=1000, longest_packed=0)
     assert sorted(plan) == [(i,) for i in range(5)]
-    ranks = plan_micro_batches(layout, micro_token_budget=1000, packs=False, world_size=2)
+    ranks = plan_micro_batches(layout, micro_token_budget=1000, longest_packed=0, world_size=2)
     assert [len(rank) for rank in ranks] == [3, 3]
     assert sorted(m for rank in ranks for m in rank if m) == [(i,) for i in range(5)]
 
@@ -357,9 +363,9 @@ def test_rows_that_ranks_would_have_to_run_in_different_numbers_are_refused() ->
     items = synthetic_batch(3, 2).items
     forked = [replace(item, rollout_id="r", group_id="g") for item in items]
     layout = lay_out(make_batch(forked))
-    (plan,) = plan_micro_batches(layout, micro_token_budget=1000, scope="rollout", packs=False)
+    (plan,) = plan_micro_batches(layout, micro_token_budget=1000, scope="rollout", longest_packed=0)
     assert plan == [(0, 1)]
     with pytest.raises(BatchError, match=r"rollout 'r'.*cannot pack rows.*train on one rank"):
         plan_micro_batches(
-            layout, micro_token_budget=1000, scope="rollout", packs=False, world_size=2
+            layout, micro_token_budget=1000, scope="rollout", longest_packed=0, world_size=2
         )

@@ -68,9 +68,9 @@ def test_rows_that_fill_micro_batches_to_the_last_token_need_no_more() -> None:
 
 def test_no_rank_always_gets_the_longest_rows() -> None:
     layout = of_lengths(8, 7, 6, 5, 4, 3)
-    plan = plan_micro_batches(layout, micro_token_budget=8, world_size=2, packs=False)
+    plan = plan_micro_batches(layout, micro_token_budget=8, world_size=2, longest_packed=0)
     assert lengths_of(layout, plan) == [[[8], [5], [4]], [[7], [6], [3]]]
-    plan = plan_micro_batches(layout, micro_token_budget=8, world_size=3, packs=False)
+    plan = plan_micro_batches(layout, micro_token_budget=8, world_size=3, longest_packed=0)
     assert lengths_of(layout, plan) == [[[8], [3]], [[7], [4]], [[6], [5]]]
 
 
@@ -101,8 +101,10 @@ def test_the_work_of_rows_counts_what_they_share_once() -> None:
 def test_what_rows_share_makes_room_only_where_they_may_share_it() -> None:
     layout = begun_alike(16, [4, 4, 4, 4])
     size = workload(layout, range(4), Cost(), shares=True).size
-    for shares, packs, micro_batches in ((True, True, 1), (False, True, 4), (True, False, 4)):
-        (plan,) = plan_micro_batches(layout, micro_token_budget=size, packs=packs, shares=shares)
+    for shares, longest, micro_batches in ((True, 999, 1), (False, 999, 4), (True, 0, 4)):
+        (plan,) = plan_micro_batches(
+            layout, micro_token_budget=size, longest_packed=longest, shares=shares
+        )
         assert len(plan) == micro_batches
     (plan,) = plan_micro_batches(layout, micro_token_budget=size)
     assert len(plan) == 4
@@ -121,7 +123,7 @@ def test_rows_over_the_budget_are_told_from_rows_that_just_fit(
     for world in (1, 2):
         plan = plan_micro_batches(forked, micro_token_budget=24, scope="rollout", world_size=world)
         assert [m for rank in plan for m in rank if m] == [(0, 1)]
-    plan_micro_batches(forked, micro_token_budget=24, scope="rollout", packs=False)
+    plan_micro_batches(forked, micro_token_budget=24, scope="rollout", longest_packed=0)
     assert caplog.messages == []
     for world in (1, 2):
         caplog.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,22 +13,36 @@ import torch
 from ludic.errors import ConfigError
 from ludic.inference.tiny import tiny_model
 from ludic.saw.batch import make_batch
-from ludic.saw.items import SAWItem
+from ludic.saw.items import SAWBatch, SAWItem
+from ludic.sharding.model_parts import config_facts
+from ludic.sharding.world import World
+from ludic.training import Trainer, TrainerConfig, make_reinforce
+from ludic.training.types import Scope
+from ludic.training.update import attention as attention_module
 from ludic.training.update import policy as policy_module
+from ludic.training.update.checks import check_packing, check_split
 from ludic.training.update.layout import lay_out
 from ludic.training.update.logprobs import LogitRule
 from ludic.training.update.packing import pack
+from ludic.training.update.passes import score_layout
+from ludic.training.update.planning import plan_micro_batches
 from ludic.training.update.policy import (
     Policy,
     attention_cost,
-    check_packing,
-    check_split,
     logit_rule,
 )
 from tests.training.synthetic import synthetic_batch
 from tools.families import tiny
 
 CPU = torch.device("cpu")
+
+
+class Again:
+    def __init__(self, batch: SAWBatch) -> None:
+        self.batch = batch
+
+    async def next_batch(self) -> SAWBatch:
+        return self.batch
 
 
 @pytest.mark.parametrize(
@@ -36,6 +52,9 @@ CPU = torch.device("cpu")
         ("cohere", {"logit_scale": 0.25}, LogitRule(0.25, None)),
         ("granite", {"logits_scaling": 4.0}, LogitRule(0.25, None)),
         ("gemma2", {"final_logit_softcapping": 2.0}, LogitRule(1.0, 2.0)),
+        ("recurrent_gemma", {"logits_soft_cap": 2.0}, LogitRule(1.0, 2.0)),
+        ("hyperclovax", {"logits_scaling": 4.0}, LogitRule(4.0, None)),
+        ("mpt", {"logit_scale": 4.0}, LogitRule(1.0, None)),
     ],
 )
 def test_what_a_family_does_to_its_logits_is_done_to_the_policys(
@@ -46,7 +65,7 @@ def test_what_a_family_does_to_its_logits_is_done_to_the_policys(
         setattr(model.config, key, value)
         if hasattr(model, key):
             setattr(model, key, value)
-    assert logit_rule(model) == rule
+    assert logit_rule(config_facts(model)) == rule
     ids = np.arange(3, 13)
     with torch.no_grad():
         own = model(torch.from_numpy(ids)[None]).logits[0]
@@ -75,6 +94,167 @@ def test_a_model_that_does_more_to_its_logits_is_refused() -> None:
     model.forward = shifted
     with pytest.raises(ConfigError, match=r"differs from the model's own logits"):
         check_split(model, CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("recurrent_gemma", torch.float32),
+        ("recurrent_gemma", torch.bfloat16),
+        ("gemma2", torch.bfloat16),
+        ("xlstm", torch.float32),
+    ],
+)
+def test_a_soft_cap_that_is_not_known_is_seen_however_small_the_logits(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    model = tiny(name).to(dtype)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(0.01)  # type: ignore[operator]
+    check_split(model, CPU)
+    monkeypatch.setattr(policy_module, "_SOFT_CAPS", ())
+    with pytest.raises(ConfigError, match=r"something to the head's logits"):
+        check_split(model, CPU)
+
+
+def test_the_split_is_as_exact_as_the_models_type() -> None:
+    model = tiny_model()
+    own = model.forward
+
+    def nearly(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        output.logits = output.logits * (1 + 1e-4)
+        return output
+
+    model.forward = nearly
+    with pytest.raises(ConfigError, match=r"differs from the model's own logits"):
+        check_split(model, CPU)
+
+
+def with_dropout(where: str) -> Any:
+    """A model in training mode that drops units: in a layer, in attention, or in an adapter."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model()
+    if where == "adapter":
+        adapter = LoraConfig(target_modules=["q_proj"], lora_dropout=0.5, init_lora_weights=False)
+        return get_peft_model(model, adapter).train()
+    if where == "attention":
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+    else:
+        model.model.layers[0].mlp.act_fn = torch.nn.Sequential(
+            model.model.layers[0].mlp.act_fn, torch.nn.Dropout(0.5)
+        )
+    return model.train()
+
+
+@pytest.mark.parametrize("first", ["train", "eval"])
+@pytest.mark.parametrize("where", ["layer", "attention", "adapter"])
+def test_active_dropout_is_trained_with_whenever_it_was_turned_on(
+    tmp_path: Path, where: str, first: str
+) -> None:
+    model = with_dropout(where)
+    model.train(first == "train")
+    before = [m.training for m in model.modules()]
+    trainer = Trainer(
+        model=model,
+        algo=make_reinforce(),
+        batch_source=Again(synthetic_batch(0, 4)),
+        cfg=TrainerConfig(run_dir=tmp_path),
+    )
+    assert [m.training for m in model.modules()] == before
+    assert trainer.policy.packs
+    model.train()
+    assert trainer.policy.longest_packed == (sys.maxsize if where == "adapter" else 0)
+    assert not trainer.policy.shares
+    micro = pack(lay_out(synthetic_batch(0, 2)), range(2))
+    with torch.no_grad():
+        drawn = [trainer.policy.score(micro).logprobs for _ in range(2)]
+        assert not torch.equal(*drawn)
+        model.eval()
+        assert trainer.policy.longest_packed == sys.maxsize
+        assert torch.equal(*(trainer.policy.score(micro).logprobs for _ in range(2)))
+    model.train()
+    trainer.train_sync(1)
+    trainer.close()
+    assert trainer.nonfinite_steps == 0
+
+
+@pytest.mark.parametrize("name", ["phi3 with longrope", "llama with dynamic rope"])
+@pytest.mark.parametrize("scope", ["token", "rollout"])
+def test_rows_above_a_threshold_run_alone_and_the_others_packed(name: str, scope: Scope) -> None:
+    model: Any = tiny(name).double()
+    rng = np.random.default_rng(0)
+    start = rng.integers(3, 96, 10)
+    items = []
+    for length in (9, 21, 11, 17, 12, 16, 13, 12):
+        ids = np.concatenate([start, rng.integers(3, 96, 20)])[:length]
+        mask = np.array([0, *[1] * (length - 1)], np.int8)
+        items.append(SAWItem(ids, np.ones(length, np.int8), mask, 1.0, rollout_id="one"))
+    layout = lay_out(make_batch(items))
+    policy = Policy(model)
+    check_packing(policy, CPU)
+    (plan,) = plan_micro_batches(
+        layout,
+        micro_token_budget=64,
+        scope=scope,
+        longest_packed=policy.longest_packed,
+        shares=policy.shares,
+    )
+    if scope == "token":
+        assert all(len(m) == 1 for m in plan if any(len(items[i].input_ids) > 12 for i in m))
+        assert any(len(m) > 1 for m in plan)
+    found = score_layout(policy, layout, [(m, True) for m in plan], World(device=CPU))
+    for item, scores in zip(items, found, strict=True):
+        ids = torch.from_numpy(item.input_ids)
+        fresh: Any = tiny(name).double()
+        with torch.no_grad():
+            logits = fresh(ids[None]).logits[0, :-1].double()
+        own = logits.log_softmax(1).gather(1, ids[1:, None])[:, 0]
+        assert scores == pytest.approx(own.numpy(), abs=1e-5)
+
+
+def test_a_stretched_rotary_embedding_is_taken_back_for_every_kind_of_layer() -> None:
+    rotary = torch.nn.Module()
+    rotary.rope_type = {"full": "dynamic", "sliding": "default"}  # type: ignore[assignment]
+    rotary.original_max_seq_len, rotary.max_seq_len_cached = 8, 8  # type: ignore[assignment]
+    rotary.full_max_seq_len_cached = 99  # type: ignore[assignment]
+    for kind, value in (("full", 7.0), ("sliding", 3.0)):
+        rotary.register_buffer(f"{kind}_inv_freq", torch.tensor([value]))
+        setattr(rotary, f"{kind}_original_inv_freq", torch.tensor([1.0]))
+    policy_module.forget_longer_rows(rotary)
+    assert rotary.full_max_seq_len_cached == 8
+    assert (rotary.full_inv_freq, rotary.sliding_inv_freq) == (1.0, 3.0)
+
+
+def test_who_stops_packing_leaves_a_shared_model_to_who_still_packs() -> None:
+    model = tiny_model()
+    own = model.config._attn_implementation
+    micro = pack(lay_out(synthetic_batch(0, 3)), range(3))
+    scorer, trainer = Policy(model), Policy(model, attention="sdpa")
+    expected = scorer.score(micro).logprobs
+    trainer.one_at_a_time("a test")
+    torch.testing.assert_close(scorer.score(micro).logprobs, expected)
+    scorer.one_at_a_time("a test")
+    assert model.config._attn_implementation == own
+
+
+def test_each_user_of_a_shared_model_has_the_kernel_that_it_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used = []
+    real = attention_module.packed_attention
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        used.append(kwargs["ludic_kind"])
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(attention_module, "packed_attention", noting)
+    model = tiny_model()
+    first, _ = Policy(model, attention="sdpa"), Policy(model)
+    first.score(pack(lay_out(synthetic_batch(0, 2)), range(2)))
+    assert set(used) == {"sdpa"}
 
 
 def test_attention_costs_what_its_layers_and_width_say() -> None:

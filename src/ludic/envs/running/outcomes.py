@@ -87,7 +87,7 @@ def checked_outcomes(
 def _checked(agent: AgentID, outcome: StepOutcome) -> StepOutcome:
     obs, info = _told(agent, outcome.obs, outcome.info)
     changes: dict[str, Any] = {"obs": obs, "info": info}
-    if type(outcome.reward) is not float or not math.isfinite(outcome.reward):
+    if type(outcome.reward) is not float or not abs(outcome.reward) <= _LARGEST_REWARD:
         changes["reward"] = _number(agent, "reward", outcome.reward)
     for flag in ("terminated", "truncated"):
         value = getattr(outcome, flag)
@@ -114,10 +114,14 @@ def _checked(agent: AgentID, outcome: StepOutcome) -> StepOutcome:
                     f"gave agent {agent!r} a reward component named {part!r}, {_kind(part)}; name "
                     "it in text"
                 )
-            if type(value) is not float or not math.isfinite(value):
+            if type(value) is not float or not abs(value) <= _LARGEST_REWARD:
                 value = _number(agent, f"reward component {part!r}", value)
             parts[clean_text(part)] = value
     return changed(outcome, **changes)
+
+
+_LARGEST_REWARD = 1e300
+"""So that the rewards of no episode add up to infinity."""
 
 
 def _number(agent: AgentID, what: str, value: Any) -> float:
@@ -130,6 +134,11 @@ def _number(agent: AgentID, what: str, value: Any) -> float:
         raise _Broken(
             f"gave agent {agent!r} the {what} {number}; a reward must be finite: look for a "
             "division by zero or an overflow"
+        )
+    if abs(number) > _LARGEST_REWARD:
+        raise _Broken(
+            f"gave agent {agent!r} the {what} {number:g}; the sum of an episode's rewards must be "
+            f"a float, so each is at most {_LARGEST_REWARD:g}: scale them down"
         )
     return number
 

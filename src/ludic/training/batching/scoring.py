@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ludic.errors import BatchError, DeadlineError, NotTrainableError, UnknownNameError
+from ludic.errors import BatchError, ConfigError, DeadlineError, NotTrainableError, UnknownNameError
 from ludic.inference.client import ChatClient, TokenCompletionRequest
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
-from ludic.precision import Precision, check_precision
+from ludic.precision import Precision, check_precision, float32_products
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
 from ludic.training.algorithm import HasAlgorithm, RLAlgorithm
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Scores = list[NDArray[np.float32]]
+_USUAL_LENGTH = 2048
 
 
 class TokenScores(Protocol):
@@ -47,7 +48,7 @@ class LocalScores:
 
     `model` is a frozen causal LM. With `without_adapter` it is a PEFT model whose base is the
     reference: its adapter is off while it scores, so nobody may sample from it at the same time.
-    `precision` is as in `TrainerConfig`.
+    `precision` is as in `TrainerConfig`. A model that drops units is refused when it scores.
     """
 
     def __init__(
@@ -58,31 +59,49 @@ class LocalScores:
         without_adapter: bool = False,
         precision: Precision | None = None,
     ) -> None:
-        from ludic.training.update.policy import Policy, check_packing
+        from ludic.training.update.policy import Policy
 
         check_precision(precision, model, "LocalScores")
         self.policy = Policy(model, precision=precision)
-        check_packing(self.policy, next(model.parameters()).device)
-        self.micro_token_budget = micro_token_budget
+        self.micro_token_budget, self.without_adapter = micro_token_budget, without_adapter
+        self._checked = 0
         self._adapter_off: Callable[[], Any] = (
             model.disable_adapter if without_adapter else nullcontext  # type: ignore[assignment]
         )
+        self._check(_USUAL_LENGTH)
+
+    def _check(self, longest: int) -> None:
+        """Tries how rows of up to `longest` tokens pack, where longer ones are new."""
+        from ludic.training.update.checks import check_packing
+
+        if longest > self._checked:
+            self._checked = 1 << (longest - 1).bit_length()  # so that few lengths are tried
+            with float32_products(self.policy.precision), self._adapter_off():
+                check_packing(self.policy, next(self.policy.parameters()).device, self._checked)
 
     async def logprobs(self, items: Sequence[SAWItem]) -> Scores:
         return await asyncio.to_thread(self._score, items)
 
     def _score(self, items: Sequence[SAWItem]) -> Scores:
+        from ludic.inference.local.module.view import active_dropout
         from ludic.sharding.world import World
         from ludic.training.update.layout import lay_out
         from ludic.training.update.passes import score_layout
         from ludic.training.update.planning import plan_micro_batches
 
+        off = "lora_dropout" if self.without_adapter else None  # without its adapter, unused
+        if active := active_dropout(self.policy.model, but=off):
+            raise ConfigError(
+                f"dropout is active in {active}: its scores would be random. Call model.eval(), or "
+                "set the probability to 0"
+            )
         layout = lay_out(make_batch(items))
         longest = max(p.input_ids.size for p in layout.packed)
+        self._check(longest)
         (plan,) = plan_micro_batches(
             layout,
             micro_token_budget=max(self.micro_token_budget, longest),
-            packs=self.policy.packs,
+            longest_packed=self.policy.longest_packed,
             shares=self.policy.shares,
         )
         world = World(device=next(self.policy.parameters()).device)

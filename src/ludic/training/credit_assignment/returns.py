@@ -37,6 +37,7 @@ def turn_rewards(rollout: Rollout) -> list[tuple[int, float]]:
             early += turn.reward
     for index, reward in found:
         _check_finite(rollout, index, reward)
+    _sum(rollout, [reward for _, reward in found])
     return found
 
 
@@ -47,7 +48,25 @@ def rollout_return(rollout: Rollout) -> float:
         if isinstance(step, EnvironmentStep):
             _check_finite(rollout, step.turn_index, step.reward)
             rewards.append(step.reward)
-    return math.fsum(rewards)
+    return _sum(rollout, rewards)
+
+
+_LARGEST_RETURN = 1e150
+"""Means and deviations take sums of returns, and their squares."""
+
+
+def _sum(rollout: Rollout, rewards: Sequence[float]) -> float:
+    try:
+        total = math.fsum(rewards)
+    except OverflowError:
+        total = math.inf
+    if abs(total) > _LARGEST_RETURN:
+        raise CreditError(
+            f"rollout {rollout.id!r}: its {len(rewards)} rewards, up to "
+            f"{max(map(abs, rewards)):g}, add up to more than can be computed with "
+            f"({_LARGEST_RETURN:g}): scale the environment's rewards down"
+        )
+    return total
 
 
 def _check_finite(rollout: Rollout, turn_index: int, reward: float) -> None:

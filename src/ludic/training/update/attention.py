@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,38 @@ class CannotPack(ConfigError):
     """A model whose attention has no packed form here."""
 
 
-def enable_packed_attention(model: nn.Module, kind: AttentionKind = "auto") -> None:
-    """Lets `model` take packed sequences. Doing it again only changes the kernel.
+class PackedAttention:
+    """One user's claim on a model that takes packed sequences, with the kernel it wants.
+
+    Several may share a module: a trainer, and a reference that is its base. The model gets its own
+    attention back once the last of them has let go.
+    """
+
+    def __init__(self, model: nn.Module, kind: AttentionKind = "auto") -> None:
+        self.model, self.kind = model, kind
+
+    def enable(self) -> None:
+        """Lets the model take packed sequences. Raises `CannotPack` for one whose attention is
+        not transformers' `AttentionInterface`."""
+        enable_packed_attention(self.model)
+        _users.setdefault(self.model, WeakSet()).add(self)
+        device = next(self.model.parameters()).device
+        if device.type == "cuda" and self.kind in ("auto", "varlen"):
+            _grouped_varlen_works(device)  # now, since it cannot be tried inside a compiled layer
+
+    def restore(self) -> None:
+        """Gives the model its own attention back, unless somebody else still packs."""
+        users = _users.get(self.model, WeakSet())
+        users.discard(self)
+        if not users:
+            restore_attention(self.model)
+
+
+_users: WeakKeyDictionary[nn.Module, WeakSet[PackedAttention]] = WeakKeyDictionary()
+
+
+def enable_packed_attention(model: nn.Module) -> None:
+    """Lets `model` take packed sequences. Doing it again changes nothing.
 
     Raises `CannotPack` for a model whose attention is not transformers' `AttentionInterface`.
     """
@@ -39,8 +70,8 @@ def enable_packed_attention(model: nn.Module, kind: AttentionKind = "auto") -> N
     before = getattr(config, "_attn_implementation", None)
     if config is None or before is None or not getattr(model, "_supports_attention_backend", True):
         raise CannotPack("its attention does not go through transformers' AttentionInterface")
-    before = _own_name(before)
-    name = f"{PREFIX}{kind}:{before}"
+    before = before.removeprefix(PREFIX)
+    name = PREFIX + before
     before = "sdpa" if before == "eager" else before  # the same numbers, but found by its name
     default = ALL_ATTENTION_FUNCTIONS[before]
 
@@ -54,15 +85,12 @@ def enable_packed_attention(model: nn.Module, kind: AttentionKind = "auto") -> N
     ) -> tuple[Tensor, Tensor | None]:
         if kwargs.get("cu_seq_lens_q") is None:
             return default(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
-        return packed_attention(module, query, key, value, kind=kind, **kwargs), None
+        return packed_attention(module, query, key, value, **kwargs), None
 
     AttentionInterface.register(name, attention)
     if before in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
     config._attn_implementation = name
-    device = next(model.parameters()).device
-    if device.type == "cuda" and kind in ("auto", "varlen"):
-        _grouped_varlen_works(device)  # now, since it cannot be tried inside a compiled layer
 
 
 def restore_attention(model: nn.Module) -> None:
@@ -70,20 +98,20 @@ def restore_attention(model: nn.Module) -> None:
     config: Any = getattr(model, "config", None)
     name = getattr(config, "_attn_implementation", None)
     if name is not None and name.startswith(PREFIX):
-        config._attn_implementation = _own_name(name)
-
-
-def _own_name(name: str) -> str:
-    """What an attention was called before it was put behind the packed one."""
-    return name.removeprefix(PREFIX).split(":")[-1]
+        config._attn_implementation = name.removeprefix(PREFIX)
 
 
 def packed_arguments(
-    cu_seqlens: Tensor, lengths: Sequence[int], keys: SharedKeys | None = None
+    cu_seqlens: Tensor,
+    lengths: Sequence[int],
+    keys: SharedKeys | None = None,
+    *,
+    kind: AttentionKind = "auto",
 ) -> dict[str, Any]:
     """What a model's forward pass must be given for its sequences to stay apart: their boundaries,
     and their lengths as the host knows them, so that no layer has to ask the device. And what they
-    attend to, where that is more than themselves.
+    attend to, where that is more than themselves. The kernel is said here, since others who pack
+    the same model may want another.
 
     The mask is of a shape that fits nothing: only the packed attention, which ignores it, can
     run, so a model that lost it fails instead of attending across sequences.
@@ -99,6 +127,7 @@ def packed_arguments(
         "max_length_k": max(most),
         "ludic_lengths": SequenceLengths(lengths, cu_seqlens.device, most),
         "ludic_places": places,
+        "ludic_kind": kind,
     }
 
 
@@ -108,7 +137,6 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     *,
-    kind: AttentionKind,
     cu_seq_lens_q: Tensor,
     max_length_q: int,
     cu_seq_lens_k: Tensor | None = None,
@@ -120,6 +148,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     ludic_lengths: SequenceLengths | None = None,
     ludic_places: Tensor | None = None,
+    ludic_kind: AttentionKind = "auto",
     **_: Any,
 ) -> Tensor:
     """Causal attention within each sequence. In: 1 x heads x length x width; out: transposed.
@@ -128,13 +157,14 @@ def packed_attention(
     """
     if softcap is not None or s_aux is not None:
         raise CannotPack(f"{type(module).__name__} has a soft cap or sinks")
-    if dropout:
+    if dropout:  # `Policy` packs nothing while a layer that it knows of drops units
         raise ConfigError("packed attention has no dropout: set attention_dropout=0")
     if torch.is_autocast_enabled(query.device.type):
         # Rotary embeddings in float32 leave queries and keys in it.
         narrowed = torch.get_autocast_dtype(query.device.type)
         query, key, value = (t.to(narrowed) for t in (query, key, value))
     narrow = query.dtype in (torch.bfloat16, torch.float16)
+    kind = ludic_kind
     if kind == "auto":
         kind = "varlen" if query.is_cuda and narrow else "sdpa"
     elif kind == "varlen" and not narrow:

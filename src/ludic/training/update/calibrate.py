@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ludic.errors import ConfigError, OutOfMemoryError
@@ -20,11 +22,12 @@ from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.stats import StatBuffer
 from ludic.training.types import Loss
+from ludic.training.update.checks import check_packing
 from ludic.training.update.layout import lay_out
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes
 from ludic.training.update.planning import Cost
-from ludic.training.update.policy import Policy, check_packing
+from ludic.training.update.policy import Policy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -88,6 +91,8 @@ def calibrate(
     vocab = vocabulary_size(base_causal_lm(model))
     total = torch.cuda.get_device_properties(device).total_memory
 
+    tries: dict[int, int] = {}
+
     def peak(tokens: int) -> int | None:
         """The peak of an update over one micro-batch per rank; None where it does not fit."""
         settings = replace(cfg, micro_token_budget=tokens, max_seq_len=min(cfg.max_seq_len, tokens))
@@ -96,22 +101,77 @@ def calibrate(
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        fits = True
+        if not update_fits(passes, batch, optimizer):
+            return None
+        tries[tokens] = torch.cuda.max_memory_allocated(device)
+        return tries[tokens]
+
+    def has_room(tokens: int) -> bool:
+        """Whether this rank could get the memory that its tries so far foretell."""
+        if world.size == 1 or len(tries) < 2:
+            return True
+        missing = foretold(tries, tokens) - torch.cuda.memory_allocated(device)
+        torch.cuda.empty_cache()
         try:
-            passes.accumulate(lay_out(batch), optimizer, StatBuffer(), version=0, proximal=None)
-            optimizer.step(0.0)  # makes room for the moments; a rate of 0 moves nothing
-        except OutOfMemoryError:
-            fits = False
-            optimizer.zero_grad()
-        worst = torch.tensor([0.0 if fits else 1.0], device=device)
-        if world.group is not None:
-            torch.distributed.all_reduce(worst, group=world.group)
-        return torch.cuda.max_memory_allocated(device) if not worst.item() else None
+            torch.empty(max(missing, 0), dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            torch.cuda.empty_cache()
+        return True
 
     smallest = max(min(cfg.max_seq_len, 2048), ROUND)
-    limit = trainer_limit(total, headroom, reserved_bytes)
-    budget, used = largest_that_fits(peak, limit=limit, smallest=smallest, largest=max_tokens)
+    limit = -worst_of_ranks(-trainer_limit(total, headroom, reserved_bytes), world)
+    budget, used = largest_that_fits(
+        agreed(peak, has_room, world), limit=int(limit), smallest=smallest, largest=max_tokens
+    )
     return Calibration(budget, used, total, reserved_bytes)
+
+
+def update_fits(passes: Passes, batch: SAWBatch, optimizer: MasterAdamW) -> bool:
+    """Whether an update over `batch` gets through; one that does not leaves nothing behind."""
+    try:
+        passes.accumulate(lay_out(batch), optimizer, StatBuffer(), version=0, proximal=None)
+        optimizer.step(0.0)  # makes room for the moments; a rate of 0 moves nothing
+    except (OutOfMemoryError, torch.OutOfMemoryError):
+        optimizer.start_over()
+        return False
+    return True
+
+
+def agreed(
+    peak: Callable[[int], int | None], has_room: Callable[[int], bool], world: World
+) -> Callable[[int], int | None]:
+    """`peak` as all ranks see it: the worst of theirs, so that all make the same next guess.
+
+    A rank that fails in an update leaves the others waiting in its collectives. So none begins
+    before every rank has said that it has room for it.
+    """
+
+    def together(tokens: int) -> int | None:
+        if worst_of_ranks(0.0 if has_room(tokens) else 1.0, world):
+            return None
+        used = peak(tokens)
+        worst = worst_of_ranks(math.inf if used is None else used, world)
+        return None if math.isinf(worst) else int(worst)
+
+    return together
+
+
+def worst_of_ranks(value: float, world: World) -> float:
+    """The largest of the ranks' values."""
+    if world.group is None:
+        return value
+    shared = torch.tensor([value], dtype=torch.float64, device=world.device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=world.group)
+    return float(shared.item())
+
+
+def foretold(tries: Mapping[int, int], tokens: int) -> int:
+    """The peak of an update, on the line through the two largest tries."""
+    (low, low_peak), (high, high_peak) = sorted(tries.items())[-2:]
+    slope = max((high_peak - low_peak) / (high - low), 0.0)
+    return int(high_peak + slope * (tokens - high))
 
 
 def trainer_limit(total: int, headroom: float, reserved_bytes: int) -> int:

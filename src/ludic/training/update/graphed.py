@@ -35,6 +35,9 @@ _BLOCK = 128
 """The longest sequence is rounded up to these: what attention kernels compute at once."""
 _MOST_GRAPHS = 6
 _SPARE = 2**30
+_MOST_FAILURES = 3
+_PAUSE = 200
+"""Passes until a capture is tried again, times how often one has failed."""
 
 
 class Sizes(NamedTuple):
@@ -169,6 +172,7 @@ class PassGraphs:
         self.passes: dict[Sizes, _Pass] = {}
         self.serial = 0
         self._off = False
+        self._failures = self._pause = 0
         self.pool: Any = None
         self._addresses: tuple[int, ...] = ()
         self.trained: list[nn.Parameter] = []
@@ -197,29 +201,50 @@ class PassGraphs:
                 self.passes[own] = self.passes.pop(own)  # the last one used is the last to go
                 return known
         roomy = sizes.roomy()
-        if roomy is None or not self._has_memory():
+        if roomy is None:
             return None
         if len(self.passes) >= _MOST_GRAPHS:
             del self.passes[next(iter(self.passes))]
         return self.passes.setdefault(roomy, _Pass(self, roomy))
 
-    def _has_memory(self) -> bool:
-        if not self.capture:
-            return True
-        device = next(self.model.parameters()).device
-        # The most that an ordinary pass took so far, beside what stays.
-        peak = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-        free, _ = torch.cuda.mem_get_info(device)
-        if free < 1.25 * peak + _SPARE:
-            self._off = True
-            _log.info("passes are not captured as graphs: that would take %.0f MB", peak / 1e6)
-        return not self._off
+    def may_capture(self, took: int) -> bool:
+        """Whether a pass that took so much memory when it was launched may be captured now."""
+        if self._pause > 0:
+            self._pause -= 1
+            return False
+        if self.free_memory() < 1.25 * took + _SPARE:
+            self.failed(f"that would take {took / 1e6:.0f} MB")
+            return False
+        return True
 
-    def give_up(self, why: object) -> None:
-        """From now on leaves every pass to the caller."""
+    def captured(self) -> None:
+        self._failures = 0
+
+    def failed(self, why: object) -> None:
+        """Leaves captures alone for a while, since what was in the way may go; the third time in a
+        row for good. Graphs that there are stay."""
+        self._failures += 1
+        if self._failures < _MOST_FAILURES:
+            self._pause = _PAUSE * self._failures
+            _log.info("a pass was not captured as a CUDA graph, and is launched: %s", why)
+            return
         self._off = True
         self.passes.clear()
         _log.warning("passes cannot be captured as CUDA graphs, and are launched: %s", why)
+
+    def allocated(self) -> int:
+        """The bytes in use; of passes that are never captured, nobody wants to know."""
+        return torch.cuda.memory_allocated(self._device()) if self.capture else 0
+
+    def peak(self) -> int:
+        """The most bytes in use since somebody reset the count, which no one does in a pass."""
+        return torch.cuda.max_memory_allocated(self._device()) if self.capture else 0
+
+    def free_memory(self) -> int:
+        return torch.cuda.mem_get_info(self._device())[0]
+
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
     def _drop_if_changed(self) -> None:
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -229,7 +254,7 @@ class PassGraphs:
         self.passes.clear()
         self._addresses, self.trained = addresses, trained
         self.gradients = [torch.zeros_like(p) for p in trained]
-        device = next(self.model.parameters()).device
+        device = self._device()
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         # A pool without graphs is gone; its handle must not be used again.
         self.pool = torch.cuda.graph_pool_handle() if self.capture else None
@@ -267,12 +292,16 @@ class _Pass:
         self.grads: tuple[Tensor, Tensor] | None = None
         self.used: list[int] = []
         """Which of the trained parameters the pass has gradients for."""
+        self.took = 0
+        """The memory that it took when it was launched, beside what was in use before."""
+        self._before = 0
         self.graphs: tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph] | None = None
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         padded = pad(micro, self.sizes)
         again = self.grads is not None
-        if self.owner.capture and again and self.graphs is None:
+        ready = self.owner.capture and again and self.graphs is None
+        if ready and self.owner.may_capture(self.took):
             # It has run once, so by now every library has set itself up.
             self.micro = self._fixed(padded)
             self._capture()
@@ -281,6 +310,7 @@ class _Pass:
             self.graphs[0].replay()
         else:
             self.micro = padded
+            self._before = self.owner.allocated()
             self._forward()
         assert self.results is not None
         logprobs, entropies = self.results
@@ -297,6 +327,7 @@ class _Pass:
             self.graphs[1].replay()
         else:
             self._backward()
+            self.took = self.owner.peak() - self._before
 
     def _fixed(self, padded: MicroBatch) -> MicroBatch:
         """Buffers for every micro-batch of the size: the kernels are told the longest there may
@@ -328,6 +359,14 @@ class _Pass:
         nodes would be met again here, and would wait for that stream. So `_backward` keeps none.
         """
         self.results = None
+        try:
+            self.graphs = self._captured()
+        except RuntimeError as exc:
+            self.owner.failed(exc)
+        else:
+            self.owner.captured()
+
+    def _captured(self) -> tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         # Not of the whole device: the engine may be capturing in another thread.
         torch.cuda.current_stream().synchronize()
@@ -337,12 +376,9 @@ class _Pass:
                 for graph, work in zip(graphs, (self._forward, self._backward), strict=True):
                     with capture(graph, self.owner.pool):
                         work()
-        except RuntimeError as exc:
-            self.owner.give_up(exc)
-            return
         finally:
             torch.cuda.current_stream().wait_stream(stream)
-        self.graphs = graphs
+        return graphs
 
 
 class _Replay(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,15 +154,17 @@ def _visible(
     return ids, actions
 
 
+ROUNDING = 1e-2
+"""How far above 0 a log-prob may come out that a server computed in bfloat16."""
+
+
 def _check_logprobs(items: Sequence[SAWItem]) -> None:
     """Log-probs are there for all samples of the batch or for none, and finite, however the batch
     is packed."""
     for name in ("behavior_logprobs", "reference_logprobs", "teacher_logprobs"):
         found = [getattr(item.attachments, name) for item in items]
         known = [values for values in found if values is not None]
-        if not known or (
-            len(known) == len(found) and bool(np.isfinite(np.concatenate(known)).all())
-        ):
+        if not known or (len(known) == len(found) and _are_logprobs(np.concatenate(known))):
             continue
         for index, (item, values) in enumerate(zip(items, found, strict=True)):
             if values is None:
@@ -175,3 +178,15 @@ def _check_logprobs(items: Sequence[SAWItem]) -> None:
                     f"{describe(item, index)}: {name} of action token {at} is {values[at]}, which "
                     "cannot be trained on: look at what reported it, or drop the sample"
                 )
+            if not _are_logprobs(values):
+                at = int(np.argmax(values))
+                raise BatchError(
+                    f"{describe(item, index)}: {name} of action token {at} is {values[at]}, above "
+                    "0, so it is no log-probability: look at what reported it (a logit, or a "
+                    "negated log-prob?), or drop the sample"
+                )
+
+
+def _are_logprobs(values: NDArray[np.floating[Any]]) -> bool:
+    """Whether all are finite, and above 0 by no more than rounding."""
+    return bool((np.isfinite(values) & (values <= ROUNDING)).all())

@@ -148,6 +148,11 @@ class MasterAdamW:
         for parameter, master in zip(self.parameters.values(), self.masters.values(), strict=True):
             parameter.grad = master.grad = None
 
+    def start_over(self) -> None:
+        """Forgets gradients and moments: a step that ran out of memory leaves half of them."""
+        self.zero_grad()
+        self._adam.state.clear()
+
     def state_dict(self) -> dict[str, Tensor]:
         """Masters and moments by `parameter/what`. Empty moments mean that no step was taken."""
         state: dict[str, Tensor] = {}

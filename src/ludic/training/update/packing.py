@@ -52,6 +52,11 @@ class MicroBatch:
     kept: KeptIds | None = None
     keys: SharedKeys | None = None
 
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest row, with those that others computed."""
+        return max(self.lengths if self.keys is None else self.keys.lengths)
+
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
         return _map_tensors(self, lambda t: t.to(device, non_blocking=True))

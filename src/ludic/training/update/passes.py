@@ -62,18 +62,20 @@ class Passes:
 
     def _plan(self, layout: Layout) -> tuple[Plan, Workload]:
         """The plan, and the work of all ranks that counts."""
-        shares = self.policy.shares
         plan = plan_micro_batches(
             layout,
             micro_token_budget=self.budget,
             scope=self.loss.scope,
             cost=self.cost,
             world_size=self.world.size,
-            packs=self.policy.packs,
-            shares=shares,
+            longest_packed=self.policy.longest_packed,
+            shares=self.policy.shares,
         )
         works = {
-            m: workload(layout, m, self.cost, shares=shares) for rank in plan for m in rank if m
+            m: workload(layout, m, self.cost, shares=shares_in(self.policy, layout, m))
+            for rank in plan
+            for m in rank
+            if m
         }
         spare = min(works, key=lambda m: works[m].tokens)
         own = [(m, True) if m else (spare, False) for m in plan[self.world.rank]]
@@ -94,10 +96,10 @@ class Passes:
         all ranks computed for it."""
         plan, work = self._plan(layout)
         for indices, counted in plan:
-            micro = pack(layout, indices, proximal_logprobs=proximal, share=self.policy.shares).to(
-                self.world.device
-            )
+            share = shares_in(self.policy, layout, indices)
+            micro = pack(layout, indices, proximal_logprobs=proximal, share=share)
             try:
+                micro = micro.to(self.world.device)
                 with float32_products(self.policy.precision):
                     scored = self._one(micro, counted, optimizer, stats, version)
             except torch.OutOfMemoryError as exc:
@@ -143,13 +145,19 @@ class Passes:
         return score_layout(self.policy, layout, self.plan(layout), self.world)
 
 
+def shares_in(policy: Policy, layout: Layout, indices: Sequence[int]) -> bool:
+    """Whether these rows, in one micro-batch, may share what they begin with."""
+    return policy.shares_among(layout.order.lengths[i] for i in indices)
+
+
 @torch.no_grad()
 def score_layout(policy: Policy, layout: Layout, plan: Plan, world: World) -> Scores:
     """The policy's log-probs of every item, each rank having computed its own micro-batches."""
     places = np.concatenate([[0], np.cumsum([p.actions.size for p in layout.packed])])
     values = torch.zeros(int(places[-1]), device=world.device)
     for indices, counted in plan:
-        micro = pack(layout, indices, share=policy.shares).to(world.device)
+        share = shares_in(policy, layout, indices)
+        micro = pack(layout, indices, share=share).to(world.device)
         with float32_products(policy.precision):
             scored = policy.score(micro).logprobs.float()
         if counted:

@@ -7,6 +7,7 @@ so the losses' normalisers are those of the macro-batch on any number of ranks.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
@@ -40,7 +41,7 @@ def plan_micro_batches(
     scope: Scope = "token",
     cost: Cost | None = None,
     world_size: int = 1,
-    packs: bool = True,
+    longest_packed: int = sys.maxsize,
     shares: bool = False,
 ) -> list[list[tuple[int, ...]]]:
     """Which items share a micro-batch: for each rank, an equally long list of micro-batches.
@@ -49,25 +50,25 @@ def plan_micro_batches(
     above the budget where they do not fit it: how calls fork is known only mid-run. The most
     expensive go first, each to the cheapest micro-batch that has room; the k-th micro-batches of
     the ranks, which run at the same time, are neighbours in cost. A rank without work gets an
-    empty tuple. With `packs=False` every row, or turn or rollout, has its own micro-batch. With
-    `shares`, rows that begin alike stay together as far as that does not make the ranks wait.
+    empty tuple. Rows above `longest_packed`, with their turn or rollout, have micro-batches of
+    their own. With `shares`, rows that begin alike stay together as far as that does not make the
+    ranks wait.
     """
     cost = cost or Cost()
     clusters = _clusters(layout, scope)
-    shares = shares and packs
-    sizes, costs = [], []
+    units, separate = list[_Unit](), list[_Unit]()
     alone: dict[int, Workload] = {}  # by length: rows by themselves, mostly
     for members in clusters:
-        length = layout.order.lengths[members[0]]
+        length = max(layout.order.lengths[i] for i in members)
+        packs = length <= longest_packed
         work = alone.get(length) if len(members) == 1 else None
         if work is None:
-            work = workload(layout, members, cost, shares=shares)
+            work = workload(layout, members, cost, shares=shares and packs)
             if len(members) == 1:
                 alone[length] = work
-        sizes.append(work.size)
-        costs.append(work.cost)
-    for c, (members, size) in enumerate(zip(clusters, sizes, strict=True)):
+        size = work.size
         if packs and size <= micro_token_budget:
+            units.append(_Unit(members, size, work.cost))
             continue
         name = describe(layout.items[members[0]], members[0])
         if size > micro_token_budget and len(members) == 1:
@@ -86,9 +87,7 @@ def plan_micro_batches(
                 "micro-batch over micro_token_budget=%d",
                 *(name, len(members), size, scope, micro_token_budget),
             )
-        if size > micro_token_budget or not packs:
-            sizes[c] = micro_token_budget  # a separate micro-batch
-    units = [_Unit(*unit) for unit in zip(clusters, sizes, costs, strict=True)]
+        separate.append(_Unit(members, micro_token_budget, work.cost))  # room for no other
     arrangements = [units]
     if shares:
         links = list(_links(layout, units, cost))
@@ -98,7 +97,7 @@ def plan_micro_batches(
             mean = least / _micro_batches(least, micro_token_budget, world_size)
             arrangements += [_bundled(links, min(mean / n, micro_token_budget)) for n in _PARTS]
             arrangements.append(units)
-    plans = (_spread(each, micro_token_budget, world_size) for each in arrangements)
+    plans = (_spread([*each, *separate], micro_token_budget, world_size) for each in arrangements)
     found = min(plans, key=_duration)
     return [
         [tuple(sorted(i for unit in bin_ for i in unit.items)) for bin_ in rank] for rank in found

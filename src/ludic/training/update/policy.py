@@ -4,47 +4,36 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ludic.errors import ConfigError
 from ludic.inference.local.module.view import active_dropout
 from ludic.precision import Precision, autocast, sampling_dtype
-from ludic.saw.batch import make_batch
-from ludic.saw.items import SAWItem
 from ludic.sharding.model_parts import (
     backbone_of,
     base_causal_lm,
     config_facts,
     decoder_layers,
     head_of,
-    vocabulary_size,
 )
 from ludic.training.config import AttentionKind, HeadKernels
 from ludic.training.types import TokenLogProbs
-from ludic.training.update.attention import (
-    CannotPack,
-    enable_packed_attention,
-    packed_arguments,
-    restore_attention,
-)
+from ludic.training.update.attention import CannotPack, PackedAttention, packed_arguments
 from ludic.training.update.graphed import PassGraphs
-from ludic.training.update.layout import lay_out
 from ludic.training.update.logprobs import (
     LogitRule,
     action_logits,
     token_logprobs,
 )
-from ludic.training.update.packing import MicroBatch, pack
+from ludic.training.update.packing import MicroBatch
 from ludic.training.update.planning import Cost
 from ludic.training.update.sharing import gather
 
@@ -57,8 +46,9 @@ class Policy(nn.Module):
 
     `model` is a transformers causal LM, or a PEFT wrapper of one; it stays usable as it was, and
     a sampler may share it. Under FSDP2 this module is the root. Where `packs` is False, the rows
-    of a micro-batch go through the model's own forward pass, one after another. With the precision
-    `mixed` the backbone runs under autocast, and the head multiplies in bfloat16.
+    of a micro-batch go through the model's own forward pass, one after another; so do those of one
+    with a row above `longest_packed`. With the precision `mixed` the backbone runs under autocast,
+    and the head multiplies in bfloat16.
     """
 
     def __init__(
@@ -77,9 +67,11 @@ class Policy(nn.Module):
         self.packs = self.sharing = True
         self.precision, self.head_kernels = precision, head_kernels
         causal = base_causal_lm(model)
-        self.rule = logit_rule(causal)
+        facts = config_facts(causal)
+        self.rule, self.rope_threshold = logit_rule(facts), _rope_threshold(facts)
+        self._attention = PackedAttention(causal, attention)
         try:
-            enable_packed_attention(causal, attention)
+            self._attention.enable()
         except CannotPack as exc:
             self.one_at_a_time(exc)
         self.graphs: PassGraphs | None = None
@@ -102,8 +94,9 @@ class Policy(nn.Module):
         self, micro: MicroBatch, entropy: bool = False, logits: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log-probs, entropies and logits of the action tokens; a plain tuple, for FSDP's hooks."""
-        if self.graphs is not None and not logits and torch.is_grad_enabled() and self.packs:
-            replayed = None if active_dropout(self.model) else self.graphs(micro)
+        if self.graphs is not None and not logits and torch.is_grad_enabled():
+            alone = micro.longest > self.longest_packed or active_dropout(self.model)
+            replayed = None if alone else self.graphs(micro)
             if replayed is not None:
                 return replayed[0], replayed[1] if entropy else None, None
         return self._compute(micro, entropy, logits)
@@ -145,20 +138,39 @@ class Policy(nn.Module):
 
     def _hidden(self, micro: MicroBatch) -> Float[Tensor, "length width"]:
         backbone = backbone_of(base_causal_lm(self.model))
-        if self.packs:
+        if micro.longest <= self.longest_packed:
+            self._forget_longer_rows(backbone)
             return backbone(  # type: ignore[no-any-return]
                 input_ids=micro.input_ids[None],
                 position_ids=micro.position_ids[None],
                 use_cache=False,
-                **packed_arguments(micro.cu_seqlens, micro.lengths, micro.keys),
+                **packed_arguments(
+                    micro.cu_seqlens, micro.lengths, micro.keys, kind=self._attention.kind
+                ),
             )[0][0]
         if micro.keys is not None:
             raise ValueError("rows that are computed one at a time cannot share tokens")
         hidden = []
         for row in torch.split(micro.input_ids, list(micro.lengths)):
-            forget_longer_rows(backbone)
+            self._forget_longer_rows(backbone)
             hidden.append(backbone(input_ids=row[None], use_cache=False)[0][0])
         return torch.cat(hidden)
+
+    def _forget_longer_rows(self, backbone: nn.Module) -> None:
+        if self.rope_threshold < sys.maxsize:
+            forget_longer_rows(backbone)
+
+    @property
+    def longest_packed(self) -> int:
+        """The longest row that may be packed with others: 0 where none may.
+
+        Above its threshold a rotary embedding depends on the longest row, so such rows run alone.
+        While the base model drops units, all do: packed attention has no dropout. An adapter's
+        dropout lies outside of attention.
+        """
+        if not self.packs or active_dropout(self.model, but="lora_dropout"):
+            return 0
+        return self.rope_threshold
 
     @property
     def shares(self) -> bool:
@@ -166,12 +178,15 @@ class Policy(nn.Module):
         which every row draws for itself."""
         return self.packs and self.sharing and active_dropout(self.model) is None
 
+    def shares_among(self, lengths: Iterable[int]) -> bool:
+        """Whether rows of these lengths may share what they begin with."""
+        return self.shares and max(lengths) <= self.longest_packed
+
     def one_at_a_time(self, why: object) -> None:
         """From now on computes rows alone, by the model's own attention, and says why."""
         self.packs = False
-        causal = base_causal_lm(self.model)
-        restore_attention(causal)
-        name = type(causal).__name__
+        self._attention.restore()
+        name = type(base_causal_lm(self.model)).__name__
         _log.warning("%s: rows are not packed but computed one at a time: %s", name, why)
 
     def score(
@@ -181,160 +196,41 @@ class Policy(nn.Module):
         return TokenLogProbs(*self(micro, entropy, logits))
 
 
-def logit_rule(causal: nn.Module) -> LogitRule:
-    """What the family does to its logits, as far as its configuration says."""
-    facts = config_facts(causal)
-    scale = float(facts.get("logit_scale") or 1.0) / float(facts.get("logits_scaling") or 1.0)
-    return LogitRule(scale, facts.get("final_logit_softcapping"))
+_MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
-@torch.no_grad()
-def check_split(model: nn.Module, device: torch.device) -> None:
-    """Compares the split with the model's own logits on a few tokens, and looks for causality.
-
-    Raises `ConfigError` for a family that treats hidden states or logits in ways unknown here, and
-    for one whose tokens see those behind them.
-    """
-    causal = base_causal_lm(model)
-    name = type(causal).__name__
-    backbone, head = backbone_of(causal), head_of(causal)
-    ids = _random_ids(causal, 8, device)[None]
-    own = causal(input_ids=ids, use_cache=False).logits.float()
-    try:
-        ours = logit_rule(causal)(head(backbone(input_ids=ids, use_cache=False)[0])).float()
-    except RuntimeError as exc:
-        raise ConfigError(f"{name}: head(backbone(x)) does not work: {exc}") from exc
-    if own.shape != ours.shape or not torch.allclose(own, ours, rtol=1e-2, atol=1e-2):
-        raise ConfigError(
-            f"{name}: head(backbone(x)) differs from the model's own logits; this family does "
-            "something in between that the trainer cannot reproduce"
-        )
-    ids[0, -1].add_(1).remainder_(vocabulary_size(causal))
-    other = causal(input_ids=ids, use_cache=False).logits.float()
-    if not torch.allclose(own[:, :-1], other[:, :-1], rtol=1e-2, atol=1e-2):
-        raise ConfigError(
-            f"{name}: logits change with the tokens behind them, so it is no causal language "
-            "model as it is configured (is_decoder=True is missing, perhaps)"
-        )
-
-
-@torch.no_grad()
-def check_packing(policy: Policy, device: torch.device, longest: int = 2048) -> None:
-    """Packs two random rows, and has rows computed one at a time where that changes log-probs.
-
-    It does where the model's attention is of another kind than the packed one, and where a state
-    runs along the sequence past its boundaries (convolutions, recurrences): then a row's log-probs
-    depend on the row before it. What rounding may do is measured on the model itself. A rotary
-    embedding that depends on the longest row is told by the configuration; `longest` is the longest
-    there will be. Rows that begin alike are tried too, and share nothing where that goes wrong.
-    """
-    why = _leak(policy, device, longest) if policy.packs else None
-    if why:
-        policy.one_at_a_time(why)
-    reshard = getattr(policy, "reshard", None)  # under FSDP2, which waits for a backward pass
-    if reshard is not None:
-        reshard()
-
-
-_FAILURES = (CannotPack, TypeError, ValueError, RuntimeError, IndexError, AttributeError)
-
-
-def _leak(policy: Policy, device: torch.device, longest: int) -> str | None:
-    """How packing changes log-probs; None where it does not."""
-    causal = base_causal_lm(policy.model)
-    facts = config_facts(causal)
-    if _rope_threshold(facts) < longest:
-        return "their rotary embedding depends on the longest of them"
-    windows = [window + 4 for window in _windows(facts) if window + 4 <= longest]
-    first, second = min(15, longest - 1), min(max([20, *windows]), longest)
-    ids = [_random_ids(causal, n, torch.device("cpu")) for n in (first, second)]
-    other_first = (ids[0] + 1) % vocabulary_size(causal)
-    longer = torch.cat([ids[0], ids[1][first:]])  # the first row, and tokens behind it
-    layout = lay_out(make_batch(map(_item, (*ids, other_first, longer))))
-    packed, shifted, *alone = (
-        pack(layout, indices).to(device) for indices in ((0, 1), (2, 1), (0,), (1,), (3,))
-    )
-    try:
-        found, beside_another = (policy.score(rows).logprobs for rows in (packed, shifted))
-    except torch.OutOfMemoryError:
-        raise
-    except _FAILURES as exc:
-        return f"{type(exc).__name__}: {exc}"
-    policy.packs = False
-    own_first, own_second, own_longer = (policy.score(row).logprobs for row in alone)
-    policy.packs = True
-    # What rounding does to this model in its type: the same tokens in a row of another length.
-    rounding = _mean_gap(own_longer[: first - 1], own_first)
-    dtype = (
-        next(causal.parameters()).dtype
-        if policy.precision is None
-        else sampling_dtype(policy.precision)
-    )
-    eps = max(torch.finfo(dtype).eps, 1e-3)
-    apart = _mean_gap(found, torch.cat([own_first, own_second]))
-    if apart > 8 * max(eps, rounding):
-        return f"packing changes their log-probs by {apart:.2g} on average"
-    # The same shapes and the same second row: only what the first row says is another.
-    leaked = _mean_gap(found[first - 1 :], beside_another[first - 1 :])
-    if leaked > max(eps, 3 * rounding):
-        return f"packed, a row's log-probs change by {leaked:.2g} with what stands before it"
-    if why := _wrongly_shared(policy, ids[1], device, eps, rounding):
-        policy.sharing = False
-        name = type(causal).__name__
-        _log.info("%s: tokens that rows begin with are computed for each: %s", name, why)
-    return None
-
-
-def _wrongly_shared(
-    policy: Policy, ids: Tensor, device: torch.device, eps: float, rounding: float
-) -> str | None:
-    """How log-probs change where rows share what they begin with; None where they do not."""
-    own = min(5, len(ids) - 1)
-    rows = [ids.clone() for _ in range(3)]
-    rows[1][-own:] += 1
-    rows[2][-own:] += 2
-    for row, first in zip(rows, (0, 1, 0), strict=True):  # the second row comes last in their order
-        row %= vocabulary_size(base_causal_lm(policy.model))
-        row[-own] = first
-    layout = lay_out(make_batch(map(_item, rows)))
-    whole = policy.score(pack(layout, (0, 1)).to(device)).logprobs
-    try:
-        found, beside_another = (
-            policy.score(pack(layout, pair, share=True).to(device)).logprobs
-            for pair in ((0, 1), (2, 1))
-        )
-    except torch.OutOfMemoryError:
-        raise
-    except _FAILURES as exc:
-        return f"{type(exc).__name__}: {exc}"
-    apart = _mean_gap(found, whole)
-    if apart > 8 * max(eps, rounding):
-        return f"sharing changes their log-probs by {apart:.2g} on average"
-    second = len(ids) - 1
-    leaked = _mean_gap(found[second:], beside_another[second:])
-    if leaked > max(eps, 3 * rounding):
-        return f"a row's log-probs change by {leaked:.2g} with the end of another"
-    return None
-
-
-def _mean_gap(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().mean())
+def logit_rule(facts: Mapping[str, Any]) -> LogitRule:
+    """What the family does to its logits, as far as its configuration says; `check_split` sees
+    whether that is all."""
+    family = facts.get("model_type") or ""
+    scale = float(facts.get("logits_scaling") or 1.0)
+    if not family.startswith("hyperclovax"):  # the others divide by it
+        scale = 1.0 / scale
+    if family != "mpt":  # which has the field and never looks at it
+        for name in _MULTIPLIERS:
+            scale *= float(facts.get(name) or 1.0)
+    caps = [facts[name] for name in _SOFT_CAPS if facts.get(name)]
+    return LogitRule(scale, float(caps[0]) if caps else None)
 
 
 def forget_longer_rows(model: nn.Module) -> None:
     """Takes a "dynamic" rotary embedding, which stays as stretched as its longest row was, back to
-    where it began."""
+    where it began; one that differs between kinds of layers, for each of them."""
     rotary: Any
     for rotary in model.modules():
-        if getattr(rotary, "rope_type", None) == "dynamic":
-            rotary.max_seq_len_cached = rotary.original_max_seq_len
-            rotary.inv_freq = rotary.original_inv_freq.to(rotary.inv_freq.device)
-
-
-def _windows(facts: Mapping[str, Any]) -> list[int]:
-    """How far the model's layers look back, where its configuration says."""
-    names = ("sliding_window", "attention_chunk_size", "attention_window_size")
-    return [facts[name] for name in names if isinstance(facts.get(name), int)]
+        kinds = getattr(rotary, "rope_type", None)
+        by_prefix = (
+            {f"{layer}_": kind for layer, kind in kinds.items()}
+            if isinstance(kinds, dict)
+            else {"": kinds}
+        )
+        for prefix, kind in by_prefix.items():
+            if kind == "dynamic":
+                original = getattr(rotary, f"{prefix}original_inv_freq")
+                device = getattr(rotary, f"{prefix}inv_freq").device
+                setattr(rotary, f"{prefix}inv_freq", original.to(device))
+                setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
 
 
 def _rope_threshold(facts: Mapping[str, Any]) -> int:
@@ -348,17 +244,6 @@ def _rope_threshold(facts: Mapping[str, Any]) -> int:
         elif kind.get("rope_type") == "dynamic":
             lengths.append(facts["max_position_embeddings"])
     return min(lengths)
-
-
-def _random_ids(causal: nn.Module, length: int, device: torch.device) -> Tensor:
-    gen = torch.Generator().manual_seed(length)
-    return torch.randint(vocabulary_size(causal), (length,), generator=gen).to(device)
-
-
-def _item(ids: Tensor) -> SAWItem:
-    """A row of which all tokens but the first are actions."""
-    mask = np.ones(len(ids), np.int8)
-    return SAWItem(ids.numpy(), mask, np.concatenate([np.zeros(1, np.int8), mask[1:]]), 1.0)
 
 
 def attention_cost(model: nn.Module) -> Cost:

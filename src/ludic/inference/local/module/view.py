@@ -66,9 +66,12 @@ def rope_kinds(config: Any) -> set[str]:
     return {kind for kind in kinds if isinstance(kind, str)}
 
 
-def active_dropout(model: nn.Module) -> str | None:
-    """The name of a module that would drop units as it is now, or None."""
+def active_dropout(model: nn.Module, but: str | None = None) -> str | None:
+    """The name of a module that would drop units as it is now, or None. Modules inside one that is
+    called `but` do not count."""
     for name, module in model.named_modules():
+        if but is not None and but in name.split("."):
+            continue
         if module.training and (found := _dropout_of(module)):
             attribute, p = found
             return f"{name} (p={p})" if attribute == "p" else f"{name}.{attribute} ({p})"
