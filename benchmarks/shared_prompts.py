@@ -28,10 +28,11 @@ from ludic.sharding.world import World
 from ludic.training.algorithms.grpo import make_grpo
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.stats import StatBuffer
+from ludic.training.update.checks import check_packing
 from ludic.training.update.layout import lay_out
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes
-from ludic.training.update.policy import Policy, attention_cost, check_packing
+from ludic.training.update.policy import Policy, attention_cost
 
 SMOLLM2 = LlamaConfig(
     vocab_size=49_152,

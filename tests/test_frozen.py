@@ -126,7 +126,7 @@ def test_fields_that_are_given_by_name_stay_so() -> None:
     assert Keywords(1, a=2) == Keywords(a=2, b=1, c=[])
     assert changed(Keywords(1, a=2), a=3) == Keywords(1, a=3)
     with pytest.raises(TypeError, match="positional"):
-        Keywords(1, 2)  # type: ignore[misc]
+        Keywords(1, 2)  # type: ignore[call-arg]
 
     class Derived(Keywords):
         """Made by Python's own `__init__`."""

@@ -205,7 +205,7 @@ def test_every_type_comes_back_from_json_unchanged(cls: Any, data: st.DataObject
 
 def test_the_two_endings_of_an_outcome_cannot_be_given_by_place() -> None:
     with pytest.raises(TypeError, match="positional"):
-        StepOutcome("", 0.0, True, False)  # type: ignore[misc]
+        StepOutcome("", 0.0, True, False)  # type: ignore[call-arg]
     assert not StepOutcome("", 0.0, terminated=True).truncated
 
 

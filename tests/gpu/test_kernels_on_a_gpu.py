@@ -78,7 +78,8 @@ def test_products_with_adapters_in_bfloat16(rows: int, rank: int, inner: int) ->
     from ludic.inference.local.gpu import kernels
 
     x = numbers(rows, inner)
-    weights = tuple(numbers(n, inner, seed=n) / 30 for n in (896, 128, 64))
+    q, k, v = (numbers(n, inner, seed=n) / 30 for n in (896, 128, 64))
+    weights = q, k, v
     adapters = tuple(
         Adapter(numbers(rank, inner, seed=i) / 30, numbers(len(w), rank, seed=9 + i) / 4, 1.5)
         for i, w in enumerate(weights)

@@ -169,7 +169,9 @@ class Broken(GuessEnv):
 
     def env_step(self, action: Action) -> StepOutcome:
         info = {"deep": {"\ud800": "\ud83d\ude00"}}
-        return StepOutcome("over \udc00", 1.0, True, info=info, reward_components={"p\ud800": 1.0})
+        return StepOutcome(
+            "over \udc00", 1.0, terminated=True, info=info, reward_components={"p\ud800": 1.0}
+        )
 
     def suggested_sysprompt(self, agent_id: str) -> str | None:
         return "be \ud800"
@@ -217,7 +219,7 @@ class Changing(GuessEnv):
     def env_step(self, action: Action) -> StepOutcome:
         self.facts["steps"] = self.facts.get("steps", 0) + 1
         self.facts.setdefault("actions", []).append(action)
-        return StepOutcome("on", 0.0, self.facts["steps"] == 3, info=self.facts)
+        return StepOutcome("on", 0.0, terminated=self.facts["steps"] == 3, info=self.facts)
 
 
 async def test_facts_that_change_after_a_step_are_recorded_as_they_were() -> None:

@@ -297,8 +297,8 @@ async def test_whatever_goes_wrong_on_rank_0_the_others_are_told(
     first = TwoRanks(leads=True)
     trainer.intake.world = first  # type: ignore[assignment]
     with pytest.raises(TypeError, match="no wire"):
-        await trainer.intake.next_batch(trainer.source)
+        await trainer.intake.next_batch(trainer.source, 0)
     trainer.intake.world = TwoRanks(leads=False, told=first.told)  # type: ignore[assignment]
     with pytest.raises(BatchError, match=r"rank 0 has no batch.*no wire"):
-        await trainer.intake.next_batch(trainer.source)
+        await trainer.intake.next_batch(trainer.source, 0)
     trainer.close()

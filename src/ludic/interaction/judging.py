@@ -23,8 +23,9 @@ def rewards_of(specs: Rewards | None) -> RewardSum | None:
     """Reward functions by name or table, as everywhere; one by its place is the function itself."""
     if specs is None or isinstance(specs, RewardSum):
         return specs
-    several = not (isinstance(specs, str | Mapping) or callable(specs))
-    return make_rewards([_by_place(spec) for spec in (specs if several else [specs])])  # type: ignore[list-item,union-attr]
+    one = isinstance(specs, str | Mapping) or callable(specs)
+    several: Sequence[RewardSpec] = [specs] if one else specs  # type: ignore[list-item,assignment]
+    return make_rewards([_by_place(spec) for spec in several])
 
 
 def _by_place(spec: RewardSpec) -> RewardSpec:

@@ -75,7 +75,7 @@ def test_what_an_environment_says_cannot_steer_the_terminal() -> None:
 
         def env_step(self, action: str) -> StepOutcome:
             parts = {f"part {hostile}": 1.0}
-            return StepOutcome(f"end {hostile}", 1.0, True, reward_components=parts)
+            return StepOutcome(f"end {hostile}", 1.0, terminated=True, reward_components=parts)
 
         def env_current_obs(self) -> str:
             return ""

@@ -81,8 +81,9 @@ def _check_parts(config: RunConfig, closing: ExitStack) -> None:
 def check_programs(config: RunConfig, *, held_out: bool = False) -> None:
     """Raises if this machine lacks a program that an environment or a tool of the run needs: for
     what plays its episodes, or its held-out ones, without training."""
-    for section in config.eval.env if held_out and config.eval.env else config.env:
-        _make_env(section).close()
+    with ExitStack() as closing:
+        for section in config.eval.env if held_out and config.eval.env else config.env:
+            _make_env(section, closing)
     _make_agents(config, held_out=held_out)
 
 

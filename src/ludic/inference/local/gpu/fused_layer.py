@@ -216,7 +216,8 @@ class FusedLayer(nn.Module):
         alike = _alike(gate, up) if x.shape[0] <= self.kernels.MAX_PROJECT_ROWS else None
         if alike is not None and alike[0].base.bias is None:
             first, second = (w.base.weight for w in alike)
-            return self.kernels.gated(x, first, second, _adapters(alike))  # type: ignore[no-any-return]
+            product: Tensor = self.kernels.gated(x, first, second, _adapters(alike))
+            return product
         return self.kernels.silu_times(gate(x), up(x))  # type: ignore[no-any-return]
 
     def _normed(self, x: Tensor, norm: nn.Module, parts: Tensor | None) -> Tensor:
