@@ -87,7 +87,7 @@ async def test_a_full_redis_says_so_and_goes_on_when_there_is_room(own_server: L
     store._redis.config_set("maxmemory", "100kb")
     impatient = Store(replace(config, patience_s=0.3))
     with pytest.raises(PipelineError, match="its memory is full"):
-        impatient.run("append", entry, number, b"group", 0)
+        impatient.run("append", "by-hand", entry, number, b"group", 0)
     facts = store.facts()
     assert (facts["groups"], facts["requests"]) == (0, 4), "all of the script, or none of it"
     store.run("leave", "by-hand")
@@ -108,7 +108,7 @@ async def test_a_damaged_group_is_counted_and_its_prompt_is_sampled_again(
     await source.open()
     await source._ask_more()
     ((entry, number, _),) = _taken(store, 1)
-    assert store.run("append", entry, number, b"\x93noise", 0) == b"ok"
+    assert store.run("append", "by-hand", entry, number, b"\x93noise", 0) == b"ok"
     async with acting(config):
         batch = await source.next_batch()
     assert source.ledger.dropped == {"damaged": 1}
@@ -132,7 +132,7 @@ async def test_a_group_of_a_newer_schema_stops_the_trainer_and_stays(
     ((entry, number, _),) = _taken(store, 1)
     fields = msgspec.msgpack.decode(group_message(Group(number, ())))
     newer = msgspec.msgpack.encode([99, *fields[1:]])
-    assert store.run("append", entry, number, newer, 0) == b"ok"
+    assert store.run("append", "by-hand", entry, number, newer, 0) == b"ok"
     with pytest.raises(SchemaVersionError, match="same version for actors and trainer"):
         await source.next_batch()
     await source.close()
