@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ludic.pipeline import LocalRedis, PipelineConfig
+from ludic.pipeline import Bounds, LocalRedis, PipelineConfig
 from ludic.pipeline.store import Store, entries, flat
 from tests.pipeline.test_batch_source import acting, announced, units_of
 from tests.pipeline.world import make_source
@@ -112,20 +112,26 @@ async def test_units_that_the_server_lost_are_asked_for_again_while_the_trainer_
     await source.close()
 
 
+@pytest.mark.parametrize("lost", [0, 5])
 async def test_a_resumed_run_starts_over_where_the_server_lost_some_units(
-    config: PipelineConfig, store: Store
+    config: PipelineConfig, store: Store, lost: int
 ) -> None:
-    first = await announced(make_source(config))
+    """One that the checkpoint has, or one that was asked for after it."""
+    first = await announced(make_source(config, bounds=Bounds(8), stale="drop"))
     await first.open()
-    state = first.state_dict()
+    first.bounds = Bounds(4)
     await first._ask_more()
+    state = first.state_dict()
+    first.bounds = Bounds(8)
+    await first._ask_more()
+    assert first.ledger.next == 8
     first.seat.close()
-    store._redis.hdel(store.keys["units"], 1)
+    store._redis.hdel(store.keys["units"], lost)
     second = make_source(config)
     second.load_state_dict(state)
     await announced(second)
     await second.open()
-    assert store.facts()["requests"] == 0, "which unit is which, nobody knows any more"
+    assert store.facts()["requests"] == 4, "which unit is which, nobody knows any more"
     async with acting(config):
         assert units_of(await second.next_batch()) == [0, 1]
     await second.close()
