@@ -143,7 +143,7 @@ class Household:
             self.redis.start()
             return
         if name == "drop":
-            self.damage(20.0)
+            self.damage(60.0)
             name = "trainer"
         child = self.children[name]
         if child.exitcode is None:

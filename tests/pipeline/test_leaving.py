@@ -15,7 +15,9 @@ import pytest
 from ludic.errors import PipelineError
 from ludic.pipeline import LocalRedis, PipelineConfig
 from ludic.pipeline.store import Store
+from ludic.pipeline.local_redis import end_with_us
 from ludic.runs.pipeline import training
+from ludic.runs.pipeline.acting import actor_log
 from ludic.runs.pipeline.training import RunPipeline
 from ludic.runs.run import Run
 from tests.pipeline.test_async_run import SMALL, environment, ludic
@@ -119,11 +121,11 @@ def short_lived(pipeline: RunPipeline, monkeypatch: pytest.MonkeyPatch) -> list[
 
     def start(name: str) -> None:
         started.append(name)
-        log = training.actor_log(pipeline.folder, name)
+        log = actor_log(pipeline.folder, name)
         log.parent.mkdir(exist_ok=True)
         log.write_text("no such model\n")
         pipeline._actors[name] = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-        pipeline._watchers[name] = training.end_with_us(pipeline._actors[name].pid)
+        pipeline._watchers[name] = end_with_us(pipeline._actors[name].pid)
 
     monkeypatch.setattr(pipeline, "_start", start)
     return started

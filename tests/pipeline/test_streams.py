@@ -33,7 +33,7 @@ class Streams:
         answer = self.store.run("take", name, count, lease, "0-0")
         return [(entry, number) for entry, number, _ in entries(answer[1])]
 
-    def append(self, entry: str, number: int, message: bytes = b"group", name: str = "a") -> str:
+    def append(self, entry: str, number: int, message: bytes = b"group", *, name: str = "a") -> str:
         return str(self.store.run("append", name, entry, number, message, 5).decode())
 
     def read(self, start: str = ">") -> list[int]:
