@@ -14,8 +14,8 @@ import pytest
 
 from ludic.errors import PipelineError
 from ludic.pipeline import LocalRedis, PipelineConfig
-from ludic.pipeline.store import Store
 from ludic.pipeline.local_redis import end_with_us
+from ludic.pipeline.store import Store
 from ludic.runs.pipeline import training
 from ludic.runs.pipeline.acting import actor_log
 from ludic.runs.pipeline.training import RunPipeline
