@@ -240,11 +240,11 @@ async def test_actors_leave_when_the_run_has_ended(config: PipelineConfig, store
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_eight_kills_lose_nothing_and_train_on_nothing_twice(tmp_path: Path) -> None:
     command = ["-m", "tests.pipeline.chaos", "--kills", "8", "--drop-kills", "4", "--groups", "40"]
     chaos = start(*command, "--folder", str(tmp_path / "chaos"))
-    output, _ = chaos.communicate(timeout=290)
+    output, _ = chaos.communicate(timeout=880)
     assert chaos.returncode == 0, output
     found = json.loads(output.splitlines()[-1])
     assert (found["groups"], found["kills"], found["lost"], found["doubled"]) == (40, 8, 0, 0)
