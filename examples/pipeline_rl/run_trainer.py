@@ -7,18 +7,28 @@
 The trainer asks for groups of episodes, trains on what comes back, and writes each new policy to a
 folder that the actors read. Kill any of the three and start it again: nothing is lost, and nothing
 is trained on twice. Give both the same --model: a folder, such as the cold start of
-`examples/tic_tac_toe`, or a name on the hub.
+`examples/tic_tac_toe`, or a name on the hub. With --port, vLLM samples: start it with
+`python -m ludic.inference.vllm.server`, and give both the same port; the trainer then sends it the
+weights after every update.
+
+Another Redis is named in the environment variable LUDIC_REDIS_URL, password and all: an argument
+would show it to everyone on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ludic.distributed import BroadcastPolicyPublisher
+from ludic.inference import VLLMChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.pipeline import (
     PipelineBatchSource,
@@ -47,25 +57,56 @@ GAME = RolloutRequest(
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--redis", default="redis://127.0.0.1:6379/0")
     parser.add_argument("--run", default="pipeline-example", help="the name of the run's keys")
     parser.add_argument("--folder", type=Path, default=Path("runs/pipeline-example"))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--model", default="tiny", help="a folder, or a name on the hub")
+    parser.add_argument("--host", default="127.0.0.1", help="of a vLLM server")
+    parser.add_argument("--port", type=int, help="of a vLLM server; default: the actors sample")
     return parser.parse_args()
 
 
-def load(name: str) -> tuple[Any, Any]:
-    """A model and its tokenizer; the tiny one has random weights."""
-    if name == "tiny":
-        return tiny_model(), tiny_tokenizer()
-    return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+def redis_url() -> str:
+    return os.environ.get("LUDIC_REDIS_URL", "redis://127.0.0.1:6379/0")
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_model(name: str) -> Any:
+    """A model, on the GPU where there is one; the tiny one has random weights."""
+    model = tiny_model() if name == "tiny" else AutoModelForCausalLM.from_pretrained(name)
+    return model.to(device())
+
+
+def load_tokenizer(name: str) -> Any:
+    return tiny_tokenizer() if name == "tiny" else AutoTokenizer.from_pretrained(name)
+
+
+async def server(args: argparse.Namespace, tokenizer: Any, stack: AsyncExitStack) -> VLLMChatClient:
+    """The vLLM server of --host and --port."""
+    client = VLLMChatClient([f"http://{args.host}:{args.port}"], model=args.model)
+    await stack.enter_async_context(client)
+    await client.connect(tokenizer=tokenizer)
+    return client
 
 
 async def main() -> None:
     args = arguments()
-    model, tokenizer = load(args.model)
-    seat = TrainerSeat(PipelineConfig(args.redis, args.run))
+    async with AsyncExitStack() as stack:
+        await train(args, stack)
+
+
+async def train(args: argparse.Namespace, stack: AsyncExitStack) -> None:
+    """Asks, trains and publishes until the updates are done."""
+    model, tokenizer = load_model(args.model), load_tokenizer(args.model)
+    seat = TrainerSeat(PipelineConfig(redis_url(), args.run))
+    if args.port:
+        vllm = BroadcastPolicyPublisher(await server(args, tokenizer, stack))
+        publisher = PipelinePublisher(seat, vllm)
+    else:
+        publisher = PipelinePublisher(seat, folder=PolicyFolder(args.folder / "policy"))
     source = PipelineBatchSource(
         seat=seat,
         request_fn=FixedMix({"game": (GAME, 1.0)}),
@@ -79,7 +120,7 @@ async def main() -> None:
         model=model,
         tokenizer=tokenizer,
         batch_source=source,
-        publisher=PipelinePublisher(seat, folder=PolicyFolder(args.folder / "policy")),
+        publisher=publisher,
         cfg=TrainerConfig(
             learning_rate=1e-3,
             checkpoint=CheckpointConfig(args.folder / "checkpoints", every=5),
@@ -88,7 +129,8 @@ async def main() -> None:
         callbacks=[
             lambda step, m: print(
                 f"update {step}: reward {m['train/reward_mean']:+.2f}, "
-                f"lag {m['pipeline/lag_mean']:.2f}, waited {m['pipeline/wait_s']:.1f} s",
+                f"lag {m['train/pipeline_lag_mean']:.2f}, "
+                f"waited {m['perf/pipeline_wait_s']:.1f} s",
                 flush=True,
             )
         ],

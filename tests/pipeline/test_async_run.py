@@ -79,7 +79,7 @@ def test_one_command_starts_everything_shows_it_and_ends_it(tmp_path: Path) -> N
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "train/step" in line]
     assert [line["train/step"] for line in steps] == [1.0, 2.0]
-    assert all(line["pipeline/lag_max"] <= 1 for line in steps)
+    assert all(line["train/pipeline_lag_max"] <= 1 for line in steps)
     kept = {rollout.id for rollout in read_rollouts(rollout_file(out / "rollouts", "train"))}
     trained = list(read_token_log(token_file(out / "rollouts")))
     assert {record.update for record in trained} == {1, 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -20,12 +21,12 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS":
 
 @pytest.mark.timeout(300)
 def test_the_example_trains_on_what_its_actor_samples(tmp_path: Path, server: LocalRedis) -> None:
-    options = ["--redis", server.url, "--run", "example", "--folder", str(tmp_path), "--steps", "3"]
+    options = ["--run", "example", "--folder", str(tmp_path), "--steps", "3"]
     folder = ROOT / "examples" / "pipeline_rl"
     actor, trainer = (
         subprocess.Popen(
             [sys.executable, str(folder / name), *options],
-            env=ENVIRONMENT,
+            env={**ENVIRONMENT, "LUDIC_REDIS_URL": server.url},  # not in `ps`
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -43,6 +44,17 @@ def test_the_example_trains_on_what_its_actor_samples(tmp_path: Path, server: Lo
         *("update 1", "update 2", "update 3")
     ]
     assert "left because the run has ended: its updates are done" in heard
+
+
+def test_the_examples_model_is_on_the_gpu_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "pipeline_rl"))
+    run_trainer = importlib.import_module("run_trainer")
+    monkeypatch.setattr(run_trainer, "device", lambda: "meta")
+    assert {p.device.type for p in run_trainer.load_model("tiny").parameters()} == {"meta"}
+    monkeypatch.setattr(sys, "argv", ["run_trainer.py", "--port", "8000"])
+    assert run_trainer.arguments().port == 8000
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ async def test_a_full_redis_says_so_and_goes_on_when_there_is_room(own_server: L
     store._redis.config_set("maxmemory", "100kb")
     impatient = Store(replace(config, patience_s=0.3))
     with pytest.raises(PipelineError, match="its memory is full"):
-        impatient.run("append", entry, number, b"group", 0)
+        impatient.run("append", "by-hand", entry, number, b"group", 0)
     facts = store.facts()
     assert (facts["groups"], facts["requests"]) == (0, 4), "all of the script, or none of it"
     store.run("leave", "by-hand")
@@ -127,7 +127,7 @@ async def test_a_damaged_group_is_counted_and_its_prompt_is_sampled_again(
     await source.open()
     await source._ask_more()
     ((entry, number, _),) = _taken(store, 1)
-    assert store.run("append", entry, number, b"\x93noise", 0) == b"ok"
+    assert store.run("append", "by-hand", entry, number, b"\x93noise", 0) == b"ok"
     async with acting(config):
         batch = await source.next_batch()
     assert source.ledger.dropped == {"damaged": 1}
@@ -151,7 +151,7 @@ async def test_a_group_of_a_newer_schema_stops_the_trainer_and_stays(
     ((entry, number, _),) = _taken(store, 1)
     fields = msgspec.msgpack.decode(group_message(Group(number, ())))
     newer = msgspec.msgpack.encode([99, *fields[1:]])
-    assert store.run("append", entry, number, newer, 0) == b"ok"
+    assert store.run("append", "by-hand", entry, number, newer, 0) == b"ok"
     with pytest.raises(SchemaVersionError, match="same version for actors and trainer"):
         await source.next_batch()
     await source.close()
@@ -259,12 +259,16 @@ async def test_actors_leave_when_the_run_has_ended(config: PipelineConfig, store
 
 
 @pytest.mark.integration
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_eight_kills_lose_nothing_and_train_on_nothing_twice(tmp_path: Path) -> None:
-    command = ["-m", "tests.pipeline.chaos", "--kills", "8", "--groups", "40"]
+    command = ["-m", "tests.pipeline.chaos", "--kills", "8", "--drop-kills", "4", "--groups", "40"]
     chaos = start(*command, "--folder", str(tmp_path / "chaos"))
-    output, _ = chaos.communicate(timeout=290)
+    output, _ = chaos.communicate(timeout=880)
     assert chaos.returncode == 0, output
     found = json.loads(output.splitlines()[-1])
     assert (found["groups"], found["kills"], found["lost"], found["doubled"]) == (40, 8, 0, 0)
     assert found["same_weights"]
+    drops = found["drops"]
+    assert (drops["kills"], drops["lost"], drops["doubled"]) == (4, 0, 0)
+    assert (drops["lost_prompts"], drops["doubled_prompts"]) == (0, 0)
+    assert sum(drops["dropped"].values()) > 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ludic.errors import ConfigError
-from ludic.pipeline.store import LostRunError, PipelineConfig, Store, entries
+from ludic.pipeline.store import EmptiedError, LostRunError, PipelineConfig, Store, entries
 
 pytestmark = pytest.mark.redis
 
@@ -33,8 +33,8 @@ class Streams:
         answer = self.store.run("take", name, count, lease, "0-0")
         return [(entry, number) for entry, number, _ in entries(answer[1])]
 
-    def append(self, entry: str, number: int, message: bytes = b"group") -> str:
-        return str(self.store.run("append", entry, number, message, 5).decode())
+    def append(self, entry: str, number: int, message: bytes = b"group", *, name: str = "a") -> str:
+        return str(self.store.run("append", name, entry, number, message, 5).decode())
 
     def read(self, start: str = ">") -> list[int]:
         return [n for _, n, _ in entries(self.store.run("read", *self.guard, start, 100)[1])]
@@ -104,8 +104,9 @@ def test_a_dead_actors_units_are_taken_over_each_once(streams: Streams) -> None:
     taken = until(lambda: streams.take("b", lease=50))
     assert taken == dead
     assert streams.take("c") == []
-    assert streams.append(*taken[0]) == "ok"
-    assert streams.append(*dead[0]) == "double"
+    assert streams.append(*dead[0], name="dead") == "taken over"
+    assert streams.append(*taken[0], name="b") == "ok"
+    assert streams.append(*dead[0], name="dead") == "double"
 
 
 def test_a_heartbeat_keeps_the_lease_and_names_what_was_lost(streams: Streams) -> None:
@@ -230,3 +231,39 @@ def test_a_server_of_ours_loses_nothing_that_it_confirmed(store: Store) -> None:
 def test_a_run_name_that_could_reach_other_keys_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="letters, digits"):
         PipelineConfig(run=name)
+
+
+def test_only_the_actor_that_holds_a_unit_can_send_its_group(streams: Streams) -> None:
+    streams.ask(0, 1)
+    first, second = streams.take("a")
+    assert streams.append(*first, name="somebody") == "taken over"
+    assert streams.append(second[0], first[1], name="a") == "gone"
+    assert streams.store.facts()["requests"] == 2, "nothing is acknowledged by mistake"
+    assert [streams.append(*held, name="a") for held in (first, second)] == ["ok", "ok"]
+
+
+def test_nothing_is_taken_after_the_end_of_the_run(streams: Streams) -> None:
+    streams.ask(0)
+    streams.store.run("end", *streams.guard, "it is done")
+    assert streams.take() == []
+    streams.store.run("announce", *streams.guard, "{}", 0)  # a trainer goes on
+    assert [n for _, n in streams.take()] == [0]
+
+
+def test_serials_grow_where_the_server_has_forgotten_them(streams: Streams) -> None:
+    def announce(before: int) -> int:
+        return int(streams.store.run("announce", *streams.guard, "{}", before)[1])
+
+    first, second = announce(0), announce(0)
+    assert second > first
+    streams.store._redis.hdel(streams.store.keys["meta"], "serial")
+    assert announce(0) > second, "by the clock"
+    assert announce(second + 10**9) == second + 10**9 + 1, "and where the clock is behind"
+
+
+def test_a_server_that_knows_nothing_of_the_trainer_says_so(streams: Streams) -> None:
+    streams.store.forget()
+    with pytest.raises(EmptiedError, match="has lost what it held"):
+        streams.ask(0)
+    answer = streams.store.run("open", "t", LEASE, "here", "", 1, 7)
+    assert int(answer[1]) == 8, "two attempts never share a number"

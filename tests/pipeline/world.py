@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,20 +132,28 @@ class Recorded(PipelineBatchSource):
         self._note()
         return batch
 
+    async def _ask(self, numbers: Iterable[int], again: bool = False) -> None:
+        asked = list(numbers)
+        for number in asked:
+            self._write({"asked": number, "of": self.ledger.outstanding[number].of})
+        await super()._ask(asked, again)
+
     def _note(self) -> None:
-        line = {"step": self.step, "units": self._numbers, "attempt": self.seat.attempt}
+        self._write({"step": self.step, "units": self._numbers, "attempt": self.seat.attempt})
+
+    def _write(self, line: dict[str, Any]) -> None:
         with open(self.record, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def recorded(record: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a record."""
+    for line in record.read_text(encoding="utf-8").splitlines():
+        with suppress(ValueError):  # a kill cut it, so that it did not happen either
+            yield json.loads(line)
 
 
 def trained_units(record: Path) -> dict[int, list[int]]:
     """The units of every update, by its number. What a resumed trainer does again counts once: as
     it did it last."""
-    found: dict[int, list[int]] = {}
-    for line in record.read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # a kill cut it, so that the update did not happen either
-        found[entry["step"]] = entry["units"]
-    return found
+    return {entry["step"]: entry["units"] for entry in recorded(record) if "step" in entry}

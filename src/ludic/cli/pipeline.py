@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
 
 from ludic.cli.arguments import Overrides, Run
+
+ANSWER_S = 5.0
+"""How long a Redis that does not answer is waited for."""
 
 app = typer.Typer(help="Look at a run over Redis.", no_args_is_help=True)
 
@@ -34,25 +37,30 @@ def status(
     from rich.live import Live
 
     from ludic.pipeline.store import Store
-    from ludic.runs.pipeline.address import find_pipeline, read_run
+    from ludic.runs.pipeline.address import find_pipeline, read_run, where_it_stands
     from ludic.runs.pipeline.status import read_status, status_table
     from ludic.runs.results.terminal import console
 
     config, _, folder = read_run(run, overrides or [])
-    store = Store(find_pipeline(config, folder, url))
+    # One who looks is answered at once, also with "it does not answer".
+    store = Store(replace(find_pipeline(config, folder, url), patience_s=ANSWER_S, call_s=ANSWER_S))
+
+    def stands() -> str:
+        return where_it_stands(config, folder) if folder is not None else ""
+
     try:
         found = read_status(store)
         if as_json:
-            print(json.dumps({**asdict(found), "alive": found.alive}))
+            print(json.dumps({**asdict(found), "alive": found.alive, "run": stands()}))
         elif once or not console.is_terminal:
-            console.print(status_table(found))
+            console.print(status_table(found, run=stands()))
         else:
             before = None
-            with Live(status_table(found), console=console) as live:
+            with Live(status_table(found, run=stands()), console=console) as live:
                 while True:
                     time.sleep(every)
                     before, found = found, read_status(store)
-                    live.update(status_table(found, before))
+                    live.update(status_table(found, before, run=stands()))
     except KeyboardInterrupt:
         pass
     finally:

@@ -27,7 +27,7 @@ from ludic.inference.client import ChatClient
 from ludic.pipeline.messages import Group, Unit, group_message, read_unit
 from ludic.pipeline.policies import StoredPolicy, load_policy
 from ludic.pipeline.stamping import AmbiguousVersionError, stamped
-from ludic.pipeline.store import PipelineConfig, Store, entries, policy_of
+from ludic.pipeline.store import NoAnswerError, PipelineConfig, Store, entries, policy_of
 from ludic.pipeline.wire import SizeLimits
 from ludic.rollouts.engine import RolloutEngine
 from ludic.rollouts.requests import RolloutRequest
@@ -45,23 +45,25 @@ _TAKE = 32
 class ActorConfig:
     """`concurrency` is how many episodes run at once. `lease_s` is how long a unit stays this
     actor's without a heartbeat. `name` must differ between actors; None: made up. A unit whose
-    trainer went away is waited for up to `idle_s`; None: for as long as the run goes on."""
+    trainer went away is waited for up to `idle_s`; None: for as long as the run goes on. One that
+    is told to stop waits for a Redis that does not answer for `stop_s` at most."""
 
     concurrency: int = 64
     lease_s: float = 30.0
     name: str | None = None
     idle_s: float | None = None
     policy_s: float = 120.0
+    stop_s: float = 5.0
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1 or not (self.lease_s > 0 and self.policy_s > 0):
-            raise ConfigError(f"{self}: concurrency >= 1, lease_s and policy_s > 0")
+        if self.concurrency < 1 or not min(self.lease_s, self.policy_s, self.stop_s) > 0:
+            raise ConfigError(f"{self}: concurrency >= 1, lease_s, policy_s and stop_s > 0")
 
 
 @dataclass(slots=True)
 class ActorReport:
-    """What an actor did. `refused` are groups that were there already, or that nobody asks for any
-    more: another actor had taken the unit over."""
+    """What an actor did. `refused` are groups that were not taken, by the server's word: they were
+    there already, another actor has taken the unit over, or nobody asks for it any more."""
 
     name: str
     groups: int = 0
@@ -82,10 +84,12 @@ async def run_pipeline_actor(
     limits: SizeLimits | None = None,
     stop: asyncio.Event | None = None,
 ) -> ActorReport:
-    """Works until the run ends, or `stop` is set; then it finishes what it has begun.
+    """Works until the run ends, which nobody samples for any more, or until `stop` is set; then it
+    finishes what it has begun.
 
     Every unit that it takes is run with `engine`, unless `accepts` has an objection: an actor
-    builds only what it was set up for, whatever a request says. A `client` whose weights come from
+    builds only what it was set up for, whatever a request says. One that does not fit the run ends
+    with a `PipelineError`, and its units go to others. A `client` whose weights come from
     the trainer's files is brought to each new policy while its requests go on; without one, the
     weights are somebody else's concern (vLLM's publisher).
     """
@@ -115,6 +119,7 @@ class Actor:
         self._limits = limits
         self._lock = threading.Lock()
         self._held: dict[str, asyncio.Task[None]] = {}
+        self._sending: set[str] = set()
         self._news: tuple[StoredPolicy | None, str] = (None, "")
         self._seen: list[StoredPolicy] = []
         self._policy_changed = asyncio.Condition()
@@ -124,13 +129,21 @@ class Actor:
         self._full = False
 
     async def run(self, stop: asyncio.Event) -> ActorReport:
+        self._loop = asyncio.get_running_loop()
         heart = threading.Thread(target=self._beat_on, name="ludic-heartbeat", daemon=True)
+        hurry = asyncio.create_task(self._hurry(stop))
         try:
             await asyncio.to_thread(self._beat)
             heart.start()
             self.report.why = await self._work(stop)
-            await self._drain()
+            if stop.is_set():
+                await self._drain()
+        except NoAnswerError:
+            if not stop.is_set():
+                raise
+            self.report.why = "it was told to stop, and Redis does not answer"
         finally:
+            hurry.cancel()
             self._over.set()
             if heart.is_alive():
                 await asyncio.to_thread(heart.join, self.cfg.lease_s)
@@ -143,6 +156,10 @@ class Actor:
             self._store.close()
         return self.report
 
+    async def _hurry(self, stop: asyncio.Event) -> None:
+        await stop.wait()
+        self._store.hurry(self.cfg.stop_s)
+
     async def _work(self, stop: asyncio.Event) -> str:
         """Takes units until there is a reason to stop, which it returns."""
         pause, idle_since = _POLL_S[0], time.monotonic()
@@ -153,13 +170,13 @@ class Actor:
             policy, ended = self._heard()
             if stop.is_set():
                 return "it was told to stop"
-            if ended and not self._held:
+            if ended:  # what is under way, nobody will train on
                 return f"the run has ended: {ended}"
             await self._follow(policy)
             room = max(self.cfg.concurrency // episodes_per_unit, 1) - len(self._held)
             taken = await self._take(min(room, _TAKE)) if room > 0 and policy else []
             for entry, number, message in taken:
-                unit = self._read(number, message)
+                unit = self._read(number, message)  # raises for one that others must run
                 if isinstance(unit, Unit):
                     episodes_per_unit = sum(r.num_episodes for r in unit.requests)
                 self._begin(entry, unit)
@@ -203,7 +220,11 @@ class Actor:
             return Group(number, (), self.name, f"the request is damaged: {exc}")
         for request in unit.requests:
             if (why := self._accepts(request)) is not None:
-                return Group(number, (), self.name, why)
+                raise PipelineError(
+                    f"this actor cannot work for the run {self._store.config.run!r}, and leaves "
+                    f"its units to others: unit {number} is refused, because {why}. Start it with "
+                    "the run file that the trainer has"
+                )
         return unit
 
     def _begin(self, entry: str, unit: Unit | Group) -> None:
@@ -214,6 +235,7 @@ class Actor:
         def done(task: asyncio.Task[None]) -> None:
             with self._lock:
                 self._held.pop(entry, None)
+            self._sending.discard(entry)
             if not task.cancelled() and (error := task.exception()) is not None:
                 self._failure = self._failure or error
 
@@ -223,9 +245,9 @@ class Actor:
         group = unit if isinstance(unit, Group) else await self._sample(unit)
         message = await asyncio.to_thread(group_message, group, self._limits)
         tokens = sum(rollout.num_tokens for rollout in group.rollouts)
-        word = (
-            await self._store.run_async("append", entry, group.number, message, tokens)
-        ).decode()
+        self._sending.add(entry)
+        sent = (self.name, entry, group.number, message, tokens)
+        word = (await self._store.run_async("append", *sent)).decode()
         if word != "ok":
             self.report.refused[word] += 1
             _log.info("unit %d: its group is refused (%s)", group.number, word)
@@ -252,6 +274,15 @@ class Actor:
                 _log.warning("unit %d is run again: %s", unit.number, exc)
                 continue
             return Group(unit.number, tuple(marked), self.name)
+
+    def _give_up(self, lost: list[str]) -> None:
+        """Ends the work on units that are not ours any more; one that is being sent is refused by
+        the server, if it is not ours."""
+        for entry in lost:
+            task = self._held.get(entry)
+            if task is not None and entry not in self._sending and task.cancel():
+                self.report.refused["taken over"] += 1
+                _log.warning("a unit was given to another actor meanwhile: it is given up here")
 
     # Policies
 
@@ -322,6 +353,9 @@ class Actor:
         policy = None if found is None else StoredPolicy.read(found)
         with self._lock:
             self._news = (policy, answer[1].decode())
+        if lost := [entry.decode() for entry in answer[2]]:
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._give_up, lost)
 
 
 def only(requests: Mapping[str, RolloutRequest] | list[RolloutRequest]) -> Accepts:

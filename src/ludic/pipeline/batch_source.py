@@ -11,16 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from ludic.errors import (
-    CheckpointError,
-    DeadlineError,
-    PipelineError,
-    SchemaVersionError,
-    SerializationError,
-)
+from ludic.errors import CheckpointError, DeadlineError, PipelineError
 from ludic.pipeline.asking import Bounds, UnitFeed
 from ludic.pipeline.ledger import Ledger
-from ludic.pipeline.messages import Group, read_group, unit_message
+from ludic.pipeline.messages import Group, unit_message
+from ludic.pipeline.reading import BadGroup, BadGroups, open_group
 from ludic.pipeline.seat import TrainerSeat
 from ludic.pipeline.staleness import StalePolicy, check_staleness, judge, lag_of
 from ludic.pipeline.store import LostRunError, entries, flat
@@ -43,6 +38,7 @@ _log = logging.getLogger("ludic.pipeline")
 
 _POLL_S = (0.01, 0.2)
 _READ = 64
+_ASK_AGAIN_S = 10.0
 
 
 class PipelineBatchSource:
@@ -92,9 +88,10 @@ class PipelineBatchSource:
         self.step = 0
         self.ledger = Ledger()
         self._resumed = self._is_open = self._cut_short = False
-        self._committed_units = 0
+        self._committed_units = self._emptied = 0
+        self._bad = BadGroups(max(64, 4 * self.groups_per_update))
         self._uncommitted: Mapping[str, Any] | None = None
-        self._groups: dict[int, Group | None] = {}  # None: it came damaged
+        self._groups: dict[int, Group | BadGroup] = {}
         self._lag = 0
         self._waited_s = 0.0
         self.alarm: Callable[[], object] = bool  # raises where no actor can come any more
@@ -116,21 +113,29 @@ class PipelineBatchSource:
                 f"{self.seat.config.run!r}, and there is no checkpoint here that they are in: "
                 "resume that run, or choose another name (pipeline.name)"
             )
-        if ahead:
+        # Units beyond the books are entered by the server's notes, which then must be whole.
+        ours = (*books.outstanding, *range(books.next, opened.next))
+        gaps = opened.next > books.next and any(n not in opened.units for n in ours)
+        if ahead or gaps:
             _log.warning(
-                "this checkpoint is older than what was committed: attempt %d starts over from its "
-                "unit %d, and what the streams hold is forgotten",
+                "%s: attempt %d starts over from its unit %d, and what the streams hold is "
+                "forgotten",
+                "this checkpoint is older than what was committed"
+                if ahead
+                else "Redis has lost some of the units that were asked for",
                 *(opened.attempt, books.low),
             )
             await self.seat.run_async("reset", books.low, books.next)
-        elif self._resumed:
-            await asyncio.to_thread(self._commit, self.state_dict())
-        await self._ask(books.in_order(), again=True)
-        if not ahead:
+        else:
+            if self._resumed:
+                await asyncio.to_thread(self._commit, self.state_dict())
             while len(books.waiting) < opened.next - books.next:
                 books.waiting += await self._feed.draw()
             books.catch_up(opened.next, opened.units)
+        # Whatever the server does not have: lost with its data, or dropped by a lost trainer.
+        await self._ask(books.in_order(), True)
         self._committed_units = books.trained
+        self._emptied = self.seat.emptied
         await self._read_again()
         self._is_open = True
 
@@ -173,7 +178,7 @@ class PipelineBatchSource:
         lags = []
         for number in numbers:
             group = self._groups[number]
-            assert group is not None
+            assert isinstance(group, Group)
             rollouts.extend(group.rollouts)
             lags.append(lag_of(group, self.seat.version))
         if self.writer is not None:
@@ -188,19 +193,20 @@ class PipelineBatchSource:
             meta={
                 "source_step": self.step,
                 LOST_MEMBER: self.lost_member,
-                "pipeline/lag_max": max(lags, default=0),
-                "pipeline/lag_mean": sum(lags) / max(len(lags), 1),
-                "pipeline/attempt": self.seat.attempt,
-                "pipeline/wait_s": self._waited_s,
-                "pipeline/backlog": len(self._groups) - len(numbers),
+                "train/pipeline_lag_max": max(lags, default=0),
+                "train/pipeline_lag_mean": sum(lags) / max(len(lags), 1),
+                "train/pipeline_attempt": self.seat.attempt,
+                "perf/pipeline_wait_s": self._waited_s,
+                "perf/pipeline_backlog": len(self._groups) - len(numbers),
                 **{
-                    f"pipeline/dropped_{reason}": count
+                    f"train/pipeline_dropped_{reason}": count
                     for reason, count in (self.ledger.dropped - before).items()
                 },
             },
         )
         # Nothing is awaited from here on: a batch is settled as a whole, or not at all.
         self._lag = max(lags, default=0)
+        self._bad.count = 0
         self.ledger.train(numbers)
         for number in numbers:
             del self._groups[number]
@@ -211,44 +217,56 @@ class PipelineBatchSource:
     async def _collect(self) -> list[int]:
         """The numbers of the next batch's units, which have all arrived."""
         deadline = time.monotonic() + self.wait_s
-        pause = _POLL_S[0]
+        pause, ask_again = _POLL_S[0], time.monotonic() + _ASK_AGAIN_S
         if self._cut_short:  # an earlier call was cancelled, who knows where
-            await self._ask(self.ledger.in_order(), again=True)
+            await self._ask(self.ledger.in_order(), True)
             await self._read_again()
         self._cut_short = True
         while True:
+            self.alarm()
             if self._uncommitted is not None:
                 await asyncio.to_thread(self._retry_commit)
+            if self._emptied != self.seat.emptied or time.monotonic() > ask_again:
+                self._emptied = self.seat.emptied  # the server may have lost what was asked for
+                await self._ask((n for n in self.ledger.in_order() if n not in self._groups), True)
+                ask_again = time.monotonic() + _ASK_AGAIN_S
             await self._ask_more()
             numbers, dropped = self._choose()
             if dropped:  # their room is free at once; their prompts are asked for next
-                await self.seat.run_async("discard", *dropped)
+                await self.seat.run_async("discard", *flat(dropped))
+                await self._check_deadline(deadline)
                 continue
             if len(numbers) == self.groups_per_update:
                 self._cut_short = False
                 return numbers
             if await self._read(">"):
-                pause = _POLL_S[0]
+                pause, ask_again = _POLL_S[0], time.monotonic() + _ASK_AGAIN_S
                 continue
             await self._check_progress(deadline)
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, _POLL_S[1])
 
-    def _choose(self) -> tuple[list[int], list[int]]:
-        """Up to a batch's numbers from what has arrived, and those that had to be dropped."""
+    def _choose(self) -> tuple[list[int], list[tuple[int, str]]]:
+        """Up to a batch's numbers from what has arrived, and those that had to be dropped, with
+        their reasons."""
         chosen: list[int] = []
-        dropped: list[int] = []
+        dropped: list[tuple[int, str]] = []
         candidates = self.ledger.in_order() if self.in_order else iter(self._groups)
         for number in list(candidates):
             if number not in self._groups or len(chosen) == self.groups_per_update:
                 break
-            verdict = judge(self._groups[number], self.seat.version, self.max_lag, self.stale)
-            if verdict is None:
+            group = self._groups[number]
+            if isinstance(group, BadGroup):
+                reason: str | None = group.reason
+                self._bad.note(number, group)
+            else:
+                reason = judge(group, self.seat.version, self.max_lag, self.stale)
+            if reason is None:
                 chosen.append(number)
                 continue
-            self.ledger.drop(number, verdict.reason, put_back=verdict.put_back)
+            self.ledger.drop(number, reason)
             del self._groups[number]
-            dropped.append(number)
+            dropped.append((number, reason))
         return chosen, dropped
 
     async def _read(self, start: str) -> str:
@@ -256,25 +274,11 @@ class PipelineBatchSource:
         answer = await self.seat.run_async("read", start, _READ)
         found = entries(answer[1])
         for _, number, message in found:
-            if self.ledger.is_settled(number) or number in self._groups:
+            if number not in self.ledger.outstanding or number in self._groups:
                 continue
-            self._groups[number] = await asyncio.to_thread(self._opened, number, message)
+            unit = self.ledger.unit(number, max_steps=self.max_steps, policy=self.seat.serial)
+            self._groups[number] = await asyncio.to_thread(open_group, message, unit, self.limits)
         return found[-1][0] if found else ""
-
-    def _opened(self, number: int, message: bytes) -> Group | None:
-        """The group in a message; None if it came damaged."""
-        try:
-            group = read_group(message, self.limits)
-            if group.number != number:
-                raise SerializationError(f"it says that it is group {group.number}")
-        except SchemaVersionError:
-            raise  # it stays where it is, for a trainer that can read it
-        except SerializationError as exc:
-            _log.warning("unit %d came damaged and is asked for again: %s", number, exc)
-            return None
-        if group.refused is not None:
-            _log.warning("unit %d: %s refused it: %s", number, group.actor, group.refused)
-        return group
 
     # Asking
 
@@ -291,7 +295,7 @@ class PipelineBatchSource:
             books.waiting += await self._feed.draw()
         await self._ask([books.number(books.waiting.pop(0)) for _ in range(room)])
 
-    async def _ask(self, numbers: Iterable[int], *, again: bool = False) -> None:
+    async def _ask(self, numbers: Iterable[int], again: bool = False) -> None:
         rows = []
         for number in numbers:
             unit = self.ledger.unit(number, max_steps=self.max_steps, policy=self.seat.serial)
@@ -303,7 +307,6 @@ class PipelineBatchSource:
 
     async def _check_progress(self, deadline: float) -> None:
         """Raises where no batch can come any more, or the deadline has passed."""
-        self.alarm()
         books = self.ledger
         if not books.outstanding:
             raise PipelineError(
@@ -311,6 +314,9 @@ class PipelineBatchSource:
                 f"as many as the bound allows ({self.bounds.groups}), and none has come: save "
                 "checkpoints (TrainerConfig.checkpoint), or raise the bound (pipeline.max_groups)"
             )
+        await self._check_deadline(deadline)
+
+    async def _check_deadline(self, deadline: float) -> None:
         if time.monotonic() < deadline:
             return
         facts = await asyncio.to_thread(self.seat.store.facts)
@@ -320,7 +326,7 @@ class PipelineBatchSource:
             f"{self.groups_per_update} groups ({len(self._groups)} are there)",
             f"the {len(facts['actors'])} actors of the run {self.seat.config.run!r} on "
             f"{self.seat.config.shown} ({facts['requests']} units asked for, {facts['leased']} of "
-            f"them taken{full})",
+            f"them taken{full}; dropped since the run began: {dict(self.ledger.dropped)})",
             self.wait_s,
         )
 
@@ -330,6 +336,7 @@ class PipelineBatchSource:
         """What was trained on, what was asked for, and the curriculum's state."""
         return {
             "step": self.step,
+            "attempt": self.seat.last_attempt,
             "ledger": self.ledger.state_dict(),
             "feed": self._feed.state_dict(),
         }
@@ -340,11 +347,13 @@ class PipelineBatchSource:
             raise CheckpointError("a PipelineBatchSource takes a state only before its first batch")
         try:
             step, books, feed = int(state["step"]), state["ledger"], state["feed"]
+            attempt = int(state.get("attempt", 0))
         except (KeyError, TypeError, ValueError) as exc:
             raise CheckpointError(f"not the state of a PipelineBatchSource: {exc!r}") from exc
         self.ledger = Ledger.of_state(books)
         self._feed.load_state_dict(feed)
         self.step, self._resumed = step, True
+        self.seat.attempt_floor = max(self.seat.attempt_floor, attempt)
 
     def committed(self, state: Mapping[str, Any]) -> None:
         """Acknowledges what `state` has settled: the checkpoint that holds it is complete. A

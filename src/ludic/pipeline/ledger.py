@@ -71,13 +71,13 @@ class Ledger:
             self._settle(number)
         self.trained += len(numbers)
 
-    def drop(self, number: int, reason: str, *, put_back: bool) -> None:
-        """Settles a unit that is not trained on; its requests may come again as another unit."""
+    def drop(self, number: int, reason: str) -> None:
+        """Settles a unit that is not trained on; its requests come again as another unit, once."""
         asked = self.outstanding[number]
         self._settle(number)
         self.dropped[reason] += 1
         repeated = any(a.of == number for a in (*self.outstanding.values(), *self.waiting))
-        if put_back and not repeated:
+        if not repeated:
             self.waiting.insert(0, Asked(asked.requests, number))
 
     def _settle(self, number: int) -> None:
@@ -88,14 +88,19 @@ class Ledger:
             self.low += 1
 
     def catch_up(self, until: int, found: Mapping[int, str]) -> None:
-        """Enters the units that a lost trainer asked for after these books were saved. `found` are
-        the server's notes on them; what is not put back comes from `waiting`."""
+        """Enters what a lost trainer did after these books were saved: the units that it asked for,
+        and those that it dropped. `found` are the server's notes on them; what is not put back
+        comes from `waiting`."""
         while self.next < until:
             of = stands_in_for(found.get(self.next, ""))
             if of is not None and of in self.outstanding:
                 self.number(Asked(self.outstanding[of].requests, of))
             else:
                 self.number(self.waiting.pop(0))
+        for number in list(self.in_order()):
+            kind, _, rest = found.get(number, "").partition(":")
+            if kind == "x" and rest:
+                self.drop(number, rest.split(":")[0])
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -135,7 +140,7 @@ class Ledger:
 def stands_in_for(note: str) -> int | None:
     """The number that a unit was put back for, in the server's note on it."""
     kind, *rest = note.split(":")
-    of = rest[-1] if kind in ("q", "d") and len(rest) >= 2 else ""
+    of = rest[-1] if kind in ("q", "d", "x") and len(rest) >= 2 else ""
     return int(of) if of.isdigit() else None
 
 

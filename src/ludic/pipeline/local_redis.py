@@ -19,6 +19,8 @@ from ludic.errors import DeadlineError, PipelineError
 
 _START_S = 30.0
 _STOP_S = 30.0
+ENDS_WITHIN_S = 10
+"""A process that a run started ends this long after it, in seconds, or sooner."""
 
 
 def find_redis_server() -> str:
@@ -158,10 +160,20 @@ class LocalRedis:
         self.stop()
 
 
+_WATCH = """
+read -r _ && exit
+kill -TERM "$1" 2>/dev/null
+i=0
+while [ "$i" -lt "$2" ]; do sleep 1; kill -0 "$1" 2>/dev/null || exit; i=$((i + 1)); done
+kill -KILL "$1" 2>/dev/null
+"""
+
+
 def end_with_us(pid: int) -> subprocess.Popen[bytes]:
-    """Starts a shell that ends process `pid` when this process dies, however it dies."""
+    """Starts a shell that ends process `pid` when this process dies, however it dies: with a word
+    first, and for good after `ENDS_WITHIN_S`."""
     return subprocess.Popen(
-        ["sh", "-c", 'read -r _ || kill -TERM "$1"', "watcher", str(pid)],
+        ["sh", "-c", _WATCH, "watcher", str(pid), str(ENDS_WITHIN_S)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -6,13 +6,15 @@ into one slot of a cluster.
     requests  stream    units that are asked for; its consumer group `actors` holds the leases
     groups    stream    finished groups; the trainer reads through its consumer group `trainer`
     units     hash      number -> q:ENTRY:OF (asked for, put back for unit OF or nothing),
-                        d:ENTRY:BYTES:OF (finished), x (dropped, which no checkpoint has yet),
-                        c (committed); those below `low` are committed and not listed
+                        d:ENTRY:BYTES:OF (finished), x:REASON:OF (dropped, which no checkpoint has
+                        yet), c (committed); those below `low` are committed and not listed
     meta      hash      attempt, next (number), low (number), bytes, limits, policy, counters
     actors    hash      name -> its last heartbeat: the server's time, and facts as JSON
     trainer   string    the token of the trainer that holds the run, for as long as its lease
 
-A script of the trainer first makes sure that it still holds the run. Time is the server's.
+A script of the trainer first makes sure that it still holds the run. It answers `lost` where
+another trainer does, and `emptied` where the server knows nothing of this one: its data is gone, or
+older than the attempt. Time is the server's.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ local token, attempt, lease = ARGV[1], ARGV[2], ARGV[3]
 local holder = redis.call('GET', trainer)
 if holder ~= token then
   -- A lease that ran out is renewed, unless somebody else has begun an attempt since.
-  if holder or redis.call('HGET', meta, 'attempt') ~= attempt then return {'lost'} end
+  local known = tonumber(redis.call('HGET', meta, 'attempt') or '0')
+  if holder or known > tonumber(attempt) then return {'lost'} end
+  if known < tonumber(attempt) then return {'emptied'} end
   redis.call('SET', trainer, token)
 end
 redis.call('PEXPIRE', trainer, lease)
@@ -36,6 +40,14 @@ _MAKE_GROUPS = """
 local function make_groups()
   redis.pcall('XGROUP', 'CREATE', requests, 'actors', '0', 'MKSTREAM')
   redis.pcall('XGROUP', 'CREATE', groups, 'trainer', '0', 'MKSTREAM')
+end
+"""
+
+_HOLDS = """
+local function holds(name, entry)
+  if redis.call('EXISTS', requests) == 0 then return false end
+  local pending = redis.call('XPENDING', requests, 'actors', entry, entry, 1)
+  return pending[1] and pending[1][2] == name
 end
 """
 
@@ -50,6 +62,7 @@ OPEN = (
     + _NOW
     + """
 local token, lease, holder, fingerprint, limits = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local floor = tonumber(ARGV[6] or '0')
 local held = redis.call('GET', trainer)
 if held and held ~= token then
   return {'held', redis.call('HGET', meta, 'holder') or '?', redis.call('PTTL', trainer)}
@@ -59,13 +72,14 @@ if before and fingerprint ~= '' and before ~= fingerprint then return {'other', 
 if fingerprint ~= '' then redis.call('HSET', meta, 'fingerprint', fingerprint) end
 redis.call('SET', trainer, token, 'PX', lease)
 make_groups()
-local attempt = redis.call('HINCRBY', meta, 'attempt', 1)
-redis.call('HSET', meta, 'holder', holder, 'opened', now, 'max_bytes', limits)
+local attempt = math.max(tonumber(redis.call('HGET', meta, 'attempt') or '0'), floor) + 1
+redis.call('HSET', meta, 'attempt', attempt, 'holder', holder, 'opened', now, 'max_bytes', limits)
 return {'ok', attempt, redis.call('HGET', meta, 'next') or '0',
         redis.call('HGET', meta, 'low') or '0', redis.call('HGETALL', units)}
 """
 )
-"""token, lease, holder, fingerprint, max_bytes -> ok, attempt, next, low, units | held | other"""
+"""token, lease, holder, fingerprint, max_bytes, an attempt that was before -> ok, attempt, next,
+low, units | held | other"""
 
 RENEW = (
     _KEYS
@@ -107,7 +121,7 @@ for i = 5, #ARGV, 3 do
   local number, of, message = tonumber(ARGV[i]), ARGV[i + 1], ARGV[i + 2]
   local note = redis.call('HGET', units, number)
   local again = ARGV[4] == 'again' and number >= low and number < following
-                and (not note or note == 'x')
+                and (not note or string.sub(note, 1, 1) == 'x')
   if number >= following or again then
     local entry = redis.call('XADD', requests, '*', 'n', number, 'm', message)
     redis.call('HSET', units, number, 'q:' .. entry .. ':' .. of)
@@ -120,14 +134,17 @@ return {'ok', added}
 """
 )
 """new | again, then number, number it stands in for, message -> how many were not there yet.
-`again` also asks for units that were asked for once, and that the server has lost."""
+`again` also asks for units that were asked for once, and that the server has lost or that were
+dropped."""
 
 TAKE = (
     _KEYS
     + """
 local name, count, lease, cursor = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local found = {}
-if redis.call('EXISTS', requests) == 0 then return {'0-0', found, 0, 0} end
+if redis.call('EXISTS', requests) == 0 or redis.call('HEXISTS', meta, 'ended') == 1 then
+  return {'0-0', found, 0, 0}
+end
 local claimed = redis.call('XAUTOCLAIM', requests, 'actors', name, lease, cursor, 'COUNT', count)
 for _, entry in ipairs(claimed[2]) do
   if entry and entry[2] then table.insert(found, {entry[1], entry[2][2], entry[2][4]}) end
@@ -152,43 +169,55 @@ return {claimed[1], found, taken_over, full and 1 or 0}
 
 APPEND = (
     _KEYS
+    + _HOLDS
     + """
-local entry, number, message, tokens = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local name, entry, number, message, tokens = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local unit = redis.call('HGET', units, number)
+local mine = holds(name, entry)
 local word = 'gone'
 if unit then
   local kind, place, of = string.match(unit, '^(%a):?([^:]*):?([^:]*)')
   if kind == 'q' and place == entry then
+    word = mine and 'ok' or 'taken over'
+  elseif kind ~= 'q' then
+    word = 'double'
+  end
+  if word == 'ok' then
     local group = redis.call('XADD', groups, '*', 'n', number, 'm', message)
     redis.call('HSET', units, number, 'd:' .. group .. ':' .. #message .. ':' .. of)
     redis.call('HINCRBY', meta, 'bytes', #message)
     redis.call('HINCRBY', meta, 'finished', 1)
     redis.call('HINCRBY', meta, 'sent_bytes', #message)
     redis.call('HINCRBY', meta, 'tokens', tokens)
-    word = 'ok'
-  elseif kind ~= 'q' then
-    word = 'double'
   end
 end
 if word == 'double' then redis.call('HINCRBY', meta, 'doubles', 1) end
-redis.call('XACK', requests, 'actors', entry)
-redis.call('XDEL', requests, entry)
+if mine and word ~= 'ok' then  -- by mistake, another unit's group may come with this entry
+  local asked = redis.call('XRANGE', requests, entry, entry)
+  local note = asked[1] and redis.call('HGET', units, asked[1][2][2]) or ''
+  mine = string.sub(note, 1, #entry + 3) ~= 'q:' .. entry .. ':'
+end
+if mine then
+  redis.call('XACK', requests, 'actors', entry)
+  redis.call('XDEL', requests, entry)
+end
 return word
 """
 )
-"""entry, number, message, tokens -> ok; double: it is there already; gone: nobody asks for it.
-The group is appended, its double refused and its request acknowledged, or none of it happens."""
+"""name, entry, number, message, tokens -> ok; double: it is there already; taken over: another
+actor holds the unit; gone: nobody asks for it. The group is appended, its double refused and its
+request acknowledged, or none of it happens."""
 
 BEAT = (
     _KEYS
+    + _HOLDS
     + _NOW
     + """
 local name, facts = ARGV[1], ARGV[2]
 redis.pcall('HSET', actors, name, now .. ' ' .. facts)  -- a full server still renews leases
 local lost = {}
 for i = 3, #ARGV do
-  local pending = redis.call('XPENDING', requests, 'actors', ARGV[i], ARGV[i], 1)
-  if pending[1] and pending[1][2] == name then
+  if holds(name, ARGV[i]) then
     redis.call('XCLAIM', requests, 'actors', name, 0, ARGV[i], 'JUSTID')
   else
     table.insert(lost, ARGV[i])
@@ -280,32 +309,36 @@ DISCARD = (
     _KEYS
     + _GUARD
     + """
-for i = 4, #ARGV do
-  local kind, place, size = string.match(redis.call('HGET', units, ARGV[i]) or '',
-                                         '^(%a):?([^:]*):?([^:]*)')
+for i = 4, #ARGV, 2 do
+  local kind, place, size, of = string.match(redis.call('HGET', units, ARGV[i]) or '',
+                                             '^(%a):?([^:]*):?([^:]*):?([^:]*)')
   if kind == 'd' then
     redis.call('XACK', groups, 'trainer', place)
     redis.call('XDEL', groups, place)
     redis.call('HINCRBY', meta, 'bytes', '-' .. size)
-    redis.call('HSET', units, ARGV[i], 'x')
+    redis.call('HSET', units, ARGV[i], 'x:' .. ARGV[i + 1] .. ':' .. of)
   end
 end
 return {'ok'}
 """
 )
-"""numbers -> frees the groups of units that were dropped"""
+"""number, reason … -> frees the groups of units that were dropped, and remembers why"""
 
 ANNOUNCE = (
     _KEYS
     + _GUARD
+    + _NOW
     + """
-local serial = redis.call('HINCRBY', meta, 'serial', 1)
-redis.call('HSET', meta, 'policy', '[' .. serial .. ',' .. ARGV[4] .. ']')
+-- By the clock, so that it grows even where the server has forgotten the serials before.
+local before = math.max(tonumber(redis.call('HGET', meta, 'serial') or '0'), tonumber(ARGV[5]))
+local serial = string.format('%.0f', math.max(now, before + 1))
+redis.call('HSET', meta, 'serial', serial, 'policy', '[' .. serial .. ',' .. ARGV[4] .. ']')
 redis.call('HDEL', meta, 'ended')
 return {'ok', serial}
 """
 )
-"""policy as JSON -> serial: a number that no other policy of the run has"""
+"""policy as JSON, a serial that was before -> serial: a number that no other policy of the run has,
+greater than those of all policies before it"""
 
 END = _KEYS + _GUARD + "redis.call('HSET', meta, 'ended', ARGV[4]); return {'ok'}"
 """why -> actors hear that no more work will come"""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludic.errors import ConfigError, PipelineError
-from ludic.pipeline.store import LostRunError, PipelineConfig, Store
+from ludic.pipeline.store import EmptiedError, LostRunError, PipelineConfig, Store
 
 _log = logging.getLogger("ludic.pipeline")
 
@@ -48,6 +48,8 @@ class TrainerSeat:
     A trainer that died gives the seat up when its lease of `lease_s` runs out; whoever opens it
     then waits that long, and no longer. A second trainer beside a living one is refused.
     `fingerprint` names the configuration: another one under the same name is refused, too.
+    A server that lost its data is taken again, as a new attempt, and told of the policy; `emptied`
+    counts that. Attempts up to `attempt_floor` were before, whatever the server knows of them.
     """
 
     def __init__(
@@ -65,11 +67,14 @@ class TrainerSeat:
         self.durability = "unknown"
         self.version: int | None = None  # of the policy that was announced last
         self.serial = 0
+        self.emptied = 0
+        self.attempt_floor = 0
         self.facts: Callable[[], Mapping[str, Any]] = dict
         self._fingerprint, self._max_bytes = fingerprint, max_bytes
         self._token = secrets.token_hex(16)
         self._opened: Opened | None = None
-        self._opening = threading.Lock()
+        self._opening = threading.RLock()
+        self._policy: Mapping[str, Any] | None = None
         self._ended = threading.Event()
         self._lost: LostRunError | None = None
         self._thread: threading.Thread | None = None
@@ -77,6 +82,11 @@ class TrainerSeat:
     @property
     def attempt(self) -> int:
         return self.opened.attempt
+
+    @property
+    def last_attempt(self) -> int:
+        """The newest attempt that this trainer knows of."""
+        return max(self.attempt_floor, 0 if self._opened is None else self._opened.attempt)
 
     @property
     def opened(self) -> Opened:
@@ -87,8 +97,9 @@ class TrainerSeat:
     def open(self) -> Opened:
         """Takes the seat, once. Waits for the lease of a trainer that died."""
         with self._opening:
-            if self._opened is None:
+            if not self._is_taken:
                 self._opened = self._take()
+            if self._thread is None:
                 self.durability = self.store.durability()
                 if cost := COSTS.get(self.durability):
                     _log.warning("%s", cost)
@@ -98,10 +109,14 @@ class TrainerSeat:
                 self._thread.start()
             return self.opened
 
+    @property
+    def _is_taken(self) -> bool:
+        return self._opened is not None and self._opened.attempt > self.attempt_floor
+
     async def open_async(self) -> Opened:
         """`open` for coroutines."""
-        if self._opened is not None:
-            return self._opened
+        if self._is_taken:
+            return self.opened
         return await asyncio.to_thread(self.open)
 
     def _take(self) -> Opened:
@@ -110,7 +125,8 @@ class TrainerSeat:
         began, lease_left = time.monotonic(), None
         while True:
             answer = self.store.run(
-                "open", self._token, lease_ms, here, self._fingerprint, self._max_bytes
+                *("open", self._token, lease_ms, here, self._fingerprint, self._max_bytes),
+                self.attempt_floor,
             )
             match answer[0]:
                 case b"ok":
@@ -138,10 +154,31 @@ class TrainerSeat:
 
     def run(self, script: str, *args: Any, patience_s: float | None = None) -> Any:
         """Runs a script that only the trainer may run."""
-        if self._lost is not None:
-            raise self._lost
-        guard = (self._token, self.attempt, int(self.lease_s * 1000))
-        return self.store.run(script, *guard, *args, patience_s=patience_s)
+        while True:
+            if self._lost is not None:
+                raise self._lost
+            attempt = self.attempt
+            guard = (self._token, attempt, int(self.lease_s * 1000))
+            try:
+                return self.store.run(script, *guard, *args, patience_s=patience_s)
+            except EmptiedError as exc:
+                self._begin_again(attempt, str(exc))
+
+    def _begin_again(self, attempt: int, why: str) -> None:
+        """Takes the run on a server that has forgotten it; one thread does, others follow."""
+        with self._opening:
+            if self._lost is not None or self.attempt != attempt:
+                return
+            self.attempt_floor = attempt
+            self._opened = self._take()
+            self.emptied += 1
+            _log.warning(
+                "%s: attempt %d goes on from the trainer's own books, and asks again for every "
+                "unit that is not settled",
+                *(why, self.attempt),
+            )
+            if self._policy is not None:
+                self._announce(self._policy)
 
     async def run_async(self, script: str, *args: Any, patience_s: float | None = None) -> Any:
         """`run` for coroutines."""
@@ -149,10 +186,18 @@ class TrainerSeat:
 
     def announce(self, version: int, **facts: Any) -> int:
         """Tells the actors of a new policy; returns its serial number."""
-        policy = {"attempt": self.attempt, "version": version, **facts}
-        self.serial = int(self.run("announce", json.dumps(policy))[1])
-        self.version = version
-        return self.serial
+        with self._opening:  # so that no older one is announced after it
+            self._policy = {"version": version, **facts}
+            self._announce(self._policy)
+            self.version = version
+            return self.serial
+
+    def _announce(self, policy: Mapping[str, Any]) -> None:
+        attempt = None
+        while attempt != self.attempt:  # it changes if the server has just lost its data
+            attempt = self.attempt
+            said = json.dumps({"attempt": attempt, **policy})
+            self.serial = int(self.run("announce", said, self.serial)[1])
 
     def _renew(self) -> None:
         while not self._ended.wait(self.lease_s / 4):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from ludic.errors import ConfigError, NotTrainableError
 from ludic.pipeline.messages import Group
@@ -12,13 +12,6 @@ StalePolicy: TypeAlias = Literal["wait", "drop", "correct"]
 still be trained on in time, so that actors wait for the trainer. "drop": actors run ahead, and what
 is too old is dropped and its prompt put back. "correct": actors run ahead, and what is too old is
 trained on all the same, with the importance ratios of the loss and its corrections."""
-
-
-class DropReason(NamedTuple):
-    """Why a group is dropped, and whether its prompt is put back."""
-
-    reason: str
-    put_back: bool
 
 
 def check_staleness(max_lag: int, stale: StalePolicy) -> None:
@@ -48,18 +41,12 @@ def lag_of(group: Group, version: int | None) -> int:
     return max(version - min(versions, default=version), 0)
 
 
-def judge(
-    group: Group | None, version: int | None, max_lag: int, stale: StalePolicy
-) -> DropReason | None:
-    """Why a group is not trained on; None if it is. A group that came damaged is None."""
-    if group is None:
-        return DropReason("damaged", put_back=True)
-    if group.refused is not None:  # every actor of this run would refuse it again
-        return DropReason("refused", put_back=False)
+def judge(group: Group, version: int | None, max_lag: int, stale: StalePolicy) -> str | None:
+    """Why a group is too old to be trained on; None if it is not."""
     if lag_of(group, version) <= max_lag:
         return None
     if stale != "correct":
-        return DropReason("stale", put_back=True)
+        return "stale"
     for rollout in group.rollouts:
         for step in rollout.agent_steps:
             if step.trace is not None and step.trace.completion_logprobs is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 import threading
 import time
@@ -77,12 +78,21 @@ class LostRunError(PipelineError):
     """Another trainer holds the run by now."""
 
 
+class NoAnswerError(PipelineError):
+    """The server did not answer for as long as was waited for it."""
+
+
+class EmptiedError(PipelineError):
+    """The server has forgotten the trainer that asks, and nobody else holds the run."""
+
+
 class Store:
     """The streams of one run. Any thread may call it."""
 
     def __init__(self, config: PipelineConfig) -> None:
         self.config = config
         self._closed = threading.Event()
+        self._until = math.inf
         prefix = f"ludic:{{{config.run}}}:"
         self.keys = {name: prefix + name for name in scripts.KEYS}
         over_tcp = {"socket_connect_timeout": config.call_s, "socket_keepalive": True}
@@ -112,8 +122,13 @@ class Store:
         self._closed.set()
         self._redis.close()
 
+    def hurry(self, seconds: float) -> None:
+        """From now on, every wait for a server that does not answer ends within this time."""
+        self._until = min(self._until, time.monotonic() + seconds)
+
     def run(self, script: str, *args: Any, patience_s: float | None = None) -> Any:
-        """What a script returns. Raises `LostRunError` where it needs the run and it is lost."""
+        """What a script returns. Raises `LostRunError` where it needs the run and another trainer
+        holds it, and `EmptiedError` where the server has lost its data."""
         keys = list(self.keys.values())
         call = self._scripts[script]
         answer = self.patiently(lambda: call(keys=keys, args=args), script, patience_s)
@@ -121,6 +136,10 @@ class Store:
             raise LostRunError(
                 f"another trainer holds the run {self.config.run!r} on {self.config.shown}: this "
                 "one was away for longer than its lease, and must not go on"
+            )
+        if isinstance(answer, list) and answer and answer[0] == b"emptied":
+            raise EmptiedError(
+                f"Redis at {self.config.shown} has lost what it held of the run {self.config.run!r}"
             )
         return answer
 
@@ -150,8 +169,9 @@ class Store:
                     ) from exc
                 problem = exc
             waited = time.monotonic() - began
-            if waited >= patience or self._closed.is_set():
-                raise PipelineError(
+            hurried = time.monotonic() >= self._until
+            if waited >= patience or hurried or self._closed.is_set():
+                raise NoAnswerError(
                     f"waited {waited:.3g} s for Redis at {self.config.shown} ({what}): "
                     f"{_in_words(problem)}"
                 ) from problem

@@ -145,7 +145,7 @@ async def test_an_actor_over_redis_samples_from_the_server_that_the_trainer_publ
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
     assert [line["train/version"] for line in lines] == [1, 2]
     assert all(line["train/mismatch_max"] <= 1e-3 for line in lines)
-    assert all(line["pipeline/lag_max"] == 0 for line in lines)
+    assert all(line["train/pipeline_lag_max"] == 0 for line in lines)
     spans = [
         (span.attempt, span.version)
         for rollout in read_rollouts(rollout_file(tmp_path / "run/rollouts", "train"))

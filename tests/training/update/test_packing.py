@@ -297,11 +297,11 @@ def test_bad_samples_are_named() -> None:
             lay_out(bad(item, **changes))
     for name in ("behavior_logprobs", "reference_logprobs", "teacher_logprobs"):
         rounded = np.full(count, 1e-6, np.float32)
-        given: dict[str, Any] = {name: rounded}
-        lay_out(bad(item, attachments=replace(item.attachments, **given)))
+        changed: dict[str, Any] = {name: rounded}
+        lay_out(bad(item, attachments=replace(item.attachments, **changed)))
         rounded[-1] = 3.0
         with pytest.raises(BatchError, match=rf"{name} of action token {count - 1} is 3.0, above"):
-            lay_out(bad(item, attachments=replace(item.attachments, **given)))
+            lay_out(bad(item, attachments=replace(item.attachments, **changed)))
     endless = replace(item.attachments, token_weights=np.full(count, np.inf, np.float32))
     with pytest.raises(CreditError, match="weight of action token 0 is inf"):
         lay_out(bad(item, attachments=endless))

@@ -10,14 +10,17 @@ from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ludic.errors import ConfigError, PipelineError
+from ludic.inference.addresses import without_user
 from ludic.pipeline.store import MAX_NAME, PipelineConfig
 from ludic.runs.settings import PipelineSection, RunConfig, check_run
 from ludic.runs.settings.reading import apply_override, load_run
 
 URL_VARIABLE = "LUDIC_REDIS_URL"
 FILE = "pipeline.json"
+EVALUATIONS = ("before", "after_sft", "after_rl")
 RUNS = Path(__file__).parent.parent / "files"
 
 
@@ -81,6 +84,11 @@ def find_pipeline(
 ) -> PipelineConfig:
     """Returns the address of a run's streams: as given, as in LUDIC_REDIS_URL, as its settings say,
     or that of the Redis that its trainer has started."""
+    if url is not None and urlsplit(url).password is not None:
+        raise ConfigError(
+            f"the URL of {without_user(url)} has a password, which an argument shows to everyone "
+            f"on this machine: put it into the environment variable {URL_VARIABLE}"
+        )
     section, name = section_of(config), run_name(config, folder)
     found = url or (os.environ.get(section.url_env) if section.url_env else None) or section.url
     if section.url_env and not url and found is None:
@@ -90,6 +98,10 @@ def find_pipeline(
         with suppress(OSError, ValueError, KeyError):
             said = json.loads((folder / FILE).read_text(encoding="utf-8"))
             found, name = str(said["url"]), str(said["name"])
+    if found is None and folder is not None and section.url is None and config.pipeline:
+        raise PipelineError(
+            f"the run in {folder} has no Redis at the moment: {where_it_stands(config, folder)}"
+        )
     if found is None:
         raise PipelineError(
             "which Redis? Give its URL with --url, in the environment variable "
@@ -97,6 +109,33 @@ def find_pipeline(
             "run's folder while it goes on"
         )
     return PipelineConfig(found, name, patience_s=section.patience_s)
+
+
+def where_it_stands(config: RunConfig, folder: Path) -> str:
+    """Returns which part of a run its folder shows it to be in: what it has not finished yet."""
+    if (folder / "summary.json").is_file():
+        return "it has ended"
+    done = {stage for stage in EVALUATIONS if (folder / "eval" / f"{stage}.json").is_file()}
+    cold_start = config.sft is not None and config.sft.steps > 0
+    if "before" not in done:
+        what = "the evaluation before its training"
+    elif cold_start and "after_sft" not in done:
+        what = "its cold start, or the evaluation after it"
+    elif (folder / FILE).is_file():
+        return "it is in its reinforcement, with its actors"
+    elif last_step(folder / "checkpoints" / "rl") < config.training.steps:
+        return (
+            "it is before its reinforcement, or was stopped in it (`ludic train --resume` goes on)"
+        )
+    else:
+        return "it is in the evaluation after its reinforcement: its actors have left"
+    return f"it is in {what}, and its actors come with the reinforcement"
+
+
+def last_step(folder: Path) -> int:
+    """Returns the number of the newest checkpoint in a folder; 0 without any."""
+    steps = [name.name.removeprefix("step-") for name in folder.glob("step-*")]
+    return max((int(step) for step in steps if step.isdigit()), default=0)
 
 
 def write_address(folder: Path, pipeline: PipelineConfig) -> Path:

@@ -113,13 +113,20 @@ def read_status(store: Store) -> PipelineStatus:
     )
 
 
-def status_table(status: PipelineStatus, before: PipelineStatus | None = None) -> Any:
-    """Returns it as a table for the terminal."""
+def status_table(
+    status: PipelineStatus, before: PipelineStatus | None = None, *, run: str = ""
+) -> Any:
+    """Returns it as a table for the terminal. `run` says which part of the run it is in."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_header=False)
     rate = status.rate(before)
     trainer = status.trainer
+    if run:
+        table.add_row("run", run)
+    if not status.attempt:
+        table.add_row("trainer", "none has opened the run on this Redis yet")
+        return table
     what = "alive" if status.trainer_alive else f"gone{': ' + status.ended if status.ended else ''}"
     table.add_row("trainer", f"{what}, attempt {status.attempt}, version {status.version}")
     table.add_row(

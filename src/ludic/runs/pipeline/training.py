@@ -155,6 +155,10 @@ class RunPipeline:
     def _alarm(self) -> None:
         if self._failure is not None:
             raise self._failure
+        if self._tending is not None and self._tending.done() and not self._tending.cancelled():
+            raise PipelineError(
+                f"nobody watches over the actors any more: {self._tending.exception()!r}"
+            ) from self._tending.exception()
 
     # Actors
 
@@ -188,19 +192,31 @@ class RunPipeline:
                 status = process.poll()
                 if status is None:
                     continue
-                words = _last_words(actor_log(self.folder, name))
-                dismiss(self._watchers.pop(name))
-                del self._actors[name]
-                if self._restarts[name] < _RESTARTS:
-                    self._restarts[name] += 1
-                    warn(f"{name} ended with status {status} and is started again: {words}")
-                    self._start(name)
-                elif not self._actors:
-                    self._failure = PipelineError(f"no actor is left; {name} said: {words}")
+                self._ended_alone(name, status)
             if time.monotonic() - said > _SAY_EVERY_S:
                 said = time.monotonic()
                 with suppress(PipelineError):
                     say(await asyncio.to_thread(lambda: read_status(self.seat.store).line()))
+
+    def _ended_alone(self, name: str, status: int) -> None:
+        log = actor_log(self.folder, name)
+        words = _last_words(log)
+        dismiss(self._watchers.pop(name))
+        del self._actors[name]
+        if self._restarts[name] < _RESTARTS:
+            self._restarts[name] += 1
+            warn(f"{name} ended with status {status} and is started again: {words}")
+            self._start(name)
+            return
+        warn(
+            f"{name} ended with status {status}, after {_RESTARTS} restarts, and is NOT started "
+            f"again; {len(self._actors)} of {self.section.actors} actors are left. It said: {words}"
+        )
+        if not self._actors:
+            self._failure = PipelineError(
+                f"no actor is left: each ended by itself {_RESTARTS + 1} times. {name} said: "
+                f"{words} (all of it: {log})"
+            )
 
     def _close(self) -> None:
         if self._seat is not None:

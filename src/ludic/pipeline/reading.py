@@ -1,0 +1,89 @@
+"""Finished groups as the trainer reads them: checked against what was asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ludic.errors import PipelineError, SchemaVersionError, SerializationError
+from ludic.pipeline.messages import Group, Unit, read_group
+from ludic.pipeline.wire import SizeLimits
+from ludic.rollouts.requests import RolloutRequest
+from ludic.types import to_json
+
+_log = logging.getLogger("ludic.pipeline")
+
+
+@dataclass(frozen=True, slots=True)
+class BadGroup:
+    """A group that cannot be trained on. `reason` is "damaged" (it cannot be read), "malformed" (it
+    is not what was asked for) or "refused" (an actor could not read the request)."""
+
+    reason: str
+    why: str
+
+
+@dataclass(slots=True)
+class BadGroups:
+    """How many bad groups came since the last batch. A few cost their sampling; more than `most`
+    end the run, because actors that only send such would keep it waiting for ever."""
+
+    most: int
+    count: int = 0
+
+    def note(self, number: int, group: BadGroup) -> None:
+        _log.warning("unit %d is %s, and asked for again: %s", number, group.reason, group.why)
+        self.count += 1
+        if self.count > self.most:
+            raise PipelineError(
+                f"{self.count} groups came for one batch that cannot be trained on, the last for "
+                f"unit {number}, which is {group.reason}: {group.why}. Run actors and trainer with "
+                "the same version and the same run file"
+            )
+
+
+def open_group(message: bytes, unit: Unit, limits: SizeLimits | None = None) -> Group | BadGroup:
+    """The group in a message. Raises `SchemaVersionError` for one of a newer version of Ludic: it
+    stays where it is, for a trainer that can read it."""
+    try:
+        group = read_group(message, limits)
+    except SchemaVersionError:
+        raise
+    except SerializationError as exc:
+        return BadGroup("damaged", str(exc))
+    if group.refused is not None:
+        return BadGroup("refused", f"actor {group.actor!r} refuses it: {group.refused}")
+    if (fault := next(_faults(group, unit), None)) is not None:
+        return BadGroup("malformed", f"actor {group.actor!r} sent {fault}")
+    return group
+
+
+def _faults(group: Group, unit: Unit) -> Iterator[str]:
+    """What differs from the unit that was asked for."""
+    if group.number != unit.number:
+        yield f"group {group.number} for unit {unit.number}"
+    expected: dict[str, RolloutRequest] = {
+        f"{unit.prefix}/{position}/{number}": request
+        for position, request in enumerate(unit.requests)
+        for number in range(request.num_episodes)
+    }
+    ids = {rollout.id for rollout in group.rollouts}
+    if len(ids) != len(group.rollouts):
+        yield f"{len(group.rollouts)} rollouts with {len(ids)} ids"
+    episodes = {rollout.episode_id for rollout in group.rollouts}
+    if episodes != expected.keys():
+        strange = sorted(episodes - expected.keys())[:1]
+        yield f"{len(episodes)} episodes for {len(expected)}" + (
+            f", among them {strange[0]!r:.80}" if strange else ""
+        )
+        return
+    for rollout in group.rollouts:
+        request = expected[rollout.episode_id]
+        if rollout.group_id != request.group_id:
+            yield f"rollout {rollout.id!r:.80} of group {rollout.group_id!r:.80}"
+        # As JSON, which is how both travelled: there a tuple is a list.
+        for name in ("env", "protocol"):
+            theirs, ours = getattr(rollout, name), getattr(request, name)
+            if theirs is None or to_json(theirs) != to_json(ours):
+                yield f"rollout {rollout.id!r:.80} of another {name}"
