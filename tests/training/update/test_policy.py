@@ -207,11 +207,11 @@ def test_rows_above_a_threshold_run_alone_and_the_others_packed(name: str, scope
         assert any(len(m) > 1 for m in plan)
     found = score_layout(policy, layout, [(m, True) for m in plan], World(device=CPU))
     for item, scores in zip(items, found, strict=True):
-        ids = torch.from_numpy(item.input_ids)
+        row = torch.from_numpy(item.input_ids)
         fresh: Any = tiny(name).double()
         with torch.no_grad():
-            logits = fresh(ids[None]).logits[0, :-1].double()
-        own: Any = logits.log_softmax(1).gather(1, ids[1:, None])[:, 0]
+            logits = fresh(row[None]).logits[0, :-1].double()
+        own = logits.log_softmax(1).gather(1, row[1:, None])[:, 0]
         assert scores == pytest.approx(own.numpy(), abs=1e-5)
 
 
