@@ -1,4 +1,4 @@
-"""From a forked worker to a running program: its files, its limits, and its first instruction."""
+"""From a fork of the template to a running program: its files, limits and first instruction."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def become_init(
         os.umask(0o077)
         folder = request["folder"]
         limits = request["limits"]
-        if request["mode"] == "nested":
+        if request["mode"] == "bubblewrap":
             confine.private_folders(folder, int(limits["disk_bytes"]), int(limits["files"]))
             confine.drop_capabilities()
-        elif request["mode"] == "plain":
+        else:
             confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)
             confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.chdir(folder)
