@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 
 from ludic.envs.code_exec.sandbox import Limits, RunResult, RunStatus, SandboxPool
-from tests.envs.code_exec import attacks_on_resources, attacks_on_the_host
+from tests.envs.code_exec import (
+    attacks_on_neighbours,
+    attacks_on_resources,
+    attacks_on_the_host,
+)
 from tests.envs.code_exec.attack import Attack
 
 pytestmark = [
@@ -30,7 +34,11 @@ LIMITS = Limits(
     files=512,
     output_kb=256,
 )
-ATTACKS = [*attacks_on_resources.ATTACKS, *attacks_on_the_host.ATTACKS]
+ATTACKS = [
+    *attacks_on_resources.ATTACKS,
+    *attacks_on_the_host.ATTACKS,
+    *attacks_on_neighbours.ATTACKS,
+]
 SECRET = "the-expected" + "-outputs"
 
 
@@ -119,4 +127,4 @@ def test_an_attack_does_no_harm_and_leaves_the_pool_working(
 
 
 def test_there_are_enough_attacks() -> None:
-    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 40
+    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 90

@@ -183,7 +183,6 @@ class WorkerProcess:
             }
         ).encode()
         parts = [len(head).to_bytes(4, "big"), head, *(content for _, content in blobs)]
-        size = sum(map(len, parts))
         self._buffer.clear()
         self._max_frame = 2 * int(given["output_bytes"]) + (1 << 20)
         self.end_s = time.monotonic() + limits.wall_s + SLACK_S
@@ -194,13 +193,13 @@ class WorkerProcess:
                 socket.send_fds(self._control, [b"F"], [theirs.fileno()])
         except OSError as error:
             raise self._break("the sandbox's worker is gone") from error
-        self._send(b"R" + size.to_bytes(4, "big") + b"".join(parts))
+        self._send(b"R", *parts)
 
     def tell(self, kind: bytes, content: bytes = b"") -> None:
         """More input (`I`), no more input (`E`), or the end (`K`), which it has little time for."""
         if kind == b"K":
             self.end_s = min(self.end_s, time.monotonic() + SLACK_S)
-        self._send(kind + len(content).to_bytes(4, "big") + content)
+        self._send(kind, content)
 
     def read(self, deadline: float) -> bytes | RunResult | None:
         """Output of an interactive program, or its result; None when neither came in time."""
@@ -245,9 +244,11 @@ class WorkerProcess:
                 self._child.wait(timeout=_REAP_S)
         os.close(self._errors)
 
-    def _send(self, data: bytes) -> None:
-        """The supervisor always takes what it is sent: it is gone if it does not soon."""
-        rest = memoryview(data)
+    def _send(self, kind: bytes, *parts: bytes) -> None:
+        """Supervisors take at once what they are sent. One that has ended meanwhile has said why,
+        which is still to be read."""
+        size = sum(map(len, parts)).to_bytes(4, "big")
+        rest = memoryview(b"".join((kind, size, *parts)))
         deadline = min(self.end_s, time.monotonic() + START_S)
         try:
             while rest:
@@ -255,6 +256,8 @@ class WorkerProcess:
                 assert self._program is not None
                 with suppress(BlockingIOError):
                     rest = rest[self._program.send(rest[: 1 << 20]) :]
+        except (BrokenPipeError, ConnectionResetError):
+            return
         except (OSError, ValueError) as error:
             raise self._break("the sandbox's worker is gone") from error
 

@@ -21,7 +21,8 @@ def become_init(
     """The program's parent: prepares its folder, starts it, waits for it, and says how it ended.
 
     In a PID namespace this is the first process: nothing in it can end this one, and all else
-    there ends with it. Writes "S" and the wait status, or "E" and what went wrong.
+    there ends with it. Writes "B" before it starts the program, then "S" and the wait status; or
+    "E" and what went wrong.
     """
     try:
         confine.prctl(confine.PR_SET_DUMPABLE, 0)  # its memory and descriptors are not for others
@@ -37,6 +38,7 @@ def become_init(
         os.chdir(folder)
         for name, content in files.items():
             _write(name, content)
+        os.write(status_fd, b"B")
         program = os.fork()
         if program == 0:
             _become_program(request, fds)

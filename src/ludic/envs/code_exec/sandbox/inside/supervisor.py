@@ -17,6 +17,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -127,6 +128,7 @@ class Running:
         self.written = {1: 0, 2: 0}
         self.stopped: str | None = None
         self.status: bytes | None = None
+        self.begun = False
         self.peak_bytes = 0
         self.cpu_s = 0.0
         self.look_s = LOOK_S
@@ -138,7 +140,8 @@ class Running:
         self.status_fd, status_w = os.pipe()
         if request["mode"] == "bubblewrap":
             confine.own_namespaces()
-        if os.fork() == 0:
+        self.init = os.fork()
+        if self.init == 0:
             program.become_init(request, blobs, (stdin_r, stdout_w, stderr_w), status_w)
         for fd in (stdin_r, stdout_w, stderr_w, status_w):
             os.close(fd)
@@ -184,7 +187,7 @@ class Running:
                     self.channel.read()
                     self._take_frames()
             elif fd == self.status_fd:
-                self.status = os.read(fd, 4096)
+                self._take_status()
             elif fd == self.stdout:
                 self.stdout = self._collect(fd, 1)
             elif fd == self.stderr:
@@ -208,6 +211,19 @@ class Running:
                 self.input_over = True
             elif kind == b"K":
                 self.stopped = self.stopped or "killed"
+
+    def _take_status(self) -> None:
+        """What its init says. If it ends without a word after the program began, that is the
+        program's doing."""
+        try:
+            data = os.read(self.status_fd, 4096)
+        except BlockingIOError:
+            return
+        self.begun = self.begun or data.startswith(b"B")
+        if told := data.removeprefix(b"B"):
+            self.status = told
+        elif not data and self.status is None:
+            self.status = b"S" + int(signal.SIGKILL).to_bytes(4, "big") if self.begun else b"E"
 
     def _collect(self, fd: int, number: int) -> int:
         try:
@@ -246,10 +262,8 @@ class Running:
 
     def _end(self) -> None:
         """Ends every process of the program, and takes what it still wrote."""
-        if self.status is None:
-            with suppress(BlockingIOError):
-                self.status = os.read(self.status_fd, 4096)
-        tree.kill()
+        self._take_status()
+        tree.kill(self.init)
         drained = time.monotonic() + DRAIN_S
         while (self.stdout >= 0 or self.stderr >= 0) and time.monotonic() < drained:
             if self.stopped is not None and self.stopped != "killed":

@@ -29,6 +29,7 @@ def main(settings: Mapping[str, Any]) -> NoReturn:
     confine.prctl(confine.PR_SET_DUMPABLE, 0)
     confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)
     gc.collect()
+    gc.freeze()  # else the collector of every fork copies all of its pages
     control.sendall(b"H")
     try:
         while True:

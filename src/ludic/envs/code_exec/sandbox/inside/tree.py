@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from contextlib import suppress
@@ -37,24 +38,29 @@ def usage(own_bytes: int) -> dict[str, Any]:
     memory, cpu, tasks = 0, 0.0, 0
     for pid, fields in descendants().items():
         with suppress(OSError, ValueError, LookupError):
-            if fields[0] in "ZX":
+            threads = int(fields[17])
+            if fields[0] in "ZX" and threads < 2:
                 continue
             cpu += sum(map(int, fields[11:15])) / TICKS
-            tasks += int(fields[17])
-            rows = _status(pid)
-            used = sum(int(rows[key].split()[0]) for key in (b"RssAnon", b"RssShmem"))
-            memory += max(0, used * 1024 - own_bytes)
+            tasks += threads
+            memory += max(0, _memory(pid) - own_bytes)
     return {"memory": memory, "cpu": cpu, "tasks": tasks}
 
 
 def own_bytes() -> int:
     """This process's own memory, which every fork of it seems to have too."""
-    return 1024 * int(_status(os.getpid())[b"RssAnon"].split()[0])
+    return _memory(os.getpid())
 
 
-def _status(pid: int) -> dict[bytes, bytes]:
-    with open(f"/proc/{pid}/status", "rb") as file:
-        return dict(line.split(b":", 1) for line in file if b":" in line)  # type: ignore[misc]
+def _memory(pid: int) -> int:
+    """Asks a thread: a process whose first one has ended still has memory, and shows none."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            with open(f"/proc/{pid}/task/{thread}/status", "rb") as file:
+                lines = [line.split() for line in file if line.startswith((b"RssAn", b"RssSh"))]
+            if lines:
+                return sum(int(words[1]) for words in lines) * 1024
+    return 0
 
 
 def tasks_of_user() -> int:
@@ -68,10 +74,16 @@ def tasks_of_user() -> int:
     return found
 
 
-def kill() -> None:
-    """Ends every process below this one, and returns when none is left. With the first process of
-    a PID namespace, the kernel ends all that are in it."""
+def kill(first: int = 0) -> None:
+    """Ends every process below this one, and returns when none is left. With its `first` process,
+    the kernel ends all of a PID namespace."""
     deadline = time.monotonic() + 10.0
+    if first:
+        _kill(first)
+        pidfd, ended = os.pidfd_open(first), select.poll()
+        ended.register(pidfd, select.POLLIN)
+        ended.poll(10_000)
+        os.close(pidfd)
     while True:
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -82,6 +94,10 @@ def kill() -> None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"processes {list(left)[:8]} cannot be ended")
         for pid in left:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+            _kill(pid)
         time.sleep(0.0005)
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
