@@ -1,4 +1,4 @@
-"""Programs that go after the processes around them, the programs before and after, and the watch."""
+"""Programs that go after the processes around them, the programs next to them, and the watch."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ ATTACKS = [
         """
         import glob
         for p in glob.glob('/proc/sys/*/*') + ['/proc/sysrq-trigger', '/proc/self/loginuid']:
-            if os.path.isfile(p): harm(lambda: os.open(p, os.O_WRONLY))
+            if os.path.isfile(p): harm(lambda: os.write(os.open(p, os.O_WRONLY), b'7'))
         harm(lambda: os.listdir('/sys/kernel'))
         """,
         ENDED,
