@@ -106,13 +106,13 @@ def tried(work, *args):
     except (OSError, ValueError):
         pass
 
-def scan(top="/"):
+def scan(top="/", others=None):
     every_frame()
     every_object()
     tried(descriptors, "self", "descriptor")
     files(top)
     look(repr((dict(os.environ), sys.argv, sys.orig_argv, sys.path)).encode(), "environment")
-    for pid in ("self", *filter(str.isdigit, os.listdir("/proc"))):
+    for pid in ("self", *filter(str.isdigit, others or os.listdir("/proc"))):
         own = pid in ("self", str(os.getpid()))
         for name in ("environ", "cmdline", "comm", "mountinfo", "auxv", "stack", "syscall"):
             def read():

@@ -271,6 +271,16 @@ def test_a_program_that_computed_all_the_time_is_not_tried_again() -> None:
 
 
 @pytest.mark.sandbox
+def test_a_checker_that_runs_out_of_time_rejects_but_is_not_remembered(one: SandboxPool) -> None:
+    task = StdioTask("", (IOCase("", "1"),), "import time\ntime.sleep(300)")
+    cache: ResultCache[Any] = ResultCache()
+    judge = Judge(one, make_verifier("exact"), Limits(wall_s=1), "bubblewrap", cache=cache)
+    verdict = judge(task, "print(1)")
+    assert (verdict.outcome, verdict.status, verdict.late) == (Outcome.FAILED, "checker", True)
+    assert len(cache) == 0
+
+
+@pytest.mark.sandbox
 def test_one_that_runs_alone_waits_for_the_others_and_they_for_it() -> None:
     running: list[str] = []
     seen: list[list[str]] = []

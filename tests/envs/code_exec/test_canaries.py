@@ -115,8 +115,8 @@ def test_a_template_that_saw_requests_would_be_caught(monkeypatch: pytest.Monkey
 CONTROL = """
 import mmap, os, sys, time
 secrets = dict(line.split("=") for line in sys.stdin.read().split())
-memory = mmap.mmap(-1, 4096)
-memory.write(secrets.pop("memory").encode())
+unnamed = mmap.mmap(-1, 4096)
+unnamed.write(secrets.pop("memory").encode())
 other = os.fork()
 if other == 0:
     held = mmap.mmap(-1, 4096)
@@ -129,7 +129,7 @@ os.write(writes, secrets.pop("descriptor").encode())
 objects = {"one": [{"deep": secrets.pop("object")}]}
 def calls_it():
     local = secrets.pop("frame")
-    print(scan("."))
+    print(scan(".", [str(other)]))
 try:
     calls_it()
 finally:

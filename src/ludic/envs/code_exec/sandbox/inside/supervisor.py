@@ -143,6 +143,8 @@ class Running:
         self.init = os.fork()
         if self.init == 0:
             program.become_init(request, blobs, (stdin_r, stdout_w, stderr_w), status_w)
+        if request["mode"] == "bubblewrap":
+            confine.drop_capabilities()
         for fd in (stdin_r, stdout_w, stderr_w, status_w):
             os.close(fd)
         for fd in (self.stdin, self.stdout, self.stderr, self.status_fd):
@@ -288,7 +290,7 @@ class Running:
         }
         text = json.dumps(head).encode()
         size = len(text).to_bytes(4, "big")
-        self.channel.put(b"D", size, text, self.outputs[1], self.outputs[2])
+        self.channel.put(b"D", size, text, bytes(self.outputs[1]), bytes(self.outputs[2]))
 
 
 def _closed(fd: int) -> int:
