@@ -226,7 +226,8 @@ def run_episodes(kind: str, rounds: int) -> Report:
         "cold": lambda: BubblewrapSandbox(warm=False),
     }[kind]
     before = dict(tools._pools)
-    with Recording(sandbox, workers=1) as pool:
+    pool = Recording(sandbox, workers=1)
+    with pool:
         tools._pools["bubblewrap"] = pool
         try:
             judge = Judge(pool, make_verifier("exact"), LIMITS, kind)

@@ -29,6 +29,7 @@ from ludic.envs.code_exec import (
     extract_code,
     make_verifier,
 )
+from ludic.envs.code_exec.sandbox import Role
 from ludic.envs.code_exec.sandbox.worker_sandbox import WorkerSandbox
 from tests.envs.code_exec.test_pool import below, eventually
 
@@ -93,14 +94,14 @@ def test_the_second_episode_finds_no_expected_output(
 @pytest.mark.sandbox
 @pytest.mark.parametrize("reads", [READS_MEMORY, READS_FRAMES], ids=["memory", "frames"])
 def test_no_solution_finds_asserts_of_its_tests_or_of_others(one: SandboxPool, reads: str) -> None:
-    tests = tuple(f"assert f({n}) == 'secret-{n:05}'" for n in range(40))
+    tests = tuple(f"assert f({n}) == 'secret-{n:05}'" for n in range(12))
     task = FunctionTask("", "f", tests)
     looks = "\n".join(f"    {line}" for line in (reads + SAYS).splitlines())
     cheat = f"def f(n):\n{looks}\n    return word"
     judge = judge_of(one, all_tests=True)
     for _ in range(2):
         assert judge(task, cheat).passed == 0
-        assert judge(task, "def f(n): return f'secret-{n:05}'").passed == 40
+        assert judge(task, "def f(n): return f'secret-{n:05}'").passed == 12
 
 
 @pytest.mark.sandbox
@@ -309,14 +310,13 @@ def test_one_that_runs_alone_waits_for_the_others_and_they_for_it() -> None:
 
 @pytest.mark.sandbox
 def test_programs_and_judges_never_share_a_sandbox(one: SandboxPool) -> None:
-    seen: dict[str, set[int]] = {"program": set(), "judge": set()}
+    seen: dict[Role, set[int]] = {"program": set(), "judge": set()}
+    both: tuple[Role, Role] = ("program", "judge")
     for _ in range(3):
-        for role in ("program", "judge"):
-            one.attempt(lambda boxes, role=role: seen[role].add(id(boxes[0])), (role,))  # type: ignore[arg-type,misc]
-        one.attempt(
-            lambda boxes: (seen["program"].add(id(boxes[0])), seen["judge"].add(id(boxes[1]))),
-            ("program", "judge"),
-        )
+        for roles in (both[:1], both[1:], both):
+            with one.lease(roles) as boxes:
+                for role, sandbox in zip(roles, boxes, strict=True):
+                    seen[role].add(id(sandbox))
     assert len(seen["program"]) == len(seen["judge"]) == 1
     assert not seen["program"] & seen["judge"]
 
@@ -335,6 +335,14 @@ def test_a_worker_outlives_a_program_that_ended_before_it_was_killed(one: Sandbo
             assert ended.poll(60_000)
             assert program.kill().status is RunStatus.OK
         assert cast(WorkerSandbox, sandbox)._worker is worker
+
+
+@pytest.mark.sandbox
+def test_a_program_that_is_killed_before_it_began_is_killed_all_the_same(one: SandboxPool) -> None:
+    with one.lease() as (sandbox,):
+        for _ in range(20):
+            program = sandbox.open({"main.py": b"input()"}, ["python", "main.py"])
+            assert program.kill().status is RunStatus.KILLED
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import pytest
 
 from ludic.envs.code_exec.sandbox import worker_process
 from ludic.envs.code_exec.sandbox.bubblewrap import launched
+from ludic.envs.code_exec.sandbox.inside import sources
 from ludic.envs.code_exec.sandbox.unprivileged import interpreter, readable_by_all
 from tests.envs.code_exec.canaries import SCAN, canary, run_episodes
 
@@ -82,11 +83,11 @@ def test_no_canary_is_found_when_an_ordinary_user_runs_the_sandboxes() -> None:
     assert len(set(report["workers"])) == 1
 
 
-def leaky(sources: Callable[..., dict[str, str]]) -> Callable[..., dict[str, str]]:
+def leaky(real: Callable[..., dict[str, str]]) -> Callable[..., dict[str, str]]:
     """The template as it should not be: it looks at the requests that it passes on."""
 
     def changed(*names: str) -> dict[str, str]:
-        modules = sources(*names)
+        modules = real(*names)
         for name, source in modules.items():
             if name.endswith(".template"):
                 forks = "            if os.fork() == 0:\n"
@@ -104,7 +105,7 @@ def leaky(sources: Callable[..., dict[str, str]]) -> Callable[..., dict[str, str
 
 
 def test_a_template_that_saw_requests_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "sources", leaky(worker_process.sources))
+    monkeypatch.setattr(worker_process, "sources", leaky(sources))
     report = run_episodes("warm", 1)
     places = {where for _, where, _ in report.leaks}
     modes = {mode for mode, _, _ in report.leaks}

@@ -225,7 +225,8 @@ class Running:
         if told := data.removeprefix(b"B"):
             self.status = told
         elif not data and self.status is None:
-            self.status = b"S" + int(signal.SIGKILL).to_bytes(4, "big") if self.begun else b"E"
+            vanished = b"S" + int(signal.SIGKILL).to_bytes(4, "big") if self.begun else b"E"
+            self.status = vanished if self.stopped is None else b""
 
     def _collect(self, fd: int, number: int) -> int:
         try:
