@@ -96,10 +96,10 @@ def test_a_sandbox_runs_in_its_group_and_takes_it_along(monkeypatch: pytest.Monk
     # The controllers may belong to version 1 here: only the group itself is real.
     monkeypatch.setattr(Cgroup, "limit", lambda self, limits: None)
     monkeypatch.setattr(Cgroup, "kills", lambda self: kills[0])
-    with BubblewrapSandbox(nested=True) as sandbox:
+    with BubblewrapSandbox() as sandbox:
         program = sandbox.open({"main.py": b"input()"}, ["python", "main.py"])
         members = (made[0].path / "cgroup.procs").read_text().split()
-        assert len(members) >= 3, "bubblewrap, its init process, the worker"
+        assert len(members) >= 3, "bubblewrap, its init process, the template"
         kills[0] = 1  # the kernel has ended a process for want of memory
         assert program.kill().status is RunStatus.MEMORY
     deadline = time.monotonic() + 20

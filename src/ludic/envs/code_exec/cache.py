@@ -25,8 +25,10 @@ class ResultCache(Generic[T]):
         self._lock = threading.Lock()
         self._results: OrderedDict[bytes, T] = OrderedDict()
 
-    def get(self, key: bytes, work: Callable[[], T]) -> T:
-        """What `work()` returned for this key before, or returns now."""
+    def get(
+        self, key: bytes, work: Callable[[], T], keep: Callable[[T], bool] = lambda result: True
+    ) -> T:
+        """What `work()` returned for this key before, or returns now; remembered if `keep`."""
         with self._lock:
             if key in self._results:
                 self._results.move_to_end(key)
@@ -34,6 +36,8 @@ class ResultCache(Generic[T]):
                 return self._results[key]
             self.misses += 1
         result = work()
+        if not keep(result):
+            return result
         with self._lock:
             self._results[key] = result
             while len(self._results) > self.max_entries:

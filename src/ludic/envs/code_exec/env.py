@@ -56,7 +56,7 @@ class CodeExecEnv(SingleAgentEnv):
         feedback: What it is told: "errors" (tracebacks, and which test failed), or "verdict" (only
             whether it passed). Never what was expected.
         cache: Whether an answer that was tried before is tried again.
-        budget_s: The time for one answer, over all its tests.
+        budget_s: How long the programs of one answer may run, over all its tests.
         index: Always this row, whatever the seed; `limit`: only the first rows.
     """
 

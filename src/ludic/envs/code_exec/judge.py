@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from ludic.envs.code_exec.cache import ResultCache, fingerprint
 from ludic.envs.code_exec.function_tests import run_function_tests
+from ludic.envs.code_exec.program_text import text_of
 from ludic.envs.code_exec.sandbox import Limits, RunResult, RunStatus, SandboxPool
 from ludic.envs.code_exec.tasks import CodeTask, FunctionTask, StdioTask, extract_code
-from ludic.envs.code_exec.verifiers import CheckerVerifier, Verifier, is_syntax_error
+from ludic.envs.code_exec.verifiers import (
+    CheckerTimeoutError,
+    CheckerVerifier,
+    Verifier,
+    is_syntax_error,
+)
 
 _SHOWN = 1500
 
@@ -39,6 +44,8 @@ class Verdict:
     total: int
     message: str
     status: str | None = None
+    late: bool = False
+    """Whether a busy machine may be to blame. It has been tried twice, the second time alone."""
 
     @property
     def compiles(self) -> bool:
@@ -49,8 +56,9 @@ class Verdict:
 class Judge:
     """Tries answers. With `all_tests=False` it stops at the first that fails.
 
-    `budget_s` bounds the time of one answer over all its tests; those that it does not reach have
-    not passed.
+    `budget_s` bounds the time that one answer's programs run, over all its tests; those that it
+    does not reach have not passed. A verdict that depends on the machine's load (a program waited
+    until its time was over) is sought once more while nothing else runs, and is not remembered.
     """
 
     pool: SandboxPool
@@ -82,7 +90,7 @@ class Judge:
             message = "The code does not compile: it contains null bytes."
             return Verdict(Outcome.NO_COMPILE, 0, total, message)
         if self.cache is None:
-            return self._try(task, source)
+            return self._settled(task, source)
         key = fingerprint(
             code,
             type(task).__name__,
@@ -93,43 +101,59 @@ class Judge:
             self.all_tests,
             self.budget_s,
         )
-        return self.cache.get(key, lambda: self._try(task, source))
+        return self.cache.get(key, lambda: self._settled(task, source), keep=_lasts)
 
-    def _try(self, task: CodeTask, source: bytes) -> Verdict:
+    def _settled(self, task: CodeTask, source: bytes) -> Verdict:
+        """A verdict that a busy machine may be to blame for is sought once more, alone."""
+        verdict = self._try(task, source)
+        return self._try(task, source, alone=True) if verdict.late else verdict
+
+    def _try(self, task: CodeTask, source: bytes, *, alone: bool = False) -> Verdict:
         if isinstance(task, StdioTask):
-            return self._try_program(task, source)
-        return self._try_function(task, source)
+            return self._try_program(task, source, alone)
+        return self._try_function(task, source, alone)
 
-    def _try_program(self, task: StdioTask, source: bytes) -> Verdict:
+    def _try_program(self, task: StdioTask, source: bytes, alone: bool) -> Verdict:
         verifier = self.verifier
         if task.checker is not None:
             verifier = CheckerVerifier(task.checker, self.limits)
         passed, total = 0, len(task.cases)
         first: tuple[Outcome, str, str] | None = None
-        deadline = time.monotonic() + self.budget_s
+        used_s, computed_s, late = 0.0, 0.0, False
         for number, case in enumerate(task.cases, start=1):
-            if time.monotonic() > deadline:
-                late = f"Test {number} of {total} was not reached in {self.budget_s:g} s."
-                first = first or (Outcome.FAILED, late, "budget")
+            where = f"test {number} of {total}"
+            if used_s > self.budget_s:
+                unreached = f"{where.capitalize()} was not reached in {self.budget_s:g} s."
+                first = first or (Outcome.FAILED, unreached, "budget")
+                late = late or computed_s <= 0.9 * used_s
                 break
             result = self.pool.run(
-                {"main.py": source}, ["python", "main.py"], case.stdin.encode(), self.limits
+                {"main.py": source},
+                ["python", "main.py"],
+                case.stdin.encode(),
+                self.limits,
+                alone=alone,
             )
-            if result.ok and verifier(self.pool, case.stdin, case.expected, result.stdout):
-                passed += 1
-                continue
+            used_s, computed_s = used_s + result.wall_s, computed_s + result.cpu_s
+            late = late or result.late
+            try:
+                if result.ok and verifier(self.pool, case.stdin, case.expected, result.stdout):
+                    passed += 1
+                    continue
+                failure = (*_failure(result, where), str(result.status))
+            except CheckerTimeoutError as error:
+                failure, late = (Outcome.FAILED, f"In {where}, {error}.", "checker"), True
             if is_syntax_error(result):
-                said = _end_of(result.stderr)
+                said = text_of(result.stderr, _SHOWN)
                 return Verdict(Outcome.NO_COMPILE, 0, total, f"The code does not compile:\n{said}")
-            where = f"test {number} of {total}"
-            first = first or (*_failure(result, where), str(result.status))
+            first = first or failure
             if not self.all_tests:
                 break
         if first is None:
             return Verdict(Outcome.PASSED, passed, total, _all_passed(total), "ok")
-        return Verdict(first[0], passed, total, first[1], first[2])
+        return Verdict(first[0], passed, total, first[1], first[2], late)
 
-    def _try_function(self, task: FunctionTask, source: bytes) -> Verdict:
+    def _try_function(self, task: FunctionTask, source: bytes, alone: bool) -> Verdict:
         found = run_function_tests(
             self.pool,
             source,
@@ -138,6 +162,7 @@ class Judge:
             setup=task.setup,
             limits=self.limits,
             stop_at_failure=not self.all_tests,
+            alone=alone,
         )
         total = len(task.tests)
         status = None if found.ended is None else str(found.ended)
@@ -146,7 +171,7 @@ class Judge:
                 message = f"The code does not compile: {found.failed}"
                 return Verdict(Outcome.NO_COMPILE, 0, total, message)
             message = f"The code could not be loaded: {found.failed}"
-            return Verdict(Outcome.CRASHED, 0, total, message, status)
+            return Verdict(Outcome.CRASHED, 0, total, message, status, found.late)
         passed = sum(error is None for error in found.errors)
         if passed == total:
             return Verdict(Outcome.PASSED, passed, total, _all_passed(total), "ok")
@@ -157,7 +182,12 @@ class Judge:
         elif error and not error.startswith("AssertionError"):
             outcome, said = Outcome.CRASHED, f"failed with {error[:_SHOWN]}"
         message = f"Test {number} of {total}: `{task.entry_point}` {said}."
-        return Verdict(outcome, passed, total, message, status)
+        return Verdict(outcome, passed, total, message, status, found.late)
+
+
+def _lasts(verdict: Verdict) -> bool:
+    """Whether it would be the same on a busier or quieter machine."""
+    return not verdict.late and verdict.status not in (RunStatus.WALL_TIME, "budget")
 
 
 def _first_failure(errors: Sequence[str | None]) -> tuple[int, str]:
@@ -176,10 +206,6 @@ def _failure(result: RunResult, where: str) -> tuple[Outcome, str]:
     if result.ok:
         return Outcome.FAILED, f"Wrong output in {where}."
     if result.status in (RunStatus.ERROR, RunStatus.SIGNAL):
-        said = _end_of(result.stderr)
+        said = text_of(result.stderr, _SHOWN)
         return Outcome.CRASHED, f"Exit status {result.exit_code} in {where}.\n{said}".rstrip()
     return Outcome.CRASHED, f"Ended in {where}: it went beyond its limit ({result.status})."
-
-
-def _end_of(text: bytes) -> str:
-    return text.decode("utf-8", "replace").strip()[-_SHOWN:]

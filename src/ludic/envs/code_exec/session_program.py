@@ -11,6 +11,8 @@ import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
+MAX_SHOWN = 8000
+
 
 def main() -> None:
     calls = os.fdopen(os.dup(0), "r", encoding="utf-8")
@@ -19,8 +21,16 @@ def main() -> None:
     os.dup2(2, 1)
     names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     for line in calls:
-        answers.write(json.dumps(run(json.loads(line), names)) + "\n")
+        answers.write(json.dumps(shortened(run(json.loads(line), names))) + "\n")
         answers.flush()
+
+
+def shortened(text: str) -> str:
+    """Its beginning and its end, where it is long."""
+    if len(text) <= MAX_SHOWN:
+        return text
+    half = MAX_SHOWN // 2
+    return f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"
 
 
 def run(code: str, names: dict[str, Any]) -> str:

@@ -126,19 +126,26 @@ def mbpp_task(row: Row) -> FunctionTask:
     return FunctionTask(asked, name, tests, setup=setup, key=key)
 
 
-_FENCE = re.compile(r"^[ \t]*(```+|~~~+)[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*\1[ \t]*$", re.M | re.S)
+_OPENING = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)")
 
 
 def extract_code(answer: str) -> str:
     """The program in an answer: its last fenced block, that of Python if there is one, or all of
-    it where nothing is fenced."""
-    blocks = _FENCE.findall(answer.replace("\r\n", "\n") + "\n")
-    if not blocks:
-        return answer
-    python = [
-        code for _, language, code in blocks if language.lower() in ("python", "py", "python3")
-    ]
-    return str(python[-1] if python else blocks[-1][2])
+    it where nothing is fenced. Takes time in proportion to the answer, whatever it is."""
+    fence, language, begin = "", "", 0
+    last: dict[bool, str] = {}
+    lines = answer.replace("\r\n", "\n").split("\n")
+    closed_at = {line.strip(" \t"): number for number, line in enumerate(lines)}
+    for number, line in enumerate(lines):
+        if fence and line.strip(" \t") == fence:
+            code = "".join(f"{one}\n" for one in lines[begin:number])
+            last[language.lower() in ("python", "py", "python3")] = code
+            fence = ""
+            continue
+        opening = None if fence else _OPENING.match(line)
+        if opening and closed_at.get(opening[1], number) > number:
+            fence, language, begin = opening[1], opening[2], number + 1
+    return last.get(True, last.get(False, answer))
 
 
 def _called(test: str) -> str | None:

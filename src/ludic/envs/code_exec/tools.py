@@ -9,6 +9,7 @@ import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from ludic.envs.code_exec.program_text import text_of_line
 from ludic.envs.code_exec.sandbox import (
     DEFAULT_SANDBOX,
     Limits,
@@ -18,7 +19,8 @@ from ludic.envs.code_exec.sandbox import (
     check_sandbox,
 )
 
-MAX_SHOWN = 8000
+_MAX_LINE, _MAX_TEXT = 128 << 10, 9000
+"""What a session says is shortened there, below these."""
 _SESSIONS = 64
 _PROGRAM = Path(__file__).with_name("session_program.py")
 
@@ -88,7 +90,7 @@ class PythonTool:
         program = self._program or self._start()
         program.send(json.dumps(code).encode() + b"\n")
         try:
-            line = program.receive_line(self.call_s)
+            line = program.receive_line(self.call_s, _MAX_LINE)
         except TimeoutError:
             self._end()
             return (
@@ -99,12 +101,11 @@ class PythonTool:
             status = program.finish().status
             self._end()
             return f"The session ended ({status}); the next call starts an empty one."
-        try:
-            said = json.loads(line)
-        except ValueError:
+        said = text_of_line(line)
+        if said is None or len(said) > _MAX_TEXT:
             self._end()
             return "The session ended: it wrote to the pipe that it is asked through."
-        return _shortened(str(said))
+        return said
 
     def _start(self) -> Program:
         (sandbox,) = self._lease.enter_context(session_pool(self._sandbox).lease())
@@ -126,10 +127,3 @@ class PythonTool:
     def __del__(self) -> None:
         with suppress(Exception):
             self._end()
-
-
-def _shortened(text: str) -> str:
-    if len(text) <= MAX_SHOWN:
-        return text
-    half = MAX_SHOWN // 2
-    return f"{text[:half]}\n[… {len(text) - 2 * half} characters …]\n{text[-half:]}"

@@ -8,8 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ludic.envs.code_exec.program_text import text_of
 from ludic.envs.code_exec.sandbox import Limits, RunResult, SandboxPool
 from ludic.errors import ConfigError, EnvError, UnknownNameError
+
+
+class CheckerTimeoutError(EnvError):
+    """A checker ran out of time: over an odd output, or because the machine is busy."""
 
 
 class Verifier(Protocol):
@@ -81,7 +86,8 @@ class CheckerVerifier:
 
     It finds `input.txt`, `expected.txt` and `output.txt` in its folder, and accepts with exit
     status 0. Whatever else happens rejects, a crash over an odd output too; only a checker that
-    is not Python is an `EnvError`.
+    is not Python is an `EnvError`, and one that waits too long a `CheckerTimeoutError`. It runs in
+    a sandbox that never ran a solution.
     """
 
     program: str
@@ -98,9 +104,11 @@ class CheckerVerifier:
             "expected.txt": expected.encode(),
             "output.txt": output,
         }
-        result = pool.run(files, ["python", "checker.py"], b"", self.limits)
+        result = pool.run(files, ["python", "checker.py"], b"", self.limits, role="judge")
+        if result.late:
+            raise CheckerTimeoutError("the checker ran out of time")
         if is_syntax_error(result):
-            said = result.stderr.decode("utf-8", "replace").strip()[-500:]
+            said = text_of(result.stderr, last=500)
             raise EnvError(f"the checker program does not compile: {said}")
         return result.ok
 

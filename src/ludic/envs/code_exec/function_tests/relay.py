@@ -1,4 +1,8 @@
-"""The host between the two sandboxes: passes calls on, and knows how each side ended."""
+"""The host between the two sandboxes: passes calls on, and knows how each side ended.
+
+A call and its answer pass through as the bytes that they are: only the tests' sandbox reads what a
+solution returned. What the host reads itself are single letters and single strings.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ludic.envs.code_exec.program_text import text_of_line
 from ludic.envs.code_exec.sandbox import (
     Limits,
     Program,
@@ -25,6 +30,8 @@ _SERVE = f"from {__package__}.serve_solution import main\nmain()\n".encode()
 _TESTS = f"from {__package__}.run_tests import main\nmain()\n".encode()
 _SLACK_S = 10.0
 _TRAFFIC_KB = 16 * 1024
+_MAX_MESSAGE = 4 << 20
+_MAX_TEXT = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +39,15 @@ class FunctionResults:
     """One entry of `errors` per test that was run: None where it passed.
 
     `failed` says why the solution could not even be loaded; `compiles` whether it is Python.
-    `ended` is how the solution's process ended where it did not last until the tests were over.
+    `ended` is how the solution's process ended where it did not last until the tests were over;
+    `late` is whether somebody ran out of time, for which a busy machine may be to blame.
     """
 
     errors: tuple[str | None, ...]
     failed: str | None = None
     compiles: bool = True
     ended: RunStatus | None = None
+    late: bool = False
 
 
 def run_function_tests(
@@ -50,6 +59,7 @@ def run_function_tests(
     setup: str = "",
     limits: Limits | None = None,
     stop_at_failure: bool = True,
+    alone: bool = False,
 ) -> FunctionResults:
     """Loads `solution`, and runs `tests`, each code with asserts, that call its `entry_point` by
     that name or as `candidate`. `setup` (a prompt with helpers) is run first on both sides."""
@@ -60,17 +70,17 @@ def run_function_tests(
         "tests": list(tests),
         "stop_at_failure": stop_at_failure,
     }
-    return pool.attempt(lambda boxes: _run(boxes, solution, job, limits), sandboxes=2)
+    work = lambda boxes: _run(boxes, solution, job, limits)  # noqa: E731
+    return pool.attempt(work, ("program", "judge"), alone=alone)
 
 
 def _run(
     boxes: Sequence[Sandbox], solution: bytes, job: dict[str, Any], limits: Limits
 ) -> FunctionResults:
-    shared = _package()
     known = {name: job[name] for name in ("entry_point", "setup")}  # never the tests
     solver = boxes[0].open(
         {
-            **shared,
+            **_package("tagged.py", "serve_solution.py"),
             "main.py": _SERVE,
             "solution.py": solution,
             "job.json": json.dumps(known).encode(),
@@ -81,12 +91,16 @@ def _run(
     deadline = time.monotonic() + limits.wall_s + _SLACK_S
     tester: Program | None = None
     try:
-        told, result = _line(solver, deadline)
-        if told is None or "failed" in told or not told.get("ready"):
-            result = result or solver.kill()
-            return _not_loaded(told, result)
+        line, result = _line(solver, deadline, _MAX_TEXT)
+        told = None if line is None else text_of_line(line)
+        if told != "ready":
+            return _not_loaded(told, result or solver.kill(), deadline)
         tester = boxes[1].open(
-            {**shared, "main.py": _TESTS, "job.json": json.dumps(job).encode()},
+            {
+                **_package("tagged.py", "serve_solution.py", "run_tests.py"),
+                "main.py": _TESTS,
+                "job.json": json.dumps(job).encode(),
+            },
             ["python", "main.py"],
             Limits(wall_s=limits.wall_s + _SLACK_S, cpu_s=limits.wall_s, output_kb=_TRAFFIC_KB),
         )
@@ -98,49 +112,51 @@ def _run(
 
 
 def _relay(solver: Program, tester: Program, tests: int, deadline: float) -> FunctionResults:
+    errors: list[str | None] = []
     ended: RunStatus | None = None
-    gone = "the solution is gone"
+    late, gone = False, b""
     while True:
-        request, result = _line(tester, deadline)
-        if request is None:
-            status = "no answer" if result is None else str(result.status)
-            return FunctionResults((f"the tests ended with {status}",), ended=ended)
-        if "results" in request:
-            errors = tuple(
-                None if entry["passed"] else str(entry.get("error", ""))
-                for entry in request["results"][:tests]
-            )
-            return FunctionResults(errors, ended=ended)
-        answer: dict[str, Any] | None = None
-        if ended is None:
-            solver.send(json.dumps(request).encode() + b"\n")
-            answer, result = _line(solver, deadline)
-            if answer is None:
+        line, result = _line(tester, deadline, _MAX_MESSAGE)
+        if line is None or line[:1] not in b"CPF." or not line.endswith(b"\n"):
+            result = result or tester.kill()
+            errors.append(f"the tests ended with {result.status}")
+            late = late or result.late or time.monotonic() >= deadline
+            return FunctionResults(tuple(errors[:tests]), ended=ended, late=late)
+        kind, content = line[:1], line[1:]
+        if kind == b".":
+            return FunctionResults(tuple(errors[:tests]), ended=ended, late=late)
+        if kind in b"PF":
+            errors.append(None if kind == b"P" else text_of_line(content[:_MAX_TEXT]) or "")
+            continue
+        answer: bytes | None = gone or None
+        if answer is None:
+            solver.send(content)
+            answer, result = _line(solver, deadline, _MAX_MESSAGE)
+            if answer is None or not answer.endswith(b"\n"):
                 result = result or solver.kill()
-                ended, gone = result.status, f"the solution was ended: {_why(result)}"
-        tester.send(json.dumps(answer or {"error": ["", gone]}).encode() + b"\n")
+                late = result.late or time.monotonic() >= deadline
+                ended, why = result.status, f"the solution was ended: {_why(result)}"
+                answer = gone = json.dumps({"error": ["", why]}).encode() + b"\n"
+        tester.send(answer)
 
 
-def _line(program: Program, deadline: float) -> tuple[dict[str, Any] | None, RunResult | None]:
-    """The next message; or None, and how the program ended if it has."""
+def _line(
+    program: Program, deadline: float, max_bytes: int
+) -> tuple[bytes | None, RunResult | None]:
+    """The next line; or None, and how the program ended if it has."""
     try:
-        line = program.receive_line(max(0.0, deadline - time.monotonic()))
+        line = program.receive_line(max(0.0, deadline - time.monotonic()), max_bytes)
     except TimeoutError:
         return None, None
-    if line is None:
-        return None, program.finish()
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):  # a solution that has found the pipe
-        return None, program.kill()
-    return (message, None) if isinstance(message, dict) else (None, program.kill())
+    return line, program.finish() if line is None else None
 
 
-def _not_loaded(told: dict[str, Any] | None, result: RunResult) -> FunctionResults:
+def _not_loaded(told: str | None, result: RunResult, deadline: float) -> FunctionResults:
     if told is None:
-        return FunctionResults((), failed=_why(result), ended=result.status)
-    why = str(told.get("failed", "it said something else"))[:1000]
-    return FunctionResults((), failed=why, compiles=bool(told.get("compiles", True)))
+        late = result.late or time.monotonic() >= deadline
+        return FunctionResults((), failed=_why(result), ended=result.status, late=late)
+    kind, _, why = told.partition(" ")
+    return FunctionResults((), failed=why[:1000], compiles=kind != "no_python")
 
 
 def _why(result: RunResult) -> str:
@@ -157,10 +173,10 @@ def _end(program: Program) -> None:
 
 
 @cache
-def _package() -> dict[str, bytes]:
-    """This package's files for the sandboxes, in packages that hold nothing else."""
+def _package(*names: str) -> dict[str, bytes]:
+    """Files of this package for a sandbox, in packages that hold nothing else."""
     folders = __package__.split(".")
     files = {"/".join([*folders[:n], "__init__.py"]): b"" for n in range(1, len(folders) + 1)}
-    for name in ("tagged.py", "serve_solution.py", "run_tests.py"):
+    for name in names:
         files["/".join([*folders, name])] = (_FOLDER / name).read_bytes()
     return files

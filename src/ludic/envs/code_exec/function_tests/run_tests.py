@@ -1,4 +1,9 @@
-"""Runs a task's own asserts, in a sandbox without the solution, which it calls over a pipe."""
+"""Runs a task's own asserts, in a sandbox without the solution, which it calls over a pipe.
+
+Each line that it writes begins with a letter: `C` and a call, `P` for a test that passed, `F` and
+why one did not, and a full stop at the end. Why is the text of what the solution raised, and only
+the name of what the test raised: its text may hold what was expected.
+"""
 
 from __future__ import annotations
 
@@ -23,54 +28,65 @@ def main() -> None:
     os.dup2(2, 1)
     with open("job.json", encoding="utf-8") as file:
         job = json.load(file)
-    results: list[dict[str, Any]] = []
     for test in job["tests"]:
-        solution = remote(job["entry_point"], calls, answers)
+        solution = Remote(job["entry_point"], calls, answers)
         names: dict[str, Any] = {"__name__": "tests"}
+        why: str | None = None
         try:
             load_setup(job["setup"], names)
-            names[job["entry_point"]] = names["candidate"] = solution
+            names[job["entry_point"]] = names["candidate"] = solution.function()
             exec(compile(test, "tests.py", "exec", dont_inherit=True), names)
-            results.append({"passed": True})
         except BaseException as error:
-            results.append({"passed": False, "error": last_line(error)})
-            if job["stop_at_failure"]:
-                break
-    calls.write(json.dumps({"results": results}) + "\n")
+            why = last_line(error) if error is solution.raised else type(error).__name__
+        calls.write("P\n" if why is None else f"F{json.dumps(why)}\n")
+        calls.flush()
+        if why is not None and job["stop_at_failure"]:
+            break
+    calls.write(".\n")
     calls.flush()
 
 
-def remote(function: str, calls: TextIO, answers: TextIO) -> Callable[..., Any]:
-    """Stands for the solution's function."""
+class Remote:
+    """The solution's function, called over the pipe; `raised` is what its last call raised."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = list(args)
+    def __init__(self, name: str, calls: TextIO, answers: TextIO) -> None:
+        self.name, self.calls, self.answers = name, calls, answers
+        self.raised: Exception | None = None
+
+    def function(self) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.call(list(args), kwargs)
+
+        call.__name__ = self.name
+        return call
+
+    def call(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
         request = {
-            "function": function,
-            "args": tagged.encode(given),
+            "function": self.name,
+            "args": tagged.encode(args),
             "kwargs": tagged.encode(kwargs),
         }
-        calls.write(json.dumps(request) + "\n")
-        calls.flush()
-        line = answers.readline()
-        if not line:
-            raise SolutionError("the solution is gone")
-        answer = json.loads(line)
+        self.calls.write(f"C{json.dumps(request)}\n")
+        self.calls.flush()
+        answer = json.loads(self.answers.readline() or '{"error": ["", "the solution is gone"]}')
         if "args" in answer:
-            for mine, theirs in zip(given, tagged.decode(answer["args"]), strict=True):
+            for mine, theirs in zip(args, tagged.decode(answer["args"]), strict=True):
                 change(mine, theirs)
         if "error" in answer:
             name, message = answer["error"]
-            kind = getattr(builtins, name, None)
-            if not (isinstance(kind, type) and issubclass(kind, Exception)):
-                raise SolutionError(f"{name}: {message}")
-            if issubclass(kind, UnicodeError):
-                kind = ValueError
-            raise kind(message)
+            self.raised = exception(str(name), str(message))
+            raise self.raised
         return tagged.decode(answer["value"])
 
-    call.__name__ = function
-    return call
+
+def exception(name: str, message: str) -> Exception:
+    """One of Python's own, by its name, so that a test can expect it."""
+    kind = getattr(builtins, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return SolutionError(f"{name}: {message}")
+    if issubclass(kind, UnicodeError):
+        kind = ValueError
+    return kind(message)
 
 
 def change(mine: Any, theirs: Any) -> None:

@@ -1,7 +1,8 @@
 """Runs beside a solution, in its sandbox: calls its functions when it is asked to.
 
-The first line that it writes says whether the solution could be loaded; then each line that it
-reads is a call, and each that it writes an answer. What the solution prints goes elsewhere.
+The first line that it writes is a string that says whether the solution could be loaded; then each
+line that it reads is a call, and each that it writes an answer. What the solution prints goes
+elsewhere.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ def main() -> None:
     with open("job.json", encoding="utf-8") as file:
         job = json.load(file)
     names: dict[str, Any] = {"__name__": "solution"}
-    told: dict[str, Any] = {"ready": True}
+    told = "ready"
     try:
         with open("solution.py", "rb") as source:
             text = source.read()
         try:
             code = compile(text, "solution.py", "exec", dont_inherit=True)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            told = {"failed": last_line(error), "compiles": False}
+            told = f"no_python {last_line(error)}"
         else:
             load_setup(job["setup"], names)
             exec(code, names)
             if not callable(names.get(job["entry_point"])):
-                told = {"failed": f"there is no function {job['entry_point']!r}", "compiles": True}
+                told = f"failed there is no function {job['entry_point']!r}"
     except BaseException as error:
-        told = {"failed": last_line(error), "compiles": True}
+        told = f"failed {last_line(error)}"
         traceback.print_exc()
     answers.write(json.dumps(told) + "\n")
     answers.flush()
-    if "failed" in told:
+    if told != "ready":
         return
     for line in calls:
         answers.write(json.dumps(answer(json.loads(line), names)) + "\n")

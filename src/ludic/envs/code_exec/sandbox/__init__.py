@@ -18,7 +18,7 @@ from ludic.envs.code_exec.sandbox.detect import (
     make_sandbox,
 )
 from ludic.envs.code_exec.sandbox.plain import PlainSandbox
-from ludic.envs.code_exec.sandbox.pool import SandboxPool, shared_pool
+from ludic.envs.code_exec.sandbox.pool import Role, SandboxPool, shared_pool
 
 __all__ = [
     "DEFAULT_SANDBOX",
@@ -27,6 +27,7 @@ __all__ = [
     "Limits",
     "PlainSandbox",
     "Program",
+    "Role",
     "RunResult",
     "RunStatus",
     "Sandbox",

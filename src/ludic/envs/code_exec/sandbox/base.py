@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Protocol
 from ludic.errors import ConfigError, EnvError
 
 MAX_INPUT_BYTES = 256 << 20
+MAX_LINE = 1 << 20
 
 
 class SandboxError(EnvError):
@@ -115,6 +116,12 @@ class RunResult:
     def ok(self) -> bool:
         return self.status is RunStatus.OK
 
+    @property
+    def late(self) -> bool:
+        """Whether a busy machine may be to blame: it ran out of time, but did not compute for
+        all of it."""
+        return self.status is RunStatus.WALL_TIME and self.cpu_s <= 0.9 * self.wall_s
+
 
 class Program(Protocol):
     """A program that runs while one talks to it."""
@@ -123,12 +130,15 @@ class Program(Protocol):
         """Adds to its standard input."""
         ...
 
-    def receive_line(self, timeout_s: float) -> bytes | None:
-        """The next line of its standard output; None when it has ended."""
+    def receive_line(self, timeout_s: float, max_bytes: int = MAX_LINE) -> bytes | None:
+        """The next line of its standard output, with its end; None when the program has ended,
+        `TimeoutError` when neither happened in time. A line longer than `max_bytes` comes cut:
+        without its end."""
         ...
 
     def finish(self) -> RunResult:
-        """Ends its input, waits for its end, and returns how it ended."""
+        """Ends its input, waits for its end, and returns how it ended. Output that was not
+        received by then is dropped."""
         ...
 
     def kill(self) -> RunResult:

@@ -1,10 +1,9 @@
 """Programs in namespaces of their own, made by bubblewrap: the default on Linux.
 
 Inside there is no network, the system's folders can only be read, and nothing of the home, of /etc
-beyond the linker's files, or of this process is there at all. A worker waits inside; for each
-program it makes further user, mount, PID and IPC namespaces with an empty folder, puts a seccomp
-filter on it, and throws all of it away afterwards. Where the machine does not allow namespaces
-within namespaces, each program gets a bubblewrap of its own instead, which is as strict and slower.
+beyond the linker's files, or of this process is there at all. A template waits inside; each program
+is started from a fork of it, in further user, mount, PID and IPC namespaces with an empty folder
+and a seccomp filter, and all of that is thrown away afterwards.
 """
 
 from __future__ import annotations
@@ -43,47 +42,31 @@ FOLDER = "/tmp"
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": FOLDER, "LANG": "C.UTF-8"}
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _ETC = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
-_SINGLE_DISK_MB = 64
 
 
 class BubblewrapSandbox(WorkerSandbox):
-    """A sandbox that holds: see the module.
-
-    Args:
-        warm: Keep one worker for many programs; without it, each pays for a start.
-        nested: Whether namespaces within namespaces are used; None finds out.
-    """
+    """A sandbox that holds: see the module. With `warm=False`, every program pays for a start."""
 
     name: ClassVar[str] = "bubblewrap"
 
-    def __init__(self, *, warm: bool = True, nested: bool | None = None) -> None:
+    def __init__(self, *, warm: bool = True) -> None:
         super().__init__(warm=warm)
-        self._nested = nested
         self._cgroup: Cgroup | None = None
         self._kills = 0
 
-    def start(self) -> None:
-        if self._nested is None:
-            self._nested = check_bubblewrap()
-        if not self._nested:
-            self.warm = False  # its folder and processes are the bubblewrap's own
-        super().start()
-
     def start_worker(self) -> WorkerProcess:
-        nested = bool(self._nested)
         self._cgroup = Cgroup.create()
         filter_r, filter_w = os.pipe()
         try:
             with os.fdopen(filter_w, "wb") as pipe:
-                pipe.write(build_filter("worker" if nested else "program"))
+                pipe.write(build_filter("worker"))
             try:
                 return WorkerProcess(
                     self._command(filter_r),
                     {
-                        "mode": "nested" if nested else "single",
+                        "mode": "bubblewrap",
                         "folder": FOLDER,
-                        # In one PID namespace with its worker, it must not send it signals.
-                        "filter": build_filter("program" if nested else "plain").hex(),
+                        "filter": build_filter("program").hex(),
                         "environment": ENVIRONMENT,
                     },
                     pass_fds=[filter_r],
@@ -130,11 +113,8 @@ class BubblewrapSandbox(WorkerSandbox):
         if not python.prefix.startswith("/usr/") and python.prefix != "/usr":
             command += ["--ro-bind", prefix, python.prefix]
         command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
-        if self._nested:
-            command += ["--dir", FOLDER]
-        else:
-            command += ["--size", str(_SINGLE_DISK_MB << 20), "--tmpfs", FOLDER]
-        command += ["--remount-ro", "/", "--chdir", FOLDER, "--seccomp", str(filter_fd), "--"]
+        command += ["--dir", FOLDER, "--remount-ro", "/", "--chdir", FOLDER]
+        command += ["--seccomp", str(filter_fd), "--"]
         command += [python.executable, "-s", "-X", "utf8", "-c", BOOTSTRAP]
         if uid is None and self._cgroup is None:
             return command
@@ -176,20 +156,13 @@ def bubblewrap_version() -> str:
 
 
 @functools.cache
-def check_bubblewrap() -> bool:
-    """Tries it, once per process. Returns whether namespaces within namespaces work;
-    `SandboxUnavailableError` says why bubblewrap cannot be used at all."""
+def check_bubblewrap() -> None:
+    """Tries it, once per process; `SandboxUnavailableError` says why it cannot be used."""
     if sys.platform != "linux":
         raise SandboxUnavailableError("the sandbox 'bubblewrap' needs Linux")
     find_bubblewrap()
     try:
-        probe(BubblewrapSandbox(nested=True))
-        return True
-    except SandboxUnavailableError:
-        pass
-    try:
-        probe(BubblewrapSandbox(nested=False))
-        return False
+        probe(BubblewrapSandbox())
     except SandboxUnavailableError as error:
         raise SandboxUnavailableError(
             f"the sandbox 'bubblewrap' does not work on this machine: {error}. {_hint()}"

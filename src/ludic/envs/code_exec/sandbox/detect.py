@@ -42,9 +42,8 @@ def check_sandbox(name: str = DEFAULT_SANDBOX) -> None:
 def describe_sandbox() -> tuple[str, str | None]:
     """For the doctor: which sandbox programs run in here, and what to do if it is none."""
     try:
-        nested = check_bubblewrap()
+        check_bubblewrap()
     except SandboxUnavailableError as error:
         return "missing", f"{error}; a plain subprocess is used only if asked for by name"
-    how = "warm workers" if nested else "one start per program: no namespaces within namespaces"
     counted = "cgroups" if writable_parent() is not None else "a watch over the process tree"
-    return f"bubblewrap {bubblewrap_version()}, {how}, memory by {counted}", None
+    return f"bubblewrap {bubblewrap_version()}, memory by {counted}", None

@@ -5,6 +5,9 @@ sandbox belongs to exactly one lease from the moment it is handed out until it c
 failed is closed and replaced, and the program is tried once more on another: a `SandboxError` that
 reaches the caller has happened twice. When failures follow each other, the breaker opens: for a
 while every request is refused at once, instead of each starting sandboxes that cannot work.
+
+A sandbox has one role for its whole life: those that run model-written programs never see what a
+judge needs (expected answers, tests, checkers), and those that do never run such a program.
 """
 
 from __future__ import annotations
@@ -15,13 +18,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from ludic.envs.code_exec.sandbox.base import Limits, RunResult, Sandbox, SandboxError
 from ludic.envs.code_exec.sandbox.detect import DEFAULT_SANDBOX, make_sandbox
 from ludic.errors import ConfigError, DeadlineError
 
 T = TypeVar("T")
+Role = Literal["program", "judge"]
+"""Whose code a sandbox runs: anybody's, or only that of the task's author."""
 
 
 class SandboxPool:
@@ -56,9 +61,12 @@ class SandboxPool:
         )
         self.breaker_failures, self.breaker_s, self.queue_s = breaker_failures, breaker_s, queue_s
         self._state = threading.Condition()
-        self._idle: list[Sandbox] = []
+        self._idle: dict[Role, list[Sandbox]] = {"program": [], "judge": []}
         self._leased: set[Sandbox] = set()
         self._running = 0
+        self._alone_waiting, self._alone_running = 0, False
+        self._since_alone = 0
+        """How many were let in since one last ran alone: those that want to take turns."""
         self._failures = 0
         self._open_until = 0.0
         self._closed = False
@@ -73,33 +81,46 @@ class SandboxPool:
         command: Sequence[str],
         stdin: bytes = b"",
         limits: Limits | None = None,
+        *,
+        role: Role = "program",
+        alone: bool = False,
     ) -> RunResult:
-        """Runs one program, when its turn comes."""
-        return self.attempt(lambda boxes: boxes[0].run(files, command, stdin, limits))
+        """Runs one program, when its turn comes; with `alone`, while no other runs here."""
+        work: Callable[[Sequence[Sandbox]], RunResult]
+        work = lambda boxes: boxes[0].run(files, command, stdin, limits)  # noqa: E731
+        return self.attempt(work, (role,), alone=alone)
 
-    def attempt(self, work: Callable[[Sequence[Sandbox]], T], sandboxes: int = 1) -> T:
-        """`work` with that many sandboxes; once more, with others, if one of them fails."""
+    def attempt(
+        self,
+        work: Callable[[Sequence[Sandbox]], T],
+        roles: Sequence[Role] = ("program",),
+        *,
+        alone: bool = False,
+    ) -> T:
+        """`work` with a sandbox of each role; once more, with others, if one of them fails."""
         try:
-            with self.lease(sandboxes) as leased:
+            with self.lease(roles, alone=alone) as leased:
                 return work(leased)
         except SandboxError:
             if self._is_open():
                 raise
-        with self.lease(sandboxes) as leased:
+        with self.lease(roles, alone=alone) as leased:
             return work(leased)
 
     @contextmanager
-    def lease(self, sandboxes: int = 1) -> Iterator[Sequence[Sandbox]]:
+    def lease(
+        self, roles: Sequence[Role] = ("program",), *, alone: bool = False
+    ) -> Iterator[Sequence[Sandbox]]:
         """Sandboxes for the caller alone. A `SandboxError` inside counts against the breaker, and
         none of them is used again."""
-        self._enter()
-        taken: list[Sandbox] = []
+        self._enter(alone)
+        taken: list[tuple[Role, Sandbox]] = []
         try:
-            for _ in range(sandboxes):
-                taken.append(self._take())
-            for sandbox in taken:
+            for role in roles:
+                taken.append((role, self._take(role)))
+            for _, sandbox in taken:
                 sandbox.start()
-            yield taken
+            yield [sandbox for _, sandbox in taken]
         except SandboxError:
             self._failed(taken)
             raise
@@ -112,12 +133,12 @@ class SandboxPool:
     def warm_up(self) -> None:
         """Starts as many sandboxes as there are workers, so that the first programs do not wait."""
         with self._state:
-            missing = self.workers - len(self._idle)
+            missing = self.workers - len(self._idle["program"])
         for _ in range(missing):
             sandbox = self._make()
             sandbox.start()
             with self._state:
-                self._idle.append(sandbox)
+                self._idle["program"].append(sandbox)
 
     def close(self) -> None:
         """Ends every sandbox, also those that run something. Safe to call again."""
@@ -125,8 +146,9 @@ class SandboxPool:
             return
         with self._state:
             self._closed = True
-            sandboxes = [*self._idle, *self._leased]
-            self._idle.clear()
+            sandboxes = [*self._idle["program"], *self._idle["judge"], *self._leased]
+            for idle in self._idle.values():
+                idle.clear()
             self._state.notify_all()
         atexit.unregister(self.close)
         for sandbox in sandboxes:
@@ -136,33 +158,44 @@ class SandboxPool:
         with self._state:
             return self._closed or time.monotonic() < self._open_until
 
-    def _enter(self) -> None:
+    def _enter(self, alone: bool) -> None:
         deadline = time.monotonic() + self.queue_s
         with self._state:
-            while True:
-                if self._closed:
-                    raise SandboxError("the pool of sandboxes is closed")
-                left = self._open_until - time.monotonic()
-                if left > 0:
-                    raise SandboxError(
-                        f"{self._failures} sandboxes failed one after another; none is started "
-                        f"for the next {left:.0f} s. `ludic doctor` says what is wrong with them"
-                    )
-                if self._running < self.workers:
-                    self._running += 1
-                    return
-                if not self._state.wait(deadline - time.monotonic()):
-                    raise DeadlineError("its turn", "the pool of sandboxes", self.queue_s)
+            self._alone_waiting += alone
+            try:
+                while not self._may_enter(alone):
+                    if not self._state.wait(deadline - time.monotonic()):
+                        raise DeadlineError("its turn", "the pool of sandboxes", self.queue_s)
+            finally:
+                self._alone_waiting -= alone
+                self._state.notify_all()
+            self._running += 1
+            self._alone_running = alone
+            self._since_alone = 0 if alone else self._since_alone + 1
 
-    def _take(self) -> Sandbox:
+    def _may_enter(self, alone: bool) -> bool:
+        if self._closed:
+            raise SandboxError("the pool of sandboxes is closed")
+        left = self._open_until - time.monotonic()
+        if left > 0:
+            raise SandboxError(
+                f"{self._failures} sandboxes failed one after another; none is started "
+                f"for the next {left:.0f} s. `ludic doctor` says what is wrong with them"
+            )
+        if alone:
+            return self._running == 0
+        in_turn = not self._alone_waiting or self._since_alone < self.workers
+        return self._running < self.workers and not self._alone_running and in_turn
+
+    def _take(self, role: Role) -> Sandbox:
         with self._state:
-            sandbox = self._idle.pop() if self._idle else None
+            sandbox = self._idle[role].pop() if self._idle[role] else None
         sandbox = sandbox or self._make()
         with self._state:
             self._leased.add(sandbox)
         return sandbox
 
-    def _failed(self, taken: Sequence[Sandbox]) -> None:
+    def _failed(self, taken: Sequence[tuple[Role, Sandbox]]) -> None:
         with self._state:
             self._failures += 1
             self.replaced += len(taken)
@@ -170,18 +203,20 @@ class SandboxPool:
                 self._open_until = time.monotonic() + self.breaker_s
         self._give_back(taken, healthy=False)
 
-    def _give_back(self, taken: Sequence[Sandbox], *, healthy: bool) -> None:
+    def _give_back(self, taken: Sequence[tuple[Role, Sandbox]], *, healthy: bool) -> None:
         unused: list[Sandbox] = []
         with self._state:
             self._running -= 1
-            self._leased.difference_update(taken)
+            self._alone_running = False
+            self._leased.difference_update(sandbox for _, sandbox in taken)
             if healthy:
                 self._failures = 0
-            if healthy and not self._closed and len(self._idle) < 2 * self.workers:
-                self._idle.extend(taken)
-            else:
-                unused.extend(taken)
-            self._state.notify()
+            for role, sandbox in taken:
+                if healthy and not self._closed and len(self._idle[role]) < self.workers:
+                    self._idle[role].append(sandbox)
+                else:
+                    unused.append(sandbox)
+            self._state.notify_all()
         for sandbox in unused:
             sandbox.close()
 

@@ -1,4 +1,8 @@
-"""The host's end of a worker: starts it, sends it programs, and reads what became of them."""
+"""The host's end of a worker: starts its template, has it fork, and talks to each fork alone.
+
+The template gets its settings and, for each program, a descriptor. What a program is given and
+what it answers goes over that program's own socket, which only its supervisor holds.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import atexit
 import json
 import os
 import select
+import socket
 import subprocess
 import threading
 import time
@@ -100,30 +105,27 @@ class WorkerProcess:
         *,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        self.busy = False
         self.broken: str | None = None
-        self.python = ""
         self._closing = threading.Lock()
         self._closed = False
+        self._program: socket.socket | None = None
         self._buffer = bytearray()
+        self._max_frame = 0
         # To a file, so that nobody has to read it: what a sandbox says when it cannot start.
         self._errors = os.memfd_create("ludic-sandbox-errors", os.MFD_CLOEXEC)
-        self._child = _starter.popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            bufsize=0,
-            pass_fds=tuple(pass_fds),
-            start_new_session=True,
-            env=WORKER_ENVIRONMENT,
-            cwd="/",
-        )
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        self._to, self._from = self._child.stdin.fileno(), self._child.stdout.fileno()
-        os.set_blocking(self._to, False)
-        os.set_blocking(self._from, False)
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(START_S)
+        with theirs:
+            self._child = _starter.popen(
+                command,
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                pass_fds=tuple(pass_fds),
+                start_new_session=True,
+                env=WORKER_ENVIRONMENT,
+                cwd="/",
+            )
         atexit.register(self.close)
         try:
             self._hello(settings)
@@ -135,8 +137,13 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._child.pid
 
+    @property
+    def busy(self) -> bool:
+        """Whether a program runs, or its result has not been read."""
+        return self._program is not None
+
     def _hello(self, settings: Mapping[str, Any]) -> None:
-        modules = sources("confine", "tree", "program", "worker")
+        modules = sources("confine", "tree", "program", "supervisor", "template")
         first = json.dumps(
             {
                 "modules": modules,
@@ -144,12 +151,15 @@ class WorkerProcess:
                 "settings": {**settings, "own_pid": OWN_PID},
             }
         ).encode()
-        deadline = time.monotonic() + START_S
-        self._send(len(first).to_bytes(4, "big") + first, deadline)
-        kind, content = self._frame(deadline, "a sandbox to start")
-        if kind != b"H":
-            raise SandboxError("the sandbox's worker said something else than that it is ready")
-        self.python = json.loads(content)["python"]
+        try:
+            self._control.sendall(len(first).to_bytes(4, "big") + first)
+            ready = self._control.recv(1) == b"H"
+        except TimeoutError as error:
+            raise self._break("waited too long for a sandbox to start") from error
+        except OSError as error:
+            raise self._break("the sandbox's worker is gone") from error
+        if not ready:
+            raise self._break("the sandbox's worker is gone")
 
     def begin(
         self,
@@ -162,34 +172,46 @@ class WorkerProcess:
     ) -> None:
         """Sends a program; `read` or `result` say what it does."""
         check_request(files, command, stdin)
-        self.busy = True
         blobs = [*files.items(), ("", stdin)]
+        given = limits.as_json()
         head = json.dumps(
             {
                 "command": list(command),
-                "limits": limits.as_json(),
+                "limits": given,
                 "interactive": interactive,
                 "blobs": [(name, len(content)) for name, content in blobs],
             }
         ).encode()
         parts = [len(head).to_bytes(4, "big"), head, *(content for _, content in blobs)]
-        size = sum(map(len, parts))
+        self._buffer.clear()
+        self._max_frame = 2 * int(given["output_bytes"]) + (1 << 20)
         self.end_s = time.monotonic() + limits.wall_s + SLACK_S
-        self._send(b"R" + size.to_bytes(4, "big") + b"".join(parts), self.end_s)
+        self._program, theirs = socket.socketpair()
+        self._program.setblocking(False)
+        try:
+            with theirs:
+                socket.send_fds(self._control, [b"F"], [theirs.fileno()])
+        except OSError as error:
+            raise self._break("the sandbox's worker is gone") from error
+        self._send(b"R", *parts)
 
     def tell(self, kind: bytes, content: bytes = b"") -> None:
-        """More input (`I`), no more input (`E`), or the end (`K`)."""
-        self._send(kind + len(content).to_bytes(4, "big") + content, self.end_s)
+        """More input (`I`), no more input (`E`), or the end (`K`), which it has little time for."""
+        if kind == b"K":
+            self.end_s = min(self.end_s, time.monotonic() + SLACK_S)
+        self._send(kind, content)
 
     def read(self, deadline: float) -> bytes | RunResult | None:
         """Output of an interactive program, or its result; None when neither came in time."""
-        got = self._frame(min(deadline, self.end_s), "a program to end", soft=deadline < self.end_s)
+        got = self._frame(min(deadline, self.end_s), soft=deadline < self.end_s)
         if got is None:
             return None
         kind, content = got
         if kind == b"O":
-            return bytes(content)
-        self.busy = False
+            return content
+        assert self._program is not None
+        self._program.close()
+        self._program = None
         if kind == b"X":
             raise SandboxError(f"the sandbox failed: {content.decode('utf-8', 'replace')}")
         return _result(content)
@@ -209,10 +231,11 @@ class WorkerProcess:
             self._closed = True
         self.broken = self.broken or "it was closed"
         atexit.unregister(self.close)
-        for pipe in (self._child.stdin, self._child.stdout):
-            if pipe is not None:
+        for end in (self._program, self._control):
+            if end is not None:
                 with suppress(OSError):
-                    pipe.close()
+                    end.shutdown(socket.SHUT_RDWR)  # whoever waits for it wakes up
+                end.close()
         try:
             self._child.wait(timeout=_REAP_S if not self.busy else 0.5)
         except subprocess.TimeoutExpired:
@@ -221,28 +244,38 @@ class WorkerProcess:
                 self._child.wait(timeout=_REAP_S)
         os.close(self._errors)
 
-    def _send(self, data: bytes, deadline: float) -> None:
-        rest = memoryview(data)
+    def _send(self, kind: bytes, *parts: bytes) -> None:
+        """Supervisors take at once what they are sent. One that has ended meanwhile has said why,
+        which is still to be read."""
+        size = sum(map(len, parts)).to_bytes(4, "big")
+        rest = memoryview(b"".join((kind, size, *parts)))
+        deadline = min(self.end_s, time.monotonic() + START_S)
         try:
             while rest:
-                self._wait(self._to, select.POLLOUT, deadline, "a sandbox to take its input")
+                self._wait(select.POLLOUT, deadline, "a sandbox to take its input")
+                assert self._program is not None
                 with suppress(BlockingIOError):
-                    rest = rest[os.write(self._to, rest[: 1 << 20]) :]
-        except OSError as error:
+                    rest = rest[self._program.send(rest[: 1 << 20]) :]
+        except (BrokenPipeError, ConnectionResetError):
+            return
+        except (OSError, ValueError) as error:
             raise self._break("the sandbox's worker is gone") from error
 
-    def _frame(self, deadline: float, what: str, *, soft: bool = False) -> Any:
+    def _frame(self, deadline: float, *, soft: bool) -> tuple[bytes, bytes] | None:
         while True:
             if len(self._buffer) >= 5:
-                end = 5 + int.from_bytes(self._buffer[1:5], "big")
-                if len(self._buffer) >= end:
-                    frame = bytes(self._buffer[:1]), bytes(self._buffer[5:end])
-                    del self._buffer[:end]
+                size = int.from_bytes(self._buffer[1:5], "big")
+                if size > self._max_frame:
+                    raise self._break("the sandbox's worker sent more than it may")
+                if len(self._buffer) >= 5 + size:
+                    frame = bytes(self._buffer[:1]), bytes(self._buffer[5 : 5 + size])
+                    del self._buffer[: 5 + size]
                     return frame
             try:
-                if not self._wait(self._from, select.POLLIN, deadline, what, soft=soft):
+                if not self._wait(select.POLLIN, deadline, "a program to end", soft=soft):
                     return None
-                data = os.read(self._from, 1 << 20)
+                assert self._program is not None
+                data = self._program.recv(1 << 20)
             except BlockingIOError:
                 continue
             except (OSError, ValueError) as error:
@@ -251,9 +284,10 @@ class WorkerProcess:
                 raise self._break("the sandbox's worker is gone")
             self._buffer += data
 
-    def _wait(self, fd: int, event: int, deadline: float, what: str, *, soft: bool = False) -> bool:
+    def _wait(self, event: int, deadline: float, what: str, *, soft: bool = False) -> bool:
+        assert self._program is not None
         poll = select.poll()
-        poll.register(fd, event)
+        poll.register(self._program, event)
         left = max(0.0, deadline - time.monotonic())
         if poll.poll(left * 1000):
             return True

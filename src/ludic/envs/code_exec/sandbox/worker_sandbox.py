@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import ClassVar, Self
 
 from ludic.envs.code_exec.sandbox.base import (
+    MAX_LINE,
     Limits,
     RunResult,
     RunStatus,
@@ -124,16 +125,15 @@ class WorkerProgram:
         if self._result is None:
             self._worker.tell(b"I", data)
 
-    def receive_line(self, timeout_s: float) -> bytes | None:
-        """The next line, with its end; None when the program has ended. `TimeoutError` when
-        neither happened in time."""
+    def receive_line(self, timeout_s: float, max_bytes: int = MAX_LINE) -> bytes | None:
         deadline = time.monotonic() + timeout_s
         searched = 0
         while True:
             end = self._lines.find(b"\n", searched)
-            if end >= 0:
-                line = bytes(self._lines[: end + 1])
-                del self._lines[: end + 1]
+            if end >= 0 or len(self._lines) > max_bytes:
+                cut = min(end + 1 or max_bytes, max_bytes)
+                line = bytes(self._lines[:cut])
+                del self._lines[:cut]
                 return line
             if self._result is not None:
                 return None
@@ -155,7 +155,7 @@ class WorkerProgram:
 
     def _wait(self) -> RunResult:
         while self._result is None:
-            self._lines += self._read(self._worker.end_s) or b""
+            self._read(self._worker.end_s)
         return self._result
 
     def _read(self, deadline: float) -> bytes | None:

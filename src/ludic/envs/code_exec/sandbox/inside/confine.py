@@ -52,8 +52,12 @@ def prctl(option: int, value: int) -> None:
     _checked(result, f"prctl({option})")
 
 
-def map_own_ids(uid: int, gid: int) -> None:
-    """In a new user namespace: this user and group, under the numbers that they have outside."""
+def own_namespaces() -> None:
+    """New user and IPC namespaces for this process, with its user and group under the numbers
+    that they have outside, and a new PID namespace for its children."""
+    uid, gid = os.getuid(), os.getgid()
+    prctl(PR_SET_DUMPABLE, 1)  # else its uid_map belongs to root
+    unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWIPC)
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{uid} {uid} 1"),
@@ -61,6 +65,7 @@ def map_own_ids(uid: int, gid: int) -> None:
     ):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
+    prctl(PR_SET_DUMPABLE, 0)
 
 
 def drop_capabilities() -> None:
@@ -84,8 +89,9 @@ def install_filter(program: bytes) -> None:
 
 
 def private_folders(writable: str, disk_bytes: int, files: int) -> None:
-    """For the first process of new user, mount and PID namespaces: an empty folder to write to
-    that ends with the namespace, and a /proc that shows only its processes."""
+    """For the first process of new user and PID namespaces: a mount namespace with an empty
+    folder to write to that ends with it, and a /proc that shows only its processes."""
+    unshare(CLONE_NEWNS)
     mount("none", "/", "", MS_REC | MS_PRIVATE)
     options = f"size={disk_bytes},nr_inodes={files},mode=0700"
     mount("tmpfs", writable, "tmpfs", MS_NOSUID | MS_NODEV, options)

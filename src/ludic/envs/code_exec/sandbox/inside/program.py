@@ -1,4 +1,4 @@
-"""From a forked worker to a running program: its files, its limits, and its first instruction."""
+"""From a fork of the template to a running program: its files, limits and first instruction."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ def become_init(
     """The program's parent: prepares its folder, starts it, waits for it, and says how it ended.
 
     In a PID namespace this is the first process: nothing in it can end this one, and all else
-    there ends with it. Writes "S" and the wait status, or "E" and what went wrong.
+    there ends with it. Writes "B" before it starts the program, then "S" and the wait status; or
+    "E" and what went wrong.
     """
     try:
         confine.prctl(confine.PR_SET_DUMPABLE, 0)  # its memory and descriptors are not for others
         os.umask(0o077)
         folder = request["folder"]
         limits = request["limits"]
-        if request["mode"] == "nested":
+        if request["mode"] == "bubblewrap":
             confine.private_folders(folder, int(limits["disk_bytes"]), int(limits["files"]))
             confine.drop_capabilities()
-        elif request["mode"] == "plain":
+        else:
             confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)
             confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.chdir(folder)
         for name, content in files.items():
             _write(name, content)
+        os.write(status_fd, b"B")
         program = os.fork()
         if program == 0:
             _become_program(request, fds)

@@ -3,52 +3,64 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from contextlib import suppress
 from typing import Any
 
+TICKS = os.sysconf("SC_CLK_TCK")
 
-def others(mode: str) -> list[int]:
-    """The processes of the program. In a sandbox they are all but the worker and the first; on
-    the plain system, the worker's descendants."""
-    own = os.getpid()
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    if mode != "plain":
-        return [pid for pid in pids if pid not in (1, own)]
+
+def descendants() -> dict[int, list[str]]:
+    """Every process below this one, with the fields of /proc/PID/stat from the third on: the
+    state, the parent, …"""
+    stats: dict[int, list[str]] = {}
     children: dict[int, list[int]] = {}
-    for pid in pids:
-        with suppress(OSError, ValueError, LookupError):
-            children.setdefault(int(_stat(pid)[1]), []).append(pid)
-    found: list[int] = []
-    fresh = [own]
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError, ValueError, LookupError):
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].decode().split()
+                stats[int(name)] = fields
+                children.setdefault(int(fields[1]), []).append(int(name))
+    found: dict[int, list[str]] = {}
+    fresh = [os.getpid()]
     while fresh:
         fresh = [child for pid in fresh for child in children.get(pid, [])]
-        found += fresh
+        found.update((pid, stats[pid]) for pid in fresh)
     return found
 
 
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the third on: the state, the parent, …"""
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].decode().split()
-
-
-def usage(mode: str) -> dict[str, Any]:
-    """What the program's processes use together. Pages that several share count for each."""
+def usage(own_bytes: int) -> dict[str, Any]:
+    """What the program's processes use together. Pages that several share count for each, but
+    not the `own_bytes` that each has from the process that it was forked from."""
     memory, cpu, tasks = 0, 0.0, 0
-    for pid in others(mode):
+    for pid, fields in descendants().items():
         with suppress(OSError, ValueError, LookupError):
-            fields = _stat(pid)
-            if fields[0] in "ZX":
+            threads = int(fields[17])
+            if fields[0] in "ZX" and threads < 2:
                 continue
             cpu += sum(map(int, fields[11:15])) / TICKS
-            tasks += int(fields[17])
-            with open(f"/proc/{pid}/status", "rb") as file:
-                rows = dict(line.split(b":", 1) for line in file if b":" in line)
-            used = sum(int(rows[key].split()[0]) for key in (b"RssAnon", b"RssShmem"))
-            memory += max(0, used * 1024 - OWN_BYTES)
+            tasks += threads
+            memory += max(0, _memory(pid) - own_bytes)
     return {"memory": memory, "cpu": cpu, "tasks": tasks}
+
+
+def own_bytes() -> int:
+    """This process's own memory, which every fork of it seems to have too."""
+    return _memory(os.getpid())
+
+
+def _memory(pid: int) -> int:
+    """Asks a thread: a process whose first one has ended still has memory, and shows none."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            with open(f"/proc/{pid}/task/{thread}/status", "rb") as file:
+                lines = [line.split() for line in file if line.startswith((b"RssAn", b"RssSh"))]
+            if lines:
+                return sum(int(words[1]) for words in lines) * 1024
+    return 0
 
 
 def tasks_of_user() -> int:
@@ -62,34 +74,30 @@ def tasks_of_user() -> int:
     return found
 
 
-def own_bytes() -> int:
-    """This worker's own memory, which every fork of it seems to have too."""
-    with open("/proc/self/status", "rb") as file:
-        rows = dict(line.split(b":", 1) for line in file if b":" in line)
-    return 1024 * int(rows[b"RssAnon"].split()[0])
-
-
-def kill(mode: str, init: int) -> None:
-    """Ends the program's processes, and returns when none is left."""
-    if mode == "nested" and init:
-        with suppress(ProcessLookupError):
-            os.kill(init, signal.SIGKILL)  # the kernel ends its whole namespace with it
+def kill(first: int = 0) -> None:
+    """Ends every process below this one, and returns when none is left. With its `first` process,
+    the kernel ends all of a PID namespace."""
     deadline = time.monotonic() + 10.0
+    if first:
+        _kill(first)
+        pidfd, ended = os.pidfd_open(first), select.poll()
+        ended.register(pidfd, select.POLLIN)
+        ended.poll(10_000)
+        os.close(pidfd)
     while True:
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        left = others(mode)
+        left = descendants()
         if not left:
             return
         if time.monotonic() > deadline:
-            raise RuntimeError(f"processes {left[:8]} cannot be ended")
-        if mode != "nested":
-            for pid in left:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+            raise RuntimeError(f"processes {list(left)[:8]} cannot be ended")
+        for pid in left:
+            _kill(pid)
         time.sleep(0.0005)
 
 
-TICKS = os.sysconf("SC_CLK_TCK")
-OWN_BYTES = own_bytes()
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)

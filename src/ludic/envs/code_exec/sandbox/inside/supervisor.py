@@ -1,13 +1,14 @@
-"""The worker: a process that runs nothing itself and forks one process for each program.
+"""The supervisor: one process per program, which starts it, watches its limits, and says its end.
 
-It speaks over its standard input and output, in frames: one byte for the kind, four for the
-length, and the content. From outside come `R` (a request: a JSON header with its length, then the
-contents of the files and of standard input), `I` (more input), `E` (no more input) and `K` (end
-the program). It answers `H` once it is ready, `O` with output of an interactive program, and for
-each request one `D` (a header, standard output and standard error) or `X` (the sandbox failed).
+It is a fork of the template, reads one request from its own socket, and ends with its program; so
+whatever it holds belongs to that program alone. Frames on the socket are one byte for the kind,
+four for the length, and the content. From the host come `R` (the request: a JSON header with its
+length, then the contents of the files and of standard input), `I` (more input), `E` (no more input)
+and `K` (end the program). Back go `O` with output of an interactive program, and at the end one `D`
+(a header, standard output and standard error) or `X` (the sandbox failed).
 
-A program shares with it neither a descriptor nor, in a namespace, a process number, so it can
-write no frame and end no worker. The worker ends when its input does: with whoever started it.
+Nothing here waits for the host while a program runs: what cannot be sent is kept, a bounded
+amount of it, and the program is not read from until there is room.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import os
 import select
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,8 +26,14 @@ from typing import Any, NoReturn
 from ludic.envs.code_exec.sandbox.inside import confine, program, tree
 
 CHUNK = 65536
+MAX_UNSENT = 4 * CHUNK
+"""How much output of an interactive program waits for the host."""
+MAX_ERRORS = CHUNK
+"""How much of an interactive program's standard error is kept."""
 FIRST_LOOK_S, LOOK_S, IDLE_LOOK_S = 0.01, 0.02, 0.2
 DRAIN_S = 2.0
+HOST_S = 60.0
+"""How long the host may take to send the request, and to take the result."""
 
 
 class HostGone(Exception):
@@ -35,23 +41,37 @@ class HostGone(Exception):
 
 
 class Channel:
-    """The frames to and from whoever started the worker."""
+    """The frames to and from the host. Only `request` and `flush` wait, and not for ever."""
 
-    def __init__(self, fd_in: int, fd_out: int) -> None:
-        self.fd_in, self.fd_out = fd_in, fd_out
+    def __init__(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self.unsent = bytearray()
         self._buffer = bytearray()
 
-    def send(self, kind: bytes, *parts: bytes) -> None:
-        rest = memoryview(kind + sum(map(len, parts)).to_bytes(4, "big") + b"".join(parts))
-        while rest:
-            try:
-                rest = rest[os.write(self.fd_out, rest) :]
-            except BrokenPipeError:
-                raise HostGone from None
+    def put(self, kind: bytes, *parts: bytes) -> None:
+        self.unsent += kind + sum(map(len, parts)).to_bytes(4, "big")
+        for part in parts:
+            self.unsent += part
+
+    def write(self) -> None:
+        """Sends what fits."""
+        try:
+            while self.unsent:
+                del self.unsent[: os.write(self.fd, self.unsent[: 1 << 20])]
+        except BlockingIOError:
+            return
+        except OSError:
+            raise HostGone from None
 
     def read(self) -> None:
-        """Takes in what has come; call it when there is something."""
-        data = os.read(self.fd_in, 1 << 20)
+        """Takes in what has come."""
+        try:
+            data = os.read(self.fd, 1 << 20)
+        except BlockingIOError:
+            return
+        except OSError:
+            raise HostGone from None
         if not data:
             raise HostGone
         self._buffer += data
@@ -67,10 +87,33 @@ class Channel:
         del self._buffer[:end]
         return kind, content
 
-    def wait(self) -> tuple[bytes, bytes]:
+    def request(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """The first frame: the request, and its files by name; standard input has none."""
+        deadline = time.monotonic() + HOST_S
         while (frame := self.frame()) is None:
+            self._wait(select.POLLIN, deadline)
             self.read()
-        return frame
+        _, content = frame
+        end = 4 + int.from_bytes(content[:4], "big")
+        request = json.loads(content[4:end])
+        blobs: dict[str, bytes] = {}
+        for name, size in request["blobs"]:
+            blobs[name] = content[end : end + size]
+            end += size
+        return request, blobs
+
+    def flush(self) -> None:
+        """Sends everything. No program runs any more."""
+        deadline = time.monotonic() + HOST_S
+        while self.unsent:
+            self._wait(select.POLLOUT, deadline)
+            self.write()
+
+    def _wait(self, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(self.fd, event)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise HostGone
 
 
 class Running:
@@ -82,55 +125,30 @@ class Running:
         self.input = bytearray(blobs.pop("", b""))
         self.input_over = not self.interactive
         self.outputs = {1: bytearray(), 2: bytearray()}
-        self.streamed = 0
+        self.written = {1: 0, 2: 0}
         self.stopped: str | None = None
         self.status: bytes | None = None
+        self.begun = False
         self.peak_bytes = 0
         self.cpu_s = 0.0
         self.look_s = LOOK_S
+        self.own_bytes = tree.own_bytes()
         self.started = time.monotonic()
         stdin_r, self.stdin = os.pipe()
         self.stdout, stdout_w = os.pipe()
         self.stderr, stderr_w = os.pipe()
         self.status_fd, status_w = os.pipe()
-        self.init = self._fork((stdin_r, stdout_w, stderr_w), status_w, blobs)
+        if request["mode"] == "bubblewrap":
+            confine.own_namespaces()
+        self.init = os.fork()
+        if self.init == 0:
+            program.become_init(request, blobs, (stdin_r, stdout_w, stderr_w), status_w)
+        if request["mode"] == "bubblewrap":
+            confine.drop_capabilities()
         for fd in (stdin_r, stdout_w, stderr_w, status_w):
             os.close(fd)
         for fd in (self.stdin, self.stdout, self.stderr, self.status_fd):
             os.set_blocking(fd, False)
-
-    def _fork(self, fds: tuple[int, ...], status_w: int, files: Mapping[str, bytes]) -> int:
-        """The number of the program's init; 0 if it never came to be."""
-        if self.request["mode"] != "nested":
-            pid = os.fork()
-            if pid == 0:
-                program.become_init(self.request, files, fds, status_w)
-            return pid
-        uid, gid = os.getuid(), os.getgid()
-        pid_r, pid_w = os.pipe()
-        between = os.fork()
-        if between == 0:
-            try:
-                confine.prctl(confine.PR_SET_DUMPABLE, 1)  # else its uid_map belongs to root
-                confine.unshare(
-                    confine.CLONE_NEWUSER
-                    | confine.CLONE_NEWPID
-                    | confine.CLONE_NEWNS
-                    | confine.CLONE_NEWIPC
-                )
-                confine.map_own_ids(uid, gid)
-                init = os.fork()
-                if init == 0:
-                    program.become_init(self.request, files, fds, status_w)
-                os.write(pid_w, init.to_bytes(4, "big"))
-            except BaseException as error:
-                os.write(status_w, b"E" + f"{type(error).__name__}: {error}".encode())
-            os._exit(0)
-        os.close(pid_w)
-        os.waitpid(between, 0)
-        number = os.read(pid_r, 4)
-        os.close(pid_r)
-        return int.from_bytes(number, "big")
 
     def watch(self) -> None:
         """Moves input and output, and looks after the limits, until the program is over."""
@@ -148,23 +166,30 @@ class Running:
 
     def _poll(self, timeout_s: float) -> None:
         poll = select.poll()
-        for fd in (self.stdout, self.stderr, self.channel.fd_in):
-            if fd >= 0:
-                poll.register(fd, select.POLLIN)
+        poll.register(
+            self.channel.fd, select.POLLIN | (select.POLLOUT if self.channel.unsent else 0)
+        )
+        if self.stdout >= 0 and len(self.channel.unsent) < MAX_UNSENT:
+            poll.register(self.stdout, select.POLLIN)
+        if self.stderr >= 0:
+            poll.register(self.stderr, select.POLLIN)
         if self.status is None:
             poll.register(self.status_fd, select.POLLIN)
         if self.stdin >= 0 and self.input:
             poll.register(self.stdin, select.POLLOUT)
         elif self.stdin >= 0 and self.input_over:
             self.stdin = _closed(self.stdin)
-        for fd, _ in poll.poll(timeout_s * 1000 + 0.5):
+        for fd, events in poll.poll(timeout_s * 1000 + 0.5):
             if fd == self.stdin:
                 self._feed()
-            elif fd == self.channel.fd_in:
-                self.channel.read()
-                self._take_frames()
+            elif fd == self.channel.fd:
+                if events & select.POLLOUT:
+                    self.channel.write()
+                if events & ~select.POLLOUT:
+                    self.channel.read()
+                    self._take_frames()
             elif fd == self.status_fd:
-                self.status = os.read(fd, 4096)
+                self._take_status()
             elif fd == self.stdout:
                 self.stdout = self._collect(fd, 1)
             elif fd == self.stderr:
@@ -187,7 +212,21 @@ class Running:
             elif kind == b"E":
                 self.input_over = True
             elif kind == b"K":
-                self.stopped = "killed"
+                self.stopped = self.stopped or "killed"
+
+    def _take_status(self) -> None:
+        """What its init says. If it ends without a word after the program began, that is the
+        program's doing."""
+        try:
+            data = os.read(self.status_fd, 4096)
+        except BlockingIOError:
+            return
+        self.begun = self.begun or data.startswith(b"B")
+        if told := data.removeprefix(b"B"):
+            self.status = told
+        elif not data and self.status is None:
+            vanished = b"S" + int(signal.SIGKILL).to_bytes(4, "big") if self.begun else b"E"
+            self.status = vanished if self.stopped is None else b""
 
     def _collect(self, fd: int, number: int) -> int:
         try:
@@ -196,24 +235,22 @@ class Running:
             return fd
         if not data:
             return _closed(fd)
-        kept, limit = self.outputs[number], int(self.limits["output_bytes"])
-        if number == 1 and self.interactive:
-            self.streamed += len(data)
-            if self.streamed <= limit:
-                self.channel.send(b"O", data)
-            else:
-                self.stopped = self.stopped or "output"
-            return fd
-        kept += data
-        if len(kept) > limit:
-            del kept[limit:]
+        limit = int(self.limits["output_bytes"])
+        room = max(0, limit - self.written[number])
+        self.written[number] += len(data)
+        if len(data) > room:
             self.stopped = self.stopped or "output"
+        if self.interactive and number == 1:
+            self.channel.put(b"O", data[:room])
+        else:
+            kept = min(limit, MAX_ERRORS) if self.interactive else limit
+            self.outputs[number] += data[: max(0, kept - len(self.outputs[number]))]
         return fd
 
     def _look(self) -> float:
         """The memory, processes and CPU time of the whole tree; when to look again. A session
         that waits for input is looked at less often."""
-        found = tree.usage(self.request["mode"])
+        found = tree.usage(self.own_bytes)
         idle = self.interactive and found["cpu"] == self.cpu_s and not self.input
         self.look_s = min(self.look_s * 1.5, IDLE_LOOK_S) if idle else LOOK_S
         self.peak_bytes = max(self.peak_bytes, found["memory"])
@@ -228,27 +265,21 @@ class Running:
 
     def _end(self) -> None:
         """Ends every process of the program, and takes what it still wrote."""
-        if self.status is None:
-            with suppress(BlockingIOError):
-                self.status = os.read(self.status_fd, 4096)
-        tree.kill(self.request["mode"], self.init)
+        self._take_status()
+        tree.kill(self.init)
         drained = time.monotonic() + DRAIN_S
         while (self.stdout >= 0 or self.stderr >= 0) and time.monotonic() < drained:
             if self.stopped is not None and self.stopped != "killed":
                 break
             self.input.clear()
             self._poll(0.05)
-        for fd in (self.stdin, self.stdout, self.stderr, self.status_fd):
-            if fd >= 0:
-                os.close(fd)
 
     def report(self) -> None:
         """Says how it ended."""
         status = self.status or b""
         if status[:1] == b"E" or (not status and self.stopped is None):
             why = status[1:].decode("utf-8", "replace") or "the program's init process vanished"
-            self.channel.send(b"X", why.encode())
-            return
+            raise RuntimeError(why)
         code = os.waitstatus_to_exitcode(int.from_bytes(status[1:5], "big")) if status else None
         head = {
             "stopped": self.stopped,
@@ -260,7 +291,7 @@ class Running:
         }
         text = json.dumps(head).encode()
         size = len(text).to_bytes(4, "big")
-        self.channel.send(b"D", size, text, bytes(self.outputs[1]), bytes(self.outputs[2]))
+        self.channel.put(b"D", size, text, bytes(self.outputs[1]), bytes(self.outputs[2]))
 
 
 def _closed(fd: int) -> int:
@@ -285,44 +316,25 @@ def empty(folder: str) -> None:
                 os.unlink(path)
 
 
-def main(settings: Mapping[str, Any]) -> NoReturn:
-    """Serves until nobody listens."""
-    channel = Channel(os.dup(0), os.dup(1))
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1):
-        os.dup2(null, fd)
-    mode, folder = settings["mode"], settings["folder"]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    confine.prctl(confine.PR_SET_DUMPABLE, 0)
-    confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)
-    channel.send(b"H", json.dumps({"python": sys.version.split()[0]}).encode())
+def supervise(settings: Mapping[str, Any], fd: int) -> NoReturn:
+    """Runs the one program that comes over `fd`, and leaves nothing of it."""
+    channel = Channel(fd)
+    plain = settings["mode"] == "plain"
     try:
-        while True:
-            kind, content = channel.wait()
-            if kind != b"R":
-                continue  # meant for a program that has ended meanwhile
-            end = 4 + int.from_bytes(content[:4], "big")
-            request = json.loads(content[4:end])
-            request.update(settings)
-            request["others"] = tree.tasks_of_user() if mode == "plain" else 0
-            blobs: dict[str, bytes] = {}
-            for name, size in request["blobs"]:
-                blobs[name] = content[end : end + size]
-                end += size
-            running = Running(channel, request, blobs)
-            del content, blobs
-            running.watch()
-            running.report()
-            if mode == "plain":
-                empty(folder)
+        confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)
+        request, blobs = channel.request()
+        request.update(settings)
+        request["others"] = tree.tasks_of_user() if plain else 0
+        running = Running(channel, request, blobs)
+        running.watch()
+        running.report()
     except HostGone:
-        pass
-    except BaseException as error:  # the host reads it, and counts the worker as broken
-        os.write(2, f"{type(error).__name__}: {error}\n".encode())
-    finally:
-        if mode == "plain":
-            with suppress(Exception):
-                tree.kill(mode, 0)
-                empty(folder)
-                os.rmdir(folder)
-        os._exit(0)
+        channel.unsent.clear()
+    except BaseException as error:  # it says nothing about the program: the sandbox failed
+        channel.put(b"X", f"{type(error).__name__}: {error}".encode("utf-8", "replace"))
+    with suppress(Exception):
+        tree.kill()
+        if plain:  # before anything is said, since the next program may begin then
+            empty(settings["folder"])
+        channel.flush()
+    os._exit(0)
