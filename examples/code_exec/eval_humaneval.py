@@ -79,6 +79,7 @@ async def evaluate(args: argparse.Namespace) -> None:
                 max_steps=1,
                 name="HumanEval",
                 on_progress=update,
+                outcomes=["passed"],
             ).evaluate()
     Console().print(report_table([report]))
     for k in {1, args.samples}:

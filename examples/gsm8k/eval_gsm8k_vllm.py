@@ -80,6 +80,7 @@ async def evaluate(args: argparse.Namespace) -> None:
                 concurrency=args.concurrency,
                 name="GSM8K",
                 on_progress=update,
+                outcomes=["right"],
             ).evaluate()
     Console().print(report_table([report]))
     for k in sorted({1, args.samples}):

@@ -69,6 +69,7 @@ async def evaluate(args: argparse.Namespace) -> None:
             max_steps=6,
             seed=args.seed,
             name=args.model,
+            outcomes=["win"],
         )
     Console().print(report_table([report]))
     if args.output:

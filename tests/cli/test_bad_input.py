@@ -47,7 +47,7 @@ def test_wrong_arguments_of_an_environment_are_said(ludic: Ludic, letters: Path)
         ("[env\n", ["not valid TOML", "line 1"]),
         ('[env]\nkind = "tic_tac_toe"\n[trainig]\n', ["trainig", "'training'", "line 3"]),
         ('[env]\nkind = "tic_tac_toe"\n[training]\nsteps = "x"\n', ["training.steps", "line 4"]),
-        ('schema = 99\n[env]\nkind = "tic_tac_toe"\n', ["schema 99", "upgrade"]),
+        ('schema = 99\n[env]\nkind = "tic_tac_toe"\n', ["schema 99", "update your clone"]),
     ],
 )
 def test_a_wrong_run_file_names_the_place(
@@ -150,7 +150,7 @@ def test_a_resume_with_a_changed_configuration_is_refused(
     stored = json.loads((folder / "run.json").read_text())
     stored["schema"] = 7
     (folder / "run.json").write_text(json.dumps(stored))
-    check(ludic("train", "--resume", folder), "schema 7", "upgrade")
+    check(ludic("train", "--resume", folder), "schema 7", "update your clone")
 
 
 def test_a_resume_of_a_changed_run_json_that_does_not_fit_the_checkpoint_is_refused(

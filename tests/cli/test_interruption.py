@@ -107,7 +107,7 @@ def test_a_kill_within_a_step_is_made_up_for(tmp_path: Path, trained: Path) -> N
     """Killed when the second update's rollouts were written and its checkpoint was not."""
     where = written(tmp_path / "killed")
     with started(where, "train", "letters.toml", "--out", "run") as process:
-        line_with(process, "step      2  reward")
+        line_with(process, "step      2  outcome/right")
         process.send_signal(signal.SIGKILL)
         process.wait(timeout=30)
     log = where / "run" / "rollouts" / "train.jsonl.zst"
@@ -122,7 +122,7 @@ def test_ctrl_c_stops_after_the_step_with_a_checkpoint_and_the_run_can_go_on(
 ) -> None:
     where = written(tmp_path / "stopped")
     with started(where, "train", "letters.toml", "--out", "run") as process:
-        line_with(process, "step      1  reward")
+        line_with(process, "step      1  outcome/right")
         process.send_signal(signal.SIGINT)
         text, _ = process.communicate(timeout=200)
     assert process.returncode == 0, text

@@ -81,7 +81,8 @@ def test_a_dry_run_prints_the_resolved_run_and_makes_nothing(
     assert done.code == 0
     assert resolved["training"]["learning_rate"] == 1e-4
     (env,) = resolved["env"]
-    assert env == {"kind": "letters:Letters", "kwargs": {}, "weight": 1.0, "name": None}
+    wanted = {"kind": "letters:Letters", "kwargs": {}, "weight": 1.0}
+    assert env == {**wanted, "name": None, "isolation": None}
     assert resolved["eval"]["seed"] == 1_000_003
     made = {path.name for path in tmp_path.iterdir()} - before
     assert made <= {"__pycache__"}  # Python's own, of the run's environment

@@ -11,8 +11,16 @@ from ludic.eval.statistics import Estimate
 if TYPE_CHECKING:
     from ludic.eval.report import EpisodeResult, EvalReport
 
-USUAL = ("win", "right", "correct", "solved", "passed", "success")
-"""Names of the ending that counts, for environments of which the run does not say it."""
+USUAL = {
+    "win": {"loss", "draw", "illegal"},
+    "right": {"wrong"},
+    "correct": {"incorrect"},
+    "solved": {"unsolved"},
+    "passed": {"failed", "crashed", "no_compile", "no_code", "too_long"},
+    "success": {"failure"},
+}
+"""Names of the ending that counts, for environments of which the run does not say it, with what the
+others are called where it counts: where nobody came to it, these tell that it was there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,5 +75,5 @@ def headline_of(reports: Iterable[EvalReport], outcomes: Sequence[str] = ()) -> 
 
 def usual_outcome(episodes: Iterable[EpisodeResult]) -> str | None:
     """Returns the ending among these that counts by its name; None if no name says it."""
-    found = {episode.outcome for episode in episodes}
-    return next((name for name in USUAL if name in found), None)
+    seen = {episode.outcome for episode in episodes}
+    return next((name for name, others in USUAL.items() if seen & {name, *others}), None)

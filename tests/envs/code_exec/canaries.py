@@ -228,7 +228,7 @@ def run_episodes(kind: str, rounds: int) -> Report:
     before = dict(tools._pools)
     pool = Recording(sandbox, workers=1)
     with pool:
-        tools._pools["bubblewrap"] = pool
+        tools._pools[os.getpid(), "bubblewrap"] = pool
         try:
             judge = Judge(pool, make_verifier("exact"), LIMITS, kind)
             for _ in range(rounds):

@@ -272,7 +272,9 @@ async def test_a_sandbox_that_fails_costs_one_episode(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("ludic.envs.code_exec.env.shared_pool", lambda *args: Failing())
     found = await rollouts(["```\nprint('never tried before')\n```"])
-    assert [rollout.error for rollout in found] == ["SandboxError: the sandbox fell over"]
+    (error,) = (rollout.error for rollout in found)
+    assert error is not None
+    assert error.startswith("SandboxError: the sandbox fell over (")
 
 
 def test_rows_come_from_a_file_too(tmp_path: Path) -> None:

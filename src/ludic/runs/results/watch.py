@@ -209,8 +209,9 @@ def hacked(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
     if not lead.is_rate:
         return []
     found = []
+    named = (lead.outcome,) if lead.outcome else ()  # a pair may not have come to it at all
     for earlier, later in pairwise(reports):
-        a, b = (_led(reports[stage], config) for stage in (earlier, later))
+        a, b = (replace(reports[stage], outcomes=named) for stage in (earlier, later))
         tests = compare(a, b)
         reward, rate = tests["reward"], tests[lead.key]
         rose = reward.difference.value > 0 and reward.p_value < P_VALUE

@@ -1,0 +1,123 @@
+"""A decode step of the in-process engine at the sizes that users have, with and without LoRA.
+
+    python -m benchmarks.decode              # shapes of 0.5B, 1.5B and 7B, rank 16 beside each
+    python -m benchmarks.decode --shapes 1.5b --rows 128 --rank 32
+
+Random weights in the shape of Qwen2.5, bfloat16. Every row has `--context` tokens; the step is
+replayed as a graph, sampling and log-probs included, and nobody reads what it samples. The last
+line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import statistics
+from typing import Any
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from ludic.inference.local import LocalChatClient
+from ludic.inference.tiny import tiny_tokenizer
+
+NEEDS = ("gpu",)
+
+SHAPES = {
+    "0.5b": (896, 4864, 24, 14, 2, True),
+    "1.5b": (1536, 8960, 28, 12, 2, True),
+    "7b": (3584, 18944, 28, 28, 4, False),
+}
+"""Width, inner width, layers, heads, heads of keys and values, whether the head is tied."""
+
+
+def random_model(shape: str, rank: int) -> Any:
+    """A model of random weights on the GPU, with an adapter on every projection where `rank` is
+    above 0."""
+    width, inner, layers, heads, kv_heads, tied = SHAPES[shape]
+    config = Qwen2Config(
+        vocab_size=151_936 if tied else 152_064,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=8192,
+        tie_word_embeddings=tied,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model: Any = Qwen2ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if not rank:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    adapted = get_peft_model(model, adapter, autocast_adapter_dtype=False)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.01)
+    return adapted
+
+
+def step_ms(client: LocalChatClient, rows: int, context: int) -> float:
+    """Milliseconds of a step of so many rows: the median of five times twenty."""
+    batch = client._scheduler.batch  # type: ignore[attr-defined]
+    rows, bucket = batch.sizes(rows, context)
+    batch.state.zero_()
+    batch.positions[:rows] = context - 1
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    times: list[float] = []
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        for _ in range(4):
+            batch.step(rows, bucket)
+        for _ in range(5):
+            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            begin.record()
+            for _ in range(20):
+                batch.step(rows, bucket)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 20)
+    return statistics.median(times)
+
+
+async def measure(shape: str, rank: int, rows: list[int], context: int) -> dict[int, float]:
+    """Milliseconds by number of rows."""
+    model = random_model(shape, rank)
+    slots, length = max(rows), -(-(context + 64) // 64) * 64
+    async with LocalChatClient(
+        model, tiny_tokenizer(), max_slots=slots, max_context_tokens=length
+    ) as client:
+        return {count: step_ms(client, count, context) for count in rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--rows", nargs="+", type=int, default=[16, 64, 128, 256])
+    parser.add_argument("--context", type=int, default=320)
+    parser.add_argument("--rank", type=int, default=16)
+    args = parser.parse_args()
+    figures: dict[str, float] = {}
+    for shape in args.shapes:
+        for rank in (0, args.rank):
+            for rows, ms in asyncio.run(measure(shape, rank, args.rows, args.context)).items():
+                name = f"{shape}{f'_lora{rank}' if rank else ''}_{rows}_rows"
+                figures[f"{name}_ms"] = round(ms, 3)
+                print(f"{name}: {ms:.3f} ms", flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+    print(json.dumps(figures | {"context": args.context, "gpu": torch.cuda.get_device_name()}))
+
+
+if __name__ == "__main__":
+    main()
