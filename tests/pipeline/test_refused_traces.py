@@ -35,3 +35,17 @@ def test_ids_and_log_probs_that_cannot_be_are_refused(field: str, values: Any) -
     body["rollouts"][0]["traces"][0][field] = put_array(values)
     with pytest.raises(SerializationError, match="group 1: TokenTrace"):
         read_group(pack("group", body))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ids"), [([1.0], [3]), ([-1], []), ([1], [3.0]), ([1], [-3]), ([2], [3])]
+)
+def test_kept_ids_that_cannot_be_are_refused(lengths: list[Any], ids: list[Any]) -> None:
+    body = unpack("group", group())
+    trace = body["rollouts"][0]["traces"][0]
+    trace["kept"] = [
+        put_array(np.array(lengths)),
+        put_array(np.array(ids, dtype=np.array(ids or [0]).dtype)),
+    ]
+    with pytest.raises(SerializationError, match="kept ids"):
+        read_group(pack("group", body))

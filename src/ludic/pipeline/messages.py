@@ -181,10 +181,12 @@ def _get_trace(data: Any) -> TokenTrace | None:
 def _get_kept(kept: Any) -> tuple[tuple[int, ...], ...]:
     match kept:
         case [lengths, ids]:
-            counts, flat = get_array(lengths).tolist(), get_array(ids).tolist()
-            if all(n >= 0 for n in counts) and sum(counts) == len(flat):
+            arrays = get_array(lengths), get_array(ids)
+            counts, flat = (array.tolist() for array in arrays)
+            whole = all(array.dtype.kind == "i" and (array >= 0).all() for array in arrays)
+            if whole and sum(counts) == len(flat):
                 return tuple(tuple(flat[a:b]) for a, b in pairwise((0, *accumulate(counts))))
-    raise SerializationError("the kept ids of a model call do not add up")
+    raise SerializationError("the kept ids of a model call are no ids, or do not add up")
 
 
 def _ids(values: Sequence[int]) -> NDArray[Any]:
