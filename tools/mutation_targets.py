@@ -52,6 +52,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "training/update/sharing.py": (f"{_UPDATE}/test_sharing.py", _UPDATE),
     "training/update/logprobs.py": (f"{_UPDATE}/test_logprobs.py", _UPDATE),
+    "training/update/checks.py": (f"{_UPDATE}/test_policy.py",),
     "training/update/policy.py": (
         f"{_UPDATE}/test_policy.py",
         f"{_UPDATE}/test_packing.py",
@@ -97,7 +98,7 @@ _AT_ONCE = "how much is taken at once changes no result"
 _ORDER = "it only makes ranks wait for each other"
 _ON_A_GPU = "only a GPU does it: tests/gpu"
 _MARGIN = "what leaks lies far above the bound, and what is rounded far below"
-_POLICY = "training/update/policy.py"
+_CHECKS = "training/update/checks.py"
 _CHECKPOINT = "training/checkpoints/checkpoint.py"
 _CONTENTS = "training/checkpoints/contents.py"
 _CUDA_STATE = 'if world.device.type == "cuda" and "rng/cuda" in file.keys(): # noqa: SIM118'
@@ -110,15 +111,10 @@ UNSEEN: dict[tuple[str, str, str], str] = {
         "return _map_tensors(self, lambda t: t.to(device, non_blocking=True))",
         "True -> False",
     ): _ON_A_GPU,
-    (
-        "training/update/planning.py",
-        "units = [_Unit(*unit) for unit in zip(clusters, sizes, costs, strict=True)]",
-        "True -> False",
-    ): "there is a size and a cost for each cluster",
-    (_POLICY, "if apart > 8 * max(eps, rounding):", "8 -> 9"): _MARGIN,
-    (_POLICY, "if apart > 8 * max(eps, rounding):", "Gt -> GtE"): _MARGIN,
-    (_POLICY, "if leaked > max(eps, 3 * rounding):", "3 -> 4"): _MARGIN,
-    (_POLICY, "if leaked > max(eps, 3 * rounding):", "Gt -> GtE"): _MARGIN,
+    (_CHECKS, "if apart > 8 * max(eps, rounding):", "8 -> 9"): _MARGIN,
+    (_CHECKS, "if apart > 8 * max(eps, rounding):", "Gt -> GtE"): _MARGIN,
+    (_CHECKS, "if leaked > max(eps, 3 * rounding):", "3 -> 4"): _MARGIN,
+    (_CHECKS, "if leaked > max(eps, 3 * rounding):", "Gt -> GtE"): _MARGIN,
     (
         "training/trainer.py",
         '1, "ludic-train", initializer=work_on, initargs=(self.world.device,)',
@@ -130,7 +126,7 @@ UNSEEN: dict[tuple[str, str, str], str] = {
         "0 -> 1",
     ): "both are reached by the first step",
     (
-        "training/trainer.py",
+        "training/update/optimizer.py",
         "return 1.0 if limit is None or norm <= limit else limit / norm",
         "LtE -> Lt",
     ): "at the limit the factor is 1 either way",

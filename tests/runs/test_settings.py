@@ -66,7 +66,7 @@ def test_several_environments_are_a_mix() -> None:
         ("[training]\nsteps = 1\n", [], ["'env' is missing"]),
         ("[env]\n", [], ["'env.kind' is missing", "line 1"]),
         ('[[env]]\nkind = "a"\nweigth = 3\n', [], ["weigth", "'weight'", "line 3"]),
-        ("schema = 2\n" + MINIMAL, [], ["schema 2", "upgrade"]),
+        ("schema = 2\n" + MINIMAL, [], ["schema 2", "update your clone"]),
         ("env = [\n", [], ["not valid TOML"]),
         (MINIMAL + "[training]\nlearning_rate = -1.0\n", [], ["greater than 0", "line 4"]),
         (

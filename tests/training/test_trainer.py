@@ -535,7 +535,7 @@ def test_settings_that_cannot_work_are_refused(
 
 
 def test_a_model_that_is_no_language_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Linear cannot be split into backbone and head"):
+    with pytest.raises(ConfigError, match="Linear has no output embeddings: it is not a lang"):
         Trainer(
             model=torch.nn.Linear(2, 2),
             algo=reinforce(),

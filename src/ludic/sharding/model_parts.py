@@ -21,7 +21,8 @@ __all__ = [
 
 def head_of(causal: nn.Module) -> nn.Module:
     """The module that turns hidden states into logits."""
-    head = causal.get_output_embeddings()  # type: ignore[operator]
+    find: Any = getattr(causal, "get_output_embeddings", None)
+    head = None if find is None else find()
     if head is None:
         raise ConfigError(
             f"{type(causal).__name__} has no output embeddings: it is not a language model"

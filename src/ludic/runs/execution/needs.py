@@ -17,7 +17,7 @@ from ludic.interaction import (
 )
 from ludic.registry import make_protocol
 from ludic.rollouts import RolloutRequest
-from ludic.runs.players.opponents import seats_of
+from ludic.types import AgentID, EnvSpec
 
 
 def check_needs(requests: Iterable[RolloutRequest], runtime: Runtime) -> None:
@@ -64,3 +64,12 @@ def agents_of(
         factories = (protocol.parent, *(s.make_agent for s in protocol.sub_agents.values()))
         players = [make_agent(()) for make_agent in factories]
     return [player for player in players if isinstance(player, Agent)]
+
+
+def seats_of(spec: EnvSpec) -> tuple[AgentID, ...]:
+    """The agents of an environment, which is built for that and closed."""
+    env = build_env(spec)
+    try:
+        return tuple(env.agent_ids)
+    finally:
+        close_env(env, spec.kind)

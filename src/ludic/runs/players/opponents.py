@@ -8,11 +8,10 @@ from typing import Any, Protocol, Self
 
 from torch import nn
 
-from ludic.envs import build_env
-from ludic.envs.running.runner import close_env
 from ludic.errors import ConfigError
 from ludic.interaction import Runtime
 from ludic.rollouts import Curriculum
+from ludic.runs.execution.needs import seats_of
 from ludic.runs.model import precision_of
 from ludic.runs.players.curriculum import make_curriculum
 from ludic.runs.players.seats import check_players
@@ -21,7 +20,6 @@ from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed
 from ludic.training import RLAlgorithm, Trainer
 from ludic.training.batching.self_play import PastPolicies, SelfPlay
-from ludic.types import AgentID, EnvSpec
 
 
 @dataclass(frozen=True)
@@ -119,15 +117,6 @@ def _self_play(config: RunConfig) -> SelfPlay:
         )
     seats = [str(agent) for agent in seats_of(request.env)]
     return SelfPlay(request, seats, past_share=config.training.past_share, seed=_seed(config))
-
-
-def seats_of(spec: EnvSpec) -> tuple[AgentID, ...]:
-    """The agents of an environment, which is built for that and closed."""
-    env = build_env(spec)
-    try:
-        return tuple(env.agent_ids)
-    finally:
-        close_env(env, spec.kind)
 
 
 def _seed(config: RunConfig) -> int:

@@ -35,20 +35,13 @@ def turn_rewards(rollout: Rollout) -> list[tuple[int, float]]:
             found[-1] = (found[-1][0], found[-1][1] + turn.reward)
         else:
             early += turn.reward
-    for index, reward in found:
-        _check_finite(rollout, index, reward)
     _sum(rollout, [reward for _, reward in found])
     return found
 
 
 def rollout_return(rollout: Rollout) -> float:
     """R: the undiscounted sum of the rollout's rewards, whether or not the agent ever acted."""
-    rewards = []
-    for step in rollout.steps:
-        if isinstance(step, EnvironmentStep):
-            _check_finite(rollout, step.turn_index, step.reward)
-            rewards.append(step.reward)
-    return _sum(rollout, rewards)
+    return _sum(rollout, [s.reward for s in rollout.steps if isinstance(s, EnvironmentStep)])
 
 
 _LARGEST_RETURN = 1e150
@@ -67,14 +60,6 @@ def _sum(rollout: Rollout, rewards: Sequence[float]) -> float:
             f"({_LARGEST_RETURN:g}): scale the environment's rewards down"
         )
     return total
-
-
-def _check_finite(rollout: Rollout, turn_index: int, reward: float) -> None:
-    if not math.isfinite(reward):
-        raise CreditError(
-            f"rollout {rollout.id!r}, turn {turn_index}: the reward is {reward}; rewards must be "
-            "finite, look at the environment's and the parser's"
-        )
 
 
 def spread(rollouts: Sequence[Rollout], weights: Sequence[float]) -> dict[RolloutStepKey, float]:
