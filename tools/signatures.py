@@ -112,12 +112,17 @@ def summary(function: Callable[..., Any]) -> str:
     return " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
 
 
+def _spelled(annotation: Any) -> str:
+    """Returns an annotation as the source has it, also where something has evaluated it."""
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+
+
 def table(rows: Iterable[tuple[inspect.Parameter, str]]) -> str:
     """Returns a table of arguments."""
     lines = ["| argument | default | takes | meaning |", "|---|---|---|---|"]
     lines += [
         f"| `{parameter.name}` | {default(parameter.default)} | "
-        f"{TYPES[str(parameter.annotation)]} | {meaning} |"
+        f"{TYPES[_spelled(parameter.annotation)]} | {meaning} |"
         for parameter, meaning in rows
     ]
     return "\n".join(lines) + "\n"

@@ -58,7 +58,7 @@ if __name__ == "__main__":
              "learning_rate": 0.02},
         training={"rollouts_per_update": 32, "max_steps": 1, "max_seq_len": 64},
         inference={"max_context_tokens": 48, "sampling": {"max_tokens": 6}},
-        eval={"episodes": 100},
+        eval={"episodes": 100, "success_above": 0.5},
     )
     print(run.report)
 '''
@@ -97,6 +97,7 @@ max_context_tokens = 48
 sampling = { max_tokens = 6 }
 [eval]
 episodes = 100
+success_above = 0.5
 """
 
 

@@ -119,7 +119,7 @@ def config_of(run: Shown) -> RunConfig:
 
 def printed(thing: object) -> list[str]:
     text = io.StringIO()
-    Console(file=text, width=200, highlight=False, force_terminal=False).print(thing)
+    Console(file=text, width=1000, highlight=False).print(thing)
     return [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
 
 

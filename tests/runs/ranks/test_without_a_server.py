@@ -69,7 +69,7 @@ async def test_two_cpu_ranks_sample_from_a_gathered_copy(tmp_path: Path, adapter
     write(tmp_path, "\n[model.lora]\nrank = 2\n" if adapter else "")
     code, out, err = await run(tmp_path, "train", "run.toml", "--out", "two")
     assert code == 0, out + err
-    assert out.count("sampled from a copy that rank 0 gathers after every update") == 1
+    assert out.count("sampled from a copy that is gathered on rank 0 after every update") == 1
     lines = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").open()]
     trained = [line for line in lines if "train/step" in line]
     assert [line["train/step"] for line in trained] == [1, 2]

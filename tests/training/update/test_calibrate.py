@@ -113,6 +113,7 @@ def test_ranks_that_see_other_peaks_find_the_same_budget(tmp_path: Path) -> None
             [sys.executable, "-m", "tests.training.update.calibrating_rank", tmp_path, str(rank)],
             stdout=subprocess.PIPE,
             text=True,
+            cwd=Path(__file__).resolve().parents[3],
         )
         for rank in range(2)
     ]
