@@ -214,7 +214,7 @@ def test_a_trained_run_is_evaluated_watched_and_trained_on(
     assert report.success.value > 0.5
     settings = {"parser": ludic.xml_parser("move"), "inference": {"sampling": {"max_tokens": 6}}}
     started = ludic.evaluate(Guess, model="scripted:sft", episodes=20, **settings)
-    assert started.success.value < report.success.value
+    assert started.reward.value < report.reward.value
     (rollout,) = ludic.play(Guess, model="scripted", sft={"teacher": teacher})
     assert rollout.steps
     assert "<move>" in capsys.readouterr().out
