@@ -85,8 +85,14 @@ def algorithms() -> str:
                 for parameter in parameters(ALGORITHMS.get(name))
             ]
         )
-        for name in sorted(ALGORITHMS.names())
+        for name in built_in()
     )
+
+
+def built_in() -> list[str]:
+    """Returns the algorithms of the package itself: importing a user's module may add others."""
+    names = sorted(ALGORITHMS.names())
+    return [name for name in names if ALGORITHMS.get(name).__module__.startswith("ludic.")]
 
 
 def embedded_model() -> str:

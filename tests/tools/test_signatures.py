@@ -13,6 +13,7 @@ from tools.signatures import (
     OF_ALGORITHMS,
     OF_THE_TINY_MODEL,
     PAGES,
+    built_in,
     default,
     page_with,
     parameters,
@@ -27,8 +28,17 @@ def test_a_page_has_the_table_of_the_signatures(name: str, repo_root: Path) -> N
     assert page_with(text, PAGES[name]()) == text, "write it: python -m tools.signatures --write"
 
 
+def test_what_a_user_registered_is_not_on_the_page() -> None:
+    before = PAGES["algorithm_arguments.md"]()
+    ALGORITHMS.register("of_a_user", lambda window=3: None)
+    try:
+        assert PAGES["algorithm_arguments.md"]() == before
+    finally:
+        ALGORITHMS.unregister("of_a_user")
+
+
 def test_every_meaning_belongs_to_an_argument() -> None:
-    taken = {p.name for name in ALGORITHMS.names() for p in parameters(ALGORITHMS.get(name))}
+    taken = {p.name for name in built_in() for p in parameters(ALGORITHMS.get(name))}
     assert taken == OF_ALGORITHMS.keys()
     assert all(f"`{name}`" in PAGES["embedded_model.md"]() for name in OF_THE_TINY_MODEL)
 
