@@ -45,7 +45,7 @@ from ludic.inference.local.build import build_scheduler
 from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sequence
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
-from ludic.precision import Precision
+from ludic.plumbing.precision import Precision
 from ludic.runs.execution.training_run import TrainingRun
 from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig, check_run

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from ludic.precision import Precision, weights_dtype
+from ludic.plumbing.precision import Precision, weights_dtype
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
 from ludic.sharding.model_parts import vocabulary_size

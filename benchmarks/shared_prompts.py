@@ -20,7 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludic.inference.tiny import tiny_model
-from ludic.precision import Precision, float32_products, weights_dtype
+from ludic.plumbing.precision import Precision, float32_products, weights_dtype
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
 from ludic.sharding.model_parts import vocabulary_size

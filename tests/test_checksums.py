@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ludic import checksums
-from ludic.checksums import file_checksum
+from ludic.plumbing import checksums
+from ludic.plumbing.checksums import file_checksum
 
 
 @pytest.fixture(autouse=True)

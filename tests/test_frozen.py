@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ludic.frozen import changed, quick
+from ludic.plumbing.frozen import changed, quick
 
 
 @quick

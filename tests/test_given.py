@@ -11,8 +11,8 @@ import pytest
 from ludic import grpo
 from ludic.envs import TicTacToeEnv
 from ludic.errors import ConfigError
-from ludic.given import given, in_use, is_in_use, place_of, recipe_of, unplaced_name
 from ludic.parsers import compose_parsers, think_prefix_parser, xml_parser
+from ludic.plumbing.given import given, in_use, is_in_use, place_of, recipe_of, unplaced_name
 from ludic.registry import ENVS, PARSERS
 from ludic.workers.threads import EnvThreads
 

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludic.errors import DataError, SerializationError
-from ludic.json_codec import _checked_json, from_json, to_json
-from ludic.json_shapes import shape_of
+from ludic.plumbing.json_codec import _checked_json, from_json, to_json
+from ludic.plumbing.json_shapes import shape_of
 from ludic.types import (
     AgentStep,
     EnvironmentStep,

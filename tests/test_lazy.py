@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import ludic
-from ludic.lazy import resolve
+from ludic.plumbing.lazy import resolve
 from ludic.registry import ALGORITHMS
 
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ludic.errors import ConfigError
-from ludic.frozen import quick
-from ludic.given import remembered
+from ludic.plumbing.frozen import quick
+from ludic.plumbing.given import remembered
 from ludic.registry import PARSERS
 
 

@@ -16,10 +16,10 @@ True
 
 from __future__ import annotations
 
-from ludic.naming import Entry as Entry
-from ludic.naming import Registry as Registry
-from ludic.naming import names_are_stored as names_are_stored
-from ludic.naming import stored_names as stored_names
+from ludic.plumbing.naming import Entry as Entry
+from ludic.plumbing.naming import Registry as Registry
+from ludic.plumbing.naming import names_are_stored as names_are_stored
+from ludic.plumbing.naming import stored_names as stored_names
 
 ENVS = Registry(
     "environment",

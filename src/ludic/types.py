@@ -14,14 +14,14 @@ from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from ludic.errors import DataError
-from ludic.frozen import changed, quick
-from ludic.json_codec import ByKind, JsonObject
-from ludic.json_codec import check_json as check_json
-from ludic.json_codec import from_json as from_json
-from ludic.json_codec import to_json as to_json
-from ludic.traces import TokenTrace as TokenTrace
-from ludic.traces import VersionSpan as VersionSpan
-from ludic.traces import all_finite
+from ludic.plumbing.frozen import changed, quick
+from ludic.plumbing.json_codec import ByKind, JsonObject
+from ludic.plumbing.json_codec import check_json as check_json
+from ludic.plumbing.json_codec import from_json as from_json
+from ludic.plumbing.json_codec import to_json as to_json
+from ludic.plumbing.traces import TokenTrace as TokenTrace
+from ludic.plumbing.traces import VersionSpan as VersionSpan
+from ludic.plumbing.traces import all_finite
 
 AgentID: TypeAlias = str
 Obs: TypeAlias = str

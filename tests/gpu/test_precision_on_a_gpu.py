@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from ludic.distributed import LocalPolicyPublisher
 from ludic.inference import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
-from ludic.precision import Precision, float32_products, weights_dtype
+from ludic.plumbing.precision import Precision, float32_products, weights_dtype
 from ludic.training import Trainer, TrainerConfig
 from ludic.training.update.dense_attention import SequenceLengths, in_buckets, one_by_one
 from ludic.training.update.layout import lay_out

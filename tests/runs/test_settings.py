@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ludic.errors import ConfigError
-from ludic.precision import DEFAULT_ON_A_GPU, Precision, weights_dtype
+from ludic.plumbing.precision import DEFAULT_ON_A_GPU, Precision, weights_dtype
 from ludic.rollouts import RolloutEngine
 from ludic.runs.assemble import open_policy, trainer_config
 from ludic.runs.model import build_model, precision_of

@@ -13,7 +13,7 @@ from ludic.errors import ConfigError
 from ludic.inference import HFChatTemplate, InferenceSpec, LocalChatClient, SamplingConfig
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.interaction import Runtime
-from ludic.precision import Precision, weights_dtype
+from ludic.plumbing.precision import Precision, weights_dtype
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest
 from ludic.training import RolloutBatchSource, Trainer, TrainerConfig
 from ludic.training.config import CheckpointConfig

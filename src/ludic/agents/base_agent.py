@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 from ludic.agents.model_calls import ModelCall, ModelCaller
 from ludic.context.base import ContextStrategy
-from ludic.frozen import quick
 from ludic.inference.client import ChatClient, ToolRequest
 from ludic.inference.sampling import InferenceSpec
 from ludic.inference.templates.chat_template import ChatTemplate
 from ludic.parsers import Parser, ParseResult
+from ludic.plumbing.frozen import quick
 from ludic.types import AgentStep, FinishReason, Info, Message, Obs, TruncationReason
 
 CUT_FEEDBACK = "Your reply was cut off at its length limit. Answer again, and more briefly."

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ludic.errors import MissingExtraError
-from ludic.text import clean_text
+from ludic.plumbing.text import clean_text
 
 if TYPE_CHECKING:
     from ludic.agents.mcp import MCPServer

@@ -12,12 +12,12 @@ from functools import lru_cache
 from typing import Any
 
 from ludic.errors import AgentError, DeadlineError, InferenceError
-from ludic.frozen import changed, quick
 from ludic.inference.client import ChatClient, TokenCompletionRequest, ToolRequest
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.templates.chat_template import ChatTemplate, ParsedCompletion
+from ludic.plumbing.frozen import changed, quick
+from ludic.plumbing.text import clean_json, clean_text
 from ludic.seeding import derive_seed
-from ludic.text import clean_json, clean_text
 from ludic.types import AgentStep, ChatResponse, FinishReason, Fork, ForkReason, Message
 from ludic.workers.deadlines import deadline
 from ludic.workers.threads import shared_threads

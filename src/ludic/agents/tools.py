@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from ludic.errors import DeadlineError, NoThreadError, ToolError
-from ludic.text import clean_json, clean_text, words_of
+from ludic.plumbing.text import clean_json, clean_text, words_of
 from ludic.types import Message, ToolCall
 from ludic.workers.escapes import is_for_us
 from ludic.workers.threads import EnvThreads

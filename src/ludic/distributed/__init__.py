@@ -1,6 +1,6 @@
 """Bringing weights to samplers, and training on several ranks. Names that need torch load late."""
 
-from ludic.lazy import late_names
+from ludic.plumbing.lazy import late_names
 
 __getattr__, __all__ = late_names(__name__, __file__)
 

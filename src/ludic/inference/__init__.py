@@ -4,7 +4,7 @@ The backends are imported when they are first asked for, so that `import ludic.i
 neither torch nor transformers nor aiohttp.
 """
 
-from ludic.lazy import late_names
+from ludic.plumbing.lazy import late_names
 
 __getattr__, __all__ = late_names(__name__, __file__)
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from ludic.errors import PublishError
-from ludic.frozen import quick
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
+from ludic.plumbing.frozen import quick
 from ludic.types import ChatResponse
 
 

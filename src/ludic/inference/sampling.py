@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral
 
 from ludic.errors import ConfigError
-from ludic.frozen import changed, quick
+from ludic.plumbing.frozen import changed, quick
 from ludic.saw.trainable import check_sampling
 from ludic.types import Info
 

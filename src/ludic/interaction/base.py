@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ludic.envs.env import LudicEnv
-from ludic.frozen import quick
 from ludic.inference.client import ChatClient
 from ludic.inference.sampling import InferenceSpec
 from ludic.inference.templates.chat_template import ChatTemplate
+from ludic.plumbing.frozen import quick
 from ludic.types import Rollout
 
 

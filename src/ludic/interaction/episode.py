@@ -21,9 +21,9 @@ from ludic.errors import (
 )
 from ludic.interaction.base import RunSpec
 from ludic.interaction.collector import AgentTrack
-from ludic.raised import TRACEBACK, described, users_traceback
+from ludic.plumbing.raised import TRACEBACK, described, users_traceback
+from ludic.plumbing.text import clean_text, error_text
 from ludic.seeding import derive_seed
-from ludic.text import clean_text, error_text
 from ludic.types import AgentID, Info, Obs, Rollout, TruncationReason
 from ludic.workers.deadlines import deadline
 from ludic.workers.escapes import is_for_us

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludic.checksums import file_checksum
 from ludic.errors import PipelineError, PublishError
+from ludic.plumbing.checksums import file_checksum
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from ludic.errors import ConfigError
-from ludic.lazy import resolve
+from ludic.plumbing.lazy import resolve
 
 P = ParamSpec("P")
 T = TypeVar("T")

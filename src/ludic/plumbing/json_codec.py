@@ -14,7 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, overload
 
 from ludic.errors import SerializationError
-from ludic.json_shapes import MAX_DEPTH, MAX_INT_BITS, shape_of
+from ludic.plumbing.json_shapes import MAX_DEPTH, MAX_INT_BITS, shape_of
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter, ValidationError

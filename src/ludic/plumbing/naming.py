@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from ludic.arguments import misfit
 from ludic.errors import (
     ConfigError,
     DuplicateNameError,
@@ -17,10 +16,11 @@ from ludic.errors import (
     MissingExtraError,
     UnknownNameError,
 )
-from ludic.given import given, is_given
-from ludic.lazy import names_are_stored as names_are_stored
-from ludic.lazy import resolve
-from ludic.lazy import stored_names as stored_names
+from ludic.plumbing.arguments import misfit
+from ludic.plumbing.given import given, is_given
+from ludic.plumbing.lazy import names_are_stored as names_are_stored
+from ludic.plumbing.lazy import resolve
+from ludic.plumbing.lazy import stored_names as stored_names
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from ludic.errors import AgentError, EnvError, LudicError, ToolError
-from ludic.text import clean_text, error_text
+from ludic.plumbing.text import clean_text, error_text
 
 _USERS = (EnvError, AgentError, ToolError)
 """Errors of Ludic's that a user's code may raise itself."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from ludic.errors import DataError
-from ludic.frozen import quick
+from ludic.plumbing.frozen import quick
 
 
 def all_finite(values: Iterable[float]) -> bool:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar
 
 from ludic.errors import DeadlineError, SerializationError
+from ludic.plumbing.text import error_text
 from ludic.rollouts.inflating import LONGEST_LINE
 from ludic.rollouts.lines import as_stored
-from ludic.text import error_text
 
 T = TypeVar("T")
 _log = logging.getLogger("ludic.rollouts")

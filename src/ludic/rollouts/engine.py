@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 from ludic.errors import ConfigError
 from ludic.interaction.base import Runtime
-from ludic.raised import TRACEBACK
+from ludic.plumbing.raised import TRACEBACK
 from ludic.rollouts.bounded import run_bounded
 from ludic.rollouts.episode_runner import EnvFactory, EpisodeRunner, ProtocolFactory
 from ludic.rollouts.planning import PlannedEpisode, place_in_plan, plan_episodes

@@ -22,7 +22,7 @@ from ludic.errors import (
 from ludic.inference.sampling import InferenceSpec
 from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
 from ludic.interaction.factories import single_agent_maker, single_agent_protocol
-from ludic.raised import TRACEBACK, described, users_traceback
+from ludic.plumbing.raised import TRACEBACK, described, users_traceback
 from ludic.registry import ENVS, PROTOCOLS
 from ludic.rollouts.planning import PlannedEpisode
 from ludic.types import EnvSpec, ProtocolSpec, Rollout, to_json

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ludic.errors import ConfigError
-from ludic.frozen import quick
+from ludic.plumbing.frozen import quick
 from ludic.rollouts.requests import RolloutRequest
 from ludic.seeding import derive_seed
 from ludic.types import Rollout

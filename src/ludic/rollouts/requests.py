@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ludic.errors import ConfigError
-from ludic.frozen import quick
 from ludic.inference.sampling import InferenceSpec
+from ludic.plumbing.frozen import quick
 from ludic.types import EnvSpec, Info, ProtocolSpec
 
 

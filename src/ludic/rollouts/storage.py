@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ludic.errors import ConfigError, SchemaVersionError, SerializationError
-from ludic.json_codec import encoder
+from ludic.plumbing.json_codec import encoder
 from ludic.rollouts.block_file import BlockFile
 from ludic.rollouts.lines import CutFileWarning, parse_line, read_lines
 from ludic.rollouts.stored_prompts import StoredRollout, with_repeats, without_repeats

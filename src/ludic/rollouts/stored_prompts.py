@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ludic.errors import SerializationError
-from ludic.frozen import changed, quick
+from ludic.plumbing.frozen import changed, quick
 from ludic.types import AgentStep, Rollout, TokenTrace
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ludic.errors import ConfigError
-from ludic.frozen import changed
+from ludic.plumbing.frozen import changed
 from ludic.rollouts.requests import RolloutRequest
 from ludic.seeding import derive_seed
 

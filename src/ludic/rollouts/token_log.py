@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.errors import SchemaVersionError, SerializationError
-from ludic.json_codec import encoder
+from ludic.plumbing.json_codec import encoder
 from ludic.rollouts.block_file import BlockFile
 from ludic.rollouts.lines import CutFileWarning, keep_lines, parse_line, read_lines
 from ludic.saw.items import SAWItem

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ludic.errors import ConfigError
-from ludic.given import is_given
-from ludic.lazy import resolve
+from ludic.plumbing.given import is_given
+from ludic.plumbing.lazy import resolve
 from ludic.registry import ENVS
 from ludic.runs.settings import RunConfig, check_run
 from ludic.runs.settings.from_python import Tables, at, given_names

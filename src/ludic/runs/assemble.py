@@ -16,7 +16,7 @@ from ludic.distributed import PolicyPublisher
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.inference.client import ChatClient
 from ludic.interaction import Runtime
-from ludic.precision import float32_products
+from ludic.plumbing.precision import float32_products
 from ludic.registry import CORRECTIONS, FILTERS
 from ludic.runs.episodes import inference_spec, runtime_of
 from ludic.runs.model import build_model, configuring, local_client, precision_of

@@ -22,7 +22,7 @@ from ludic.distributed.vllm.canary import MismatchBudget, is_sharded
 from ludic.errors import ConfigError, RequestRejectedError
 from ludic.inference.client import ChatClient, TokenCompletionRequest, policy_version
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
-from ludic.precision import Precision
+from ludic.plumbing.precision import Precision
 from ludic.runs.assemble import open_policy
 from ludic.runs.execution.check import check_programs
 from ludic.runs.locate import locate

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ludic.arguments import misfit
 from ludic.envs import build_env
 from ludic.envs.running.play import play_by_hand
 from ludic.errors import ConfigError
 from ludic.eval import EvalReport
-from ludic.given import in_use
+from ludic.plumbing.arguments import misfit
+from ludic.plumbing.given import in_use
 from ludic.runs.arguments import given_again, read_arguments, script_folder
 from ludic.runs.episodes import bring_in
 from ludic.runs.evaluation import evaluate_model

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ludic.inference.vllm.memory import ServerNeed, server_need, share_beside_trainer
-from ludic.precision import sampling_dtype
+from ludic.plumbing.precision import sampling_dtype
 from ludic.runs.model import precision_of
 from ludic.runs.settings import RunConfig
 from ludic.sharding.model_parts import config_facts

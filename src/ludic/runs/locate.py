@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ludic.errors import ConfigError
-from ludic.given import is_in_use
+from ludic.plumbing.given import is_in_use
 from ludic.runs.episodes import bring_in
 from ludic.runs.results.terminal import command_name
 from ludic.runs.settings import RunConfig, load_run

@@ -13,11 +13,11 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from ludic.arguments import unknown_argument
 from ludic.errors import ConfigError, LudicError, MissingExtraError
-from ludic.given import given, is_given
 from ludic.inference import LocalChatClient
-from ludic.precision import Precision, default_precision, weights_dtype
+from ludic.plumbing.arguments import unknown_argument
+from ludic.plumbing.given import given, is_given
+from ludic.plumbing.precision import Precision, default_precision, weights_dtype
 from ludic.runs.episodes import with_template
 from ludic.runs.settings import ModelSection, RunConfig
 from ludic.runs.settings.paths import earlier_run

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ludic.errors import ConfigError
-from ludic.given import in_use
+from ludic.plumbing.given import in_use
 from ludic.runs.arguments import PARTS, given_again, read_arguments, script_folder
 from ludic.runs.episodes import bring_in
 from ludic.runs.execution.check import check_parts

@@ -31,7 +31,7 @@ from ludic.inference.client import ChatClient
 from ludic.inference.vllm.names import PLACE
 from ludic.inference.vllm.replica import Replica
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
-from ludic.precision import sampling_dtype
+from ludic.plumbing.precision import sampling_dtype
 from ludic.runs.gpu_share import server_shares_gpu, share_of_server
 from ludic.runs.model import check_device, precision_of
 from ludic.runs.results.terminal import say

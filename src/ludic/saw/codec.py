@@ -12,7 +12,7 @@ import numpy as np
 from typing_extensions import TypedDict
 
 from ludic.errors import SchemaVersionError, SerializationError
-from ludic.json_codec import from_plain
+from ludic.plumbing.json_codec import from_plain
 from ludic.saw.items import BatchCounts, SampleAttachments, SAWBatch, SAWItem, TurnSpan
 
 SCHEMA = 2

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ludic.frozen import quick
+from ludic.plumbing.frozen import quick
 
 
 @quick

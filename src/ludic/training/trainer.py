@@ -17,7 +17,7 @@ from torch import nn
 
 from ludic.distributed.interfaces import PolicyPublisher
 from ludic.errors import ConfigError, NonFiniteError
-from ludic.precision import check_precision, float32_products
+from ludic.plumbing.precision import check_precision, float32_products
 from ludic.rollouts.token_log import TokenLog
 from ludic.saw.items import SAWBatch
 from ludic.sharding.weights import ModelWeights

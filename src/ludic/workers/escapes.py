@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ludic.errors import LudicError
-from ludic.text import error_text
+from ludic.plumbing.text import error_text
 
 
 def is_for_us(error: BaseException) -> bool:

@@ -23,8 +23,8 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from ludic.errors import DeadlineError, LudicError
-from ludic.lazy import resolve
-from ludic.raised import described
+from ludic.plumbing.lazy import resolve
+from ludic.plumbing.raised import described
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _LENGTH = struct.Struct(">I")

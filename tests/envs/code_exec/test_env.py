@@ -22,7 +22,7 @@ from ludic.envs.code_exec.cache import fingerprint
 from ludic.envs.code_exec.sandbox import detect
 from ludic.envs.code_exec.tasks import humaneval_task, mbpp_task, stdio_task
 from ludic.errors import ConfigError, EnvError, UnknownNameError
-from ludic.lazy import stored_names
+from ludic.plumbing.lazy import stored_names
 from ludic.registry import list_envs, make_env
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest
 from ludic.types import StepOutcome

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from ludic.errors import SerializationError
+from ludic.plumbing.text import REPLACEMENT
 from ludic.rollouts.processes.channel import Channel, Message, raised_error, sent_error
 from ludic.rollouts.processes.pool import _Process
 from ludic.rollouts.processes.worker import Worker
-from ludic.text import REPLACEMENT
 
 
 async def test_a_message_that_cannot_be_sent_is_its_senders_error_and_drops_no_other() -> None:

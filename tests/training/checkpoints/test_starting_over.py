@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ludic.checksums import file_checksum
 from ludic.errors import CheckpointError, DamagedCheckpointError
 from ludic.inference.tiny import tiny_model
+from ludic.plumbing.checksums import file_checksum
 from ludic.training.checkpoints.checkpoint import Checkpointer
 from ludic.training.checkpoints.contents import TrainerState, verify_checkpoint
 from ludic.training.config import CheckpointConfig, TrainerConfig

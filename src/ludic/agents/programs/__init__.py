@@ -1,6 +1,6 @@
 """Agents that are programs: a server for them to ask, and what becomes of their requests."""
 
-from ludic.lazy import late_names
+from ludic.plumbing.lazy import late_names
 
 __getattr__, __all__ = late_names(__name__, __file__)
 

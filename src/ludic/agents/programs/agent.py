@@ -24,10 +24,10 @@ from ludic.errors import AgentError, ConfigError, DeadlineError
 from ludic.inference.client import ChatClient
 from ludic.inference.sampling import InferenceSpec
 from ludic.inference.templates.chat_template import ChatTemplate
-from ludic.lazy import names_are_stored
 from ludic.parsers import Parser
+from ludic.plumbing.lazy import names_are_stored
+from ludic.plumbing.text import clean_text, error_text
 from ludic.registry import PROGRAMS
-from ludic.text import clean_text, error_text
 from ludic.types import AgentStep, Message, TruncationReason
 from ludic.workers.escapes import is_for_us
 from ludic.workers.threads import shared_threads

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 from ludic.envs.adapters.packages import load_package, plain, refuse_stored
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, EnvError
-from ludic.lazy import resolve
+from ludic.plumbing.lazy import resolve
 from ludic.types import Action, Info, Obs, StepOutcome
 
 ObservationFunction: TypeAlias = Callable[[Any, Mapping[str, Any]], str]

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from ludic.errors import ConfigError, MissingExtraError
-from ludic.lazy import names_are_stored
+from ludic.plumbing.lazy import names_are_stored
 
 
 def load_package(module: str, extra: str) -> Any:

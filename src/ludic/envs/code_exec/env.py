@@ -20,7 +20,7 @@ from ludic.envs.code_exec.verifiers import Verifier, make_verifier
 from ludic.envs.dataset_rows import DatasetRows, Row, load_rows
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, EnvError
-from ludic.lazy import names_are_stored
+from ludic.plumbing.lazy import names_are_stored
 from ludic.seeding import derive_seed
 from ludic.types import Action, Info, Obs, StepOutcome
 

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ludic.errors import EnvError, SerializationError
-from ludic.frozen import changed
-from ludic.text import clean_json, clean_text
+from ludic.plumbing.frozen import changed
+from ludic.plumbing.text import clean_json, clean_text
 from ludic.types import AgentID, Info, Obs, StepOutcome, check_json
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from ludic.envs.env import LudicEnv
 from ludic.envs.running.processes import shared_processes
 from ludic.errors import ConfigError, DeadlineError, EnvError
-from ludic.lazy import resolve
+from ludic.plumbing.lazy import resolve
 from ludic.registry import ENVS, make_env, names_are_stored
 from ludic.types import AgentID, EnvSpec, Info, Obs, StepOutcome
 from ludic.workers.json_process import ChildError, JsonProcess

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from ludic.envs.env import LudicEnv
-from ludic.lazy import resolve
+from ludic.plumbing.lazy import resolve
 from ludic.registry import stored_names
 from ludic.types import StepOutcome
 from ludic.workers.json_process import Answerer, JsonProcess

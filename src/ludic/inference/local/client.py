@@ -30,7 +30,7 @@ from ludic.inference.local.noise import noise_key
 from ludic.inference.local.queue_gate import QueueGate
 from ludic.inference.local.request_check import checked_prompt, completion_limit
 from ludic.inference.local.sequence import Sequence
-from ludic.precision import Precision, check_precision, float32_products
+from ludic.plumbing.precision import Precision, check_precision, float32_products
 from ludic.types import ChatResponse
 from ludic.workers.deadlines import deadline
 
@@ -65,7 +65,7 @@ class LocalChatClient:
             old ones first, or "continue" under the new ones, with a version span of their own.
         request_timeout_s: the deadline of a request that names none.
         version: the policy version of the weights as they are.
-        precision: in what the trainer computes (see `ludic.precision`), or None: the weights' type,
+        precision: in what the trainer computes, or None: the weights' type,
             with torch's switches as they are. With "mixed", requests are sampled from a bfloat16
             copy of the float32 weights, which is renewed at the end of each `updating()`.
         pipelined: whether the host stays a step behind the device, with CUDA graphs where there

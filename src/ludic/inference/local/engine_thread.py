@@ -16,7 +16,7 @@ from ludic.inference.client import Waiter
 from ludic.inference.local.queue_gate import QueueGate
 from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sequence
-from ludic.precision import Precision, float32_products
+from ludic.plumbing.precision import Precision, float32_products
 
 
 @dataclass(eq=False, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from ludic.frozen import quick
+from ludic.plumbing.frozen import quick
 from ludic.types import ChatResponse, Fork, Message, TokenTrace, ToolCall
 
 

@@ -17,7 +17,6 @@ from hashlib import blake2b
 from typing import Any, cast
 
 from ludic.errors import ConfigError, TemplateError
-from ludic.frozen import quick
 from ludic.inference.templates.chat_template import ParsedCompletion
 from ludic.inference.templates.guarding import MessageGuard
 from ludic.inference.templates.jinja import JinjaTemplate
@@ -30,6 +29,7 @@ from ludic.inference.templates.tool_parsers import (
     JSONToolParser,
     ToolParser,
 )
+from ludic.plumbing.frozen import quick
 from ludic.registry import list_tool_parsers
 from ludic.types import ChatResponse, Fork, ForkReason, Message, TokenTrace, ToolCall
 

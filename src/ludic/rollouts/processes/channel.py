@@ -17,7 +17,7 @@ import msgspec
 
 from ludic import errors
 from ludic.errors import LudicError, SerializationError
-from ludic.text import error_text, words_of
+from ludic.plumbing.text import error_text, words_of
 
 Message = list[Any]
 MAX_BLOCK_BYTES = 1 << 30

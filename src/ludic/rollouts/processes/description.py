@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ludic.errors import ConfigError
-from ludic.given import place_of
 from ludic.inference.client import ChatClient
 from ludic.inference.sampling import InferenceSpec
 from ludic.inference.templates.hf import HFChatTemplate
 from ludic.inference.templates.plain_tokenizer import PlainTokenizer
 from ludic.inference.templates.tool_parsers import ToolParser
 from ludic.interaction.base import Runtime
-from ludic.lazy import resolve
+from ludic.plumbing.given import place_of
+from ludic.plumbing.lazy import resolve
 from ludic.rollouts.episode_runner import EpisodeRunner
 from ludic.types import from_json, to_json
 

@@ -22,8 +22,8 @@ from ludic.errors import (
     RolloutError,
     SerializationError,
 )
-from ludic.frozen import changed
 from ludic.inference.client import ChatClient, QueueingClient, TokenCompletionRequest
+from ludic.plumbing.frozen import changed
 from ludic.rollouts.episode_runner import GRACE_S, EpisodeRunner, failed_episode
 from ludic.rollouts.planning import PlannedEpisode
 from ludic.rollouts.processes.channel import Channel, Message, raised_error, sent_error

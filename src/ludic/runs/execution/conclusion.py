@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ludic.eval import EvalReport, headline_of
-from ludic.given import is_given
+from ludic.plumbing.given import is_given
 from ludic.runs.assemble import OpenPolicy
 from ludic.runs.evaluation import eval_engine, eval_plan
 from ludic.runs.requests import requests_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ludic.precision import float32_products
+from ludic.plumbing.precision import float32_products
 from ludic.runs.execution.interruption import interruptible
 from ludic.runs.execution.pieces import RunPieces
 from ludic.runs.execution.ranks import cold_start_copy

@@ -8,7 +8,7 @@ from inspect import getmembers_static
 from typing import Any, Generic, Protocol, TypeVar, overload
 
 from ludic.errors import ConfigError
-from ludic.given import in_use
+from ludic.plumbing.given import in_use
 
 T = TypeVar("T")
 

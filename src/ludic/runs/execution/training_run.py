@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from ludic.agents.mcp import tool_servers
 from ludic.errors import ConfigError, RolloutError
 from ludic.eval import EvalReport
-from ludic.precision import float32_products
+from ludic.plumbing.precision import float32_products
 from ludic.rollouts.token_log import open_token_log
 from ludic.runs.assemble import sft_algorithm
 from ludic.runs.evaluation import evaluate_policy

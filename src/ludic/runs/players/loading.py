@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from ludic.arguments import nearest
 from ludic.errors import ConfigError
-from ludic.given import is_given
 from ludic.inference import VLLMChatClient
+from ludic.plumbing.arguments import nearest
+from ludic.plumbing.given import is_given
 from ludic.runs.model import build_model, check_device, precision_of
 from ludic.runs.settings import ModelSection, OtherModelSection, RunConfig
 from ludic.runs.settings.paths import earlier_run

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.precision import Precision
+from ludic.plumbing.precision import Precision
 from ludic.registry import ALGORITHMS
 from ludic.runs.model import precision_of
 from ludic.runs.players.loading import (

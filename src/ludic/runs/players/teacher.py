@@ -10,12 +10,12 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeAlias
 
-from ludic.arguments import misfit, nearest
 from ludic.errors import ConfigError, RolloutError
-from ludic.given import given, is_given
 from ludic.inference import HFChatTemplate, ScriptedChatClient
 from ludic.interaction import Runtime
-from ludic.lazy import resolve
+from ludic.plumbing.arguments import misfit, nearest
+from ludic.plumbing.given import given, is_given
+from ludic.plumbing.lazy import resolve
 from ludic.rollouts import FixedMix, RolloutWriter
 from ludic.runs.episodes import inference_spec, rollout_engine, tool_parser_of
 from ludic.runs.requests import requests_of

@@ -41,7 +41,7 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
         "`runs/first:sft`, `runs/first:step-40`",
         "revision": "a branch, tag or commit on the hub",
         "dtype": "the older word for `precision`; names the type of the weights only",
-        "precision": "what trainer and engine compute in (see `ludic.precision`); left out, "
+        "precision": "what trainer and engine compute in; left out, "
         "float32 on a CPU",
         "device": "`cpu`, `cuda`, `cuda:1`; left out, the GPU if there is one",
         "kwargs": "arguments of the model's configuration, or sizes of the tiny one",

@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ludic.arguments import unknown_argument
 from ludic.errors import ConfigError
-from ludic.given import PREFIX, is_given, place_of, recipe_of, unplaced_name
+from ludic.plumbing.arguments import unknown_argument
+from ludic.plumbing.given import PREFIX, is_given, place_of, recipe_of, unplaced_name
 from ludic.registry import (
     AGENTS,
     ALGORITHMS,

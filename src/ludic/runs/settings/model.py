@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from ludic.precision import Precision
+from ludic.plumbing.precision import Precision
 from ludic.runs.settings.base import Arguments, Section
 
 
@@ -21,7 +21,7 @@ class LoraSection(Section):
 class ModelSection(Section):
     """`tiny` is the embedded model; anything else is a folder, a name on the hub, or an earlier run
     by its folder: `runs/first`, or one of its models, `runs/first:sft` or `runs/first:step-40`.
-    `precision` is what trainer and engine compute in (see `ludic.precision`); left out, it is
+    `precision` is what trainer and engine compute in; left out, it is
     float32 on a CPU. `dtype` is the older word for it, and names the type of the weights only.
     `chat_template` is a file with a Jinja template to use in place of the tokenizer's: many a
     model's own cannot show tools."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ludic.arguments import near_names
 from ludic.errors import ConfigError
+from ludic.plumbing.arguments import near_names
 from ludic.runs.settings.base import Section, section_of
 from ludic.runs.settings.paths import resolve_paths
 from ludic.runs.settings.run import SCHEMA, RunConfig

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ludic.errors import BatchError, ConfigError, DeadlineError, NotTrainableError, UnknownNameError
 from ludic.inference.client import ChatClient, TokenCompletionRequest
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
-from ludic.precision import Precision, check_precision, float32_products
+from ludic.plumbing.precision import Precision, check_precision, float32_products
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
 from ludic.training.algorithm import HasAlgorithm, RLAlgorithm

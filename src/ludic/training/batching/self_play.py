@@ -21,7 +21,7 @@ from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.interaction import Runtime
-from ludic.precision import Precision
+from ludic.plumbing.precision import Precision
 from ludic.rollouts import RolloutRequest
 from ludic.rollouts.curricula import seeded
 from ludic.seeding import derive_seed

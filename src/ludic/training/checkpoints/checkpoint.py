@@ -19,8 +19,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ludic.checksums import file_checksum
 from ludic.errors import CheckpointError, DamagedCheckpointError
+from ludic.plumbing.checksums import file_checksum
 from ludic.sharding.world import World
 from ludic.training.checkpoints.background import BackgroundWriter
 from ludic.training.checkpoints.contents import (

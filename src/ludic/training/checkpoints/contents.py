@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ludic.checksums import file_checksum
 from ludic.errors import CheckpointError, DamagedCheckpointError
+from ludic.plumbing.checksums import file_checksum
 from ludic.sharding.weights import local_rows
 from ludic.sharding.world import World
 from ludic.training.checkpoints.model_loading import model_fingerprint

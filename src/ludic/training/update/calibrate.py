@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ludic.errors import ConfigError, OutOfMemoryError
-from ludic.precision import float32_products
+from ludic.plumbing.precision import float32_products
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
 from ludic.sharding.model_parts import base_causal_lm, vocabulary_size

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError
-from ludic.precision import sampling_dtype
+from ludic.plumbing.precision import sampling_dtype
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWItem
 from ludic.sharding.model_parts import (

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ludic.cuda_graphs import capture
+from ludic.plumbing.cuda_graphs import capture
 from ludic.training.update.packing import MicroBatch
 from ludic.training.update.sharing import SharedKeys
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.errors import BatchError
-from ludic.frozen import quick
+from ludic.plumbing.frozen import quick
 from ludic.saw.batch import completed, group_key
 from ludic.saw.items import BatchCounts, SAWBatch, SAWItem
 from ludic.saw.ragged import bounds

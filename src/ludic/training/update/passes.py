@@ -12,7 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ludic.errors import OutOfMemoryError
-from ludic.precision import float32_products
+from ludic.plumbing.precision import float32_products
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch
 from ludic.seeding import derive_seed

@@ -15,7 +15,7 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 
 from ludic.errors import BatchError
-from ludic.frozen import quick
+from ludic.plumbing.frozen import quick
 from ludic.training.metrics.workload import Workload
 from ludic.training.types import Scope
 from ludic.training.update.layout import Layout, describe

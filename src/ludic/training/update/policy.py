@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ludic.inference.local.module.view import active_dropout
-from ludic.precision import Precision, autocast, sampling_dtype
+from ludic.plumbing.precision import Precision, autocast, sampling_dtype
 from ludic.sharding.model_parts import (
     backbone_of,
     base_causal_lm,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 import torch
 from torch import Tensor
 
-from ludic.cuda_graphs import capture
+from ludic.plumbing.cuda_graphs import capture
 
 
 class GraphCache:
