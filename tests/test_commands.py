@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-COMMAND = re.compile(r"python -m (ludic(?:\.[a-z_]+)*|(?:tools|benchmarks)\.[a-z][a-z_]*)")
+COMMAND = re.compile(r"python -m (ludic(?:\.[a-z_]+)*|(?:tools|benchmarks)\.[a-z][a-z0-9_]*)")
 
 
 def places(repo_root: Path) -> dict[str, str]:
