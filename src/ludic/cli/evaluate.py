@@ -28,7 +28,7 @@ def evaluate(
 ) -> None:
     """Play held-out episodes and report rates with intervals, or compare two reports."""
     from ludic.eval import report_table
-    from ludic.runs.evaluation import evaluate_run
+    from ludic.runs.playing import evaluate_run
     from ludic.runs.results.terminal import console, say
 
     if compare is not None:

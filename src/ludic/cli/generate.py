@@ -22,7 +22,7 @@ def generate(
     ] = None,
 ) -> None:
     """Write rollouts, filtered by rejection, as data that `ludic sft` takes."""
-    from ludic.runs.generating import generate_file
+    from ludic.runs.playing import generate_file
     from ludic.runs.results.terminal import say
 
     counts = asyncio.run(

@@ -18,7 +18,7 @@ def replay(
     ] = None,
 ) -> None:
     """Run recorded episodes again and report the first divergence."""
-    from ludic.runs.replaying import replay_file
+    from ludic.runs.playing import replay_file
     from ludic.runs.results.terminal import say
 
     found = asyncio.run(replay_file(rollouts, limit=limit, model=model, on_divergence=say))

@@ -141,13 +141,13 @@ def _without_paths(path: Path) -> bytes:
 
 def _merge(folder: RunFolder, weights: Path, target: Path) -> Path:
     """Saves the policy as one model, computed as its publisher does: out of place, in float32."""
-    from ludic.runs.episodes import bring_in
+    from ludic.runs.episodes import import_user_modules
     from ludic.runs.model import build_model
     from ludic.runs.vllm_backend import save_for_vllm
     from ludic.training.checkpoints.model_loading import no_progress_bar
 
     config = folder.config(["model.device=cpu"])
-    bring_in(config, folder.modules)
+    import_user_modules(config, folder.modules)
     check_given(config, str(folder.path))
     model, tokenizer = build_model(config, weights)
     with no_progress_bar():
