@@ -88,7 +88,7 @@ from ludic.runs.episodes import import_user_modules, rollout_engine, runtime_of
 from ludic.runs.pipeline.acting import accepted, act_for
 from ludic.runs.pipeline.address import read_run
 from ludic.inference import VLLMChatClient
-import ludic.cli.actor
+import ludic.cli.training
 config, modules, _ = read_run(sys.argv[1])
 import_user_modules(config, modules)
 client = VLLMChatClient(config.inference.servers, model="m")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ludic
-from ludic.cli.doctor import doctor
+from ludic.cli.looking import doctor
 from ludic.envs.code_exec import CodeExecEnv
 from ludic.envs.code_exec.sandbox import SandboxUnavailableError
 from ludic.envs.code_exec.sandbox.bubblewrap import check_bubblewrap
