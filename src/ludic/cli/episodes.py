@@ -140,7 +140,5 @@ def replay(
     what = f"{result.steps} steps" + (f", {result.tokens} tokens" if model else "")
     say(f"{result.same} of {result.episodes} episodes are the same again ({what} compared)")
     if result.others:
-        say(
-            f"{result.others} episodes were played with other models too, and cannot be run again"
-        )
+        say(f"{result.others} episodes were played with other models too, and cannot be run again")
     raise SystemExit(1 if result.diverged else 0)

@@ -39,7 +39,7 @@ def doctor(
 
 def calibrate(run: RunFile, overrides: Overrides = None) -> None:
     """Find the largest training.micro_token_budget that fits this machine."""
-    from ludic.runs.calibration import calibrate_run
+    from ludic.runs.gpu_share import calibrate_run
     from ludic.runs.results.terminal import say
 
     calibration, gib = calibrate_run(run, overrides or []), 2**30

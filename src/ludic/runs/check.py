@@ -34,8 +34,8 @@ from ludic.runs.players.seating import check_seating
 from ludic.runs.players.teacher import load_teacher
 from ludic.runs.ranks import check_ranks
 from ludic.runs.settings import EnvSection, RunConfig
+from ludic.runs.settings.base import read_key
 from ludic.runs.settings.from_python import given_names
-from ludic.runs.settings.servers import read_key
 from ludic.runs.updates import check_loggers
 from ludic.runs.vllm_backend import check_publishing
 from ludic.training import RLAlgorithm

@@ -31,9 +31,9 @@ from ludic.runs.interruption import blocking
 from ludic.runs.locate import builtin_runs, check_given, find_run
 from ludic.runs.model import build_model, local_client, precision_of
 from ludic.runs.part import Part, Parts
+from ludic.runs.players.models import OtherPlayers
 from ludic.runs.players.scoring import Scoring
 from ludic.runs.players.seating import Seating
-from ludic.runs.players.seats import OtherPlayers
 from ludic.runs.ranks import NoSampler, Ranks, gathered_copy, samples
 from ludic.runs.results.report import RunReport
 from ludic.runs.results.terminal import warn

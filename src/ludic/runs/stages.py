@@ -33,8 +33,7 @@ from ludic.runs.results.watch import (
     measured_alike,
 )
 from ludic.runs.storage.env_sources import note_env_sources
-from ludic.runs.storage.folder import RunFolder
-from ludic.runs.storage.lock import locked
+from ludic.runs.storage.folder import RunFolder, locked
 from ludic.runs.storage.rollout_log import (
     keep_tokenizer,
     open_rollout_log,

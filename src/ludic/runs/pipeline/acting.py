@@ -27,8 +27,8 @@ from ludic.runs.episodes import (
 )
 from ludic.runs.pipeline.address import find_pipeline, read_run, section_of
 from ludic.runs.settings import RunConfig
+from ludic.runs.settings.base import read_key
 from ludic.runs.settings.paths import earlier_run
-from ludic.runs.settings.servers import read_key
 from ludic.runs.storage.folder import RunFolder
 from ludic.seeding import derive_seed
 
@@ -111,7 +111,7 @@ async def _opened(
         others = {}
         if config.player:
             from ludic.runs.episodes import inference_spec
-            from ludic.runs.players.seats import OtherPlayers
+            from ludic.runs.players.models import OtherPlayers
 
             players = OtherPlayers(config, ours, inference_spec(config, trained_on=False))
             await stack.enter_async_context(players)

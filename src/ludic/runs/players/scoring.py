@@ -19,7 +19,7 @@ from ludic.plumbing.precision import Precision
 from ludic.registry import ALGORITHMS
 from ludic.runs.episodes import TEACHER, teacher_name, teachers_by_env
 from ludic.runs.model import precision_of
-from ludic.runs.players.loading import (
+from ludic.runs.players.models import (
     check_other,
     check_vocabulary,
     client_of,

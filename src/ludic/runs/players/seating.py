@@ -21,7 +21,7 @@ from ludic.rollouts import (
 )
 from ludic.runs.episodes import requests_of, seats_of
 from ludic.runs.model import precision_of
-from ludic.runs.players.seats import check_players
+from ludic.runs.players.models import check_players
 from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed
 from ludic.training import RLAlgorithm, UncertainTasks
