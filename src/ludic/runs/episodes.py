@@ -24,11 +24,11 @@ from ludic.interaction import (
     Runtime,
     SingleAgentSyncProtocol,
 )
+from ludic.plumbing.given import PREFIX
 from ludic.registry import make_protocol
 from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.rollouts.processes import WorkerPool
 from ludic.runs.settings import EnvSection, RunConfig
-from ludic.runs.settings.from_python import key_of
 from ludic.saw.statistics import ENV
 from ludic.types import AgentID, EnvSpec, ProtocolSpec
 
@@ -133,7 +133,8 @@ def requests_of(
     protocol = ProtocolSpec(part.kind, part.kwargs)
     named: dict[str, EnvSection] = {}
     for section in envs:
-        name = section.name or key_of(section.kind)
+        # The same for an object as for its place: seeds may depend on it.
+        name = section.name or section.kind.removeprefix(PREFIX)
         while name in named:
             name += "+"
         named[name] = section

@@ -17,7 +17,6 @@ from ludic.errors import ConfigError
 from ludic.eval import EvalReport
 from ludic.plumbing.arguments import misfit
 from ludic.plumbing.given import bind_objects
-from ludic.runs.arguments import given_again, read_arguments, script_folder
 from ludic.runs.episodes import import_user_modules
 from ludic.runs.interruption import blocking
 from ludic.runs.locate import RUNS, find_run, locate
@@ -25,7 +24,7 @@ from ludic.runs.playing import evaluate_model, watch_model
 from ludic.runs.results.terminal import episode_text, say
 from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig
-from ludic.runs.settings.from_python import Tables
+from ludic.runs.settings.from_python import Tables, given_again, read_arguments, script_folder
 from ludic.runs.storage.folder import RunFolder
 from ludic.types import EnvSpec, Rollout
 
@@ -94,8 +93,7 @@ def evaluate(run: Any, *, episodes: int | None = None, **settings: Any) -> EvalR
 def play(env: Any, *, model: Any = None, seed: int = 0, **settings: Any) -> list[Rollout]:
     """Lets you play `env` at the keyboard; or, with a run, its folder or any other `model`, shows
     an episode that the model plays, and returns its rollouts."""
-    tables = Tables()
-    tables.put(env=env)
+    tables = Tables({"env": env})
     section = tables.data["env"][0]
     spec = EnvSpec(section["kind"], section.get("kwargs") or {})
     objects = dict(tables.objects)

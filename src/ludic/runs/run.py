@@ -22,7 +22,6 @@ from ludic.interaction import Runtime
 from ludic.plumbing.given import bind_objects
 from ludic.plumbing.precision import float32_products
 from ludic.rollouts.processes import WorkerPool
-from ludic.runs.arguments import PARTS, given_again, read_arguments, script_folder
 from ludic.runs.assemble import algorithm_of, sample_filter_of, sft_algorithm, trainer_config
 from ludic.runs.check import check_parts
 from ludic.runs.episodes import import_user_modules, inference_spec, rollout_engine, runtime_of
@@ -39,6 +38,7 @@ from ludic.runs.results.report import RunReport
 from ludic.runs.results.terminal import warn
 from ludic.runs.results.watch import LearningWatch
 from ludic.runs.settings import RunConfig, override_key
+from ludic.runs.settings.from_python import PARTS, given_again, read_arguments, script_folder
 from ludic.runs.stages import Stages
 from ludic.runs.storage.folder import RunFolder
 from ludic.runs.updates import LastingLogger, Stage, Update, make_loggers
