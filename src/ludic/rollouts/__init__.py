@@ -8,9 +8,13 @@ from ludic.rollouts.lines import CutFileWarning
 from ludic.rollouts.processes import WorkerPool
 from ludic.rollouts.progress import Budget, Progress
 from ludic.rollouts.replaying import ReplayReport, replay
-from ludic.rollouts.requests import RolloutRequest
+from ludic.rollouts.requests import (
+    GRPORequestStrategy,
+    IdentityStrategy,
+    RequestStrategy,
+    RolloutRequest,
+)
 from ludic.rollouts.storage import RolloutWriter, read_rollouts
-from ludic.rollouts.strategies import GRPORequestStrategy, IdentityStrategy, RequestStrategy
 from ludic.rollouts.token_log import TokenLog, TrainedTokens, read_token_log
 from ludic.types import EnvSpec, ProtocolSpec
 

@@ -24,7 +24,7 @@ from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
 from ludic.interaction.factories import single_agent_maker, single_agent_protocol
 from ludic.plumbing.raised import TRACEBACK, described, users_traceback
 from ludic.registry import ENVS, PROTOCOLS
-from ludic.rollouts.planning import PlannedEpisode
+from ludic.rollouts.requests import PlannedEpisode
 from ludic.types import EnvSpec, ProtocolSpec, Rollout, to_json
 from ludic.workers.deadlines import deadline
 from ludic.workers.escapes import contained, is_for_us

@@ -2,54 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from ludic.errors import BatchError, TrainingError
+from ludic.errors import BatchError
+from ludic.saw.building import UNKNOWN_VERSION
 from ludic.saw.codec import batch_from_dict, batch_to_dict
-from ludic.saw.items import SAWBatch
+from ludic.saw.items import SAWBatch, SAWItem
 from ludic.saw.overlong import LOST_MEMBER, drop_overlong_episodes, longest
 from ludic.sharding.world import World
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.batching.staleness import check_lag
+from ludic.training.batching.source import ANY_AGE, BatchSource
 from ludic.training.config import TrainerConfig
-from ludic.training.types import BatchSource
 from ludic.workers.deadlines import bounded
 
 _MAX_EMPTY_BATCHES = 8
 _log = logging.getLogger("ludic.training")
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class BatchesEnded(StopAsyncIteration):
     """The batch source has no more batches. Only its own `next_batch` can say so: any other
     `StopAsyncIteration` is an iterator that ran out unnoticed in somebody's code."""
-
-
-def only_batches_end(
-    step: Callable[P, Coroutine[Any, Any, T]],
-) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Makes every `StopAsyncIteration` that leaves `step` an error, but for the source's own."""
-
-    @functools.wraps(step)
-    async def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return await step(*args, **kwargs)
-        except BatchesEnded:
-            raise
-        except StopAsyncIteration as exc:
-            raise TrainingError(
-                f"StopAsyncIteration({exc}) in the middle of a step, not from the batch source: an "
-                "evaluation, a callback or another part of the run called `anext` on an iterator "
-                "that has ended. Catch it there, or give `anext` a default"
-            ) from exc
-
-    return checked
 
 
 class Intake:
@@ -132,3 +108,31 @@ class Intake:
                 *(episodes, self.max_seq_len, longest(batch), batch.meta[LOST_MEMBER]),
             )
         return kept
+
+
+def lag_of(item: SAWItem, version: int) -> int:
+    """How many versions the item's oldest token is behind `version`. A newer one, of a trainer that
+    was lost, counts as not behind at all, and so does one whose version was not recorded."""
+    versions = item.attachments.versions
+    if versions is None:
+        return 0
+    recorded = versions[versions != UNKNOWN_VERSION]
+    return max(version - int(recorded.min()), 0) if recorded.size else 0
+
+
+def check_lag(batch: SAWBatch, version: int, max_lag: int | None) -> None:
+    """Raises `BatchError` if a token is more than `max_lag` versions behind `version`."""
+    if max_lag is None:
+        return
+    fresh = [item for item in batch.items if not item.meta.get(ANY_AGE)]
+    oldest = max(fresh, key=lambda item: lag_of(item, version), default=None)
+    if oldest is None or (lag := lag_of(oldest, version)) <= max_lag:
+        return
+    late = sum(lag_of(item, version) > max_lag for item in fresh)
+    raise BatchError(
+        f"rollout {oldest.rollout_id!r} has tokens of policy version {version - lag}, and version "
+        f"{version} would be trained on them: {lag} versions old, over max_lag={max_lag} (so are "
+        f"{late} of the batch's {len(batch.items)} samples). Let the source work less far ahead, "
+        "give the trainer the publisher that tells the sampler of each version, or raise max_lag; "
+        "TrainerConfig(max_lag=None) sets no bound"
+    )

@@ -31,7 +31,7 @@ from ludic.saw.overlong import LOST_MEMBER
 from ludic.seeding import derive_seed
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.demonstrations import TrainOn, rollout_from_messages, row_messages
-from ludic.training.batching.staleness import batch_of_any_age
+from ludic.training.batching.source import BatchSource, batch_of_any_age
 from ludic.training.credit_assignment.returns import ConstantCredit
 from ludic.types import Rollout, RolloutStepKey
 
@@ -39,7 +39,7 @@ Row: TypeAlias = Mapping[str, Any]
 Data: TypeAlias = "str | Path | Sequence[Row] | Sequence[Rollout] | Sequence[Path] | Sequence[str]"
 
 
-class OfflineBatchSource:
+class OfflineBatchSource(BatchSource):
     """Batches of stored data, in an order that is shuffled anew each epoch.
 
     `data` is a JSONL file (or several; `.zst` and `.gz` too), a Hugging Face dataset, any sequence

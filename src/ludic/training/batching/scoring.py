@@ -24,9 +24,7 @@ from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.plumbing.precision import Precision, check_precision, float32_products
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
-from ludic.training.algorithm import HasAlgorithm, RLAlgorithm
-from ludic.training.stateful import Commits, KeepsRecord
-from ludic.training.types import BatchSource, Stateful
+from ludic.training.batching.source import GivesBatches, WrappedSource
 
 if TYPE_CHECKING:
     from torch import nn
@@ -269,17 +267,12 @@ class BatchScorer(Protocol):
     async def score(self, batch: SAWBatch) -> SAWBatch: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredBatchSource:
+class ScoredBatchSource(WrappedSource):
     """Applies scorers to every batch of a source; it can be resumed if that source can."""
 
-    source: BatchSource
-    scorers: Sequence[BatchScorer]
-
-    @property
-    def algorithm(self) -> RLAlgorithm | None:
-        """The algorithm of the wrapped source."""
-        return self.source.algorithm if isinstance(self.source, HasAlgorithm) else None
+    def __init__(self, source: GivesBatches, scorers: Sequence[BatchScorer]) -> None:
+        super().__init__(source)
+        self.scorers = scorers
 
     async def next_batch(self) -> SAWBatch:
         """The next batch of the wrapped source, with its scores."""
@@ -287,22 +280,3 @@ class ScoredBatchSource:
         for scorer in self.scorers:
             batch = await scorer.score(batch)
         return batch
-
-    async def flush_record(self) -> None:
-        """Flushes the record of the wrapped source."""
-        if isinstance(self.source, KeepsRecord):
-            await self.source.flush_record()
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """The state of the wrapped source."""
-        return {"source": self.source.state_dict() if isinstance(self.source, Stateful) else None}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the wrapped source."""
-        if isinstance(self.source, Stateful) and state["source"] is not None:
-            self.source.load_state_dict(state["source"])
-
-    def committed(self, state: Mapping[str, Any]) -> None:
-        """Tells the wrapped source."""
-        if isinstance(self.source, Commits) and state["source"] is not None:
-            self.source.committed(state["source"])
