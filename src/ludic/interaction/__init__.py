@@ -1,11 +1,16 @@
 """The agent-environment loops."""
 
 from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
-from ludic.interaction.bots import Bot, FunctionBot, RandomBot, SequenceBot
 from ludic.interaction.collector import AgentTrack
 from ludic.interaction.delegating import DelegatingProtocol, SubAgent, SubtaskEnv
 from ludic.interaction.episode import Episode, begin_agent, take_turn
-from ludic.interaction.multi_agent import MultiAgentProtocol
+from ludic.interaction.multi_agent import (
+    Bot,
+    FunctionBot,
+    MultiAgentProtocol,
+    RandomBot,
+    SequenceBot,
+)
 from ludic.interaction.program import ProgramAttempt, ProgramProtocol
 from ludic.interaction.single_agent import SingleAgentSyncProtocol
 

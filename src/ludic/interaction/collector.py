@@ -64,10 +64,6 @@ class AgentTrack:
     def total_reward(self) -> float:
         return sum(s.reward for s in self._steps if isinstance(s, EnvironmentStep))
 
-    def hear_reset(self, obs: Obs) -> None:
-        """The episode began with `obs`."""
-        self.obs = obs
-
     def add_parse_failure(self, act: ActResult) -> tuple[Obs, Info]:
         """Records a turn that gave no action; returns what the agent is to be told."""
         feedback = act.parse.obs or UNREADABLE
