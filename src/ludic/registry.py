@@ -126,7 +126,9 @@ TOOLS = Registry(
 BOTS = Registry(
     "bot",
     {
-        "random": Entry("ludic.interaction.multi_agent:RandomBot", "One of its choices, at random."),
+        "random": Entry(
+            "ludic.interaction.multi_agent:RandomBot", "One of its choices, at random."
+        ),
         "sequence": Entry("ludic.interaction.multi_agent:SequenceBot", "A fixed list of actions."),
     },
     "ludic.bots",

@@ -213,12 +213,13 @@ class RolloutEngine:
 
     def _noted(self, rollouts: Sequence[Rollout], failed: Counter[str]) -> str | None:
         """Why an attempt failed, or None; counts it either way."""
-        cause = next((r.error for r in rollouts if r.error is not None), None)
+        cause = trace = None
+        for rollout in rollouts:
+            if rollout.error is not None:
+                cause, trace = cause or rollout.error, trace or rollout.meta.get(TRACEBACK)
         if cause is not None:
             failed[cause] += 1
-        self._monitor.record(
-            cause, next((t for r in rollouts if (t := r.meta.get(TRACEBACK))), None)
-        )
+        self._monitor.record(cause, trace)
         return cause
 
 

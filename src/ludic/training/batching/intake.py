@@ -114,25 +114,28 @@ def lag_of(item: SAWItem, version: int) -> int:
     """How many versions the item's oldest token is behind `version`. A newer one, of a trainer that
     was lost, counts as not behind at all, and so does one whose version was not recorded."""
     versions = item.attachments.versions
-    if versions is None:
+    if versions is None or not versions.size:
         return 0
-    recorded = versions[versions != UNKNOWN_VERSION]
-    return max(version - int(recorded.min()), 0) if recorded.size else 0
+    oldest = int(versions.min())
+    if oldest == UNKNOWN_VERSION:
+        recorded = versions[versions != UNKNOWN_VERSION]
+        oldest = int(recorded.min()) if recorded.size else version
+    return max(version - oldest, 0)
 
 
 def check_lag(batch: SAWBatch, version: int, max_lag: int | None) -> None:
     """Raises `BatchError` if a token is more than `max_lag` versions behind `version`."""
     if max_lag is None:
         return
-    fresh = [item for item in batch.items if not item.meta.get(ANY_AGE)]
-    oldest = max(fresh, key=lambda item: lag_of(item, version), default=None)
-    if oldest is None or (lag := lag_of(oldest, version)) <= max_lag:
+    lags = [(lag_of(i, version), i.rollout_id) for i in batch.items if not i.meta.get(ANY_AGE)]
+    late = [lag for lag in lags if lag[0] > max_lag]
+    if not late:
         return
-    late = sum(lag_of(item, version) > max_lag for item in fresh)
+    lag, rollout_id = max(late, key=lambda entry: entry[0])
     raise BatchError(
-        f"rollout {oldest.rollout_id!r} has tokens of policy version {version - lag}, and version "
+        f"rollout {rollout_id!r} has tokens of policy version {version - lag}, and version "
         f"{version} would be trained on them: {lag} versions old, over max_lag={max_lag} (so are "
-        f"{late} of the batch's {len(batch.items)} samples). Let the source work less far ahead, "
-        "give the trainer the publisher that tells the sampler of each version, or raise max_lag; "
-        "TrainerConfig(max_lag=None) sets no bound"
+        f"{len(late)} of the batch's {len(batch.items)} samples). Let the source work less far "
+        "ahead, give the trainer the publisher that tells the sampler of each version, or raise "
+        "max_lag; TrainerConfig(max_lag=None) sets no bound"
     )
