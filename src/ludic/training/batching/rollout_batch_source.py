@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from ludic.errors import CheckpointError, ConfigError, RolloutError
@@ -46,6 +46,7 @@ class DynamicSampling:
             raise ConfigError(f"DynamicSampling.max_rounds={self.max_rounds}: must be >= 1")
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class RolloutBatchSource(BatchSource):
     """Rolls out requests and makes one batch per call of `next_batch`.
 
@@ -58,43 +59,30 @@ class RolloutBatchSource(BatchSource):
     Seeds are derived from the engine's seed and the step.
     """
 
-    def __init__(
-        self,
-        *,
-        engine: RolloutEngine,
-        request_fn: RequestFn | Curriculum,
-        algorithm: RLAlgorithm,
-        max_steps: int = 100,
-        concurrency: int = 8,
-        request_strategy: RequestStrategy | None = None,
-        sample_filter: SampleFilter | None = None,
-        merge: bool = True,
-        writer: RolloutWriterLike | None = None,
-        rollouts_per_update: int | None = None,
-        resample: DynamicSampling | None = None,
-        budget: Budget | None = None,
-        max_empty_batches: int = 8,
-        on_progress: ProgressCallback | None = None,
-    ) -> None:
-        self.engine = engine
-        self.algorithm: RLAlgorithm = algorithm
-        self.max_steps = max_steps
-        self.concurrency = concurrency
-        self.sample_filter = sample_filter
-        self.merge = merge
-        self.writer = writer
-        self.rollouts_per_update = rollouts_per_update
-        self.resample = resample
-        self.budget = budget or Budget()
-        self.max_empty_batches = max_empty_batches
-        self.on_progress = on_progress
-        self.step = 0
-        self._draws = 0
-        """How often requests were asked for: once for each round of each step."""
-        self._episodes = 0
-        self._tokens = 0
-        self._feed = RequestFeed(request_fn, algorithm, request_strategy, rollouts_per_update)
-        if resample is not None and (algorithm.group_size or self._feed.strategy.group_size) == 1:
+    engine: RolloutEngine
+    request_fn: RequestFn | Curriculum
+    algorithm: RLAlgorithm
+    max_steps: int = 100
+    concurrency: int = 8
+    request_strategy: RequestStrategy | None = None
+    sample_filter: SampleFilter | None = None
+    merge: bool = True
+    writer: RolloutWriterLike | None = None
+    rollouts_per_update: int | None = None
+    resample: DynamicSampling | None = None
+    budget: Budget | None = None
+    max_empty_batches: int = 8
+    on_progress: ProgressCallback | None = None
+    step: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._limits = self.budget or Budget()
+        self._draws = self._episodes = self._tokens = 0  # a draw is a round of a step
+        self._feed = RequestFeed(
+            self.request_fn, self.algorithm, self.request_strategy, self.rollouts_per_update
+        )
+        group_size = self.algorithm.group_size or self._feed.strategy.group_size
+        if self.resample is not None and group_size == 1:
             raise ConfigError("DynamicSampling needs groups: give a GRPORequestStrategy")
 
     async def next_batch(self) -> SAWBatch:
@@ -104,7 +92,7 @@ class RolloutBatchSource(BatchSource):
 
     async def _sample(self, drops: Counter[str]) -> SAWBatch:
         if self._spent():
-            raise StopAsyncIteration(f"the budget is spent: {self.budget}")
+            raise StopAsyncIteration(f"the budget is spent: {self._limits}")
         rollouts, sampled, rounds = await self._rollouts(drops)
         batch = batch_from_rollouts(
             rollouts,
@@ -170,7 +158,7 @@ class RolloutBatchSource(BatchSource):
         expanded = self._feed.expand(requests, f"{prefix}/")
         if number == 0:
             self._check_count(expanded)
-        left = self.budget.max_episodes
+        left = self._limits.max_episodes
         rollouts = await self.engine.generate_rollouts(
             expanded,
             self.max_steps,
@@ -181,7 +169,7 @@ class RolloutBatchSource(BatchSource):
             writer=self.writer,
         )
         if not rollouts:
-            raise StopAsyncIteration(f"the budget has no room for another group: {self.budget}")
+            raise StopAsyncIteration(f"the budget has no room for another group: {self._limits}")
         self._episodes += len({r.episode_id for r in rollouts})
         self._tokens += sum(r.num_tokens for r in rollouts)
         self._feed.report(rollouts)
@@ -196,7 +184,7 @@ class RolloutBatchSource(BatchSource):
             )
 
     def _spent(self) -> bool:
-        tokens, episodes = self.budget.max_tokens, self.budget.max_episodes
+        tokens, episodes = self._limits.max_tokens, self._limits.max_episodes
         return (tokens is not None and self._tokens >= tokens) or (
             episodes is not None and self._episodes >= episodes
         )
