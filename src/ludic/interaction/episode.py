@@ -193,8 +193,8 @@ async def take_turn(agent: Agent, track: AgentTrack) -> ActResult:
         raise
 
 
-def _cleaned(said: str | None) -> str | None:
-    return clean_text(said) if isinstance(said, str) else said
+def _cleaned(text: str | None) -> str | None:
+    return clean_text(text) if isinstance(text, str) else text
 
 
 def opening_of(openings: Openings, agent_id: AgentID) -> tuple[Obs, Info]:

@@ -96,8 +96,8 @@ class Intake:
     def _without_overlong(self, batch: SAWBatch) -> SAWBatch:
         """The batch without episodes that are too long to train on, before they count anywhere.
         The first time it is said; after that the log's `train/overlong_episodes` says it."""
-        kept = drop_overlong_episodes(batch, self.max_seq_len)
-        episodes = kept.meta.get("overlong_episodes", 0)
+        trainable = drop_overlong_episodes(batch, self.max_seq_len)
+        episodes = trainable.meta.get("overlong_episodes", 0)
         if episodes and not self._warned:
             self._warned = True
             _log.warning(
@@ -107,7 +107,7 @@ class Intake:
                 " shown (max_tool_chars, inference.max_context_tokens)",
                 *(episodes, self.max_seq_len, longest(batch), batch.meta[LOST_MEMBER]),
             )
-        return kept
+        return trainable
 
 
 def lag_of(item: SAWItem, version: int) -> int:

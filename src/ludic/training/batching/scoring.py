@@ -142,8 +142,8 @@ class ClientScores:
 
     async def _score(self, item: SAWItem) -> NDArray[np.float32]:
         where = f"rollout {item.rollout_id!r}"
-        kept = item.attachments.kept_token_ids
-        if kept is not None and any(len(ids) for ids in kept):
+        kept_ids = item.attachments.kept_token_ids
+        if kept_ids is not None and any(len(ids) for ids in kept_ids):
             raise NotTrainableError(
                 f"{where} was sampled with truncation, which a server cannot reproduce: use a "
                 "LocalScores, or sample without top-p, top-k and min-p"
@@ -172,16 +172,16 @@ class ClientScores:
                 response = await self.client.complete_tokens(request)
         except TimeoutError as exc:
             raise DeadlineError(f"the scores of {where}", repr(self.model), self.timeout_s) from exc
-        found = response.info.get("prompt_logprobs")
-        if found is None or len(found) != len(ids):
-            got = "none" if found is None else len(found)
+        scores = response.info.get("prompt_logprobs")
+        if scores is None or len(scores) != len(ids):
+            got = "none" if scores is None else len(scores)
             raise BatchError(
                 f"{where}: {got} prompt log-probs for {len(ids)} tokens; the client must answer "
                 'ReturnSpec(prompt_logprobs=True) in info["prompt_logprobs"]'
             )
         if last is not None:
-            found = [*found, last]
-        values = [found[position] for position in actions]
+            scores = [*scores, last]
+        values = [scores[position] for position in actions]
         if any(value is None for value in values):
             raise BatchError(f"{where}: an action token came back without a log-prob")
         return np.array(values, dtype=np.float32)
@@ -221,8 +221,8 @@ class RoutedScores:
             places.setdefault(name, []).append(position)
         scores: Scores = [np.empty(0, dtype=np.float32)] * len(items)
         for name, members in places.items():
-            found = await self.models[name].logprobs([items[m] for m in members])
-            for member, values in zip(members, found, strict=True):
+            answers = await self.models[name].logprobs([items[m] for m in members])
+            for member, values in zip(members, answers, strict=True):
                 scores[member] = values
         return scores
 
