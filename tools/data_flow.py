@@ -66,7 +66,7 @@ BOXES = (
     Box(
         "RequestStrategy",
         "one request becomes a group",
-        "src/ludic/rollouts/strategies.py",
+        "src/ludic/rollouts/requests.py",
         COLUMNS[2],
         PLAN,
     ),

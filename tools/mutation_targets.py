@@ -89,7 +89,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/training/checkpoints/test_checkpoint.py",
         _RANKS,
     ),
-    "rollouts/planning.py": ("tests/rollouts/test_planning.py", "tests/rollouts/test_engine.py"),
+    "rollouts/requests.py": ("tests/rollouts/test_requests.py", "tests/rollouts/test_engine.py"),
     "interaction/collector.py": ("tests/interaction",),
 }
 """Which tests are to notice the faults of a file: those that are quick and meant for it first."""

@@ -126,8 +126,10 @@ TOOLS = Registry(
 BOTS = Registry(
     "bot",
     {
-        "random": Entry("ludic.interaction.bots:RandomBot", "One of its choices, at random."),
-        "sequence": Entry("ludic.interaction.bots:SequenceBot", "A fixed list of actions."),
+        "random": Entry(
+            "ludic.interaction.multi_agent:RandomBot", "One of its choices, at random."
+        ),
+        "sequence": Entry("ludic.interaction.multi_agent:SequenceBot", "A fixed list of actions."),
     },
     "ludic.bots",
 )

@@ -21,8 +21,7 @@ from ludic.pipeline.messages import read_group
 from ludic.pipeline.store import Store, entries
 from ludic.rollouts import RolloutRequest
 from ludic.saw import SAWBatch
-from ludic.training.stateful import Commits
-from ludic.training.types import BatchSource, Stateful
+from ludic.training.types import BatchSource
 from tests.pipeline.world import (
     REQUEST,
     Recorded,
@@ -75,8 +74,6 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
 async def test_it_is_a_batch_source_like_any_other(config: PipelineConfig, store: Store) -> None:
     source = make_source(config)
     assert isinstance(source, BatchSource)
-    assert isinstance(source, Stateful)
-    assert isinstance(source, Commits)
     async with await announced(source), acting(config):
         first, second = await source.next_batch(), await source.next_batch()
     assert (units_of(first), units_of(second)) == ([0, 1], [2, 3])

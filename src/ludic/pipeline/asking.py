@@ -10,10 +10,9 @@ from typing import Any
 from ludic.errors import CheckpointError, ConfigError
 from ludic.pipeline.ledger import Asked
 from ludic.rollouts.curricula import Curriculum
-from ludic.rollouts.requests import RolloutRequest
-from ludic.rollouts.strategies import RequestStrategy
+from ludic.rollouts.requests import RequestStrategy, RolloutRequest
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.batching.requests import RequestFeed, RequestFn
+from ludic.training.batching.rollout_batch_source import RequestFeed, RequestFn
 from ludic.types import Rollout
 
 

@@ -21,17 +21,16 @@ from ludic.pipeline.staleness import StalePolicy, check_staleness, judge, lag_of
 from ludic.pipeline.store import LostRunError, entries, flat
 from ludic.pipeline.wire import SizeLimits
 from ludic.rollouts.curricula import Curriculum
+from ludic.rollouts.requests import RequestStrategy
 from ludic.rollouts.storage import BufferedWriter, RolloutWriterLike, write_rollouts
-from ludic.rollouts.strategies import RequestStrategy
 from ludic.saw.assembly import batch_from_rollouts
 from ludic.saw.filters import SampleFilter
 from ludic.saw.grouping import LostMember
 from ludic.saw.items import SAWBatch
 from ludic.saw.overlong import LOST_MEMBER
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.batching.requests import RequestFn
-from ludic.training.batching.rollout_batch_source import first_filled
-from ludic.training.batching.staleness import batch_of_any_age
+from ludic.training.batching.rollout_batch_source import RequestFn, first_filled
+from ludic.training.batching.source import BatchSource, batch_of_any_age
 from ludic.types import Rollout
 
 _log = logging.getLogger("ludic.pipeline")
@@ -41,7 +40,7 @@ _READ = 64
 _ASK_AGAIN_S = 10.0
 
 
-class PipelineBatchSource:
+class PipelineBatchSource(BatchSource):
     """Batches of `rollouts_per_update` episodes, sampled by actors on any number of machines.
 
     Each unit is trained on once, or dropped with a reason that is counted. What a batch consumed
@@ -74,7 +73,8 @@ class PipelineBatchSource:
         wait_s: float = 3600.0,
         max_empty_batches: int = 8,
     ) -> None:
-        self.seat, self.algorithm, self.writer = seat, algorithm, writer
+        self.seat, self.writer = seat, writer
+        self.algorithm: RLAlgorithm = algorithm
         self.sample_filter, self.merge, self.lost_member = sample_filter, merge, lost_member
         self.max_steps, self.max_lag, self.stale = max_steps, max_lag, stale
         self.in_order, self.limits, self.wait_s = in_order, limits, wait_s

@@ -65,7 +65,7 @@ def _frames(error: BaseException) -> list[traceback.FrameSummary]:
 def _others() -> tuple[str, ...]:
     """The folders of Ludic, of Python's library and of installed packages."""
     places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    places |= {str(Path(__file__).parent), os.path.dirname(os.__file__)}
+    places |= {str(Path(__file__).parent.parent), os.path.dirname(os.__file__)}
     return tuple(place + os.sep for place in places if place)
 
 

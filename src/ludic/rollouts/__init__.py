@@ -15,12 +15,12 @@ from ludic.rollouts.progress import Budget as Budget
 from ludic.rollouts.progress import Progress as Progress
 from ludic.rollouts.replaying import ReplayReport as ReplayReport
 from ludic.rollouts.replaying import replay as replay
+from ludic.rollouts.requests import GRPORequestStrategy as GRPORequestStrategy
+from ludic.rollouts.requests import IdentityStrategy as IdentityStrategy
+from ludic.rollouts.requests import RequestStrategy as RequestStrategy
 from ludic.rollouts.requests import RolloutRequest as RolloutRequest
 from ludic.rollouts.storage import RolloutWriter as RolloutWriter
 from ludic.rollouts.storage import read_rollouts as read_rollouts
-from ludic.rollouts.strategies import GRPORequestStrategy as GRPORequestStrategy
-from ludic.rollouts.strategies import IdentityStrategy as IdentityStrategy
-from ludic.rollouts.strategies import RequestStrategy as RequestStrategy
 from ludic.rollouts.token_log import TokenLog as TokenLog
 from ludic.rollouts.token_log import TrainedTokens as TrainedTokens
 from ludic.rollouts.token_log import read_token_log as read_token_log

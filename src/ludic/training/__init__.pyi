@@ -45,7 +45,6 @@ from ludic.training.batching.scoring import TeacherScorer as TeacherScorer
 from ludic.training.batching.scoring import TokenScores as TokenScores
 from ludic.training.batching.self_play import PastPolicies as PastPolicies
 from ludic.training.batching.self_play import SelfPlay as SelfPlay
-from ludic.training.batching.task_sampling import UncertainTasks as UncertainTasks
 from ludic.training.config import CheckpointConfig as CheckpointConfig
 from ludic.training.config import TrainerConfig as TrainerConfig
 from ludic.training.credit_assignment.returns import ConstantCredit as ConstantCredit
@@ -59,6 +58,7 @@ from ludic.training.credit_assignment.returns import PerStepReward as PerStepRew
 from ludic.training.credit_assignment.value_tracker import BetaTracker as BetaTracker
 from ludic.training.credit_assignment.value_tracker import DriftForgetting as DriftForgetting
 from ludic.training.credit_assignment.value_tracker import TrackedAdvantage as TrackedAdvantage
+from ludic.training.credit_assignment.value_tracker import UncertainTasks as UncertainTasks
 from ludic.training.loss import CISPOLoss as CISPOLoss
 from ludic.training.loss import CompositeLoss as CompositeLoss
 from ludic.training.loss import CorrectedLoss as CorrectedLoss

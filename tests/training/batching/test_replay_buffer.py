@@ -32,7 +32,7 @@ from ludic.training import (
     make_sft,
 )
 from ludic.training.batching.replay_buffer import StoredGroup
-from ludic.training.batching.staleness import ANY_AGE
+from ludic.training.batching.source import ANY_AGE
 from tests.training.synthetic import SyntheticSource, reinforce, synthetic_batch
 
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from ludic.errors import CheckpointError, DamagedCheckpointError
 from ludic.inference.tiny import tiny_model
-from ludic.training.batching.ahead import SamplingAhead
 from ludic.training.batching.scoring import ScoredBatchSource
+from ludic.training.batching.source import SamplingAhead
 from ludic.training.checkpoints import state_shards
 from ludic.training.checkpoints.contents import TrainerState, load_checkpoint
 from ludic.training.config import CheckpointConfig, TrainerConfig

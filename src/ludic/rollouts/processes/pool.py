@@ -25,9 +25,9 @@ from ludic.errors import (
 from ludic.inference.client import ChatClient, QueueingClient, TokenCompletionRequest
 from ludic.plumbing.frozen import changed
 from ludic.rollouts.episode_runner import GRACE_S, EpisodeRunner, failed_episode
-from ludic.rollouts.planning import PlannedEpisode
 from ludic.rollouts.processes.channel import Channel, Message, raised_error, sent_error
 from ludic.rollouts.processes.description import described
+from ludic.rollouts.requests import PlannedEpisode
 from ludic.rollouts.storage import EncodedRollouts
 from ludic.types import ChatResponse, Rollout, from_json, to_json
 from ludic.workers.deadlines import deadline

@@ -25,9 +25,9 @@ from ludic.inference.client import TokenCompletionRequest
 from ludic.plumbing.frozen import changed
 from ludic.plumbing.text import error_text, words_of
 from ludic.rollouts.episode_runner import EpisodeRunner
-from ludic.rollouts.planning import PlannedEpisode
 from ludic.rollouts.processes.channel import Channel, Message, raised_error, sent_error
 from ludic.rollouts.processes.description import made
+from ludic.rollouts.requests import PlannedEpisode
 from ludic.rollouts.storage import rollout_line
 from ludic.types import ChatResponse, from_json, to_json
 from ludic.workers.deadlines import deadline

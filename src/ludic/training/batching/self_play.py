@@ -21,7 +21,6 @@ from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.interaction import Runtime
-from ludic.plumbing.precision import Precision
 from ludic.rollouts import RolloutRequest
 from ludic.rollouts.curricula import seeded
 from ludic.seeding import derive_seed
@@ -104,7 +103,8 @@ class PastPolicies:
 
     What it holds at a step depends only on the step. The trained weights of every snapshot are in
     `folder`/step-N, so that a resumed run meets the same opponents as one that was never
-    interrupted. It needs memory for `size` more copies of the model.
+    interrupted. It needs memory for `size` more copies of the model. `client_options` go to the
+    `LocalChatClient` of each.
     """
 
     def __init__(
@@ -116,10 +116,7 @@ class PastPolicies:
         *,
         size: int,
         every: int,
-        max_slots: int = 64,
-        max_context_tokens: int | None = None,
-        deterministic: bool | None = None,
-        precision: Precision | None = None,
+        **client_options: Any,
     ) -> None:
         if size < 1 or every < 1:
             raise ConfigError(f"PastPolicies(size={size}, every={every}): both must be >= 1")
@@ -129,15 +126,7 @@ class PastPolicies:
         self._size, self._every = size, every
         self._copies = [copy.deepcopy(model).eval() for _ in range(size)]
         self._clients = [
-            LocalChatClient(
-                module,
-                tokenizer,
-                max_slots=max_slots,
-                max_context_tokens=max_context_tokens,
-                deterministic=deterministic,
-                precision=precision,
-            )
-            for module in self._copies
+            LocalChatClient(module, tokenizer, **client_options) for module in self._copies
         ]
         self._holds: list[int | None] = [None] * size
         self.runtimes: Mapping[str, Runtime] = {

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ludic.errors import CheckpointError, ConfigError, CreditError
+from ludic.rollouts.curricula import DrawnTasks
+from ludic.rollouts.requests import RolloutRequest
 from ludic.training.credit_assignment.returns import Credit, rollout_return, spread
 from ludic.types import Rollout
 
@@ -204,3 +206,30 @@ class TrackedAdvantage:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.tracker.load_state_dict(state)
+
+
+class UncertainTasks(DrawnTasks):
+    """SPO's curriculum: draws tasks ∝ √(v̂(1 − v̂)) + `eps`, where v̂ is the tracker's value of the
+    task, so that those with the least certain outcome come most often.
+
+    Pass it the tracker of `make_spo`, which the algorithm's credit updates and saves. Every request
+    has its task's name as `task_key`.
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[str, RolloutRequest],
+        tracker: BetaTracker,
+        *,
+        eps: float = 0.05,
+        seed: int = 0,
+    ) -> None:
+        super().__init__({name: replace(t, task_key=name) for name, t in tasks.items()}, seed)
+        if not eps > 0:
+            raise ConfigError(f"UncertainTasks(eps={eps}): must be > 0")
+        self._tracker, self._eps = tracker, eps
+
+    def probabilities(self) -> Mapping[str, float]:
+        names = list(self._tasks)
+        weights = self._tracker.sampling_weights(names, self._eps)
+        return dict(zip(names, weights, strict=True))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ludic.errors import ConfigError
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.rollouts import EnvSpec, GRPORequestStrategy, IdentityStrategy, RolloutRequest
-from ludic.rollouts.planning import place_in_plan, plan_episodes
+from ludic.rollouts.requests import place_in_plan, plan_episodes
 from ludic.types import ProtocolSpec, Rollout, from_json, to_json
 
 seeds = st.none() | st.integers(0, 2**63 - 1)
