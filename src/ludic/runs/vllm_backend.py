@@ -23,14 +23,20 @@ from ludic.distributed import (
     PolicyPublisher,
 )
 from ludic.distributed.vllm.canary import MismatchBudget
-from ludic.distributed.vllm.placement import ChosenPlane, Place, choose_plane
-from ludic.distributed.vllm.planes import BroadcastPlane, DataPlane, make_plane
+from ludic.distributed.vllm.planes import (
+    BroadcastPlane,
+    ChosenPlane,
+    DataPlane,
+    Place,
+    choose_plane,
+    make_plane,
+)
 from ludic.errors import ConfigError, DeadlineError, InferenceError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
-from ludic.inference.vllm.names import PLACE
-from ludic.inference.vllm.replica import Replica
+from ludic.inference.vllm.flags import PLACE
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
+from ludic.inference.vllm.servers import Replica
 from ludic.plumbing.precision import sampling_dtype
 from ludic.runs.gpu_share import server_shares_gpu, share_of_server
 from ludic.runs.model import check_device, precision_of

@@ -17,12 +17,12 @@ from ludic.inference.addresses import split_user, without_user
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.http import Connections, UnreachableError, ask
 from ludic.inference.retries import Backoff, within
-from ludic.inference.vllm.replica import (
+from ludic.inference.vllm.servers import (
     Replica,
     ServerFacts,
     Serving,
+    VLLMServers,
 )
-from ludic.inference.vllm.rotation import VLLMServers
 from ludic.inference.vllm.wire import (
     completions_body,
     generate_body,

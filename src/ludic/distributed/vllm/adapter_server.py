@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ludic.distributed.vllm.adapter.weights import PREFIX
+from ludic.distributed.vllm.adapter_weights import PREFIX
 from ludic.distributed.vllm.checksums import receipt as receipt_of
-from ludic.distributed.vllm.server_update import ServerUpdate
+from ludic.distributed.vllm.delivery import ServerUpdate
 from ludic.distributed.vllm.shared_memory import is_abandoned
 from ludic.errors import (
     ConfigError,
@@ -29,8 +29,8 @@ from ludic.inference.http import UnreachableError
 from ludic.inference.retries import within
 from ludic.inference.sampling import SamplingConfig
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.inference.vllm.names import ADAPTER_LIMITS, ADAPTER_RECEIPT
-from ludic.inference.vllm.replica import Replica, Serving
+from ludic.inference.vllm.flags import ADAPTER_LIMITS, ADAPTER_RECEIPT
+from ludic.inference.vllm.servers import Replica, Serving
 from ludic.types import TokenTrace
 
 _OURS = re.compile(r"@\d+-[0-9a-f]{8}$")

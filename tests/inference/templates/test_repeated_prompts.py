@@ -1,4 +1,4 @@
-"""Prompts that are rendered once for a group, and which conversations may be."""
+"""Prompts that come again, as those of a group do."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 
 from ludic.errors import TemplateError
 from ludic.inference import HFChatTemplate
-from ludic.inference.templates.openings import Openings, spelling
 from ludic.inference.tiny import tiny_tokenizer
-from ludic.types import FinishReason, TokenTrace
+from ludic.types import TokenTrace
 
 
 def test_a_prompt_that_comes_again_is_the_same_and_can_be_extended() -> None:
@@ -32,29 +31,3 @@ def test_a_message_without_content_is_refused_although_an_empty_one_was_rendered
     template.render([{"role": "user", "content": ""}])
     with pytest.raises(TemplateError, match="content"):
         template.render([{"role": "user", "name": "x"}])  # type: ignore[typeddict-item]
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "user", "content": "a", "name": "b"},
-        {"role": "user"},
-        {"role": "user", "name": "b"},
-        {"role": FinishReason.STOP, "content": "a"},
-        {"role": "user", "content": "a" * 40_000},
-    ],
-)
-def test_only_short_messages_of_role_and_content_are_remembered(message: Any) -> None:
-    assert spelling([message]) is None
-    assert spelling([{"role": "user", "content": "a"}] * 9) is None
-    assert spelling([{"role": "user", "content": "a"}]) == ("user", "a")
-
-
-def test_the_oldest_openings_are_forgotten() -> None:
-    openings: Openings[int] = Openings()
-    for n in range(1000):
-        openings.keep((str(n),), n)
-    assert openings.find(("999",)) == 999
-    assert openings.find(("0",)) is None
-    openings.keep(None, 1)
-    assert openings.find(None) is None

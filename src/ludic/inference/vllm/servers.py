@@ -1,4 +1,4 @@
-"""The vLLM servers of a client: how they are talked to, what they are, and which may serve."""
+"""The vLLM servers of a client: what each can do and how it fares, and which may serve."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import aiohttp
 
 from ludic.errors import (
     ConfigError,
@@ -17,15 +20,134 @@ from ludic.errors import (
 )
 from ludic.inference.http import Connections, UnreachableError, ask
 from ludic.inference.retries import Backoff
-from ludic.inference.vllm.names import RECEIPT
-from ludic.inference.vllm.replica import (
-    PROBE_TEXT,
-    Replica,
-    ServerFacts,
-    check_spelling,
-    learn,
-)
+from ludic.inference.vllm.flags import RECEIPT
 from ludic.inference.vllm.wire import version_number
+
+PROBE_TEXT = "Tokenizers agree: 12 + 30 = 42, naïve café, <b>tags</b>\n\tand\n\nlines."
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server said about itself."""
+
+    vllm_version: str
+    models: tuple[str, ...]
+    max_model_len: int | None
+    generates: bool
+    """It has `/inference/v1/generate`, and says which weights sampled each token."""
+    updates: bool
+    """It has the routes of a live weight update."""
+    names_versions: bool
+    """It keeps the name of its weights (`/weight_info`)."""
+    loads_adapters: bool = False
+    """It takes LoRA adapters while it serves (`/v1/load_lora_adapter`)."""
+
+
+@dataclass(eq=False)
+class Serving:
+    """What requests are sampled from: a server's own weights, or an adapter on top of them."""
+
+    adapter: str | None = None
+    """The name that requests give for it; None: the server's own weights."""
+    version: int = 0
+    """The adapter's version."""
+    requests: int = 0
+    """How many are running."""
+
+
+@dataclass(eq=False)
+class Replica:
+    """One server's address and state. `version` is what it was last brought to by this process."""
+
+    url: str
+    facts: ServerFacts | None = None
+    version: int = 0
+    serving: Serving = field(default_factory=Serving)
+    """What new requests are sampled from."""
+    in_flight: int = 0
+    served: int = 0
+    retry_at: float = 0.0
+    failures: int = 0
+    out: str | None = None
+    """Why it is out of rotation; None while it serves."""
+    lost: str | None = None
+    """How it was unreachable since its weights were last checked; None: it was not."""
+
+    def mark_down(self, cause: str, pause_s: float) -> None:
+        """Notes that the server did not answer; it is asked again after a pause."""
+        self.failures += 1
+        self.lost = cause
+        self.retry_at = time.monotonic() + pause_s
+
+    def mark_up(self) -> None:
+        self.failures, self.lost = 0, None
+
+    def describe(self) -> str:
+        if self.out is not None:
+            return f"{self.url}: out of rotation ({self.out})"
+        if self.lost is not None:
+            return f"{self.url}: down ({self.lost})"
+        return f"{self.url}: up, {self.in_flight} requests"
+
+
+async def learn(
+    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], timeout_s: float
+) -> ServerFacts:
+    """Asks a server what it is and what it can. Raises `ConfigError` for one that is not vLLM."""
+
+    async def get(path: str) -> Any:
+        return await ask(session, "GET", url + path, timeout_s=timeout_s, headers=headers)
+
+    try:
+        served = await get("/v1/models")
+        version = (await get("/version")).get("version", "unknown")
+        paths = set((await get("/openapi.json")).get("paths", {}))
+        models = tuple(str(m["id"]) for m in served["data"])
+    except UnreachableError:
+        raise
+    except (InferenceError, KeyError, TypeError, AttributeError) as exc:
+        raise ConfigError(
+            f"{url} does not answer like a vLLM server ({exc}): is the address right? Start one "
+            "with `python -m ludic.inference.vllm.server --model …`"
+        ) from exc
+    lengths = [m.get("max_model_len") for m in served["data"] if m.get("max_model_len")]
+    names_versions = "/weight_info" in paths
+    return ServerFacts(
+        vllm_version=str(version),
+        models=models,
+        max_model_len=min(lengths, default=None),
+        # Older servers have the route too, but say nothing of versions and are slower there.
+        generates=names_versions
+        and "/inference/v1/generate" in paths
+        and await _generate_is_enabled(session, url, headers, timeout_s),
+        updates="/start_weight_update" in paths,
+        names_versions=names_versions,
+        loads_adapters="/v1/load_lora_adapter" in paths,
+    )
+
+
+async def _generate_is_enabled(
+    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], timeout_s: float
+) -> bool:
+    """Without --enable-scale-out the route refuses everything; with it, an empty body."""
+    try:
+        path = url + "/inference/v1/generate"
+        await ask(session, "POST", path, body={}, timeout_s=timeout_s, headers=headers)
+    except RequestRejectedError as exc:
+        return "HTTP 403" not in str(exc)
+    return True
+
+
+def check_spelling(url: str, theirs: list[int], tokenizer: Any) -> None:
+    """Raises `ConfigError` where a tokenizer spells `PROBE_TEXT` otherwise than the server."""
+    ours = list(tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
+    if theirs != ours:
+        raise ConfigError(
+            f"the tokenizer does not fit {url}: a probe text is {len(ours)} tokens {ours[:8]}… "
+            f"here and {len(theirs)} tokens {theirs[:8]}… there. Load the tokenizer of the model "
+            "that the server serves"
+        )
+
 
 _REMEMBERED_CONVERSATIONS = 65536
 

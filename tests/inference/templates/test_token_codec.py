@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import string
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from ludic.inference.templates.ascii_words import AsciiWords
+from ludic.inference.templates.token_codec import TokenCodec
 
 CORPUS = [
     "The king's board isn't empty, they'll play 12 moves; I've 345 left.\n\n  Then?\n",
@@ -47,13 +48,6 @@ def trained(kind: str) -> Any:
     return tokenizer
 
 
-@cache
-def words_of(kind: str) -> AsciiWords:
-    made = AsciiWords.of(trained(kind))
-    assert made is not None
-    return made
-
-
 ASCII = st.lists(
     st.sampled_from(["'s", "'LL", "  ", "\n\n", " \n", "\r\n", "\t", "12345", " king", "---", "<"])
     | st.text(string.printable + "\x00\x1c\x7f", max_size=6),
@@ -61,53 +55,26 @@ ASCII = st.lists(
 ).map("".join)
 
 
+@cache
+def codec(kind: str) -> TokenCodec:
+    return TokenCodec(SimpleNamespace(backend_tokenizer=trained(kind)))
+
+
 @pytest.mark.parametrize("kind", CUTTERS)
 @given(text=ASCII)
 def test_ascii_text_gets_the_ids_of_the_tokenizer_itself(kind: str, text: str) -> None:
-    assert words_of(kind).encode(text) == trained(kind).encode(text).ids
+    assert codec(kind).encode(text) == trained(kind).encode(text).ids
 
 
 @given(text=ASCII)
 def test_ascii_text_gets_the_ids_of_the_real_smollm2(text: str) -> None:
-    backend, words = smollm2()
-    assert words.encode(text) == backend.encode(text, add_special_tokens=False).ids
+    backend, real = smollm2()
+    assert real.encode(text) == backend.encode(text, add_special_tokens=False).ids
 
 
 @cache
-def smollm2() -> tuple[Any, AsciiWords]:
+def smollm2() -> tuple[Any, TokenCodec]:
     from tools import smollm2 as real
 
     backend = Tokenizer.from_file(str(real.path() / "tokenizer.json"))
-    words = AsciiWords.of(backend)
-    assert words is not None
-    return backend, words
-
-
-def test_a_tokenizer_that_works_otherwise_has_no_such_encoder() -> None:
-    tokenizer = Tokenizer.from_str(trained("gpt2").to_str())
-    for cutter in (
-        byte_level(prefix=True),
-        pre_tokenizers.Metaspace(),
-        byte_level(pre_tokenizers.Punctuation()),
-        byte_level(pre_tokenizers.Split(Regex(r"\p{Lu}+"), "isolated"), use_regex=False),
-        byte_level(pre_tokenizers.Split(Regex(r"[a[bc]]"), "isolated"), use_regex=False),
-        byte_level(pre_tokenizers.Split(Regex(WORDS), "removed"), use_regex=False),
-    ):
-        tokenizer.pre_tokenizer = cutter
-        assert AsciiWords.of(tokenizer) is None
-    tokenizer.pre_tokenizer = CUTTERS["gpt2"]
-    assert AsciiWords.of(tokenizer) is not None
-    tokenizer.normalizer = normalizers.Lowercase()
-    assert AsciiWords.of(tokenizer) is None
-    tokenizer.normalizer = None
-    tokenizer.model = models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")
-    assert AsciiWords.of(tokenizer) is None
-
-
-def test_an_encoder_that_would_differ_is_found_out() -> None:
-    """A pattern that leaves characters unmatched: the tokenizer keeps them, findall would not."""
-    tokenizer = Tokenizer.from_str(trained("gpt2").to_str())
-    tokenizer.pre_tokenizer = byte_level(
-        pre_tokenizers.Split(Regex(r"\p{L}+"), "isolated"), use_regex=False
-    )
-    assert AsciiWords.of(tokenizer) is None
+    return backend, TokenCodec(SimpleNamespace(backend_tokenizer=backend))

@@ -7,11 +7,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ludic.distributed.vllm.server_update import ServerUpdate
-from ludic.distributed.vllm.timing import together
+from ludic.distributed.vllm.delivery import ServerUpdate, together
 from ludic.errors import ConfigError, DeadlineError, InferenceError, LudicError, PublishError
 from ludic.inference.http import UnreachableError
-from ludic.inference.vllm.names import RECEIPT
+from ludic.inference.vllm.flags import RECEIPT
 
 
 class WeightsServer(ServerUpdate):

@@ -12,8 +12,8 @@ from aiohttp import web
 
 from ludic.errors import EngineClosedError
 from ludic.inference import OpenAIChatClient, SamplingConfig, TokenCompletionRequest
-from ludic.inference.openai.wire import sampling_body
-from tests.inference.openai.test_client import QUICK, Server, completion, plain, serving
+from ludic.inference.openai_client import sampling_body
+from tests.inference.test_openai_client import QUICK, Server, completion, plain, serving
 
 SLOW, FAST = 1, 2
 

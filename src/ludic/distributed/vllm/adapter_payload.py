@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,19 +14,42 @@ from typing import Any
 from torch import Tensor
 
 from ludic.distributed.interfaces import Weights, named_tensors
-from ludic.distributed.vllm.adapter.folders import AdapterFolders
-from ludic.distributed.vllm.adapter.server import AdapterServer, Release
-from ludic.distributed.vllm.adapter.weights import AdapterWeights, adapter_config
+from ludic.distributed.vllm.adapter_server import AdapterServer, Release
+from ludic.distributed.vllm.adapter_weights import AdapterWeights, adapter_config
 from ludic.distributed.vllm.canary import differences, prompt_logprobs
 from ludic.distributed.vllm.checksums import refuse_not_finite
-from ludic.distributed.vllm.delivery import Delivery, Job, Payload
-from ludic.distributed.vllm.server_update import PATIENCE_S
+from ludic.distributed.vllm.delivery import PATIENCE_S, Delivery, Job, Payload
+from ludic.distributed.vllm.shared_memory import OwnedFolder
 from ludic.errors import ConfigError, PublishError
 from ludic.inference.http import UnreachableError
 from ludic.inference.retries import within
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.inference.vllm.replica import Replica, Serving
+from ludic.inference.vllm.servers import Replica, Serving
 from ludic.sharding.weights import ModelWeights
+
+
+class AdapterFolders(OwnedFolder):
+    """Makes and removes adapters' folders, all of them within its own."""
+
+    def write(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
+        """A new folder that PEFT and vLLM read as an adapter. No pickle."""
+        from safetensors.torch import save_file
+
+        folder = self.path / name
+        folder.mkdir(mode=0o700)
+        try:
+            plain = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
+            save_file(plain, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            (folder / "adapter_config.json").write_text(json.dumps(dict(config), indent=1))
+        except BaseException:
+            self.remove(folder)
+            raise
+        return folder
+
+    def remove(self, folder: Path) -> None:
+        """Removes one; one that is gone is not an error."""
+        shutil.rmtree(folder, ignore_errors=True)
+
 
 _LOOK_AGAIN_S = 0.02
 _CANARY_TOKENS = 4
