@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from ludic.plumbing.model_parts import vocabulary_size
 from ludic.plumbing.precision import Precision, weights_dtype
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
-from ludic.sharding.model_parts import vocabulary_size
 from ludic.sharding.world import World
 from ludic.training.algorithms.grpo import make_grpo
 from ludic.training.config import HeadKernels, TrainerConfig

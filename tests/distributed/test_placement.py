@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ludic.distributed.vllm.planes import Place, choose_plane
+from ludic.distributed.vllm.placement import Place, choose_plane
 
 CPU, GPU = Place("here"), Place("here", "GPU-0")
 OTHER_GPU, CONTAINER = Place("here", "GPU-1"), Place("here, another mount", "GPU-0")

@@ -26,7 +26,7 @@ async def chosen(said: Any, lines: str = "") -> Any:
 
 
 async def test_a_server_on_this_machine_reads_shared_memory() -> None:
-    from ludic.distributed.vllm.planes import Place
+    from ludic.distributed.vllm.placement import Place
 
     here = Place.of(CPU)
     assert isinstance(await chosen({"memory": here.memory, "gpu": None}), SharedMemoryPlane)

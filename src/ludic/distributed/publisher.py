@@ -18,7 +18,8 @@ from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights
 from ludic.distributed.vllm.adapter_payload import AdapterPayload
 from ludic.distributed.vllm.canary import Canary, MismatchBudget
 from ludic.distributed.vllm.delivery import PATIENCE_S, Job, Payload, PublishTimes
-from ludic.distributed.vllm.planes import DataPlane, PlaneName
+from ludic.distributed.vllm.placement import PlaneName
+from ludic.distributed.vllm.planes import DataPlane
 from ludic.distributed.vllm.weights_payload import WeightsPayload
 from ludic.errors import ConfigError, LudicError, PublishError
 from ludic.inference.retries import within

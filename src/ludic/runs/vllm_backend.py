@@ -23,14 +23,8 @@ from ludic.distributed import (
     PolicyPublisher,
 )
 from ludic.distributed.vllm.canary import MismatchBudget
-from ludic.distributed.vllm.planes import (
-    BroadcastPlane,
-    ChosenPlane,
-    DataPlane,
-    Place,
-    choose_plane,
-    make_plane,
-)
+from ludic.distributed.vllm.placement import ChosenPlane, Place, choose_plane
+from ludic.distributed.vllm.planes import BroadcastPlane, DataPlane, make_plane
 from ludic.errors import ConfigError, DeadlineError, InferenceError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient

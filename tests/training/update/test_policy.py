@@ -12,9 +12,9 @@ import torch
 
 from ludic.errors import ConfigError
 from ludic.inference.tiny import tiny_model
+from ludic.plumbing.model_parts import config_facts
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
-from ludic.sharding.model_parts import config_facts
 from ludic.sharding.world import World
 from ludic.training import Trainer, TrainerConfig, make_reinforce
 from ludic.training.types import Scope

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ludic.distributed.vllm.checksums import receipt
-from ludic.distributed.vllm.planes import Place
+from ludic.distributed.vllm.placement import Place
 from ludic.inference.vllm.flags import BACKEND
 
 

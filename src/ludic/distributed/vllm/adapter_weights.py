@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError
-from ludic.sharding.model_parts import base_causal_lm
+from ludic.plumbing.model_parts import base_causal_lm
 from ludic.sharding.weights import plain_name, whole
 
 PREFIX = "base_model.model."

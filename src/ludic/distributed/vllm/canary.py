@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ludic.distributed.interfaces import WeightsOfModel
-from ludic.sharding.model_parts import base_causal_lm
+from ludic.plumbing.model_parts import base_causal_lm
 
 
 @dataclass(frozen=True, slots=True)

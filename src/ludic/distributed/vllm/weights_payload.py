@@ -14,7 +14,8 @@ from ludic.distributed.interfaces import Weights, named_tensors
 from ludic.distributed.vllm.canary import differences
 from ludic.distributed.vllm.checksums import receipt, refuse_not_finite
 from ludic.distributed.vllm.delivery import Delivery, Job, Payload, PublishTimes, together
-from ludic.distributed.vllm.planes import DataPlane, PlaneName, Shipment, make_plane, plane_for
+from ludic.distributed.vllm.placement import PlaneName
+from ludic.distributed.vllm.planes import DataPlane, Shipment, make_plane, plane_for
 from ludic.distributed.vllm.weights_server import WeightsServer
 from ludic.errors import PublishError
 from ludic.inference.client import TokenCompletionRequest

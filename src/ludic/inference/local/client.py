@@ -21,16 +21,15 @@ from ludic.errors import (
     QueueFullError,
 )
 from ludic.inference.client import TokenCompletionRequest, Waiter
+from ludic.inference.local.admission import QueueGate, checked_prompt, completion_limit
 from ludic.inference.local.build import build_scheduler
+from ludic.inference.local.copies import Shadow
 from ludic.inference.local.engine_thread import EngineThread, Pause, call_in
-from ludic.inference.local.module.base_model import base_causal_lm
-from ludic.inference.local.module.shadow import Shadow
-from ludic.inference.local.module.view import active_dropout, check_adapters, may_drop
-from ludic.inference.local.noise import noise_key
-from ludic.inference.local.queue_gate import QueueGate
-from ludic.inference.local.request_check import checked_prompt, completion_limit
 from ludic.inference.local.sequence import Sequence
+from ludic.inference.local.view import check_adapters
+from ludic.plumbing.model_parts import active_dropout, base_causal_lm, may_drop
 from ludic.plumbing.precision import Precision, check_precision, float32_products
+from ludic.seeding import noise_key
 from ludic.types import ChatResponse
 from ludic.workers.deadlines import deadline
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ludic.sharding.model_parts import config_facts
+from ludic.plumbing.model_parts import config_facts
 from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
 

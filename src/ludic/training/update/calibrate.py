@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ludic.errors import ConfigError, OutOfMemoryError
+from ludic.plumbing.model_parts import base_causal_lm, vocabulary_size
 from ludic.plumbing.precision import float32_products
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
-from ludic.sharding.model_parts import base_causal_lm, vocabulary_size
 from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.stats import StatBuffer

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError
-from ludic.plumbing.precision import sampling_dtype
-from ludic.saw.batch import make_batch
-from ludic.saw.items import SAWItem
-from ludic.sharding.model_parts import (
+from ludic.plumbing.model_parts import (
     backbone_of,
     base_causal_lm,
     config_facts,
     head_of,
     vocabulary_size,
 )
+from ludic.plumbing.precision import sampling_dtype
+from ludic.saw.batch import make_batch
+from ludic.saw.items import SAWItem
 from ludic.training.update.attention import CannotPack
 from ludic.training.update.layout import lay_out
 from ludic.training.update.logprobs import LogitRule

@@ -9,8 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.inference.local.noise import keyed_uniform
-from ludic.seeding import derive_seed
+from ludic.seeding import derive_seed, keyed_uniform
 from ludic.sharding.weights import local_rows
 from ludic.training.config import TrainerConfig
 

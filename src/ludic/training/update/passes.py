@@ -12,11 +12,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ludic.errors import OutOfMemoryError
+from ludic.plumbing.model_parts import base_causal_lm
 from ludic.plumbing.precision import float32_products
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch
 from ludic.seeding import derive_seed
-from ludic.sharding.model_parts import base_causal_lm
 from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
 from ludic.training.losses.policy_ratio import MAX_LOG_RATIO

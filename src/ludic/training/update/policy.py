@@ -15,15 +15,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ludic.inference.local.module.view import active_dropout
-from ludic.plumbing.precision import Precision, autocast, sampling_dtype
-from ludic.sharding.model_parts import (
+from ludic.plumbing.model_parts import (
+    active_dropout,
     backbone_of,
     base_causal_lm,
     config_facts,
     decoder_layers,
     head_of,
 )
+from ludic.plumbing.precision import Precision, autocast, sampling_dtype
 from ludic.training.config import AttentionKind, HeadKernels
 from ludic.training.types import TokenLogProbs
 from ludic.training.update.attention import CannotPack, PackedAttention, packed_arguments

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ludic.errors import ConfigError
-from ludic.inference.local.attention import ATTENTION_NAME
-from ludic.inference.local.module.shared_copy import same_kind, shared_copy
+from ludic.inference.local.attention import ATTENTION_NAME, Layout, layout_in_use
+from ludic.inference.local.copies import same_kind, shared_copy
+from ludic.plumbing.model_parts import active_dropout
 
 
 def check_adapters(model: nn.Module) -> None:
@@ -64,34 +65,6 @@ def rope_kinds(config: Any) -> set[str]:
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     kinds = (part.get("rope_type", part.get("type")) for part in parts)
     return {kind for kind in kinds if isinstance(kind, str)}
-
-
-def active_dropout(model: nn.Module, but: str | None = None) -> str | None:
-    """The name of a module that would drop units as it is now, or None. Modules inside one that is
-    called `but` do not count."""
-    for name, module in model.named_modules():
-        if but is not None and but in name.split("."):
-            continue
-        if module.training and (found := _dropout_of(module)):
-            attribute, p = found
-            return f"{name} (p={p})" if attribute == "p" else f"{name}.{attribute} ({p})"
-    return None
-
-
-def may_drop(model: nn.Module) -> bool:
-    """Whether `active_dropout` could ever find one: whether it is worth asking again later."""
-    return any(_dropout_of(m) for m in model.modules())
-
-
-def _dropout_of(module: nn.Module) -> tuple[str, float] | None:
-    """The attribute that holds a probability above 0: `p` of a dropout layer, or a number that the
-    module hands to a function itself, as in `attention_dropout`, `dropout` or `layerdrop`."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        return ("p", module.p) if module.p > 0 else None
-    for name, value in vars(module).items():
-        if isinstance(value, float) and value > 0 and "drop" in name:
-            return name, value
-    return None
 
 
 class _FusedRMSNorm(nn.Module):
@@ -181,3 +154,33 @@ def device_and_dtype(model: nn.Module) -> tuple[torch.device, torch.dtype]:
         raise ConfigError(f"the module is spread over {sorted(map(str, devices))}: use one device")
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     return devices.pop(), embedding.weight.dtype
+
+
+class Forward:
+    """Calls a `module_view`. `direct` goes past the outermost module, straight to its trunk and its
+    head; it is set only where that was seen to give the same bits."""
+
+    def __init__(self, view: Any, device: torch.device, direct: bool = False) -> None:
+        self.view, self.device, self.direct = view, device, direct
+        # A mask of four dimensions is passed through untouched; the layouts make their own.
+        self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
+        self._trunk, self._head = view.base_model, view.get_output_embeddings()
+
+    def __call__(
+        self, ids: Tensor, positions: Tensor, layout: Layout, keep: Tensor | None = None
+    ) -> Tensor:
+        """Logits [rows, vocab] for ids and positions [1, rows]; `keep` picks rows."""
+        inputs = {
+            "input_ids": ids,
+            "position_ids": positions,
+            "attention_mask": self._no_mask,
+            "use_cache": False,
+        }
+        with layout_in_use(layout):
+            if self.direct:
+                hidden = self._trunk(**inputs)[0]
+                logits = self._head(hidden if keep is None else hidden[:, keep])
+            else:
+                logits = self.view(**inputs, logits_to_keep=0 if keep is None else keep).logits
+        result: Tensor = logits[0]
+        return result

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from ludic.inference.local import LocalChatClient
-from ludic.inference.local.module.shadow import Shadow
+from ludic.inference.local.copies import Shadow
 from ludic.inference.tiny import tiny_model
 from tests.inference.local.asking import MODES, ask_all, plain_logprobs, request
 from tests.inference.local.test_updates import shift

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ludic.inference.local import LocalChatClient
-from ludic.inference.local.module.view import module_view
+from ludic.inference.local.view import module_view
 from ludic.inference.tiny import tiny_model
 from ludic.training.update.layout import lay_out
 from ludic.training.update.packing import pack

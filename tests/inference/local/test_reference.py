@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ludic.inference.local import LocalChatClient
-from ludic.inference.local.module.reference import reference_logits, widened_by_layer
-from tests.inference.local.module.test_family_check import EXPERTS, tiny
+from ludic.inference.local.copies import reference_logits, widened_by_layer
 from tests.inference.local.test_families import family
+from tests.inference.local.test_family_check import EXPERTS, tiny
 
 IDS = torch.tensor([[84, 104, 101, 32, 119, 101, 97, 116]])
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError
 from ludic.inference.local.attention import AttentionCall
-from ludic.inference.local.forward import Forward
+from ludic.inference.local.view import Forward
 
 _LARGEST = ((2_000_000, 1024), (20_000_000, 256))
 """Up to so many parameters, steps of so many rows; larger models are as quick with 64."""

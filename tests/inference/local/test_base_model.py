@@ -9,7 +9,7 @@ import torch
 
 from ludic.errors import ConfigError
 from ludic.inference.local import LocalChatClient
-from ludic.inference.local.module.base_model import base_causal_lm
+from ludic.plumbing.model_parts import base_causal_lm
 
 
 def test_the_model_inside_compile_and_peft_wrappers_is_found(model: Any) -> None:

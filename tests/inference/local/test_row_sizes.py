@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ludic.inference.local import LocalChatClient
-from ludic.inference.local.cpu import row_sizes
-from ludic.inference.local.cpu.eager import EagerRunner
-from ludic.inference.local.cpu.eager_scheduler import EagerScheduler
-from ludic.inference.local.cpu.row_sizes import with_random_values
-from ludic.inference.local.module.view import module_view
+from ludic.inference.local import LocalChatClient, row_sizes
+from ludic.inference.local.eager import EagerRunner, EagerScheduler
+from ludic.inference.local.row_sizes import with_random_values
+from ludic.inference.local.view import module_view
 from ludic.inference.tiny import tiny_model
 
 
