@@ -32,7 +32,8 @@ from ludic.training.update.checks import check_packing
 from ludic.training.update.layout import lay_out
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes
-from ludic.training.update.policy import Policy, attention_cost
+from ludic.training.update.planning import attention_cost
+from ludic.training.update.policy import Policy
 
 SMOLLM2 = LlamaConfig(
     vocab_size=49_152,

@@ -22,7 +22,7 @@ from ludic.runs.gpu_share import (
 from ludic.runs.settings import parse_run
 from ludic.runs.vllm_backend import check_publishing
 from ludic.training import TrainerConfig
-from ludic.training.update.budget import trainer_bytes
+from ludic.training.update.planning import trainer_bytes
 
 RUN = '[env]\nkind = "tic_tac_toe"\n[inference]\nslots = 24\nmax_context_tokens = 96\n'
 

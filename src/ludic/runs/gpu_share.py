@@ -12,7 +12,7 @@ from ludic.runs.model import precision_of
 from ludic.runs.settings import RunConfig
 from ludic.sharding.ranks import launched
 from ludic.training import TrainerConfig
-from ludic.training.update.budget import trainer_bytes
+from ludic.training.update.planning import trainer_bytes
 
 
 def trainer_settings(config: RunConfig) -> TrainerConfig:

@@ -71,14 +71,7 @@ def calibrate(
             f"calibrate measures a GPU's memory, and the model is on {device}: on a CPU, choose "
             "micro_token_budget by hand"
         )
-    policy = Policy(
-        model,
-        attention=cfg.attention,
-        gradient_checkpointing=cfg.gradient_checkpointing,
-        compile_layers=cfg.compile,
-        precision=cfg.precision,
-        head_kernels=cfg.head_kernels,
-    )
+    policy = Policy.of_config(model, cfg)
     if mesh is not None:
         from ludic.sharding.fsdp import shard_policy
 

@@ -22,11 +22,11 @@ from ludic.plumbing.model_parts import (
 from ludic.plumbing.precision import sampling_dtype
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWItem
-from ludic.training.update.attention import CannotPack
+from ludic.training.update.attention import CannotPack, forget_longer_rows
 from ludic.training.update.layout import lay_out
-from ludic.training.update.logprobs import LogitRule
+from ludic.training.update.logprobs import LogitRule, logit_rule
 from ludic.training.update.packing import pack
-from ludic.training.update.policy import Policy, forget_longer_rows, logit_rule
+from ludic.training.update.policy import Policy
 
 _log = logging.getLogger("ludic.training")
 _LARGEST_LOGIT = 100.0
