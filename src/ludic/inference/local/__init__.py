@@ -12,6 +12,4 @@ A request's way through it, which is also an order to read the files in:
 - `build`, `sizes`, `row_sizes`, `family_check`: put an engine together and check that it is right.
 """
 
-from ludic.inference.local.client import LocalChatClient
-
-__all__ = ["LocalChatClient"]
+from ludic.inference.local.client import LocalChatClient as LocalChatClient
