@@ -41,13 +41,19 @@ def vocabulary_size(causal: nn.Module) -> int:
     return int(weight.shape[0])
 
 
+def text_config(model: nn.Module) -> Any:
+    """The configuration of the language model, which a larger one may hold; None without one."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 def config_facts(causal: nn.Module) -> dict[str, Any]:
     """The configuration of a model, or of the language model in it, by name; empty without one.
 
     As a dict: some attributes of a configuration whose layers differ raise when they are read.
     """
-    config: Any = getattr(causal, "config", None)
-    return config.get_text_config().to_dict() if config is not None else {}
+    config = text_config(causal)
+    return config.to_dict() if config is not None else {}
 
 
 def backbone_of(causal: nn.Module) -> nn.Module:

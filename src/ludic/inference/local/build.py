@@ -26,8 +26,9 @@ from ludic.inference.local.row_sizes import (
     with_random_values,
 )
 from ludic.inference.local.scheduler import Scheduler
-from ludic.inference.local.sizes import cache_tokens, context_tokens, kv_shape, text_config
+from ludic.inference.local.sizes import cache_tokens, context_tokens, kv_shape
 from ludic.inference.local.view import Forward, check_servable, module_view
+from ludic.plumbing.model_parts import text_config
 
 _log = logging.getLogger("ludic.inference")
 _FAST_STEP_ROWS = 512

@@ -14,17 +14,11 @@ from ludic.inference.local.arena import KVShape, arena_bytes
 from ludic.inference.local.attention import MAX_MASK
 from ludic.inference.local.gpu.prefill import MAX_TOKENS
 from ludic.inference.local.view import device_and_dtype
-from ludic.plumbing.model_parts import base_causal_lm
+from ludic.plumbing.model_parts import base_causal_lm, text_config
 
 _CPU_CACHE_BYTES = 256 << 20
 _GPU_CACHE_BYTES = 4 << 30
 _GPU_CONTEXT = 4096
-
-
-def text_config(model: nn.Module) -> Any:
-    """The configuration of the language model, which a larger one may hold."""
-    config: Any = model.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def cache_tokens(shape: KVShape, device: torch.device) -> int:

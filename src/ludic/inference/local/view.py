@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ludic.errors import ConfigError
 from ludic.inference.local.attention import ATTENTION_NAME, Layout, layout_in_use
 from ludic.inference.local.copies import same_kind, shared_copy
-from ludic.plumbing.model_parts import active_dropout
+from ludic.plumbing.model_parts import active_dropout, text_config
 
 
 def check_adapters(model: nn.Module) -> None:
@@ -41,10 +41,9 @@ def check_servable(model: nn.Module) -> None:
             )
         if parameter.is_meta:
             raise ConfigError(f"parameter {name!r} is on the meta device: it has no values")
-    config = getattr(model, "config", None)
-    if config is None or not callable(getattr(model, "get_input_embeddings", None)):
+    text = text_config(model)
+    if text is None or not callable(getattr(model, "get_input_embeddings", None)):
         raise ConfigError(f"{type(model).__name__} is no Hugging Face causal language model")
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if moving := rope_kinds(text) & {"dynamic", "longrope"}:
         raise ConfigError(
             f"rope type {min(moving)!r} makes one sequence's positions depend on the others in its "

@@ -128,14 +128,10 @@ class _Skeleton:
     def __init__(self, parts: list[str]) -> None:
         self._parts = parts
         self._order = [int(number) for number in parts[1::2]]
-        self._in_order = self._order == list(range(len(self._order)))
 
     def filled(self, contents: list[str]) -> str:
         parts = self._parts.copy()
-        if self._in_order and len(contents) == len(self._order):
-            parts[1::2] = contents
-        else:
-            parts[1::2] = [contents[number] for number in self._order]
+        parts[1::2] = [contents[number] for number in self._order]
         return "".join(parts)
 
 
