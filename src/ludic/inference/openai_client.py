@@ -15,12 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ludic.errors import (
-    ConfigError,
-    InferenceError,
-    NotTrainableError,
-    RequestRejectedError,
-)
+from ludic.errors import ConfigError, InferenceError, NotTrainableError, RequestRejectedError
 from ludic.inference.addresses import split_user, without_user
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.http import Connections, UnreachableError, ask, excerpt

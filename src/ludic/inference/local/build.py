@@ -20,11 +20,7 @@ from ludic.inference.local.gpu.kept_tokens import KeptTokens
 from ludic.inference.local.gpu.pipelined import PipelinedScheduler
 from ludic.inference.local.gpu.prefill import Prefill
 from ludic.inference.local.prefix_store import PrefixStore
-from ludic.inference.local.row_sizes import (
-    candidate_sizes,
-    equal_row_sizes,
-    with_random_values,
-)
+from ludic.inference.local.row_sizes import candidate_sizes, equal_row_sizes, with_random_values
 from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sizes import cache_tokens, context_tokens, kv_shape
 from ludic.inference.local.view import Forward, check_servable, module_view

@@ -14,12 +14,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from ludic.errors import (
-    ConfigError,
-    DeadlineError,
-    PublishError,
-    QueueFullError,
-)
+from ludic.errors import ConfigError, DeadlineError, PublishError, QueueFullError
 from ludic.inference.client import TokenCompletionRequest, Waiter
 from ludic.inference.local.admission import QueueGate, checked_prompt, completion_limit
 from ludic.inference.local.build import build_scheduler

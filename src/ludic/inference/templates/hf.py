@@ -24,11 +24,7 @@ from ludic.inference.templates.chat_template import ParsedCompletion
 from ludic.inference.templates.jinja import JinjaTemplate
 from ludic.inference.templates.probes import Closing, MessageGuard, TemplateProbes
 from ludic.inference.templates.token_codec import TokenCodec, literal_pattern, unguard
-from ludic.inference.templates.tool_parsers import (
-    HermesToolParser,
-    JSONToolParser,
-    ToolParser,
-)
+from ludic.inference.templates.tool_parsers import HermesToolParser, JSONToolParser, ToolParser
 from ludic.plumbing.frozen import quick
 from ludic.registry import list_tool_parsers
 from ludic.types import ChatResponse, Fork, ForkReason, Message, TokenTrace, ToolCall

@@ -34,11 +34,7 @@ from ludic.training.update.attention import (
     rope_threshold,
 )
 from ludic.training.update.graphed import PassGraphs
-from ludic.training.update.logprobs import (
-    action_logits,
-    logit_rule,
-    token_logprobs,
-)
+from ludic.training.update.logprobs import action_logits, logit_rule, token_logprobs
 from ludic.training.update.packing import MicroBatch
 from ludic.training.update.sharing import gather
 
