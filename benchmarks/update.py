@@ -38,7 +38,8 @@ from ludic.training.metrics.stats import StatBuffer
 from ludic.training.update.layout import lay_out
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes
-from ludic.training.update.policy import Policy, attention_cost
+from ludic.training.update.planning import attention_cost
+from ludic.training.update.policy import Policy
 
 H200_FLOPS = 989e12
 QWEN2 = {

@@ -63,8 +63,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/training/test_trainer.py",
     ),
     "training/update/passes.py": (f"{_UPDATE}/test_passes.py", *_TRAINER, _RANKS),
-    "training/update/optimizer.py": (f"{_UPDATE}/test_optimizer.py",),
-    "training/update/schedule.py": (
+    "training/update/optimizer.py": (
         f"{_UPDATE}/test_optimizer.py",
         "tests/training/test_trainer.py",
     ),

@@ -17,7 +17,7 @@ from ludic.training.update.logprobs import token_logprobs
 from ludic.training.update.packing import pack
 from ludic.training.update.policy import Policy
 from tests.inference.local.asking import ask_all, request
-from tests.inference.local.module.test_shadow import is_rounded
+from tests.inference.local.test_shadow import is_rounded
 from tests.training.synthetic import SyntheticSource, reinforce, synthetic_batch
 
 pytestmark = pytest.mark.gpu

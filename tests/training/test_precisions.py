@@ -18,7 +18,7 @@ from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest
 from ludic.training import RolloutBatchSource, Trainer, TrainerConfig
 from ludic.training.config import CheckpointConfig
 from ludic.training.update.policy import Policy
-from tests.inference.local.module.test_shadow import is_rounded
+from tests.inference.local.test_shadow import is_rounded
 from tests.training.synthetic import SyntheticSource, reinforce
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)

@@ -22,7 +22,7 @@ from ludic.seeding import derive_seed
 from ludic.types import Message
 
 if TYPE_CHECKING:
-    from ludic.inference.openai.client import OpenAIChatClient
+    from ludic.inference.openai_client import OpenAIChatClient
 
 _MAX_CONCURRENCY = 256
 
@@ -98,7 +98,7 @@ _lock = threading.Lock()
 
 
 def _new_client(server: str, key: str | None) -> OpenAIChatClient:
-    from ludic.inference.openai.client import OpenAIChatClient
+    from ludic.inference.openai_client import OpenAIChatClient
 
     return OpenAIChatClient(server, api_key=key, max_concurrency=_MAX_CONCURRENCY)
 

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from ludic.inference.vllm.memory import ServerNeed, server_need, share_beside_trainer
+from ludic.plumbing.model_parts import config_facts
 from ludic.plumbing.precision import sampling_dtype
 from ludic.runs.assemble import algorithm_of
 from ludic.runs.locate import locate
 from ludic.runs.model import build_model, precision_of
 from ludic.runs.settings import RunConfig
-from ludic.sharding.model_parts import config_facts
 from ludic.sharding.ranks import launched
 from ludic.training import TrainerConfig
-from ludic.training.update.budget import trainer_bytes
 from ludic.training.update.calibrate import Calibration, calibrate
+from ludic.training.update.planning import trainer_bytes
 
 
 def trainer_settings(config: RunConfig) -> TrainerConfig:
@@ -47,7 +47,7 @@ def sampling_bytes(config: RunConfig, model: nn.Module, device: torch.device | N
         if said is None and need is not None:
             return need.wanted
         return int((0.5 if said is None else said) * total)
-    from ludic.inference.local.gpu.engine_memory import engine_memory
+    from ludic.inference.local.sizes import engine_memory
 
     engine = engine_memory(
         model,

@@ -28,9 +28,9 @@ from ludic.distributed.vllm.planes import BroadcastPlane, DataPlane, make_plane
 from ludic.errors import ConfigError, DeadlineError, InferenceError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
-from ludic.inference.vllm.names import PLACE
-from ludic.inference.vllm.replica import Replica
+from ludic.inference.vllm.flags import PLACE
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
+from ludic.inference.vllm.servers import Replica
 from ludic.plumbing.precision import sampling_dtype
 from ludic.runs.gpu_share import server_shares_gpu, share_of_server
 from ludic.runs.model import check_device, precision_of

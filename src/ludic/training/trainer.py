@@ -35,11 +35,23 @@ from ludic.training.metrics.stats import StatBuffer, batch_metrics, over_steps
 from ludic.training.metrics.workload import Workload
 from ludic.training.types import Evaluates
 from ludic.training.update.checks import check_packing, check_split
-from ludic.training.update.optimizer import MasterAdamW, clipped
-from ludic.training.update.passes import Passes, mean_kl, mini_batches, pick, score_batch
-from ludic.training.update.policy import Policy, attention_cost
-from ludic.training.update.schedule import curve, describe_change, learning_rate
-from ludic.training.update.score_record import ScoreRecord
+from ludic.training.update.optimizer import (
+    MasterAdamW,
+    clipped,
+    curve,
+    describe_change,
+    learning_rate,
+)
+from ludic.training.update.passes import (
+    Passes,
+    ScoreRecord,
+    mean_kl,
+    mini_batches,
+    pick,
+    score_batch,
+)
+from ludic.training.update.planning import attention_cost
+from ludic.training.update.policy import Policy
 from ludic.workers.deadlines import bounded
 
 if TYPE_CHECKING:
@@ -88,15 +100,7 @@ class Trainer:
         self.model, self.source, self.publisher = model, source, publisher
         self._weights_are_shared = publisher is not None and publisher.shares_weights
         check_precision(cfg.precision, model, "TrainerConfig")
-        self.policy = Policy(
-            model,
-            attention=cfg.attention,
-            gradient_checkpointing=cfg.gradient_checkpointing,
-            compile_layers=cfg.compile,
-            precision=cfg.precision,
-            head_kernels=cfg.head_kernels,
-            graphs=cfg.graphs and mesh is None,
-        )
+        self.policy = Policy.of_config(model, cfg, graphs=cfg.graphs and mesh is None)
         cost = attention_cost(model)
         device = next(model.parameters()).device
         if device.type != "meta":

@@ -15,8 +15,8 @@ from ludic.errors import ConfigError, DeadlineError, InferenceError, RequestReje
 from ludic.inference.sampling import ReturnSpec
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.inference.vllm.extensions import VLLMExtensions
 from ludic.inference.vllm.server import VLLMServer, free_port
+from ludic.inference.vllm.wire import VLLMExtensions
 from ludic.types import FinishReason
 from tests.inference.vllm.asking import (
     PROMPT,

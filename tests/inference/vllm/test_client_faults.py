@@ -21,8 +21,8 @@ from ludic.inference.client import ChatClient, VersionedClient
 from ludic.inference.retries import Backoff
 from ludic.inference.sampling import ReturnSpec
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.inference.vllm.extensions import VLLMExtensions
 from ludic.inference.vllm.server import free_port
+from ludic.inference.vllm.wire import VLLMExtensions
 from ludic.types import VersionSpan
 from tests.inference.vllm.asking import request, trace_of
 from tests.inference.vllm.fake_server import FakeVLLM, failing, hanging

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ludic.agents.model_calls import ModelCall
-from ludic.inference.openai.wire import wire_messages
+from ludic.inference.openai_client import wire_messages
 from ludic.types import FinishReason, Message
 
 

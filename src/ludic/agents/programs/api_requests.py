@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ludic.inference.client import ToolRequest
-from ludic.inference.openai.wire import tool_call_of
+from ludic.inference.openai_client import tool_call_of
 from ludic.inference.templates.tool_parsers import MalformedCallError
 from ludic.parsers import strict_json
 from ludic.types import Message

@@ -81,7 +81,7 @@ class LocalScores:
         return await asyncio.to_thread(self._score, items)
 
     def _score(self, items: Sequence[SAWItem]) -> Scores:
-        from ludic.inference.local.module.view import active_dropout
+        from ludic.plumbing.model_parts import active_dropout
         from ludic.sharding.world import World
         from ludic.training.update.layout import lay_out
         from ludic.training.update.passes import score_layout

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from ludic.plumbing.model_parts import base_causal_lm, config_facts, head_of
 from ludic.saw.items import SAWBatch
-from ludic.sharding.model_parts import base_causal_lm, config_facts, head_of
 from ludic.sharding.world import World
 from ludic.training.metrics.workload import Workload
 
