@@ -11,7 +11,7 @@ import pytest
 
 from ludic import errors
 from ludic.errors import DeadlineError, LudicError, MissingExtraError, UnknownNameError
-from ludic.training.metrics.loggers.trackers import TrackioLogger, WandbLogger
+from ludic.training.metrics.loggers import TrackioLogger, WandbLogger
 
 ALL = [
     cls
