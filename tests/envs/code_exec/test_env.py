@@ -18,7 +18,7 @@ from ludic.envs.code_exec import (
     StdioTask,
     extract_code,
 )
-from ludic.envs.code_exec.cache import fingerprint
+from ludic.envs.code_exec.judge import fingerprint
 from ludic.envs.code_exec.sandbox import detect
 from ludic.envs.code_exec.tasks import humaneval_task, mbpp_task, stdio_task
 from ludic.errors import ConfigError, EnvError, UnknownNameError

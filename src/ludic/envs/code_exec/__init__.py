@@ -1,9 +1,7 @@
 """Environments that reward working programs, and the sandboxes that the programs run in."""
 
-from ludic.envs.code_exec.cache import ResultCache
-from ludic.envs.code_exec.calculator import calculator
 from ludic.envs.code_exec.env import CodeExecEnv
-from ludic.envs.code_exec.judge import Judge, Outcome, Verdict
+from ludic.envs.code_exec.judge import Judge, Outcome, ResultCache, Verdict
 from ludic.envs.code_exec.sandbox import (
     BubblewrapSandbox,
     Limits,
@@ -25,7 +23,7 @@ from ludic.envs.code_exec.tasks import (
     StdioTask,
     extract_code,
 )
-from ludic.envs.code_exec.tools import PythonTool
+from ludic.envs.code_exec.tools import PythonTool, calculator
 from ludic.envs.code_exec.verifiers import Verifier, make_verifier
 
 __all__ = [

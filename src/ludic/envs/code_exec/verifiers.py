@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ludic.envs.code_exec.program_text import text_of
-from ludic.envs.code_exec.sandbox import Limits, RunResult, SandboxPool
+from ludic.envs.code_exec.sandbox import Limits, RunResult, SandboxPool, text_of
 from ludic.errors import ConfigError, EnvError, UnknownNameError
 
 

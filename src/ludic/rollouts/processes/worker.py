@@ -20,17 +20,37 @@ from itertools import count
 from typing import Any, TypeVar
 
 from ludic.agents.mcp import tool_servers
-from ludic.errors import DeadlineError, LudicError, NotTrainableError, SerializationError
+from ludic.errors import ConfigError, DeadlineError, LudicError, NotTrainableError
 from ludic.inference.client import TokenCompletionRequest
 from ludic.plumbing.frozen import changed
 from ludic.plumbing.text import error_text, words_of
 from ludic.rollouts.episode_runner import EpisodeRunner
 from ludic.rollouts.planning import PlannedEpisode
-from ludic.rollouts.processes.channel import Channel, Message, raised_error, sent_error
 from ludic.rollouts.processes.description import made
+from ludic.rollouts.processes.messages import (
+    Answer,
+    Ask,
+    Begin,
+    Failed,
+    Lost,
+    Message,
+    Play,
+    Played,
+    Ready,
+    Refusal,
+    Runner,
+    Stop,
+    ToWorker,
+    Withdraw,
+    pack,
+    raised_error,
+    sent_error,
+    unpack,
+)
 from ludic.rollouts.storage import rollout_line
-from ludic.types import ChatResponse, from_json, to_json
+from ludic.types import ChatResponse
 from ludic.workers.deadlines import deadline
+from ludic.workers.frames import Channel
 
 T = TypeVar("T")
 
@@ -71,10 +91,9 @@ class Worker:
     """Plays what it is sent, all at the same time."""
 
     def __init__(self) -> None:
-        self.channel = Channel(self._take, self._end)
         self._ended = asyncio.Event()
-        self._runners: dict[int, EpisodeRunner] = {}
-        self._unreadable: dict[int, str] = {}
+        self._channel = Channel(ToWorker, self._take, self._ended.set)
+        self._runners: dict[int, EpisodeRunner | ConfigError] = {}
         self._specs: dict[bytes, Any] = {}
         self._episodes: dict[int, asyncio.Task[None]] = {}
         self._numbers = count()
@@ -83,7 +102,7 @@ class Worker:
     async def work(self, end: socket.socket) -> None:
         """Until the other end is gone."""
         async with tool_servers():
-            await self.channel.open(end)
+            await self._channel.open(end)
             await self._ended.wait()
             if left := list(self._episodes.values()):
                 for task in left:
@@ -98,84 +117,67 @@ class Worker:
         self._asked[number] = answer
         answer.add_done_callback(lambda done: self._forget(number, done))
         try:
-            self.channel.put("ask", number, client, to_json(request))
-        except SerializationError as exc:
+            self._channel.put(Ask(number, client, pack(request)))
+        except LudicError as exc:
             answer.set_exception(exc)
         return answer
 
     def _forget(self, number: int, answer: asyncio.Future[ChatResponse]) -> None:
         del self._asked[number]
         if answer.cancelled():
-            self.channel.put("withdraw", number)
+            self._channel.put(Withdraw(number))
 
     def _take(self, message: Message) -> None:
         match message:
-            case ("answer", number, response):
+            case Answer(number) | Refusal(number):
                 if (answer := self._asked.get(number)) is not None and not answer.done():
-                    try:
-                        answer.set_result(from_json(ChatResponse, response))
-                    except LudicError as exc:  # it costs the episode that asked
+                    try:  # one that cannot be read costs the episode that asked
+                        answer.set_result(_response(message))
+                    except LudicError as exc:
                         answer.set_exception(exc)
-            case ("play", number, runner, episode, max_steps, encode):
-                try:
-                    planned = self._planned(episode)
-                except LudicError as exc:
-                    self.channel.put("lost", number, f"it cannot be read there: {words_of(exc)}")
-                    return
-                task = asyncio.ensure_future(self._play(number, runner, planned, max_steps, encode))
+            case Play(number):
+                task = asyncio.ensure_future(self._play(message))
                 self._episodes[number] = task
                 task.add_done_callback(lambda _: self._episodes.pop(number))
-            case ("error", number, kind, text):
-                if (answer := self._asked.get(number)) is not None and not answer.done():
-                    answer.set_exception(raised_error(kind, text))
-            case ("stop", number):
+            case Stop(number):
                 if (stopped := self._episodes.get(number)) is not None:
                     stopped.cancel()
-            case ("runner", number, data):
+            case Runner(number, runner):
                 try:
-                    self._runners[number] = made(data, partial(RemoteClient, self))
+                    self._runners[number] = made(runner, partial(RemoteClient, self))
                 except Exception as exc:  # what is not to be imported here, for one
-                    self._unreadable[number] = error_text(exc)
-            case ("begin", modules):
-                self._begin(modules)
+                    self._runners[number] = ConfigError(
+                        f"what episodes are played with cannot be made there: {error_text(exc)}"
+                    )
+            case Begin(imports):
+                self._channel.put(Ready(_begin(imports)))
 
-    def _begin(self, modules: tuple[str, ...]) -> None:
-        for module in modules:
-            try:
-                import_module(module)
-            except Exception as exc:
-                text = f"{module!r} cannot be imported: {error_text(exc)}"
-                self.channel.put("broken", text)
-                return
-        # An episode makes much garbage and no circles: what is here by now is here to stay.
-        gc.freeze()
-        gc.set_threshold(50_000, 20, 50)
-        self.channel.put("ready")
-
-    async def _play(
-        self, number: int, runner: int, episode: PlannedEpisode, max_steps: int, encode: bool
-    ) -> None:
-        if runner in self._unreadable:
-            why = f"what episodes are played with cannot be made there: {self._unreadable[runner]}"
-            self.channel.put("failed", number, "ConfigError", why)
-            return
-        if self._runners[runner].specs > _KEPT_SPECS:
-            self._runners[runner] = self._runners[runner].afresh()
+    async def _play(self, play: Play) -> None:
+        number = play.number
         try:
-            rollouts = await self._runners[runner].run(episode, max_steps)
+            planned = self._planned(play.episode)
+        except LudicError as exc:
+            self._channel.put(Lost(number, f"it cannot be read there: {words_of(exc)}"))
+            return
+        runner = self._runners[play.runner]
+        try:
+            if isinstance(runner, ConfigError):
+                raise runner
+            if runner.specs > _KEPT_SPECS:
+                runner = self._runners[play.runner] = runner.afresh()
+            rollouts = await runner.run(planned, play.max_steps)
         except Exception as exc:  # of configuration: nothing else comes out of a runner
-            self.channel.put("failed", number, *sent_error(exc))
+            self._channel.put(Failed(number, sent_error(exc)))
             return
         try:
-            sent = [to_json(rollout) for rollout in rollouts]
-            lines = [rollout_line(rollout) for rollout in rollouts] if encode else []
-            self.channel.put("played", number, sent, lines)
-        except SerializationError as exc:
-            self.channel.put("lost", number, f"what it recorded cannot be sent: {words_of(exc)}")
+            lines = [rollout_line(rollout) for rollout in rollouts] if play.encode else []
+            self._channel.put(Played(number, [pack(rollout) for rollout in rollouts], lines))
+        except LudicError as exc:
+            self._channel.put(Lost(number, f"what it recorded cannot be sent: {words_of(exc)}"))
 
-    def _planned(self, episode: str) -> PlannedEpisode:
+    def _planned(self, episode: bytes) -> PlannedEpisode:
         """The episode, with the same specs as others that are alike: what they name is kept."""
-        planned = from_json(PlannedEpisode, episode)
+        planned = unpack(PlannedEpisode, episode)
         request = planned.request
         env, protocol = self._alike(request.env), self._alike(request.protocol)
         inference = None if request.inference is None else self._alike(request.inference)
@@ -185,11 +187,27 @@ class Worker:
     def _alike(self, spec: T) -> T:
         if len(self._specs) > _KEPT_SPECS:
             self._specs.clear()
-        found: T = self._specs.setdefault(to_json(spec), spec)
-        return found
+        same: T = self._specs.setdefault(pack(spec), spec)
+        return same
 
-    def _end(self) -> None:
-        self._ended.set()
+
+def _response(message: Answer | Refusal) -> ChatResponse:
+    if isinstance(message, Refusal):
+        raise raised_error(message.error)
+    return unpack(ChatResponse, message.response)
+
+
+def _begin(modules: tuple[str, ...]) -> str | None:
+    """Imports what names stand for; returns what is wrong with it."""
+    for module in modules:
+        try:
+            import_module(module)
+        except Exception as exc:
+            return f"{module!r} cannot be imported: {error_text(exc)}"
+    # An episode makes much garbage and no circles: what is here by now is here to stay.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+    return None
 
 
 def _end_with(parent: int) -> None:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ludic.pipeline.asking import Bounds
-from ludic.pipeline.staleness import StalePolicy
+from ludic.pipeline.ledger import Bounds
+from ludic.pipeline.reading import StalePolicy
 from ludic.runs.settings.base import Section
 
 

@@ -8,17 +8,21 @@ from ludic.envs.code_exec.sandbox.base import (
     Sandbox,
     SandboxError,
     SandboxUnavailableError,
+    text_of,
+    text_of_line,
 )
 from ludic.envs.code_exec.sandbox.bubblewrap import BubblewrapSandbox
-from ludic.envs.code_exec.sandbox.detect import (
+from ludic.envs.code_exec.sandbox.plain import PlainSandbox
+from ludic.envs.code_exec.sandbox.pool import (
     DEFAULT_SANDBOX,
     SANDBOXES,
+    Role,
+    SandboxPool,
     check_sandbox,
     describe_sandbox,
     make_sandbox,
+    shared_pool,
 )
-from ludic.envs.code_exec.sandbox.plain import PlainSandbox
-from ludic.envs.code_exec.sandbox.pool import Role, SandboxPool, shared_pool
 
 __all__ = [
     "DEFAULT_SANDBOX",
@@ -38,4 +42,6 @@ __all__ = [
     "describe_sandbox",
     "make_sandbox",
     "shared_pool",
+    "text_of",
+    "text_of_line",
 ]

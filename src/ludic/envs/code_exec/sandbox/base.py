@@ -11,6 +11,7 @@ folder, and nothing that it does is seen by the next. Whatever a program does is
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -121,6 +122,24 @@ class RunResult:
         """Whether a busy machine may be to blame: it ran out of time, but did not compute for
         all of it."""
         return self.status is RunStatus.WALL_TIME and self.cpu_s <= 0.9 * self.wall_s
+
+
+def text_of(data: bytes, last: int | None = None) -> str:
+    """Output as text, or its `last` characters; what is no UTF-8 is replaced."""
+    text = data.decode("utf-8", "replace").strip()
+    return text if last is None else text[-last:]
+
+
+def text_of_line(line: bytes) -> str | None:
+    """The text of a line that is one JSON string; None for anything else. A string has no depth,
+    and a character that cannot be encoded (half of a pair) becomes a question mark."""
+    if not (line.startswith(b'"') and line.endswith(b"\n")):
+        return None
+    try:
+        text = json.loads(line)
+    except ValueError:
+        return None
+    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None
 
 
 class Program(Protocol):

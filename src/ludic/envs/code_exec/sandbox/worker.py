@@ -1,5 +1,6 @@
-"""The host's end of a worker: starts its template, has it fork, and talks to each fork alone.
+"""The host's end of a worker, and what the sandboxes around one have in common.
 
+A worker starts its template, has it fork, and talks to each fork alone.
 The template gets its settings and, for each program, a descriptor. What a program is given and
 what it answers goes over that program's own socket, which only its supervisor holds.
 """
@@ -9,26 +10,32 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import select
 import socket
 import subprocess
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import PurePosixPath
-from typing import Any
+from types import TracebackType
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import msgspec
 
 from ludic.envs.code_exec.sandbox.base import (
     MAX_INPUT_BYTES,
+    MAX_LINE,
     Limits,
     RunResult,
     RunStatus,
     SandboxError,
+    SandboxUnavailableError,
 )
 from ludic.envs.code_exec.sandbox.inside import LOADER, OWN_PID, sources
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, SerializationError
+from ludic.workers.frames import Frames
 
 START_S = 60.0
 WORKER_ENVIRONMENT = {
@@ -67,6 +74,18 @@ _STOPPED = {
     "killed": RunStatus.KILLED,
 }
 _SIGXCPU = 24
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """What the supervisor says of a program's end; `stdout` is how much of what follows that is."""
+
+    stopped: Literal["wall", "cpu", "memory", "processes", "output", "killed"] | None
+    exit_code: int | None
+    wall_s: float
+    cpu_s: float
+    peak_bytes: _Count
+    stdout: _Count
 
 
 class _Starter:
@@ -108,9 +127,7 @@ class WorkerProcess:
         self.broken: str | None = None
         self._closing = threading.Lock()
         self._closed = False
-        self._program: socket.socket | None = None
-        self._buffer = bytearray()
-        self._max_frame = 0
+        self._program: Frames | None = None
         # To a file, so that nobody has to read it: what a sandbox says when it cannot start.
         self._errors = os.memfd_create("ludic-sandbox-errors", os.MFD_CLOEXEC)
         self._control, theirs = socket.socketpair()
@@ -143,7 +160,7 @@ class WorkerProcess:
         return self._program is not None
 
     def _hello(self, settings: Mapping[str, Any]) -> None:
-        modules = sources("confine", "tree", "program", "supervisor", "template")
+        modules = sources("confine", "tree", "program", "supervisor")
         first = json.dumps(
             {
                 "modules": modules,
@@ -183,11 +200,9 @@ class WorkerProcess:
             }
         ).encode()
         parts = [len(head).to_bytes(4, "big"), head, *(content for _, content in blobs)]
-        self._buffer.clear()
-        self._max_frame = 2 * int(given["output_bytes"]) + (1 << 20)
         self.end_s = time.monotonic() + limits.wall_s + SLACK_S
-        self._program, theirs = socket.socketpair()
-        self._program.setblocking(False)
+        ours, theirs = socket.socketpair()
+        self._program = Frames(ours, 2 * int(given["output_bytes"]) + (1 << 20))
         try:
             with theirs:
                 socket.send_fds(self._control, [b"F"], [theirs.fileno()])
@@ -203,18 +218,28 @@ class WorkerProcess:
 
     def read(self, deadline: float) -> bytes | RunResult | None:
         """Output of an interactive program, or its result; None when neither came in time."""
-        got = self._frame(min(deadline, self.end_s), soft=deadline < self.end_s)
-        if got is None:
-            return None
-        kind, content = got
+        assert self._program is not None
+        try:
+            frame = self._program.receive(min(deadline, self.end_s))
+        except TimeoutError as error:
+            if deadline < self.end_s:
+                return None
+            raise self._break("waited too long for a program to end") from error
+        except SerializationError as error:
+            raise self._break("the sandbox's worker sent more than it may") from error
+        except (OSError, EOFError, ValueError) as error:
+            raise self._break("the sandbox's worker is gone") from error
+        kind, content = frame[:1], frame[1:]
         if kind == b"O":
             return content
-        assert self._program is not None
         self._program.close()
         self._program = None
         if kind == b"X":
             raise SandboxError(f"the sandbox failed: {content.decode('utf-8', 'replace')}")
-        return _result(content)
+        try:
+            return _result(content)
+        except msgspec.DecodeError as error:
+            raise self._break("the sandbox's worker sent what is no result") from error
 
     def result(self) -> RunResult:
         """Waits for the end of a program that is not interactive."""
@@ -231,11 +256,11 @@ class WorkerProcess:
             self._closed = True
         self.broken = self.broken or "it was closed"
         atexit.unregister(self.close)
-        for end in (self._program, self._control):
-            if end is not None:
-                with suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)  # whoever waits for it wakes up
-                end.close()
+        if self._program is not None:
+            self._program.close()
+        with suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)  # whoever waits for it wakes up
+        self._control.close()
         try:
             self._child.wait(timeout=_REAP_S if not self.busy else 0.5)
         except subprocess.TimeoutExpired:
@@ -247,53 +272,16 @@ class WorkerProcess:
     def _send(self, kind: bytes, *parts: bytes) -> None:
         """Supervisors take at once what they are sent. One that has ended meanwhile has said why,
         which is still to be read."""
-        size = sum(map(len, parts)).to_bytes(4, "big")
-        rest = memoryview(b"".join((kind, size, *parts)))
+        assert self._program is not None
         deadline = min(self.end_s, time.monotonic() + START_S)
         try:
-            while rest:
-                self._wait(select.POLLOUT, deadline, "a sandbox to take its input")
-                assert self._program is not None
-                with suppress(BlockingIOError):
-                    rest = rest[self._program.send(rest[: 1 << 20]) :]
+            self._program.send(kind, *parts, deadline=deadline)
         except (BrokenPipeError, ConnectionResetError):
             return
+        except TimeoutError as error:
+            raise self._break("waited too long for a sandbox to take its input") from error
         except (OSError, ValueError) as error:
             raise self._break("the sandbox's worker is gone") from error
-
-    def _frame(self, deadline: float, *, soft: bool) -> tuple[bytes, bytes] | None:
-        while True:
-            if len(self._buffer) >= 5:
-                size = int.from_bytes(self._buffer[1:5], "big")
-                if size > self._max_frame:
-                    raise self._break("the sandbox's worker sent more than it may")
-                if len(self._buffer) >= 5 + size:
-                    frame = bytes(self._buffer[:1]), bytes(self._buffer[5 : 5 + size])
-                    del self._buffer[: 5 + size]
-                    return frame
-            try:
-                if not self._wait(select.POLLIN, deadline, "a program to end", soft=soft):
-                    return None
-                assert self._program is not None
-                data = self._program.recv(1 << 20)
-            except BlockingIOError:
-                continue
-            except (OSError, ValueError) as error:
-                raise self._break("the sandbox's worker is gone") from error
-            if not data:
-                raise self._break("the sandbox's worker is gone")
-            self._buffer += data
-
-    def _wait(self, event: int, deadline: float, what: str, *, soft: bool = False) -> bool:
-        assert self._program is not None
-        poll = select.poll()
-        poll.register(self._program, event)
-        left = max(0.0, deadline - time.monotonic())
-        if poll.poll(left * 1000):
-            return True
-        if soft:
-            return False
-        raise self._break(f"waited too long for {what}")
 
     def _break(self, why: str) -> SandboxError:
         """The worker is of no more use. What it last said may tell why."""
@@ -322,12 +310,12 @@ def check_request(files: Mapping[str, bytes], command: Sequence[str], stdin: byt
 
 def _result(content: bytes) -> RunResult:
     end = 4 + int.from_bytes(content[:4], "big")
-    head = json.loads(content[4:end])
-    middle = end + head["stdout"]
+    head = msgspec.json.decode(content[4:end], type=_Head)
+    middle = end + head.stdout
     stdout, stderr = content[end:middle], content[middle:]
-    code: int | None = head["exit_code"]
-    if head["stopped"] is not None:
-        status, code = _STOPPED[head["stopped"]], None
+    code = head.exit_code
+    if head.stopped is not None:
+        status, code = _STOPPED[head.stopped], None
     elif code == 0:
         status = RunStatus.OK
     elif code == -_SIGXCPU:
@@ -338,6 +326,168 @@ def _result(content: bytes) -> RunResult:
         status = RunStatus.MEMORY  # one allocation that its address space had no room for
     else:
         status = RunStatus.ERROR
-    return RunResult(
-        status, code, stdout, stderr, head["wall_s"], head["cpu_s"], head["peak_bytes"] / 2**20
-    )
+    peak_mb = head.peak_bytes / 2**20
+    return RunResult(status, code, stdout, stderr, head.wall_s, head.cpu_s, peak_mb)
+
+
+class WorkerSandbox:
+    """A `Sandbox` around a `WorkerProcess`."""
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._worker: WorkerProcess | None = None
+
+    @abstractmethod
+    def start_worker(self) -> WorkerProcess:
+        """A fresh worker; `SandboxError` where it does not come up."""
+
+    def before_run(self, limits: Limits) -> None:
+        """Called before each program."""
+
+    def after_run(self, result: RunResult) -> RunResult:
+        """Called with what the worker said of a program."""
+        return result
+
+    @property
+    def broken(self) -> bool:
+        """Whether its worker is gone; the next run starts another."""
+        return self._worker is not None and self._worker.broken is not None
+
+    @property
+    def worker_pid(self) -> int | None:
+        return None if self._worker is None else self._worker.pid
+
+    def start(self) -> None:
+        if self._worker is not None and self._worker.broken is None:
+            return
+        self.close()
+        self._worker = self.start_worker()
+
+    def run(
+        self,
+        files: Mapping[str, bytes],
+        command: Sequence[str],
+        stdin: bytes = b"",
+        limits: Limits | None = None,
+    ) -> RunResult:
+        check_request(files, command, stdin)
+        limits = limits or Limits()
+        worker = self._ready()
+        try:
+            self.before_run(limits)
+            worker.begin(files, command, stdin, limits, interactive=False)
+            return self.after_run(worker.result())
+        finally:
+            self.put_back(worker)
+
+    def open(
+        self, files: Mapping[str, bytes], command: Sequence[str], limits: Limits | None = None
+    ) -> WorkerProgram:
+        check_request(files, command, b"")
+        limits = limits or Limits()
+        worker = self._ready()
+        self.before_run(limits)
+        worker.begin(files, command, b"", limits, interactive=True)
+        return WorkerProgram(self, worker)
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def put_back(self, worker: WorkerProcess) -> None:
+        """After a program: a worker that is broken is ended."""
+        if worker.busy or worker.broken is not None:
+            worker.close()
+            if self._worker is worker:
+                self._worker = None
+
+    def _ready(self) -> WorkerProcess:
+        self.start()
+        assert self._worker is not None
+        if self._worker.busy:
+            raise SandboxError("the sandbox runs a program already: it takes one at a time")
+        return self._worker
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class WorkerProgram:
+    """The `Program` of a worker. For one thread at a time."""
+
+    def __init__(self, sandbox: WorkerSandbox, worker: WorkerProcess) -> None:
+        self._sandbox, self._worker = sandbox, worker
+        self._lines = bytearray()
+        self._result: RunResult | None = None
+
+    def send(self, data: bytes) -> None:
+        if self._result is None:
+            self._worker.tell(b"I", data)
+
+    def receive_line(self, timeout_s: float, max_bytes: int = MAX_LINE) -> bytes | None:
+        deadline = time.monotonic() + timeout_s
+        searched = 0
+        while True:
+            end = self._lines.find(b"\n", searched)
+            if end >= 0 or len(self._lines) > max_bytes:
+                cut = min(end + 1 or max_bytes, max_bytes)
+                line = bytes(self._lines[:cut])
+                del self._lines[:cut]
+                return line
+            if self._result is not None:
+                return None
+            searched = len(self._lines)
+            got = self._read(deadline)
+            if got is None:
+                raise TimeoutError(f"no line of output within {timeout_s:g} s")
+            self._lines += got
+
+    def finish(self) -> RunResult:
+        if self._result is None:
+            self._worker.tell(b"E")
+        return self._wait()
+
+    def kill(self) -> RunResult:
+        if self._result is None:
+            self._worker.tell(b"K")
+        return self._wait()
+
+    def _wait(self) -> RunResult:
+        while self._result is None:
+            self._read(self._worker.end_s)
+        return self._result
+
+    def _read(self, deadline: float) -> bytes | None:
+        try:
+            got = self._worker.read(deadline)
+        except SandboxError:
+            self._sandbox.put_back(self._worker)
+            raise
+        if isinstance(got, RunResult):
+            self._result = self._sandbox.after_run(got)
+            self._sandbox.put_back(self._worker)
+            return b""
+        return got
+
+
+def probe(sandbox: WorkerSandbox) -> None:
+    """Starts the sandbox and runs one program; `SandboxUnavailableError` says what is wrong."""
+    try:
+        with sandbox:
+            result = sandbox.run({"main.py": b"print(6 * 7)"}, ["python", "main.py"])
+    except (SandboxError, OSError) as error:
+        raise SandboxUnavailableError(str(error)) from error
+    if result.status is not RunStatus.OK or result.stdout != b"42\n":
+        said = result.stderr.decode("utf-8", "replace").strip()[-500:]
+        raise SandboxUnavailableError(f"printing 42 ended with {result.status}: {said}")
