@@ -10,8 +10,6 @@ import datetime as dt
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
-
 from ludic.errors import ConfigError
 from ludic.inference.client import ChatClient
 from ludic.inference.sampling import InferenceSpec
@@ -28,53 +26,29 @@ MakeClient = Callable[[int, int | None], ChatClient]
 """Returns the client of a number, with so long a context."""
 
 
-class RuntimeDescription(msgspec.Struct, frozen=True):
-    """A `Runtime`: its client by number, its template by what it is made from."""
-
-    client: int
-    max_context_tokens: int | None
-    tokenizer: dict[str, Any]
-    tool_parser: str | None
-    template: dict[str, Any]
-    model: str
-    inference: bytes
-    others: dict[str, RuntimeDescription]
-
-
-class RunnerDescription(msgspec.Struct, frozen=True):
-    """An `EpisodeRunner`; registries map names to places."""
-
-    envs: dict[str, str] | None
-    protocols: dict[str, str] | None
-    runtime: RuntimeDescription | None
-    step_timeout_s: float | None
-    episode_timeout_s: float | None
-    isolated: list[str]
-
-
-def described(runner: EpisodeRunner, clients: list[ChatClient]) -> RunnerDescription:
+def described(runner: EpisodeRunner, clients: list[ChatClient]) -> dict[str, Any]:
     """The runner as plain values. Its clients are added to `clients` and stand by their place in
     it. Raises `ConfigError` for what another process could not make again."""
-    return RunnerDescription(
-        _places(runner.env_registry),
-        _places(runner.protocol_registry),
-        None if runner.runtime is None else _runtime(runner.runtime, clients),
-        runner.step_timeout_s,
-        runner.episode_timeout_s,
-        sorted(runner.isolated),
-    )
+    return {
+        "env_registry": _places(runner.env_registry),
+        "protocol_registry": _places(runner.protocol_registry),
+        "runtime": None if runner.runtime is None else _runtime(runner.runtime, clients),
+        "step_timeout_s": runner.step_timeout_s,
+        "episode_timeout_s": runner.episode_timeout_s,
+        "isolated": sorted(runner.isolated),
+    }
 
 
-def made(description: RunnerDescription, client: MakeClient) -> EpisodeRunner:
+def made(description: Mapping[str, Any], client: MakeClient) -> EpisodeRunner:
     """The runner again."""
-    return EpisodeRunner(
-        _factories(description.envs),
-        _factories(description.protocols),
-        None if description.runtime is None else _made_runtime(description.runtime, client),
-        description.step_timeout_s,
-        description.episode_timeout_s,
-        frozenset(description.isolated),
-    )
+    runtime = description["runtime"]
+    again = {
+        "env_registry": _factories(description["env_registry"]),
+        "protocol_registry": _factories(description["protocol_registry"]),
+        "runtime": None if runtime is None else _made_runtime(runtime, client),
+        "isolated": frozenset(description["isolated"]),
+    }
+    return EpisodeRunner(**{**description, **again})
 
 
 def _places(registry: Mapping[str, Any] | None) -> dict[str, str] | None:
@@ -92,38 +66,36 @@ def _factories(places: Mapping[str, str] | None) -> dict[str, Any] | None:
     return None if places is None else {name: resolve(place) for name, place in places.items()}
 
 
-def _runtime(runtime: Runtime, clients: list[ChatClient]) -> RuntimeDescription:
+def _runtime(runtime: Runtime, clients: list[ChatClient]) -> dict[str, Any]:
     if runtime.client not in clients:
         clients.append(runtime.client)
     template = runtime.chat_template
     if type(template) is not HFChatTemplate:
         raise _cannot(f"a chat template of type {type(template).__name__} cannot be described")
-    options = dict(template.options)
-    return RuntimeDescription(
-        clients.index(runtime.client),
-        runtime.client.max_context_tokens,
-        PlainTokenizer.of(template.tokenizer).described(),
-        _place_of_parser(template.tool_parser),
-        {**options, "today": options["today"].isoformat()},
-        runtime.model,
-        to_json(runtime.inference),
-        {name: _runtime(other, clients) for name, other in runtime.others.items()},
-    )
+    return {
+        "client": (clients.index(runtime.client), runtime.client.max_context_tokens),
+        "tokenizer": PlainTokenizer.of(template.tokenizer).described(),
+        "tool_parser": _place_of_parser(template.tool_parser),
+        "options": {**template.options, "today": template.options["today"].isoformat()},
+        "model": runtime.model,
+        "inference": to_json(runtime.inference),
+        "others": {name: _runtime(other, clients) for name, other in runtime.others.items()},
+    }
 
 
-def _made_runtime(description: RuntimeDescription, client: MakeClient) -> Runtime:
-    options = dict(description.template)
+def _made_runtime(description: Mapping[str, Any], client: MakeClient) -> Runtime:
+    options, parser = description["options"], description["tool_parser"]
     template = HFChatTemplate(
-        PlainTokenizer.from_description(description.tokenizer),
-        None if description.tool_parser is None else resolve(description.tool_parser)(),
+        PlainTokenizer.from_description(description["tokenizer"]),
+        None if parser is None else resolve(parser)(),
         **{**options, "today": dt.date.fromisoformat(options["today"])},
     )
     return Runtime(
-        client(description.client, description.max_context_tokens),
+        client(*description["client"]),
         template,
-        description.model,
-        from_json(InferenceSpec, description.inference),
-        {name: _made_runtime(other, client) for name, other in description.others.items()},
+        description["model"],
+        from_json(InferenceSpec, description["inference"]),
+        {name: _made_runtime(other, client) for name, other in description["others"].items()},
     )
 
 

@@ -14,7 +14,6 @@ import msgspec
 from ludic import errors
 from ludic.errors import LudicError
 from ludic.plumbing.text import error_text, words_of
-from ludic.rollouts.processes.description import RunnerDescription
 from ludic.types import from_json, to_json
 
 T = TypeVar("T")
@@ -23,72 +22,59 @@ T = TypeVar("T")
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """`number` is that of an episode or of a question, by whoever began it."""
 
-
-class Begin(Message, frozen=True):
-    imports: tuple[str, ...]
+    number: int
 
 
 class Runner(Message, frozen=True):
-    number: int
-    runner: RunnerDescription
+    """What later episodes are played with."""
+
+    description: dict[str, Any]
 
 
 class Play(Message, frozen=True):
-    number: int
+    """An episode to play, with which runner; `encode`: for a file, too."""
+
     runner: int
     episode: bytes
     max_steps: int
     encode: bool
 
 
-class Stop(Message, frozen=True):
-    number: int
+class Played(Message, frozen=True):
+    """How an episode ended: with rollouts, lost with a reason, or in an error of configuration."""
 
-
-class Answer(Message, frozen=True):
-    number: int
-    response: bytes
-
-
-class Refusal(Message, frozen=True):
-    number: int
-    error: tuple[str, str]
-
-
-class Ready(Message, frozen=True):
-    """Everything is imported; or `problem` says why it cannot be."""
-
-    problem: str | None = None
+    rollouts: list[bytes] = []
+    lines: list[bytes] = []
+    lost: str | None = None
+    error: tuple[str, str] | None = None
 
 
 class Ask(Message, frozen=True):
-    number: int
+    """A completion that a client is asked for."""
+
     client: int
     request: bytes
 
 
-class Withdraw(Message, frozen=True):
-    number: int
+class Answer(Message, frozen=True):
+    """The completion, or the error."""
+
+    response: bytes = b""
+    error: tuple[str, str] | None = None
 
 
-class Played(Message, frozen=True):
-    number: int
-    rollouts: list[bytes]
-    lines: list[bytes]
+class Cancel(Message, frozen=True):
+    """Whoever began an episode or asked a question does not wait for it any more."""
 
 
-class Lost(Message, frozen=True):
-    number: int
-    why: str
+class Ready(Message, frozen=True):
+    """Everything is imported, or `problem` says why it cannot be."""
+
+    problem: str | None = None
 
 
-class Failed(Message, frozen=True):
-    number: int
-    error: tuple[str, str]
-
-
-ToWorker = Begin | Runner | Play | Stop | Answer | Refusal
-FromWorker = Ready | Ask | Withdraw | Played | Lost | Failed
+ToWorker = Runner | Play | Answer | Cancel
+FromWorker = Ready | Ask | Played | Cancel
 
 
 def pack(record: Any) -> bytes:
@@ -110,9 +96,8 @@ def sent_error(error: BaseException) -> tuple[str, str]:
 
 def raised_error(sent: tuple[str, str]) -> LudicError:
     """The error that `sent_error` took apart, without what only its constructor knew."""
-    name, text = sent
-    kind = getattr(errors, name, LudicError)
+    kind = getattr(errors, sent[0], LudicError)
     kind = kind if isinstance(kind, type) and issubclass(kind, LudicError) else LudicError
-    error: LudicError = kind.__new__(kind, text)
-    error.args = (text,)
+    error: LudicError = kind.__new__(kind, sent[1])
+    error.args = sent[1:]
     return error

@@ -12,32 +12,20 @@ from functools import partial
 from itertools import count
 from typing import Self, cast
 
-from ludic.errors import ConfigError, DeadlineError, InferenceError, LudicError, RolloutError
+from ludic.errors import (
+    ConfigError,
+    DeadlineError,
+    InferenceError,
+    RolloutError,
+    SerializationError,
+)
 from ludic.inference.client import ChatClient, QueueingClient, TokenCompletionRequest
 from ludic.plumbing.frozen import changed
 from ludic.rollouts.episode_runner import GRACE_S, EpisodeRunner, failed_episode
 from ludic.rollouts.planning import PlannedEpisode
+from ludic.rollouts.processes import messages
 from ludic.rollouts.processes.description import described
-from ludic.rollouts.processes.messages import (
-    Answer,
-    Ask,
-    Begin,
-    Failed,
-    FromWorker,
-    Lost,
-    Message,
-    Play,
-    Played,
-    Ready,
-    Refusal,
-    Runner,
-    Stop,
-    Withdraw,
-    pack,
-    raised_error,
-    sent_error,
-    unpack,
-)
+from ludic.rollouts.processes.messages import pack, raised_error, sent_error, unpack
 from ludic.rollouts.storage import EncodedRollouts
 from ludic.types import ChatResponse, Rollout
 from ludic.workers.child_process import start_child
@@ -122,18 +110,19 @@ class _Process:
 
     def __init__(self, imports: tuple[str, ...]) -> None:
         threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self._process, end = start_child("ludic.rollouts.processes.worker", **threads)
+        self._process, end = start_child("ludic.rollouts.processes.worker", *imports, **threads)
         self.gone = self._closing = False
         self.episodes = 0
         """How many are under way there, or wait for it."""
-        self._began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._began: asyncio.Future[None] = self._loop.create_future()
         self._numbers = count()
         self._runners: list[EpisodeRunner] = []
         self._clients: list[ChatClient] = []
         self._playing: dict[int, asyncio.Future[list[Rollout]]] = {}
-        self._asked: dict[int, _Question] = {}
-        self._channel = Channel(FromWorker, self._take, self._end)
-        self._channel.put(Begin(imports))
+        self._asked: dict[int, Callable[[], object]] = {}
+        """By number: what takes a question back."""
+        self._channel = Channel(messages.FromWorker, self._take, self._end)
         self._opening = asyncio.create_task(self._channel.open(end))
 
     async def play(
@@ -148,24 +137,23 @@ class _Process:
         self._began.result()
         if runner not in self._runners:
             description = described(runner, self._clients)
-            self._channel.put(Runner(len(self._runners), description))
+            self._channel.put(messages.Runner(len(self._runners), description))
             self._runners.append(runner)
         try:
             planned = pack(episode)
-        except LudicError as exc:
+        except SerializationError as exc:
             raise _LostEpisode(f"it cannot be sent to the process that plays it: {exc}") from exc
         number = next(self._numbers)
-        outcome: asyncio.Future[list[Rollout]] = asyncio.get_running_loop().create_future()
+        outcome: asyncio.Future[list[Rollout]] = self._loop.create_future()
         self._playing[number] = outcome
-        limit = runner.episode_timeout_s
-        place = self._runners.index(runner)
-        self._channel.put(Play(number, place, planned, max_steps, encode))
+        place, limit = self._runners.index(runner), runner.episode_timeout_s
+        self._channel.put(messages.Play(number, place, planned, max_steps, encode))
         try:
             # The process keeps the episode's deadline itself; this holds when it hangs as a whole.
             with deadline(None if limit is None else limit + 3 * GRACE_S) as bound:
                 return await outcome
         except asyncio.CancelledError:
-            self._channel.put(Stop(number))
+            self._channel.put(messages.Cancel(number))
             raise
         except TimeoutError as exc:
             if not bound.expired:
@@ -195,44 +183,65 @@ class _Process:
             self.kill()
             await asyncio.to_thread(self._process.wait)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: messages.Message) -> None:
         match message:
-            case Ask(number, client, request):
+            case messages.Ask(number, client, request):
                 try:
-                    question = _Question(self, number, unpack(TokenCompletionRequest, request))
-                except LudicError as exc:
-                    self._channel.put(Refusal(number, sent_error(exc)))
+                    self._ask(number, self._clients[client], request)
+                except Exception as exc:  # it cannot be read, or the client refuses it
+                    self._channel.put(messages.Answer(number, error=sent_error(exc)))
+            case messages.Played(number, rollouts, lines, lost, error):
+                if (outcome := self._playing.get(number)) is None or outcome.done():
                     return
-                self._asked[number] = question
-                question.ask(self._clients[client])
-            case Played(number, rollouts, lines):
+                if lost is not None or error is not None:
+                    problem = raised_error(error) if error else _LostEpisode(lost)
+                    outcome.set_exception(problem)
+                    return
                 try:
                     read = [unpack(Rollout, rollout) for rollout in rollouts]
-                except LudicError as exc:  # it costs this episode and not the others there
-                    self._fail(number, _LostEpisode(f"what came back cannot be read: {exc}"))
-                    return
-                if (outcome := self._playing.get(number)) is not None and not outcome.done():
+                except SerializationError as exc:  # it costs this episode and not the others there
+                    outcome.set_exception(_LostEpisode(f"what came back cannot be read: {exc}"))
+                else:
                     outcome.set_result(EncodedRollouts(read, lines) if lines else read)
-            case Lost(number, why):
-                self._fail(number, _LostEpisode(why))
-            case Failed(number, error):
-                self._fail(number, raised_error(error))
-            case Withdraw(number):
-                if (withdrawn := self._asked.pop(number, None)) is not None:
-                    withdrawn.take_back()
-            case Ready(None) if not self._began.done():
+            case messages.Cancel(number):
+                self._asked.pop(number, bool)()
+            case messages.Ready(problem=None) if not self._began.done():
                 self._began.set_result(None)
-            case Ready(str(problem)):
+            case messages.Ready(problem=str(problem)):
                 self._refuse(ConfigError(f"a process for episodes: {problem}"))
 
-    def answered(self, answer: Answer | Refusal) -> None:
-        """Sends an answer, unless nobody waits for it any more."""
-        if self._asked.pop(answer.number, None) is not None:
-            self._channel.put(answer)
+    def _ask(self, number: int, client: ChatClient, data: bytes) -> None:
+        """To a client that queues, the future is all that waits: a task for each question would
+        take longer than all the rest."""
+        request = unpack(TokenCompletionRequest, data)
+        answer: asyncio.Future[ChatResponse] = self._loop.create_future()
+        ticket = None
+        if hasattr(client, "try_submit"):  # an `isinstance` of the protocol takes longer
+            ticket = cast(QueueingClient, client).try_submit(request, answer)
+        if ticket is not None:
+            self._asked[number] = partial(cast(QueueingClient, client).withdraw, ticket)
+        else:
+            answer = asyncio.ensure_future(_complete(client, request))
+            self._asked[number] = answer.cancel
+        answer.add_done_callback(partial(self._answer, number, request))
 
-    def _fail(self, number: int, error: Exception) -> None:
-        if (outcome := self._playing.get(number)) is not None and not outcome.done():
-            outcome.set_exception(error)
+    def _answer(
+        self, number: int, request: TokenCompletionRequest, answer: asyncio.Future[ChatResponse]
+    ) -> None:
+        """Sends an answer, unless nobody waits for it any more."""
+        if self._asked.pop(number, None) is None or answer.cancelled():
+            return
+        if (error := answer.exception()) is None:
+            response, trace = answer.result(), answer.result().trace
+            if trace is not None and trace.prompt_token_ids == request.prompt_token_ids:
+                # Who asked has the prompt.
+                response = changed(response, trace=changed(trace, prompt_token_ids=()))
+            try:
+                self._channel.put(messages.Answer(number, pack(response)))
+            except SerializationError as exc:
+                error = exc
+        if error is not None:
+            self._channel.put(messages.Answer(number, error=sent_error(error)))
 
     def _refuse(self, error: Exception) -> None:
         """Whoever waits for it to begin hears this, if anybody does."""
@@ -242,9 +251,9 @@ class _Process:
 
     def _end(self) -> None:
         self.gone = True
-        for question in self._asked.values():
-            question.take_back()
-        self._asked.clear()
+        questions, self._asked = self._asked, {}
+        for take_back in questions.values():
+            take_back()
         if self._closing:
             return
         try:
@@ -255,56 +264,11 @@ class _Process:
             self.kill()
         why = f"a process for episodes {how} before it began: see what it printed"
         self._refuse(RolloutError(why))
-        for number in list(self._playing):
-            self._fail(number, _LostEpisode(f"the process that played it {how}"))
+        for outcome in self._playing.values():
+            if not outcome.done():
+                outcome.set_exception(_LostEpisode(f"the process that played it {how}"))
 
 
-class _Question:
-    """A request of a process. To a client that queues, it is the one who waits for the answer: a
-    task for each would take longer than all the rest."""
-
-    def __init__(self, process: _Process, number: int, request: TokenCompletionRequest) -> None:
-        self._process, self._number, self._request = process, number, request
-        self._loop = asyncio.get_running_loop()
-        self.take_back: Callable[[], object] = lambda: None
-        """Called when nobody wants the answer any more."""
-
-    def ask(self, client: ChatClient) -> None:
-        """Queues the request, or waits in a task where the client does not queue, or has no room."""
-        try:
-            if hasattr(
-                client, "try_submit"
-            ):  # which an `isinstance` of the protocol also looks for
-                queue = cast(QueueingClient, client)
-                if (ticket := queue.try_submit(self._request, self)) is not None:
-                    self.take_back = partial(queue.withdraw, ticket)
-                    return
-            self.take_back = asyncio.ensure_future(self._complete(client)).cancel
-        except Exception as exc:
-            self.set_exception(exc)
-
-    async def _complete(self, client: ChatClient) -> None:
-        try:
-            with contained(InferenceError, "the client"):
-                self.set_result(await client.complete_tokens(self._request))
-        except Exception as exc:
-            self.set_exception(exc)
-
-    def get_loop(self) -> asyncio.AbstractEventLoop:
-        return self._loop
-
-    def done(self) -> bool:
-        return False  # what is not wanted any more is left out when it is to be sent
-
-    def set_result(self, response: ChatResponse, /) -> None:
-        trace = response.trace
-        if trace is not None and trace.prompt_token_ids == self._request.prompt_token_ids:
-            # Who asked has the prompt.
-            response = changed(response, trace=changed(trace, prompt_token_ids=()))
-        try:
-            self._process.answered(Answer(self._number, pack(response)))
-        except LudicError as exc:
-            self.set_exception(exc)
-
-    def set_exception(self, error: BaseException, /) -> None:
-        self._process.answered(Refusal(self._number, sent_error(error)))
+async def _complete(client: ChatClient, request: TokenCompletionRequest) -> ChatResponse:
+    with contained(InferenceError, "the client"):
+        return await client.complete_tokens(request)

@@ -1,7 +1,7 @@
-"""A process that plays episodes: `python -m ludic.rollouts.processes.worker FD`.
+"""A process that plays episodes: `python -m ludic.rollouts.processes.worker MODULE… FD`.
 
-It samples nothing itself: its clients ask the process that started it. It ends when the socket
-with that number does.
+It samples nothing itself: its clients ask the process that started it. It imports the modules
+first, and ends when the socket with that number does.
 """
 
 from __future__ import annotations
@@ -14,39 +14,28 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from itertools import count
 from typing import Any, TypeVar
 
 from ludic.agents.mcp import tool_servers
-from ludic.errors import ConfigError, DeadlineError, LudicError, NotTrainableError
+from ludic.errors import (
+    ConfigError,
+    DeadlineError,
+    LudicError,
+    NotTrainableError,
+    SerializationError,
+)
 from ludic.inference.client import TokenCompletionRequest
 from ludic.plumbing.frozen import changed
 from ludic.plumbing.text import error_text, words_of
 from ludic.rollouts.episode_runner import EpisodeRunner
 from ludic.rollouts.planning import PlannedEpisode
+from ludic.rollouts.processes import messages
 from ludic.rollouts.processes.description import made
-from ludic.rollouts.processes.messages import (
-    Answer,
-    Ask,
-    Begin,
-    Failed,
-    Lost,
-    Message,
-    Play,
-    Played,
-    Ready,
-    Refusal,
-    Runner,
-    Stop,
-    ToWorker,
-    Withdraw,
-    pack,
-    raised_error,
-    sent_error,
-    unpack,
-)
+from ludic.rollouts.processes.messages import pack, raised_error, sent_error, unpack
 from ludic.rollouts.storage import rollout_line
 from ludic.types import ChatResponse
 from ludic.workers.deadlines import deadline
@@ -92,17 +81,18 @@ class Worker:
 
     def __init__(self) -> None:
         self._ended = asyncio.Event()
-        self._channel = Channel(ToWorker, self._take, self._ended.set)
+        self._channel = Channel(messages.ToWorker, self._take, self._ended.set)
         self._runners: dict[int, EpisodeRunner | ConfigError] = {}
         self._specs: dict[bytes, Any] = {}
         self._episodes: dict[int, asyncio.Task[None]] = {}
         self._numbers = count()
         self._asked: dict[int, asyncio.Future[ChatResponse]] = {}
 
-    async def work(self, end: socket.socket) -> None:
+    async def work(self, end: socket.socket, modules: Sequence[str]) -> None:
         """Until the other end is gone."""
         async with tool_servers():
             await self._channel.open(end)
+            self._channel.put(messages.Ready(0, _imported(modules)))
             await self._ended.wait()
             if left := list(self._episodes.values()):
                 for task in left:
@@ -117,67 +107,69 @@ class Worker:
         self._asked[number] = answer
         answer.add_done_callback(lambda done: self._forget(number, done))
         try:
-            self._channel.put(Ask(number, client, pack(request)))
-        except LudicError as exc:
+            self._channel.put(messages.Ask(number, client, pack(request)))
+        except SerializationError as exc:
             answer.set_exception(exc)
         return answer
 
     def _forget(self, number: int, answer: asyncio.Future[ChatResponse]) -> None:
         del self._asked[number]
         if answer.cancelled():
-            self._channel.put(Withdraw(number))
+            self._channel.put(messages.Cancel(number))
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: messages.Message) -> None:
         match message:
-            case Answer(number) | Refusal(number):
-                if (answer := self._asked.get(number)) is not None and not answer.done():
-                    try:  # one that cannot be read costs the episode that asked
-                        answer.set_result(_response(message))
-                    except LudicError as exc:
-                        answer.set_exception(exc)
-            case Play(number):
+            case messages.Answer(number, response, error):
+                if (answer := self._asked.get(number)) is None or answer.done():
+                    return
+                try:
+                    if error is not None:
+                        raise raised_error(error)
+                    answer.set_result(unpack(ChatResponse, response))
+                except LudicError as exc:  # it costs the episode that asked
+                    answer.set_exception(exc)
+            case messages.Play(number):
                 task = asyncio.ensure_future(self._play(message))
                 self._episodes[number] = task
                 task.add_done_callback(lambda _: self._episodes.pop(number))
-            case Stop(number):
+            case messages.Cancel(number):
                 if (stopped := self._episodes.get(number)) is not None:
                     stopped.cancel()
-            case Runner(number, runner):
+            case messages.Runner(number, description):
                 try:
-                    self._runners[number] = made(runner, partial(RemoteClient, self))
+                    self._runners[number] = made(description, partial(RemoteClient, self))
                 except Exception as exc:  # what is not to be imported here, for one
                     self._runners[number] = ConfigError(
                         f"what episodes are played with cannot be made there: {error_text(exc)}"
                     )
-            case Begin(imports):
-                self._channel.put(Ready(_begin(imports)))
 
-    async def _play(self, play: Play) -> None:
-        number = play.number
+    async def _play(self, play: messages.Play) -> None:
+        doing = "it cannot be read there"
         try:
-            planned = self._planned(play.episode)
-        except LudicError as exc:
-            self._channel.put(Lost(number, f"it cannot be read there: {words_of(exc)}"))
-            return
-        runner = self._runners[play.runner]
-        try:
-            if isinstance(runner, ConfigError):
-                raise runner
-            if runner.specs > _KEPT_SPECS:
-                runner = self._runners[play.runner] = runner.afresh()
-            rollouts = await runner.run(planned, play.max_steps)
-        except Exception as exc:  # of configuration: nothing else comes out of a runner
-            self._channel.put(Failed(number, sent_error(exc)))
-            return
-        try:
+            episode = self._planned(play.episode)
+            try:
+                rollouts = await self._runner(play.runner).run(episode, play.max_steps)
+            except Exception as exc:  # of configuration: nothing else comes out of a runner
+                self._channel.put(messages.Played(play.number, error=sent_error(exc)))
+                return
+            doing = "what it recorded cannot be sent"
             lines = [rollout_line(rollout) for rollout in rollouts] if play.encode else []
-            self._channel.put(Played(number, [pack(rollout) for rollout in rollouts], lines))
-        except LudicError as exc:
-            self._channel.put(Lost(number, f"what it recorded cannot be sent: {words_of(exc)}"))
+            sent = [pack(rollout) for rollout in rollouts]
+            self._channel.put(messages.Played(play.number, sent, lines))
+        except SerializationError as exc:
+            self._channel.put(messages.Played(play.number, lost=f"{doing}: {words_of(exc)}"))
 
-    def _planned(self, episode: bytes) -> PlannedEpisode:
+    def _runner(self, number: int) -> EpisodeRunner:
+        runner = self._runners[number]
+        if isinstance(runner, ConfigError):
+            raise runner
+        if runner.specs > _KEPT_SPECS:
+            self._runners[number] = runner = runner.afresh()
+        return runner
+
+    def _planned(self, data: bytes) -> PlannedEpisode:
         """The episode, with the same specs as others that are alike: what they name is kept."""
-        planned = unpack(PlannedEpisode, episode)
+        planned = unpack(PlannedEpisode, data)
         request = planned.request
         env, protocol = self._alike(request.env), self._alike(request.protocol)
         inference = None if request.inference is None else self._alike(request.inference)
@@ -191,13 +183,7 @@ class Worker:
         return same
 
 
-def _response(message: Answer | Refusal) -> ChatResponse:
-    if isinstance(message, Refusal):
-        raise raised_error(message.error)
-    return unpack(ChatResponse, message.response)
-
-
-def _begin(modules: tuple[str, ...]) -> str | None:
+def _imported(modules: Sequence[str]) -> str | None:
     """Imports what names stand for; returns what is wrong with it."""
     for module in modules:
         try:
@@ -218,11 +204,11 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-async def _main(number: int) -> None:
+async def _main(modules: Sequence[str], number: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is for the process that started this one
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    await Worker().work(socket.socket(fileno=number))
+    await Worker().work(socket.socket(fileno=number), modules)
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(int(sys.argv[1])))
+    asyncio.run(_main(sys.argv[1:-1], int(sys.argv[-1])))
