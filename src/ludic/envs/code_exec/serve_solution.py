@@ -137,29 +137,11 @@ def decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     name, content = value["t"], value["v"]
-    if name == "int":
-        return int(content, 16)
-    if name == "float":
-        return float(content)
-    if name == "dict":
-        return {decode(k): decode(v) for k, v in content}
     if name in _SEQUENCES:
         return _SEQUENCES[name](decode(item) for item in content)
-    if name == "bytes":
-        return bytes.fromhex(content)
-    if name == "bytearray":
-        return bytearray.fromhex(content)
-    if name == "complex":
-        return complex(*map(decode, content))
-    if name == "range":
-        return range(*map(decode, content))
-    if name == "Decimal":
-        return Decimal(content)
-    if name == "Fraction":
-        return Fraction(content)
-    if name == "Ellipsis":
-        return ...
-    raise CannotCross(f"unknown tag {name!r}")
+    if name not in _PLAIN:
+        raise CannotCross(f"unknown tag {name!r}")
+    return _PLAIN[name](content)
 
 
 _SEQUENCES: dict[str, Any] = {
@@ -167,4 +149,16 @@ _SEQUENCES: dict[str, Any] = {
     "set": set,
     "frozenset": frozenset,
     "deque": deque,
+}
+_PLAIN: dict[str, Any] = {
+    "int": lambda text: int(text, 16),
+    "float": float,
+    "dict": lambda pairs: {decode(k): decode(v) for k, v in pairs},
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "complex": lambda parts: complex(*map(decode, parts)),
+    "range": lambda ends: range(*map(decode, ends)),
+    "Decimal": Decimal,
+    "Fraction": Fraction,
+    "Ellipsis": lambda _: ...,
 }

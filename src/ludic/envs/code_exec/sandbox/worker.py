@@ -65,14 +65,6 @@ load(_first["modules"])
 sys.modules[_first["main"]].main(_first["settings"])
 """
 
-_STOPPED = {
-    "wall": RunStatus.WALL_TIME,
-    "cpu": RunStatus.CPU_TIME,
-    "memory": RunStatus.MEMORY,
-    "processes": RunStatus.PROCESSES,
-    "output": RunStatus.OUTPUT,
-    "killed": RunStatus.KILLED,
-}
 _SIGXCPU = 24
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -80,7 +72,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 class _Head(msgspec.Struct, frozen=True):
     """What the supervisor says of a program's end; `stdout` is how much of what follows that is."""
 
-    stopped: Literal["wall", "cpu", "memory", "processes", "output", "killed"] | None
+    stopped: Literal["wall_time", "cpu_time", "memory", "processes", "output", "killed"] | None
     exit_code: int | None
     wall_s: float
     cpu_s: float
@@ -188,7 +180,6 @@ class WorkerProcess:
         interactive: bool,
     ) -> None:
         """Sends a program; `read` or `result` say what it does."""
-        check_request(files, command, stdin)
         blobs = [*files.items(), ("", stdin)]
         given = limits.as_json()
         head = json.dumps(
@@ -238,7 +229,7 @@ class WorkerProcess:
             raise SandboxError(f"the sandbox failed: {content.decode('utf-8', 'replace')}")
         try:
             return _result(content)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._break("the sandbox's worker sent what is no result") from error
 
     def result(self) -> RunResult:
@@ -315,7 +306,7 @@ def _result(content: bytes) -> RunResult:
     stdout, stderr = content[end:middle], content[middle:]
     code = head.exit_code
     if head.stopped is not None:
-        status, code = _STOPPED[head.stopped], None
+        status, code = RunStatus(head.stopped), None
     elif code == 0:
         status = RunStatus.OK
     elif code == -_SIGXCPU:

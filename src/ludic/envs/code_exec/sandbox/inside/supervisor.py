@@ -164,7 +164,7 @@ class Running:
         while self.status is None and self.stopped is None:
             now = time.monotonic()
             if now >= deadline:
-                self.stopped = "wall"
+                self.stopped = "wall_time"
             elif now >= look:
                 look = now + self._look()
             self._poll(max(0.0, min(deadline, look) - now))
@@ -266,7 +266,7 @@ class Running:
         elif found["tasks"] - 1 > self.limits["processes"]:  # its init is not its own
             self.stopped = "processes"
         elif found["cpu"] > self.limits["cpu_s"]:
-            self.stopped = "cpu"
+            self.stopped = "cpu_time"
         return self.look_s
 
     def _end(self) -> None:
