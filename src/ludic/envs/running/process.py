@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, DeadlineError, EnvError
+from ludic.plumbing.given import place_of
 from ludic.plumbing.lazy import resolve
 from ludic.registry import ENVS, make_env, names_are_stored, stored_names
 from ludic.types import AgentID, EnvSpec, Info, Obs, StepOutcome
@@ -178,19 +179,12 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
 
 
 def _reference(kind: str, factory: EnvFactory) -> str:
-    module = getattr(factory, "__module__", None)
-    name = getattr(factory, "__qualname__", None)
-    reference = f"{module}:{name}"
-    try:
-        found = module not in (None, "__main__") and resolve(reference) is factory
-    except (ImportError, AttributeError):
-        found = False
-    if not found:
+    if (place := place_of(factory)) is None:
         raise ConfigError(
             f"environment {kind!r} cannot run in a separate process: another process cannot "
             f"import {factory!r}; define it at the top of a module that can be imported"
         )
-    return reference
+    return place
 
 
 class EnvProcesses:

@@ -24,8 +24,7 @@ from ludic.plumbing.frozen import changed
 from ludic.rollouts.episode_runner import GRACE_S, EpisodeRunner, failed_episode
 from ludic.rollouts.planning import PlannedEpisode
 from ludic.rollouts.processes import messages
-from ludic.rollouts.processes.description import described
-from ludic.rollouts.processes.messages import pack, raised_error, sent_error, unpack
+from ludic.rollouts.processes.messages import described, pack, raised_error, sent_error, unpack
 from ludic.rollouts.storage import EncodedRollouts
 from ludic.types import ChatResponse, Rollout
 from ludic.workers.child_process import start_child

@@ -34,8 +34,7 @@ from ludic.plumbing.text import error_text, words_of
 from ludic.rollouts.episode_runner import EpisodeRunner
 from ludic.rollouts.planning import PlannedEpisode
 from ludic.rollouts.processes import messages
-from ludic.rollouts.processes.description import made
-from ludic.rollouts.processes.messages import pack, raised_error, sent_error, unpack
+from ludic.rollouts.processes.messages import made, pack, raised_error, sent_error, unpack
 from ludic.rollouts.storage import rollout_line
 from ludic.types import ChatResponse
 from ludic.workers.deadlines import deadline
