@@ -235,10 +235,8 @@ def _lasts(verdict: Verdict) -> bool:
 
 
 def _first_failure(errors: Sequence[str | None]) -> tuple[int, str]:
-    for number, error in enumerate(errors, start=1):
-        if error is not None:
-            return number, error
-    return len(errors) + 1, ""
+    failures = ((n, error) for n, error in enumerate(errors, start=1) if error is not None)
+    return next(failures, (len(errors) + 1, ""))
 
 
 def _all_passed(total: int) -> str:

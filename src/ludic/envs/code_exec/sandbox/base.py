@@ -15,7 +15,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
 from ludic.errors import ConfigError, EnvError
@@ -195,9 +194,4 @@ class Sandbox(Protocol):
         ...
 
     def __enter__(self) -> Sandbox: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...

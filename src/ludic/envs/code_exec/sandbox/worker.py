@@ -16,10 +16,9 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import PurePosixPath
-from types import TracebackType
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
@@ -80,30 +79,19 @@ class _Head(msgspec.Struct, frozen=True):
     stdout: _Count
 
 
-class _Starter:
-    """One thread that starts every worker of this process.
-
-    A sandbox dies with the thread that started it (that is what the kernel's parent-death signal
-    means by parent), so that thread must live as long as the process does.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._thread: ThreadPoolExecutor | None = None
-        self._pid = 0
-
-    def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-        with self._lock:
-            if self._thread is None or self._pid != os.getpid():
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="ludic-sandbox")
-                self._pid = os.getpid()
-            starting: Future[subprocess.Popen[bytes]] = self._thread.submit(
-                lambda: subprocess.Popen(command, **options)
-            )
-        return starting.result(timeout=START_S)
+_starting = threading.Lock()
+_starters: dict[int, ThreadPoolExecutor] = {}
+"""The one thread that starts every worker of this process, by the process: a fork has none yet."""
 
 
-_starter = _Starter()
+def _popen(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """A sandbox dies with the thread that started it (that is what the kernel's parent-death signal
+    means by parent), so that thread must live as long as the process does."""
+    with _starting:
+        if os.getpid() not in _starters:
+            _starters[os.getpid()] = ThreadPoolExecutor(1, thread_name_prefix="ludic-sandbox")
+        starting = _starters[os.getpid()].submit(lambda: subprocess.Popen(command, **options))
+    return starting.result(timeout=START_S)
 
 
 class WorkerProcess:
@@ -125,7 +113,7 @@ class WorkerProcess:
         self._control, theirs = socket.socketpair()
         self._control.settimeout(START_S)
         with theirs:
-            self._child = _starter.popen(
+            self._child = _popen(
                 command,
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
@@ -341,11 +329,6 @@ class WorkerSandbox:
         return result
 
     @property
-    def broken(self) -> bool:
-        """Whether its worker is gone; the next run starts another."""
-        return self._worker is not None and self._worker.broken is not None
-
-    @property
     def worker_pid(self) -> int | None:
         return None if self._worker is None else self._worker.pid
 
@@ -405,12 +388,7 @@ class WorkerSandbox:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
 
