@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _MOVED = {
+    "ludic.envs.code_exec.calculator": "ludic.envs.code_exec.tools",
     "ludic.envs.gsm8k": "ludic.envs.dataset_qa_env",
     "ludic.envs.math": "ludic.envs.dataset_qa_env",
     "ludic.envs.datasets.gsm8k": "ludic.envs.dataset_qa_env",
