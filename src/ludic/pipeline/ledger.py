@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+from msgspec.structs import replace
 
 from ludic.errors import CheckpointError
 from ludic.pipeline.messages import Unit

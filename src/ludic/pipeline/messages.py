@@ -8,11 +8,12 @@ Token ids and log-probs travel as arrays; the rest of a rollout as JSON, which c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ludic.errors import DataError, SerializationError

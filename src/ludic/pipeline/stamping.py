@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ludic.errors import PipelineError
 from ludic.pipeline.policies import StoredPolicy

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from msgspec.structs import replace
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.rollouts.requests import RolloutRequest

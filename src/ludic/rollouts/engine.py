@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeAlias
+
+from msgspec.structs import replace
 
 from ludic.errors import ConfigError
 from ludic.interaction.base import Runtime

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+from msgspec.structs import replace
 
 from ludic.errors import ConfigError
-from ludic.plumbing.frozen import quick
+from ludic.plumbing.records import Record
 from ludic.rollouts.requests import RolloutRequest
 from ludic.seeding import derive_seed
 from ludic.types import Rollout
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class PlannedEpisode:
+class PlannedEpisode(Record, frozen=True):
     """One episode to run; `attempt` counts the retries."""
 
     id: str

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import field
 
 from ludic.errors import ConfigError
 from ludic.inference.sampling import InferenceSpec
-from ludic.plumbing.frozen import quick
+from ludic.plumbing.records import Record
 from ludic.types import EnvSpec, Info, ProtocolSpec
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class RolloutRequest:
+class RolloutRequest(Record, frozen=True):
     """Asks for `num_episodes` episodes of one environment under one protocol.
 
     A single episode uses the seeds as they are given; several differ in the seeds derived from

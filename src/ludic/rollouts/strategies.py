@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from ludic.errors import ConfigError
-from ludic.plumbing.frozen import changed
 from ludic.rollouts.requests import RolloutRequest
 from ludic.seeding import derive_seed
 
@@ -83,7 +84,7 @@ class GRPORequestStrategy:
         return [
             member
             if sampling_seed is None
-            else changed(
+            else replace(
                 member, sampling_seed=derive_seed(sampling_seed, *path, "member", position_in_group)
             )
             for position_in_group in range(self.group_size)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from ludic.runs.assemble import open_policy
 from ludic.runs.episodes import inference_spec, make_importable, rollout_engine
 from ludic.runs.locate import locate
@@ -46,7 +48,7 @@ async def watch_model(
     known = {request.env.kind: request for mix in mixes for request, _ in mix.values()}
     request = known.get(env.kind) or next(iter(known.values()))
     kwargs = {**(request.env.kwargs if env.kind in known else {}), **env.kwargs}
-    request = replace(
+    request = structs.replace(
         request,
         env=EnvSpec(env.kind, kwargs),
         env_seed=derive_seed(seed, "play"),

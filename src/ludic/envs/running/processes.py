@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import dataclasses
 import inspect
 import os
 import sys
 import threading
 from collections.abc import Mapping
 from typing import Any, TypeAlias
+
+from msgspec import structs
 
 from ludic.envs.env import LudicEnv
 from ludic.plumbing.lazy import resolve
@@ -157,7 +158,7 @@ def _left_nothing_behind() -> bool:
 def _as_json(outcome: Any) -> Mapping[str, Any]:
     if not isinstance(outcome, StepOutcome):
         raise TypeError(f"step returned a {type(outcome).__name__} instead of a StepOutcome")
-    return {field.name: getattr(outcome, field.name) for field in dataclasses.fields(outcome)}
+    return structs.asdict(outcome)
 
 
 def _state(env: LudicEnv[Any, Any, Any]) -> Mapping[str, Any]:

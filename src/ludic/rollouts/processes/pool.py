@@ -23,7 +23,7 @@ from ludic.errors import (
     SerializationError,
 )
 from ludic.inference.client import ChatClient, QueueingClient, TokenCompletionRequest
-from ludic.plumbing.frozen import changed
+from ludic.plumbing.records import changed
 from ludic.rollouts.episode_runner import GRACE_S, EpisodeRunner, failed_episode
 from ludic.rollouts.planning import PlannedEpisode
 from ludic.rollouts.processes.channel import Channel, Message, raised_error, sent_error

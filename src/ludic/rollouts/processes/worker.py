@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from ludic.agents.mcp import tool_servers
 from ludic.errors import DeadlineError, LudicError, NotTrainableError, SerializationError
 from ludic.inference.client import TokenCompletionRequest
-from ludic.plumbing.frozen import changed
+from ludic.plumbing.records import changed
 from ludic.plumbing.text import error_text, words_of
 from ludic.rollouts.episode_runner import EpisodeRunner
 from ludic.rollouts.planning import PlannedEpisode

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import Any, Self
+
+from msgspec.structs import replace
 
 from ludic.errors import ConfigError
 from ludic.inference import (

@@ -41,8 +41,7 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
         "`runs/first:sft`, `runs/first:step-40`",
         "revision": "a branch, tag or commit on the hub",
         "dtype": "the older word for `precision`; names the type of the weights only",
-        "precision": "what trainer and engine compute in; left out, "
-        "float32 on a CPU",
+        "precision": "what trainer and engine compute in; left out, float32 on a CPU",
         "device": "`cpu`, `cuda`, `cuda:1`; left out, the GPU if there is one",
         "kwargs": "arguments of the model's configuration, or sizes of the tiny one",
         "tool_parser": "how tool calls are read from the model's text; left out, as its family "

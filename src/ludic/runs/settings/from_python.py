@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct, structs
 from pydantic import BaseModel
 
 from ludic.errors import ConfigError
@@ -305,21 +306,29 @@ def key_of(name: str) -> str:
 def _table(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, BaseModel):
         return value.model_dump(by_alias=True, exclude_unset=True)
-    if is_dataclass(value) and not isinstance(value, type):
+    if _has_fields(value):
         return _changed(value)
     if isinstance(value, Mapping):
         return {str(key): _setting(setting) for key, setting in value.items()}
     raise ConfigError(f"{name}={value!r}: give a dict of its settings")
 
 
+def _has_fields(value: Any) -> bool:
+    return isinstance(value, Struct) or (is_dataclass(value) and not isinstance(value, type))
+
+
 def _changed(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass (a `TrainerConfig`, a `SamplingConfig`) that were set."""
-    stated = {field.name: getattr(value, field.name) for field in fields(value)}
-    return {f.name: stated[f.name] for f in fields(value) if stated[f.name] != f.default}
+    """The fields of a dataclass (`TrainerConfig`) or record (`SamplingConfig`) that were set."""
+    defaults: Mapping[str, Any] = {
+        field.name: field.default
+        for field in (structs.fields if isinstance(value, Struct) else fields)(value)
+    }
+    stated = {name: getattr(value, name) for name in defaults}
+    return {name: stated[name] for name in defaults if stated[name] != defaults[name]}
 
 
 def _setting(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "coefficients"):
+    if _has_fields(value) and not hasattr(value, "coefficients"):
         return value if isinstance(value, EnvSpec | ProtocolSpec) else _changed(value)
     if isinstance(value, Mapping):
         return dict(value)  # a shortcut may be put into it

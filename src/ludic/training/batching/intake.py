@@ -6,8 +6,9 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
+
+from msgspec.structs import replace
 
 from ludic.errors import BatchError, TrainingError
 from ludic.saw.codec import batch_from_dict, batch_to_dict

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ludic.errors import BatchError
 from ludic.saw.building import UNKNOWN_VERSION

@@ -15,7 +15,7 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 
 from ludic.errors import BatchError
-from ludic.plumbing.frozen import quick
+from ludic.plumbing.records import Record
 from ludic.training.metrics.workload import Workload
 from ludic.training.types import Scope
 from ludic.training.update.layout import Layout, describe
@@ -121,9 +121,7 @@ def _saved(shared: int) -> int:
     return shared - -(-shared // REPEATED)
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class _Unit:
+class _Unit(Record, frozen=True):
     """Items that go to one micro-batch together."""
 
     items: tuple[int, ...]
