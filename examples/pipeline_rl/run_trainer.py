@@ -8,7 +8,7 @@ The trainer asks for groups of episodes, trains on what comes back, and writes e
 folder that the actors read. Kill any of the three and start it again: nothing is lost, and nothing
 is trained on twice. Give both the same --model: a folder, such as the cold start of
 `examples/tic_tac_toe`, or a name on the hub. With --port, vLLM samples: start it with
-`python -m ludic.inference.vllm.server`, and give both the same port; the trainer then sends it the
+`python -m ludic.inference.vllm_server`, and give both the same port; the trainer then sends it the
 weights after every update.
 
 Another Redis is named in the environment variable LUDIC_REDIS_URL, password and all: an argument

@@ -7,8 +7,4 @@ without torch.
 
 from ludic.plumbing.lazy import late_names
 
-__getattr__, __all__ = late_names(__name__, __file__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = late_names(__name__, __file__)

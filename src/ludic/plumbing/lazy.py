@@ -36,19 +36,26 @@ def _parts(place: str) -> tuple[str, Callable[[Any], Any]]:
     return _MOVED.get(module, module), attrgetter(path)
 
 
-def late_names(package: str, file: str) -> tuple[Callable[[str], Any], list[str]]:
-    """Returns `__getattr__` and `__all__` of a package whose names are imported on first use.
+def late_names(
+    package: str, file: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Returns `__getattr__`, `__dir__` and `__all__` of a package whose names are imported on first
+    use.
 
-    The stub beside the package's `file` (`__init__.pyi`) lists the names, as lines of the form
-    `from module import name as name`, or `as` another name. Type checkers read the same list.
+    The stub beside the package's `file` (`__init__.pyi`) has the names, which type checkers read
+    there, too: `from module import name as name`; or `from module import name`, which exports
+    nothing yet, and further down `other_name = name`.
     """
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
-    places = {
-        alias.asname or alias.name: f"{line.module}:{alias.name}"
-        for line in stub.body
-        if isinstance(line, ast.ImportFrom)
-        for alias in line.names
-    }
+    imported: dict[str, str] = {}
+    places: dict[str, str] = {}
+    for line in stub.body:
+        match line:
+            case ast.ImportFrom(module=module, names=names):
+                imported |= {alias.name: f"{module}:{alias.name}" for alias in names}
+                places |= {alias.asname: imported[alias.name] for alias in names if alias.asname}
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Name(id=value)):
+                places[name] = imported[value]
 
     def find(name: str) -> Any:
         if name not in places:
@@ -57,7 +64,8 @@ def late_names(package: str, file: str) -> tuple[Callable[[str], Any], list[str]
         setattr(sys.modules[package], name, value)
         return value
 
-    return find, sorted(places)
+    exported = sorted(places)
+    return find, lambda: exported, exported
 
 
 _names_are_stored = ContextVar("names_are_stored", default=False)

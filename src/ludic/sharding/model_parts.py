@@ -7,16 +7,7 @@ from typing import Any
 from torch import nn
 
 from ludic.errors import ConfigError
-from ludic.inference.local.module.base_model import base_causal_lm
-
-__all__ = [
-    "backbone_of",
-    "base_causal_lm",
-    "config_facts",
-    "decoder_layers",
-    "head_of",
-    "vocabulary_size",
-]
+from ludic.inference.local.module.base_model import base_causal_lm as base_causal_lm
 
 
 def head_of(causal: nn.Module) -> nn.Module:

@@ -12,6 +12,4 @@ A request's way through it, which is also an order to read the files in:
 - `build`, `family_check`, `reference`: puts an engine together and checks that it is right.
 """
 
-from ludic.inference.local.client import LocalChatClient
-
-__all__ = ["LocalChatClient"]
+from ludic.inference.local.client import LocalChatClient as LocalChatClient

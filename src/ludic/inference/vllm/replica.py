@@ -97,7 +97,7 @@ async def learn(
     except (InferenceError, KeyError, TypeError, AttributeError) as exc:
         raise ConfigError(
             f"{url} does not answer like a vLLM server ({exc}): is the address right? Start one "
-            "with `python -m ludic.inference.vllm.server --model …`"
+            "with `python -m ludic.inference.vllm_server --model …`"
         ) from exc
     lengths = [m.get("max_model_len") for m in served["data"] if m.get("max_model_len")]
     names_versions = "/weight_info" in paths

@@ -1,4 +1,4 @@
-"""`python -m ludic.inference.vllm.server`: vLLM's own server, with the flags that training needs.
+"""`python -m ludic.inference.vllm_server`: vLLM's own server, with the flags that training needs.
 
 Nothing of vLLM is changed. The server gets its RL routes (development mode), token-in-token-out
 where the version has it, processed log-probs, and Ludic's weight transfer through vLLM's plugin
@@ -237,7 +237,7 @@ def _group_lives(group: int) -> bool:
 def parse(arguments: Sequence[str] | None = None) -> tuple[ServerSettings, argparse.Namespace]:
     """The command line; what it does not know is handed to vLLM as it stands."""
     parser = argparse.ArgumentParser(
-        prog="python -m ludic.inference.vllm.server",
+        prog="python -m ludic.inference.vllm_server",
         usage="%(prog)s MODEL [flags], or --model MODEL [flags]",
         description="Start vLLM's own server for training. Further flags go to vLLM.",
     )

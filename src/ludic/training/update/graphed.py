@@ -80,7 +80,7 @@ class Sizes(NamedTuple):
             fits &= tokens <= keys <= rows * self.most_keys
         return (rows, tokens, keys) if fits else None
 
-    def roomy(self) -> Sizes | None:
+    def rounded_up(self) -> Sizes | None:
         """Sizes that this one and others like it fit; None if none were found."""
         longest, most_keys = (-(-n // _BLOCK) * _BLOCK for n in (self.longest, self.most_keys))
         rows, tokens, keys = 1, self.tokens, self.keys
@@ -103,7 +103,7 @@ class Sizes(NamedTuple):
             keys = self.keys + found.tokens - self.tokens
         return None
 
-    def wastes_little(self, inner: Sizes) -> bool:
+    def is_close_fit(self, inner: Sizes) -> bool:
         """Whether padding `inner` to these sizes costs less than launching it, and no new graph."""
         return self.tokens <= 3 * inner.tokens and self.actions <= 3 * inner.actions + _BLOCK
 
@@ -197,15 +197,15 @@ class PassGraphs:
 
     def _find(self, sizes: Sizes) -> _Pass | None:
         for own, known in self.passes.items():
-            if own.wastes_little(sizes) and own.padding(sizes) is not None:
+            if own.is_close_fit(sizes) and own.padding(sizes) is not None:
                 self.passes[own] = self.passes.pop(own)  # the last one used is the last to go
                 return known
-        roomy = sizes.roomy()
-        if roomy is None:
+        rounded = sizes.rounded_up()
+        if rounded is None:
             return None
         if len(self.passes) >= _MOST_GRAPHS:
             del self.passes[next(iter(self.passes))]
-        return self.passes.setdefault(roomy, _Pass(self, roomy))
+        return self.passes.setdefault(rounded, _Pass(self, rounded))
 
     def may_capture(self, took: int) -> bool:
         """Whether a pass that took so much memory when it was launched may be captured now."""

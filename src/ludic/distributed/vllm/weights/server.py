@@ -29,7 +29,7 @@ class WeightsServer(ServerUpdate):
         if facts is not None and not facts.updates:
             raise ConfigError(
                 f"{self.replica.url} (vLLM {facts.vllm_version}) has no routes for weight "
-                "updates: start it with `python -m ludic.inference.vllm.server`, which "
+                "updates: start it with `python -m ludic.inference.vllm_server`, which "
                 "sets VLLM_SERVER_DEV_MODE=1; vLLM before 0.26 does not have them"
             )
         world = await self.ask("/get_world_size", seconds=self.patience_s, method="GET")

@@ -4,6 +4,5 @@ The solution runs in one sandbox and sees only the arguments of the calls. The t
 the expected values in them, run in the other. Between them goes tagged JSON.
 """
 
-from ludic.envs.code_exec.function_tests.relay import FunctionResults, run_function_tests
-
-__all__ = ["FunctionResults", "run_function_tests"]
+from ludic.envs.code_exec.function_tests.relay import FunctionResults as FunctionResults
+from ludic.envs.code_exec.function_tests.relay import run_function_tests as run_function_tests
