@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from ludic.errors import ConfigError, SchemaVersionError, SerializationError
 from ludic.plumbing.records import encode
-from ludic.rollouts.block_file import BlockFile
+from ludic.rollouts.block_writer import BlockFile
 from ludic.rollouts.lines import CutFileWarning, parse_line, read_lines
 from ludic.rollouts.stored_prompts import StoredRollout, with_repeats, without_repeats
 from ludic.types import AgentStep, Message, Rollout, from_json, to_json

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ludic.errors import SchemaVersionError, SerializationError
 from ludic.plumbing.records import encode
-from ludic.rollouts.block_file import BlockFile
+from ludic.rollouts.block_writer import BlockFile
 from ludic.rollouts.lines import CutFileWarning, keep_lines, parse_line, read_lines
 from ludic.saw.items import SAWItem
 
