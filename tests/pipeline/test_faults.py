@@ -22,7 +22,7 @@ from ludic.pipeline.messages import Group, group_message
 from ludic.pipeline.store import Store, entries
 from tests.pipeline.cut import Line
 from tests.pipeline.test_batch_source import acting, announced, units_of, until
-from tests.pipeline.world import make_source
+from tests.pipeline.world import make_source, server_of
 
 pytestmark = pytest.mark.redis
 
@@ -85,7 +85,7 @@ async def test_a_full_redis_says_so_and_goes_on_when_there_is_room(own_server: L
     await source.open()
     await source._ask_more()
     ((entry, number, _),) = _taken(store, 1)
-    store._redis.config_set("maxmemory", "100kb")
+    server_of(store).config_set("maxmemory", "100kb")
     impatient = Store(replace(config, patience_s=0.3))
     with pytest.raises(PipelineError, match="its memory is full"):
         impatient.run("append", "by-hand", entry, number, b"group", 0)
@@ -96,7 +96,7 @@ async def test_a_full_redis_says_so_and_goes_on_when_there_is_room(own_server: L
         following = asyncio.create_task(source.next_batch())
         await asyncio.sleep(1.0)
         assert not following.done()
-        store._redis.config_set("maxmemory", "0")
+        server_of(store).config_set("maxmemory", "0")
         assert units_of(await asyncio.wait_for(following, 60)) == [0, 1]
     await source.close()
     store.close()

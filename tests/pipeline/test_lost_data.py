@@ -12,7 +12,7 @@ import pytest
 from ludic.pipeline import Bounds, LocalRedis, PipelineConfig
 from ludic.pipeline.store import Store, entries, flat
 from tests.pipeline.test_batch_source import acting, announced, units_of
-from tests.pipeline.world import make_source
+from tests.pipeline.world import make_source, server_of
 
 pytestmark = pytest.mark.redis
 
@@ -105,8 +105,8 @@ async def test_units_that_the_server_lost_are_asked_for_again_while_the_trainer_
     source = await announced(make_source(config))
     await source.open()
     await source._ask_more()
-    store._redis.hdel(store.keys["units"], 0, 1)
-    store._redis.xtrim(store.keys["requests"], maxlen=2, approximate=False)
+    server_of(store).hdel(store.keys["units"], 0, 1)
+    server_of(store).xtrim(store.keys["requests"], maxlen=2, approximate=False)
     async with acting(config):
         assert units_of(await asyncio.wait_for(source.next_batch(), 60)) == [0, 1]
     await source.close()
@@ -126,7 +126,7 @@ async def test_a_resumed_run_starts_over_where_the_server_lost_some_units(
     await first._ask_more()
     assert first.ledger.next == 8
     first.seat.close()
-    store._redis.hdel(store.keys["units"], lost)
+    server_of(store).hdel(store.keys["units"], lost)
     second = make_source(config)
     second.load_state_dict(state)
     await announced(second)

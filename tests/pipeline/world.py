@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import redis
+
 from ludic.inference.scripted_client import ScriptedCall, ScriptedChatClient
 from ludic.inference.templates.hf import HFChatTemplate
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
@@ -25,6 +27,7 @@ from ludic.pipeline import (
     only,
     run_pipeline_actor,
 )
+from ludic.pipeline.store import Store
 from ludic.rollouts import EnvSpec, FixedMix, ProtocolSpec, RolloutEngine, RolloutRequest
 from ludic.seeding import derive_seed
 from ludic.training import CheckpointConfig, Trainer, TrainerConfig, make_grpo
@@ -55,6 +58,11 @@ def make_engine(latency_s: float = 0.0) -> tuple[RolloutEngine, ScriptedChatClie
 
 def make_curriculum() -> FixedMix:
     return FixedMix({"guess": (REQUEST, 1.0)}, seed=3)
+
+
+def server_of(store: Store) -> Any:
+    """The Redis of a store, past the run's own scripts."""
+    return redis.Redis.from_url(store.config.url)
 
 
 def make_source(
