@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from enum import StrEnum
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -101,7 +101,6 @@ AGENT_STEPS = st.builds(
     tool_call_errors=st.lists(TEXT, max_size=2).map(tuple),
     sampling=INFO,
     info=INFO,
-    kind=st.just("agent"),
 )
 
 
@@ -182,8 +181,8 @@ EVERY_TYPE = {
 
 def exactly(value: Any) -> Any:
     """A form in which NaN equals itself, and 1, 1.0 and True differ."""
-    if dataclasses.is_dataclass(value):
-        pairs = [(f.name, exactly(getattr(value, f.name))) for f in dataclasses.fields(value)]
+    if isinstance(value, msgspec.Struct):
+        pairs = [(name, exactly(item)) for name, item in msgspec.structs.asdict(value).items()]
         return (type(value), pairs)
     if isinstance(value, dict):
         return {key: exactly(item) for key, item in value.items()}
@@ -232,7 +231,7 @@ class Colour(StrEnum):
 )
 def test_what_json_does_not_have_is_refused_with_its_place(value: Any) -> None:
     rollout = Rollout("r", (), meta={"deep": [0, {"it": value}]})
-    with pytest.raises(SerializationError, match=r"Rollout\.meta: \['deep'\]\[1\]\['it'\]"):
+    with pytest.raises(SerializationError, match=r"Rollout\.meta\['deep'\]\[1\]\['it'\]"):
         to_json(rollout)
     with pytest.raises(SerializationError, match=r"the info\['x'\]"):
         check_json({"x": value}, "the info")

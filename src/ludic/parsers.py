@@ -18,18 +18,15 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ludic.errors import ConfigError
-from ludic.plumbing.frozen import quick
 from ludic.plumbing.given import remembered
+from ludic.plumbing.records import Record
 from ludic.registry import PARSERS
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class ParseResult:
+class ParseResult(Record, frozen=True):
     """The action, or None with feedback in `obs`; `reward` is for the format alone."""
 
     action: str | None

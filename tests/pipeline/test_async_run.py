@@ -9,10 +9,10 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ludic.errors import ConfigError, PipelineError
 from ludic.pipeline.local_redis import LocalRedis

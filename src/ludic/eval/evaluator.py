@@ -8,6 +8,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from msgspec import structs
+
 from ludic.eval.headline import headline_of
 from ludic.eval.report import EpisodeResult, EvalReport, Success
 from ludic.rollouts import RolloutEngine, RolloutRequest
@@ -32,7 +34,7 @@ def eval_requests(
     """Returns `episodes` requests like `template` with their own seeds, disjoint from all training
     seeds. Samples of one task share the environment's seed."""
     return [
-        replace(
+        structs.replace(
             template,
             env_seed=derive_seed(seed, "eval", "env", i // samples_per_task),
             sampling_seed=derive_seed(seed, "eval", "sampling", i),
@@ -99,7 +101,7 @@ def _seated(rollouts: Sequence[Rollout], agent_id: str | None) -> list[Rollout]:
         unseated = present[rollout.episode_id] == 1 and rollout.error and not rollout.steps
         if unseated and rollout.agent_id not in seats_there:
             taken = [agent_id] if agent_id is not None else seats_there or [rollout.agent_id]
-            judged += [replace(rollout, agent_id=seat) for seat in taken]
+            judged += [structs.replace(rollout, agent_id=seat) for seat in taken]
         elif agent_id in (None, rollout.agent_id):
             judged.append(rollout)
     return judged

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
+
+from msgspec.structs import replace
 
 from ludic.errors import ConfigError, EnvError
 from ludic.inference.addresses import find_key

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
+
+from msgspec.structs import replace
 
 from ludic.agents.base_agent import ActResult
 from ludic.errors import AgentError

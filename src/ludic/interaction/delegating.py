@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
+
+from msgspec.structs import replace
 
 from ludic.agents.base_agent import Agent
 from ludic.agents.tool_agent import ExternalToolHandler, ToolAgent

@@ -6,8 +6,9 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
+
+from msgspec.structs import replace
 
 from ludic.agents.base_agent import ActResult, Agent
 from ludic.envs.env import LudicEnv

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, TypeAlias
 
+from msgspec import structs
+
 from ludic.errors import CheckpointError, ConfigError
 from ludic.pipeline.messages import Unit
 from ludic.rollouts.curricula import Curriculum
@@ -58,7 +60,7 @@ class Ledger:
         its number, whichever actor runs it, and however often."""
         asked, prefix = self.outstanding[number], f"unit-{number}"
         requests = tuple(
-            r if r.group_id is None else replace(r, group_id=prefix) for r in asked.requests
+            r if r.group_id is None else structs.replace(r, group_id=prefix) for r in asked.requests
         )
         return Unit(number, requests, prefix, max_steps, policy)
 

@@ -12,7 +12,7 @@ are checked like those of a file. Nothing is unpickled and nothing is executed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 import zstandard
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ludic.errors import DataError, SchemaVersionError, SerializationError

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from msgspec.structs import replace
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.rollouts.requests import RolloutRequest

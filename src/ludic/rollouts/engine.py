@@ -14,9 +14,10 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeAlias, TypedDict, TypeVar, Unpack
+
+from msgspec.structs import replace
 
 from ludic.errors import ConfigError, RolloutError
 from ludic.interaction.base import Runtime

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from ludic.errors import RolloutError
 from ludic.inference.sampling import InferenceSpec

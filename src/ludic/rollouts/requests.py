@@ -6,19 +6,20 @@ Requests and episodes are pure data, so that they can be stored, sent and repeat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import field
+from msgspec.structs import replace
 
 from ludic.errors import ConfigError
 from ludic.inference.sampling import InferenceSpec
-from ludic.plumbing.frozen import changed, quick
+from ludic.plumbing.records import Record
 from ludic.seeding import derive_seed
 from ludic.types import EnvSpec, Info, ProtocolSpec, Rollout
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class RolloutRequest:
+class RolloutRequest(Record, frozen=True):
     """Asks for `num_episodes` episodes of one environment under one protocol.
 
     A single episode uses the seeds as they are given; several differ in the seeds derived from
@@ -115,16 +116,14 @@ class GRPORequestStrategy:
         return [
             member
             if sampling_seed is None
-            else changed(
+            else replace(
                 member, sampling_seed=derive_seed(sampling_seed, *path, "member", position_in_group)
             )
             for position_in_group in range(self.group_size)
         ]
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class PlannedEpisode:
+class PlannedEpisode(Record, frozen=True):
     """One episode to run; `attempt` counts the retries."""
 
     id: str

@@ -10,6 +10,8 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from ludic.errors import ConfigError, RolloutError, UnknownNameError
 from ludic.eval import EvalReport
 from ludic.eval.headline import USUAL
@@ -70,7 +72,7 @@ async def watch_model(
     known = {request.env.kind: request for mix in mixes for request, _ in mix.values()}
     request = known.get(env.kind) or next(iter(known.values()))
     kwargs = {**(request.env.kwargs if env.kind in known else {}), **env.kwargs}
-    request = replace(
+    request = structs.replace(
         request,
         env=EnvSpec(env.kind, kwargs),
         env_seed=derive_seed(seed, "play"),

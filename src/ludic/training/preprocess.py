@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ludic.errors import ConfigError, NotTrainableError

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludic.plumbing.text import clean_text
-from ludic.view.blocks import Block, Damage, whole_blocks
+from ludic.rollouts.lines import Block, Damage, whole_blocks
 from ludic.view.folders import RunPlace, ViewError
 from ludic.view.rows import COLUMNS, NewerSchemaError, rollout_columns, trained_columns
 

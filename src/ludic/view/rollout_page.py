@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ludic.errors import LudicError
-from ludic.rollouts.lines import parse_line
+from ludic.rollouts.lines import parse_line, read_block
 from ludic.rollouts.storage import rollout_from_row
 from ludic.rollouts.stored_prompts import shared_length
 from ludic.rollouts.token_log import TrainedTokens, trained_tokens
 from ludic.types import AgentStep, EnvironmentStep, Rollout
-from ludic.view.blocks import read_block
 from ludic.view.folders import RunPlace, ViewError
 from ludic.view.queries import members
 from ludic.view.token_text import TokenTexts

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from transformers import Qwen2ForCausalLM
 
 from ludic.distributed.publisher import BroadcastPolicyPublisher
@@ -95,7 +96,9 @@ async def test_a_stop_id_ends_the_completion_and_stays_in_it(client: VLLMChatCli
     assert stopped.finish_reason is FinishReason.STOP
     # The same through the field for whatever only vLLM knows.
     extensions = VLLMExtensions(extra_body_overrides={"stop_token_ids": [whole[2]]}).to_mapping()
-    again = await client.complete_tokens(replace(request(max_tokens=6), extensions=extensions))
+    again = await client.complete_tokens(
+        structs.replace(request(max_tokens=6), extensions=extensions)
+    )
     assert trace_of(again).completion_token_ids == whole[:3]
 
 

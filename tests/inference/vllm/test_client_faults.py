@@ -61,7 +61,7 @@ async def test_every_sampling_setting_is_sent_so_that_no_default_sneaks_in(
 
 
 async def test_extensions_reach_the_right_place(client: VLLMChatClient, fake: FakeVLLM) -> None:
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     overrides = {"min_tokens": 2, "priority": 3, "sampling_params": {"top_k": 5}}
     extensions = VLLMExtensions(extra_body_overrides=overrides, max_think_tokens=64)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 

@@ -14,9 +14,11 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
+
+from msgspec.structs import replace
 
 from ludic.agents.model_calls import ModelCall, ModelCaller
 from ludic.agents.programs.chat_api import Answer, ApiError, ChatRequest, answer_of

@@ -14,7 +14,6 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, cast
@@ -25,7 +24,7 @@ from ludic.inference.templates.jinja import JinjaTemplate
 from ludic.inference.templates.probes import Closing, MessageGuard, TemplateProbes
 from ludic.inference.templates.token_codec import TokenCodec, literal_pattern, unguard
 from ludic.inference.templates.tool_parsers import HermesToolParser, JSONToolParser, ToolParser
-from ludic.plumbing.frozen import quick
+from ludic.plumbing.records import Record
 from ludic.registry import list_tool_parsers
 from ludic.types import ChatResponse, Fork, ForkReason, Message, TokenTrace, ToolCall
 
@@ -94,9 +93,7 @@ NO_TOOLS = (
 _REMEMBERED_CHARS = 64_000_000
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class _Rendered:
+class _Rendered(Record, frozen=True):
     """A prompt that was made before: from which messages and tools, and its text (guarded)."""
 
     messages: tuple[Message, ...]

@@ -20,7 +20,7 @@ from ludic.errors import (
     SerializationError,
 )
 from ludic.inference.client import ChatClient, QueueingClient, TokenCompletionRequest
-from ludic.plumbing.frozen import changed
+from ludic.plumbing.records import changed
 from ludic.rollouts.episode_runner import GRACE_S, EpisodeRunner, failed_episode
 from ludic.rollouts.processes import messages
 from ludic.rollouts.processes.messages import described, pack, raised_error, sent_error, unpack

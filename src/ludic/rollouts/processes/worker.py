@@ -29,7 +29,7 @@ from ludic.errors import (
     SerializationError,
 )
 from ludic.inference.client import TokenCompletionRequest
-from ludic.plumbing.frozen import changed
+from ludic.plumbing.records import changed
 from ludic.plumbing.text import error_text, words_of
 from ludic.rollouts.episode_runner import EpisodeRunner
 from ludic.rollouts.processes import messages

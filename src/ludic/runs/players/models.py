@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+from msgspec.structs import replace
 from torch import nn
 
 from ludic.errors import ConfigError

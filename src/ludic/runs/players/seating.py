@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
 from torch import nn
 
 from ludic.errors import ConfigError, UnknownNameError
@@ -177,7 +178,7 @@ def _tasks(
     if count is None:
         return {name: request for name, (request, _) in mix.items()}
     return {
-        f"{name}#{i}": replace(request, env_seed=derive_seed(seed, name, "task", i))
+        f"{name}#{i}": structs.replace(request, env_seed=derive_seed(seed, name, "task", i))
         for name, (request, _) in mix.items()
         for i in range(count)
     }

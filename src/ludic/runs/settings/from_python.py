@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct, structs
 from pydantic import BaseModel
 
 from ludic.errors import ConfigError
@@ -281,6 +282,9 @@ def _described(value: Any) -> Any:
         return value.model_dump(by_alias=True, exclude_unset=True)
     if isinstance(value, EnvSpec | ProtocolSpec):
         return {"kind": value.kind, "kwargs": dict(value.kwargs)}
+    if isinstance(value, Struct):
+        defaults = {field.name: field.default for field in structs.fields(value)}
+        return {k: v for k, v in structs.asdict(value).items() if v != defaults[k]}
     if not is_dataclass(value) or callable(value):
         return value
     if hasattr(value, "coefficients"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ludic.errors import BatchError
 from ludic.saw.building import UNKNOWN_VERSION

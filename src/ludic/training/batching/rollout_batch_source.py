@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+from msgspec.structs import replace
 
 from ludic.errors import CheckpointError, ConfigError, RolloutError
 from ludic.rollouts.curricula import Curriculum

@@ -12,10 +12,11 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ludic.errors import BatchError, ConfigError, DeadlineError, NotTrainableError, UnknownNameError

@@ -16,6 +16,7 @@ from random import Random
 from typing import Any, Self
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError
@@ -81,7 +82,7 @@ class SelfPlay:
         kwargs = dict(request.protocol.kwargs)
         opponent = {"client": past_name(taken)}
         kwargs["seats"] = {**kwargs.get("seats", {}), self._seats[seat]: opponent}
-        return replace(
+        return structs.replace(
             request,
             protocol=ProtocolSpec(request.protocol.kind, kwargs),
             meta={**request.meta, OPPONENT: self.slots[taken]},

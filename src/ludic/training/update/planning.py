@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from ludic.errors import BatchError
-from ludic.plumbing.frozen import quick
 from ludic.plumbing.model_parts import base_causal_lm, config_facts
+from ludic.plumbing.records import Record
 from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.perf import Workload
@@ -190,9 +190,7 @@ def _saved(shared: int) -> int:
     return shared - -(-shared // REPEATED)
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class _Unit:
+class _Unit(Record, frozen=True):
     """Items that go to one micro-batch together."""
 
     items: tuple[int, ...]
