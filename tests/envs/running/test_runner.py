@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from ludic.envs import EnvRunner, LudicEnv
 from ludic.errors import ConfigError, DeadlineError, EnvError
@@ -334,7 +334,7 @@ class TestContract:
             await runner.step({"a": "x"})
 
     async def test_everybody_hears_their_own_ending(self) -> None:
-        lost = dataclasses.replace(OVER, reward=-1.0)
+        lost = structs.replace(OVER, reward=-1.0)
         runner = await after_reset(AnyEnv(steps=[{"a": OVER, "b": lost}]))
         assert await runner.step({"a": "x"}) == {"a": OVER, "b": lost}
         assert runner.done
