@@ -25,14 +25,12 @@ from ludic.sharding.world import World, work_on
 from ludic.training.algorithm import RLAlgorithm, Stateful, one_algorithm
 from ludic.training.batching.intake import BatchesEnded, Intake
 from ludic.training.batching.source import GivesBatches, SamplingAhead, as_source
-from ludic.training.checkpoints.checkpoint import Checkpointer
-from ludic.training.checkpoints.contents import TrainerState
+from ludic.training.checkpoint import Checkpointer
+from ludic.training.checkpoint_contents import TrainerState
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.loggers import Logger, MetricLog
-from ludic.training.metrics.perf import PerfMeter
-from ludic.training.metrics.publish_log import PublishLog
+from ludic.training.metrics.perf import PerfMeter, PublishLog, Workload
 from ludic.training.metrics.stats import StatBuffer, batch_metrics, over_steps
-from ludic.training.metrics.workload import Workload
 from ludic.training.types import Evaluates
 from ludic.training.update.checks import check_packing, check_split
 from ludic.training.update.optimizer import MasterAdamW, clipped
