@@ -35,7 +35,7 @@ from ludic.pipeline import (
     PipelineConfig,
     PipelinePublisher,
     PolicyFolder,
-    TrainerSeat,
+    TrainerLease,
 )
 from ludic.rollouts import EnvSpec, FixedMix, ProtocolSpec, RolloutRequest
 from ludic.training import CheckpointConfig, Trainer, TrainerConfig, make_grpo
@@ -101,14 +101,14 @@ async def main() -> None:
 async def train(args: argparse.Namespace, stack: AsyncExitStack) -> None:
     """Requests, trains and publishes until all updates are done."""
     model, tokenizer = load_model(args.model), load_tokenizer(args.model)
-    seat = TrainerSeat(PipelineConfig(redis_url(), args.run))
+    lease = TrainerLease(PipelineConfig(redis_url(), args.run))
     if args.port:
         vllm = BroadcastPolicyPublisher(await server(args, tokenizer, stack))
-        publisher = PipelinePublisher(seat, vllm)
+        publisher = PipelinePublisher(lease, vllm)
     else:
-        publisher = PipelinePublisher(seat, folder=PolicyFolder(args.folder / "policy"))
+        publisher = PipelinePublisher(lease, folder=PolicyFolder(args.folder / "policy"))
     source = PipelineBatchSource(
-        seat=seat,
+        lease=lease,
         request_fn=FixedMix({"game": (GAME, 1.0)}),
         algorithm=make_grpo(group_size=8),
         rollouts_per_update=64,

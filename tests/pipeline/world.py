@@ -23,7 +23,7 @@ from ludic.pipeline import (
     PipelineBatchSource,
     PipelineConfig,
     PipelinePublisher,
-    TrainerSeat,
+    TrainerLease,
     only,
     run_pipeline_actor,
 )
@@ -77,7 +77,7 @@ def make_source(
 ) -> PipelineBatchSource:
     bounds = bounds or Bounds()
     return kind(
-        seat=TrainerSeat(config, lease_s=lease_s, fingerprint="world", max_bytes=bounds.bytes),
+        lease=TrainerLease(config, lease_s=lease_s, fingerprint="world", max_bytes=bounds.bytes),
         request_fn=make_curriculum(),
         algorithm=make_grpo(group_size=GROUP_SIZE),
         rollouts_per_update=groups_per_update * GROUP_SIZE,
@@ -95,7 +95,7 @@ def make_trainer(
     return Trainer(
         model=tiny_model(),
         batch_source=source,
-        publisher=PipelinePublisher(source.seat),
+        publisher=PipelinePublisher(source.lease),
         cfg=TrainerConfig(
             learning_rate=1e-3,
             max_seq_len=512,
@@ -147,7 +147,7 @@ class Recorded(PipelineBatchSource):
         await super()._ask(asked, again)
 
     def _note(self) -> None:
-        self._write({"step": self.step, "units": self._numbers, "attempt": self.seat.attempt})
+        self._write({"step": self.step, "units": self._numbers, "attempt": self.lease.attempt})
 
     def _write(self, line: dict[str, Any]) -> None:
         with open(self.record, "a", encoding="utf-8") as file:

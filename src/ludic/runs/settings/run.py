@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ludic.pipeline.asking import Bounds
-from ludic.pipeline.staleness import StalePolicy
+from ludic.pipeline.ledger import Bounds
+from ludic.pipeline.reading import StalePolicy
 from ludic.rollouts import LostMemberPolicy, RolloutEngine
 from ludic.runs.settings.base import Arguments, Section
 from ludic.runs.settings.inference import InferenceSection

@@ -1,4 +1,4 @@
-"""The trainer's seat: one trainer holds a run, by a lease that a thread renews."""
+"""One trainer holds a run, by a lease that a thread renews."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COSTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class Acquired:
     """What a trainer finds: which attempt at the run it is, the number of the next unit, the first
     that is not committed, and every unit from there on, as in `ludic.pipeline.scripts`."""
 
@@ -42,11 +42,11 @@ class Opened:
     units: Mapping[int, str]
 
 
-class TrainerSeat:
+class TrainerLease:
     """Holds a run for one trainer. Any thread may use it.
 
-    A trainer that died gives the seat up when its lease of `lease_s` runs out; whoever opens it
-    then waits that long, and no longer. A second trainer beside a living one is refused.
+    The lease of a trainer that died runs out after `lease_s`; whoever wants the run then waits that
+    long, and no longer. A second trainer beside a living one is refused.
     `fingerprint` names the configuration: another one under the same name is refused, too.
     A server that lost its data is taken again, as a new attempt, and told of the policy; `emptied`
     counts that. Attempts up to `attempt_floor` were before, whatever the server knows of them.
@@ -72,8 +72,8 @@ class TrainerSeat:
         self.facts: Callable[[], Mapping[str, Any]] = dict
         self._fingerprint, self._max_bytes = fingerprint, max_bytes
         self._token = secrets.token_hex(16)
-        self._opened: Opened | None = None
-        self._opening = threading.RLock()
+        self._acquired: Acquired | None = None
+        self._acquiring = threading.RLock()
         self._policy: Mapping[str, Any] | None = None
         self._ended = threading.Event()
         self._lost: LostRunError | None = None
@@ -81,24 +81,24 @@ class TrainerSeat:
 
     @property
     def attempt(self) -> int:
-        return self.opened.attempt
+        return self.acquired.attempt
 
     @property
     def last_attempt(self) -> int:
         """The newest attempt that this trainer knows of."""
-        return max(self.attempt_floor, 0 if self._opened is None else self._opened.attempt)
+        return max(self.attempt_floor, 0 if self._acquired is None else self._acquired.attempt)
 
     @property
-    def opened(self) -> Opened:
-        if self._opened is None:
-            raise PipelineError("this trainer has not opened its run")
-        return self._opened
+    def acquired(self) -> Acquired:
+        if self._acquired is None:
+            raise PipelineError("this trainer has not acquired its run")
+        return self._acquired
 
-    def open(self) -> Opened:
-        """Takes the seat, once. Waits for the lease of a trainer that died."""
-        with self._opening:
-            if not self._is_taken:
-                self._opened = self._take()
+    def acquire(self) -> Acquired:
+        """Takes the run, once. Waits for the lease of a trainer that died."""
+        with self._acquiring:
+            if not self._is_held:
+                self._acquired = self._take()
             if self._thread is None:
                 self.durability = self.store.durability()
                 if cost := COSTS.get(self.durability):
@@ -107,19 +107,19 @@ class TrainerSeat:
                     target=self._renew, name="ludic-trainer-lease", daemon=True
                 )
                 self._thread.start()
-            return self.opened
+            return self.acquired
 
     @property
-    def _is_taken(self) -> bool:
-        return self._opened is not None and self._opened.attempt > self.attempt_floor
+    def _is_held(self) -> bool:
+        return self._acquired is not None and self._acquired.attempt > self.attempt_floor
 
-    async def open_async(self) -> Opened:
-        """`open` for coroutines."""
-        if self._is_taken:
-            return self.opened
-        return await asyncio.to_thread(self.open)
+    async def acquire_async(self) -> Acquired:
+        """`acquire` for coroutines."""
+        if self._is_held:
+            return self.acquired
+        return await asyncio.to_thread(self.acquire)
 
-    def _take(self) -> Opened:
+    def _take(self) -> Acquired:
         lease_ms = int(self.lease_s * 1000)
         here = f"{socket.gethostname()}, process {os.getpid()}"
         began, lease_left = time.monotonic(), None
@@ -132,7 +132,7 @@ class TrainerSeat:
                 case b"ok":
                     flat = answer[4]
                     units = {int(n): u.decode() for n, u in zip(flat[::2], flat[1::2], strict=True)}
-                    return Opened(int(answer[1]), int(answer[2]), int(answer[3]), units)
+                    return Acquired(int(answer[1]), int(answer[2]), int(answer[3]), units)
                 case b"other":
                     raise PipelineError(
                         f"{self.config.shown} has another run under the name "
@@ -166,11 +166,11 @@ class TrainerSeat:
 
     def _begin_again(self, attempt: int, why: str) -> None:
         """Takes the run on a server that has forgotten it; one thread does, others follow."""
-        with self._opening:
+        with self._acquiring:
             if self._lost is not None or self.attempt != attempt:
                 return
             self.attempt_floor = attempt
-            self._opened = self._take()
+            self._acquired = self._take()
             self.emptied += 1
             _log.warning(
                 "%s: attempt %d goes on from the trainer's own books, and asks again for every "
@@ -186,7 +186,7 @@ class TrainerSeat:
 
     def announce(self, version: int, **facts: Any) -> int:
         """Tells the actors of a new policy; returns its serial number."""
-        with self._opening:  # so that no older one is announced after it
+        with self._acquiring:  # so that no older one is announced after it
             self._policy = {"version": version, **facts}
             self._announce(self._policy)
             self.version = version
@@ -196,8 +196,8 @@ class TrainerSeat:
         attempt = None
         while attempt != self.attempt:  # it changes if the server has just lost its data
             attempt = self.attempt
-            said = json.dumps({"attempt": attempt, **policy})
-            self.serial = int(self.run("announce", said, self.serial)[1])
+            announced = json.dumps({"attempt": attempt, **policy})
+            self.serial = int(self.run("announce", announced, self.serial)[1])
 
     def _renew(self) -> None:
         while not self._ended.wait(self.lease_s / 4):
@@ -211,16 +211,16 @@ class TrainerSeat:
                 _log.warning("the trainer's lease was not renewed: %s", exc)
 
     def close(self, ended: str | None = None) -> None:
-        """Gives the seat up. `ended` tells the actors that no more work will come, and why."""
+        """Gives the run up. `ended` tells the actors that no more work will come, and why."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join(self.lease_s)
-        if self._opened is not None and self._lost is None:
+        if self._acquired is not None and self._lost is None:
             try:
                 if ended is not None:
                     self.run("end", ended, patience_s=self.config.call_s)
                 self.store.run("close", self._token, patience_s=self.config.call_s)
             except PipelineError as exc:
                 _log.warning("the run's lease was not given up, and runs out by itself: %s", exc)
-        self._opened = None
+        self._acquired = None
         self.store.close()
