@@ -1,4 +1,4 @@
-"""Deadlines for code that awaits: `asyncio.timeout` at a tenth of its price.
+"""Deadlines for code that awaits: `asyncio.timeout` at about two thirds of its price.
 
 An episode has several deadlines at any moment, and hardly any of them ever comes. `asyncio` sets
 and cancels a timer for each. Here the deadlines of one event loop share one timer, set for the

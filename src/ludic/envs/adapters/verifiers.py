@@ -18,7 +18,7 @@ from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, EnvError
 from ludic.seeding import derive_seed
 from ludic.types import Action, Info, Obs, StepOutcome
-from ludic.workers.background_loop import BackgroundLoop
+from ludic.workers.threads import BackgroundLoop
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
 _CUT = ("max_turns_reached", "prompt_too_long", "timeout_reached")
