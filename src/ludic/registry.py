@@ -118,7 +118,7 @@ TOOLS = Registry(
             "Runs Python code in a sandbox, in a session that keeps its state.",
         ),
         "calculator": Entry(
-            "ludic.envs.code_exec.calculator:calculator", "Computes an arithmetic expression."
+            "ludic.envs.code_exec.tools:calculator", "Computes an arithmetic expression."
         ),
     },
     "ludic.tools",

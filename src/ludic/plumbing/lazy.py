@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _MOVED = {
+    "ludic.envs.code_exec.calculator": "ludic.envs.code_exec.tools",
     "ludic.envs.gsm8k": "ludic.envs.datasets.gsm8k",
     "ludic.envs.math": "ludic.envs.datasets.math",
     "ludic.envs.tic_tac_toe_teacher": "ludic.envs.tic_tac_toe.teacher",

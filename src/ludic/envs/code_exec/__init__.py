@@ -1,10 +1,9 @@
 """Environments that reward working programs, and the sandboxes that the programs run in."""
 
-from ludic.envs.code_exec.cache import ResultCache as ResultCache
-from ludic.envs.code_exec.calculator import calculator as calculator
 from ludic.envs.code_exec.env import CodeExecEnv as CodeExecEnv
 from ludic.envs.code_exec.judge import Judge as Judge
 from ludic.envs.code_exec.judge import Outcome as Outcome
+from ludic.envs.code_exec.judge import ResultCache as ResultCache
 from ludic.envs.code_exec.judge import Verdict as Verdict
 from ludic.envs.code_exec.sandbox import BubblewrapSandbox as BubblewrapSandbox
 from ludic.envs.code_exec.sandbox import Limits as Limits
@@ -24,5 +23,6 @@ from ludic.envs.code_exec.tasks import IOCase as IOCase
 from ludic.envs.code_exec.tasks import StdioTask as StdioTask
 from ludic.envs.code_exec.tasks import extract_code as extract_code
 from ludic.envs.code_exec.tools import PythonTool as PythonTool
+from ludic.envs.code_exec.tools import calculator as calculator
 from ludic.envs.code_exec.verifiers import Verifier as Verifier
 from ludic.envs.code_exec.verifiers import make_verifier as make_verifier

@@ -6,8 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ludic.envs.code_exec.cache import ResultCache
-from ludic.envs.code_exec.judge import Judge, Verdict
+from ludic.envs.code_exec.judge import Judge, ResultCache, Verdict
 from ludic.envs.code_exec.sandbox import (
     DEFAULT_SANDBOX,
     Limits,

@@ -1,6 +1,8 @@
-"""The host between the two sandboxes: passes calls on, and knows how each side ended.
+"""Asserts that never meet the code that they test: two sandboxes, and the host between them.
 
-A call and its answer pass through as the bytes that they are: only the tests' sandbox reads what a
+The solution runs in one sandbox (`serve_solution`) and sees only the arguments of the calls. The
+task's asserts, with the expected values in them, run in the other (`run_tests`). A call and its
+answer pass through the host as the bytes that they are: only the tests' sandbox reads what a
 solution returned. What the host reads itself are single letters and single strings.
 """
 
@@ -14,7 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ludic.envs.code_exec.program_text import text_of_line
 from ludic.envs.code_exec.sandbox import (
     Limits,
     Program,
@@ -23,6 +24,7 @@ from ludic.envs.code_exec.sandbox import (
     Sandbox,
     SandboxError,
     SandboxPool,
+    text_of_line,
 )
 
 _FOLDER = Path(__file__).parent
@@ -80,7 +82,7 @@ def _run(
     known = {name: job[name] for name in ("entry_point", "setup")}  # never the tests
     solver = boxes[0].open(
         {
-            **_package("tagged.py", "serve_solution.py"),
+            **_package("serve_solution.py"),
             "main.py": _SERVE,
             "solution.py": solution,
             "job.json": json.dumps(known).encode(),
@@ -97,7 +99,7 @@ def _run(
             return _not_loaded(told, result or solver.kill(), deadline)
         tester = boxes[1].open(
             {
-                **_package("tagged.py", "serve_solution.py", "run_tests.py"),
+                **_package("serve_solution.py", "run_tests.py"),
                 "main.py": _TESTS,
                 "job.json": json.dumps(job).encode(),
             },

@@ -13,8 +13,7 @@ import os
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from ludic.envs.code_exec.function_tests import tagged
-from ludic.envs.code_exec.function_tests.serve_solution import last_line, load_setup
+from ludic.envs.code_exec.serve_solution import decode, encode, last_line, load_setup
 
 
 class SolutionError(Exception):
@@ -63,20 +62,20 @@ class Remote:
     def call(self, args: list[Any], kwargs: dict[str, Any]) -> Any:
         request = {
             "function": self.name,
-            "args": tagged.encode(args),
-            "kwargs": tagged.encode(kwargs),
+            "args": encode(args),
+            "kwargs": encode(kwargs),
         }
         self.calls.write(f"C{json.dumps(request)}\n")
         self.calls.flush()
         answer = json.loads(self.answers.readline() or '{"error": ["", "the solution is gone"]}')
         if "args" in answer:
-            for mine, theirs in zip(args, tagged.decode(answer["args"]), strict=True):
+            for mine, theirs in zip(args, decode(answer["args"]), strict=True):
                 change(mine, theirs)
         if "error" in answer:
             name, message = answer["error"]
             self.raised = exception(str(name), str(message))
             raise self.raised
-        return tagged.decode(answer["value"])
+        return decode(answer["value"])
 
 
 def exception(name: str, message: str) -> Exception:
