@@ -25,7 +25,7 @@ from ludic.interaction.base import Runtime
 from ludic.rollouts import ProtocolSpec, RolloutEngine, RolloutWriter
 from ludic.rollouts.episode_runner import EpisodeRunner
 from ludic.rollouts.processes import WorkerPool, pool
-from ludic.rollouts.processes.description import described, made
+from ludic.rollouts.processes.messages import described, made
 from ludic.types import EnvironmentStep, Message, Rollout
 from tests.inference.local.asking import until
 from tests.rollouts.processes import worlds
