@@ -6,7 +6,6 @@ Actors that sample in-process load them from safetensors files, by address, vers
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights, named_tensors
 from ludic.errors import PipelineError, PublishError
 from ludic.pipeline.lease import TrainerLease
-from ludic.plumbing.checksums import file_checksum
+from ludic.plumbing.files import file_checksum, replacing
 from ludic.types import AgentStep, Rollout, TokenTrace, VersionSpan
 
 if TYPE_CHECKING:
@@ -61,13 +60,11 @@ class PolicyFolder:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
         self.path.mkdir(parents=True, exist_ok=True)
         target = self.path / f"policy-{attempt:06d}-{version:08d}.safetensors"
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            save_file(tensors, temporary)
-            checksum = file_checksum(temporary)
-            os.replace(temporary, target)
+            with replacing(target) as temporary:
+                save_file(tensors, temporary)
+                checksum = file_checksum(temporary)
         except OSError as exc:
-            temporary.unlink(missing_ok=True)
             raise PublishError(f"cannot write policy {version} to {self.path}: {exc}") from exc
         for old in sorted(self.path.glob("policy-*.safetensors"))[: -self.keep]:
             old.unlink(missing_ok=True)

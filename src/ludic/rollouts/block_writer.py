@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar
 
 from ludic.errors import DeadlineError, SerializationError
+from ludic.plumbing.files import sync
 from ludic.plumbing.text import error_text
 from ludic.rollouts.inflating import LONGEST_LINE
 from ludic.rollouts.lines import as_stored
@@ -254,11 +255,7 @@ class BlockWriter(Generic[T]):
     def _sync(self) -> None:
         os.fsync(self._file.fileno())
         if not self._synced_folder:
-            folder = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync(self.path.parent)
             self._synced_folder = True
 
     def _fail(self, exc: BaseException) -> None:
