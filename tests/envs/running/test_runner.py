@@ -192,8 +192,9 @@ class TestDeadlines:
         assert env.closed == 1
 
     async def test_after_a_deadline_the_runner_only_closes(self) -> None:
-        runner = EnvRunner(AsyncHangingEnv(), step_timeout_s=0.01)
+        runner = EnvRunner(AsyncHangingEnv(), step_timeout_s=60)
         await runner.reset(0)
+        runner.step_timeout_s = 0.01
         with pytest.raises(DeadlineError):
             await runner.step({"agent": "x"})
         with pytest.raises(EnvError, match="make a new"):
