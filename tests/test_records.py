@@ -377,4 +377,4 @@ def test_a_number_with_too_many_digits_to_be_read_is_refused() -> None:
 @pytest.mark.parametrize("number", ["1", "NaN"])
 def test_half_a_surrogate_pair_is_refused_however_it_is_spelled(number: str) -> None:
     with pytest.raises(SerializationError, match="Invalid JSON"):
-        from_json(EnvSpec, '{"kind": "\\ud800", "kwargs": {"a": %s}}' % number)
+        from_json(EnvSpec, r'{"kind": "\ud800", "kwargs": {"a": ' + number + "}}")
