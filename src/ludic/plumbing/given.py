@@ -7,7 +7,7 @@ and otherwise as "object:…", a name that means something only while its object
 >>> from json import loads
 >>> place_of(loads)
 'json:loads'
->>> with in_use({"object:note:half": 0.5}):
+>>> with bind_objects({"object:note:half": 0.5}):
 ...     given("object:note:half")
 0.5
 """
@@ -35,7 +35,7 @@ _objects: ContextVar[Mapping[str, Any]] = ContextVar("objects", default={})  # n
 
 
 @contextmanager
-def in_use(objects: Mapping[str, Any]) -> Iterator[None]:
+def bind_objects(objects: Mapping[str, Any]) -> Iterator[None]:
     """Within it, these names stand for these objects. Threads of `ludic.workers` inherit this."""
     token = _objects.set({**_objects.get(), **objects})
     try:
@@ -49,7 +49,7 @@ def is_given(name: object) -> bool:
     return isinstance(name, str) and name.startswith(PREFIX)
 
 
-def is_in_use(name: str) -> bool:
+def is_bound(name: str) -> bool:
     """Whether `given(name)` has an object to return."""
     return name in _objects.get()
 

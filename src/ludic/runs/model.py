@@ -30,6 +30,8 @@ HUB_TIMEOUT_S = 10.0
 
 def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Module, Any]:
     """Returns the run's model and tokenizer; `weights` is the `model` folder of a checkpoint."""
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
     section, dtype = config.model, weights_dtype(precision_of(config))
     if is_given(section.name):
         model, tokenizer = given(section.name, "model")

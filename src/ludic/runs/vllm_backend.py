@@ -36,7 +36,7 @@ from ludic.runs.gpu_share import server_shares_gpu, share_of_server
 from ludic.runs.model import check_device, precision_of
 from ludic.runs.results.terminal import say
 from ludic.runs.settings import InferenceSection, RunConfig
-from ludic.runs.settings.servers import read_key
+from ludic.runs.settings.base import read_key
 from ludic.sharding.ranks import launched
 from ludic.sharding.weights import plain_name
 from ludic.training.checkpoints.model_loading import no_progress_bar

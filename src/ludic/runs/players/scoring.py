@@ -17,15 +17,15 @@ from torch import nn
 from ludic.errors import CheckpointError, ConfigError
 from ludic.plumbing.precision import Precision
 from ludic.registry import ALGORITHMS
+from ludic.runs.episodes import TEACHER, teacher_name, teachers_by_env
 from ludic.runs.model import precision_of
-from ludic.runs.players.loading import (
+from ludic.runs.players.models import (
     check_other,
     check_vocabulary,
     client_of,
     load_other,
     served_name,
 )
-from ludic.runs.requests import TEACHER, teacher_name, teachers_by_env
 from ludic.runs.settings import OtherModelSection, RunConfig, TeacherSection
 from ludic.saw.items import SAWItem
 from ludic.training import RLAlgorithm

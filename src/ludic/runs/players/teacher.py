@@ -17,8 +17,7 @@ from ludic.plumbing.arguments import misfit, nearest
 from ludic.plumbing.given import given, is_given
 from ludic.plumbing.lazy import resolve
 from ludic.rollouts import FixedMix, RolloutWriter
-from ludic.runs.episodes import inference_spec, rollout_engine, tool_parser_of
-from ludic.runs.requests import requests_of
+from ludic.runs.episodes import inference_spec, requests_of, rollout_engine, tool_parser_of
 from ludic.runs.results.terminal import episodes_bar
 from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed

@@ -4,32 +4,20 @@
 `ConfigError` that names the key, the nearest right one, and the line.
 """
 
-from ludic.runs.settings.base import Arguments as Arguments
-from ludic.runs.settings.base import PartSection as PartSection
 from ludic.runs.settings.base import Section as Section
-from ludic.runs.settings.curriculum import CurriculumSection as CurriculumSection
-from ludic.runs.settings.curriculum import StageSection as StageSection
 from ludic.runs.settings.inference import InferenceSection as InferenceSection
 from ludic.runs.settings.inference import SamplingSection as SamplingSection
-from ludic.runs.settings.model import LoraSection as LoraSection
-from ludic.runs.settings.model import ModelSection as ModelSection
-from ludic.runs.settings.others import OtherModelSection as OtherModelSection
-from ludic.runs.settings.others import PlayerSection as PlayerSection
-from ludic.runs.settings.others import ReferenceSection as ReferenceSection
-from ludic.runs.settings.others import TeacherSection as TeacherSection
-from ludic.runs.settings.parts import AlgorithmSection as AlgorithmSection
 from ludic.runs.settings.parts import EnvSection as EnvSection
-from ludic.runs.settings.parts import ProtocolSection as ProtocolSection
-from ludic.runs.settings.pipeline import PipelineSection as PipelineSection
+from ludic.runs.settings.parts import ModelSection as ModelSection
+from ludic.runs.settings.parts import OtherModelSection as OtherModelSection
+from ludic.runs.settings.parts import PlayerSection as PlayerSection
+from ludic.runs.settings.parts import TeacherSection as TeacherSection
 from ludic.runs.settings.reading import apply_override as apply_override
 from ludic.runs.settings.reading import check_run as check_run
 from ludic.runs.settings.reading import load_run as load_run
 from ludic.runs.settings.reading import override_key as override_key
 from ludic.runs.settings.reading import parse_run as parse_run
-from ludic.runs.settings.run import SCHEMA as SCHEMA
-from ludic.runs.settings.run import LoggingSection as LoggingSection
+from ludic.runs.settings.run import EvalSection as EvalSection
+from ludic.runs.settings.run import PipelineSection as PipelineSection
 from ludic.runs.settings.run import RunConfig as RunConfig
-from ludic.runs.settings.run import RunSection as RunSection
-from ludic.runs.settings.stages import EvalSection as EvalSection
-from ludic.runs.settings.stages import SFTSection as SFTSection
-from ludic.runs.settings.stages import TrainingSection as TrainingSection
+from ludic.runs.settings.run import TrainingSection as TrainingSection

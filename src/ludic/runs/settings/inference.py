@@ -8,8 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator, model_validator
 
 from ludic.distributed.vllm.placement import PlaneName
-from ludic.runs.settings.base import Arguments, Section
-from ludic.runs.settings.servers import Address, KeyedSection
+from ludic.runs.settings.base import Address, Arguments, KeyedSection, Section
 
 
 class SamplingSection(Section):

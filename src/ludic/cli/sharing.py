@@ -1,4 +1,4 @@
-"""`ludic push`: a run's model on the Hugging Face hub, with a card that states the run."""
+"""`ludic push` and `init`: a model for the hub, a new environment."""
 
 from __future__ import annotations
 
@@ -50,3 +50,15 @@ def push(
         say(f"{done.url} is at commit {done.commit[:12]}")
     else:
         say(f"{done.url} has all of it already, at commit {done.commit[:12]}: nothing changed")
+
+
+def init(
+    name: Annotated[str, typer.Argument(help="The new package's name, such as my_env.")],
+    kind: Annotated[
+        str, typer.Option(help="What the environment is like: single, steps or two-seats.")
+    ] = "single",
+) -> None:
+    """Write a small package: an environment, its test, and a run file that trains at once."""
+    from ludic.runs import scaffold
+
+    print(scaffold.write(name, Path.cwd(), kind))

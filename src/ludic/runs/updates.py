@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ludic.registry import LOGGERS
+from ludic.runs.episodes import requests_of
 from ludic.runs.model import configuring
-from ludic.runs.requests import requests_of
 from ludic.runs.results.terminal import console
 from ludic.runs.settings import RunConfig
 from ludic.runs.storage.folder import RunFolder

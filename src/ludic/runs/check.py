@@ -19,18 +19,24 @@ from ludic.inference.tiny import tiny_tokenizer
 from ludic.interaction import Runtime
 from ludic.registry import make_protocol
 from ludic.runs.assemble import algorithm_of, sample_filter_of, sft_algorithm, trainer_config
-from ludic.runs.episodes import inference_spec, tool_parser_of, with_template
-from ludic.runs.execution.needs import agents_of, ask, check_tools
-from ludic.runs.execution.ranks import check_ranks
-from ludic.runs.execution.updates import check_loggers
+from ludic.runs.episodes import (
+    agents_of,
+    ask,
+    check_tools,
+    inference_spec,
+    requests_of,
+    tool_parser_of,
+    with_template,
+)
 from ludic.runs.model import build_model, check_device, configuring
-from ludic.runs.players.opponents import check_seating
 from ludic.runs.players.scoring import check_scoring
+from ludic.runs.players.seating import check_seating
 from ludic.runs.players.teacher import load_teacher
-from ludic.runs.requests import requests_of
+from ludic.runs.ranks import check_ranks
 from ludic.runs.settings import EnvSection, RunConfig
+from ludic.runs.settings.base import read_key
 from ludic.runs.settings.from_python import given_names
-from ludic.runs.settings.servers import read_key
+from ludic.runs.updates import check_loggers
 from ludic.runs.vllm_backend import check_publishing
 from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment.value_tracker import TrackedAdvantage

@@ -1,7 +1,8 @@
 """A run on several ranks, each a process that `torchrun` starts.
 
-Rank 0 carries the run out and talks: terminal, folder, servers, episodes. The others take part in
-the training of its sharded model.
+Rank 0 runs the stages and does the talking: terminal, folder, servers, episodes. The others take
+part in the training of its sharded model. Without a server, rank 0 samples from a copy of a small
+model, or not at all.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ import asyncio
 import copy
 import logging
 import warnings
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ludic.errors import ConfigError
-from ludic.runs.execution.gathered import samples
+from ludic.inference.client import ChatClient
 from ludic.runs.model import check_device
 from ludic.runs.settings import RunConfig
 from ludic.runs.storage.folder import RunFolder
@@ -27,42 +28,49 @@ from ludic.sharding.ranks import Launched, launched
 from ludic.sharding.weights import whole
 from ludic.sharding.world import PeerError, World, hearing_of_peers
 
+MOST_PARAMETERS = 600_000_000
+"""Of a model that rank 0 holds a whole copy of, beside its shard."""
+HOW = (
+    "from a copy that is gathered on rank 0 after every update (for trying it out: CPU ranks only)"
+)
 
-class Crew:
-    """The ranks of a run. Rank 0 tells the others what comes next; alone, that does nothing."""
+
+class Ranks:
+    """The ranks of a run. Rank 0 broadcasts what comes next; alone, that does nothing."""
 
     def __init__(self, mesh: DeviceMesh | None = None, device: torch.device | None = None) -> None:
         self.mesh, self.world = mesh, World.of(mesh, device or torch.device("cpu"))
         self._listening = True
-        """Whether the others wait for word; in the middle of a stage they do not."""
+        """Whether the others wait for a message; in the middle of a stage they do not."""
 
     @staticmethod
-    def assembled(config: RunConfig) -> Crew:
+    def joined(config: RunConfig) -> Ranks:
         """Joins the other ranks, if `torchrun` started any."""
         here = launched()
         if here.size == 1:
-            return Crew()
+            return Ranks()
         from ludic.sharding.fsdp import init_mesh
 
-        if not here.leads:
-            _be_silent()
+        if not here.leads:  # rank 0 says everything that all of them would
+            warnings.simplefilter("ignore")
+            logging.disable(logging.WARNING)
         device = check_device(config.model)
         mesh = init_mesh(device.type, timeout_s=config.training.rank_timeout_s)
         if device.type == "cuda":
             device = torch.device("cuda", here.local_rank)
-        return Crew(mesh, device)
+        return Ranks(mesh, device)
 
     @property
     def several(self) -> bool:
         """Whether there is more than one rank."""
         return self.world.size > 1
 
-    async def tell(self, **word: Any) -> None:
-        """Sends a word to the ranks that listen."""
-        await asyncio.to_thread(self.world.share, word)
+    async def broadcast(self, **message: Any) -> None:
+        """Sends a message to the ranks that listen."""
+        await asyncio.to_thread(self.world.share, message)
 
-    async def hear(self) -> dict[str, Any]:
-        """Waits for rank 0's next word; raises a `PeerError` if it is that rank 0 failed."""
+    async def receive(self) -> dict[str, Any]:
+        """Waits for rank 0's next message; raises a `PeerError` if it is that rank 0 failed."""
         return await asyncio.to_thread(self.world.share, None)
 
     @asynccontextmanager
@@ -75,24 +83,24 @@ class Crew:
         except Exception as exc:
             if self._listening and not isinstance(exc, PeerError):
                 with suppress(RuntimeError):
-                    await self.tell(error=f"{type(exc).__name__}: {exc}")
+                    await self.broadcast(error=f"{type(exc).__name__}: {exc}")
             raise
-        await self.tell(stage="end")
+        await self.broadcast(stage="end")
 
     @asynccontextmanager
     async def stage(self, name: str, folder: RunFolder, version: int = 0) -> AsyncIterator[None]:
         """Inside, all ranks train."""
-        await self.tell(stage=name, folder=str(folder.path.absolute()), version=version)
+        await self.broadcast(stage=name, folder=str(folder.path.absolute()), version=version)
         self._listening = False
         yield
         self._listening = True
 
 
 @contextmanager
-def cold_start_copy(model: nn.Module, crew: Crew) -> Iterator[nn.Module]:
+def cold_start_copy(model: nn.Module, ranks: Ranks) -> Iterator[nn.Module]:
     """Yields what the cold start trains: on several ranks a copy, since a module can be sharded
     once only, and the reinforcement shards the model. At the end the model has what was learnt."""
-    if not crew.several:
+    if not ranks.several:
         yield model
         return
     trained = copy.deepcopy(model)
@@ -149,7 +157,43 @@ def check_ranks(config: RunConfig, here: Launched | None = None) -> None:
         )
 
 
-def _be_silent() -> None:
-    """Rank 0 says everything that all of them would."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+def samples(config: RunConfig, here: Launched | None = None) -> bool:
+    """Whether the run asks the policy for tokens. On several ranks, a cold start alone does not: it
+    needs no sampler, and its evaluations are left out where there is no server."""
+    several = (here or launched()).size > 1
+    return not several or bool(config.training.steps) or config.inference.backend != "local"
+
+
+def gathered_copy(model: nn.Module) -> nn.Module:
+    """Returns a copy for the in-process engine, with adapters merged, as they are published. It is
+    made before the model is sharded. Raises `ConfigError` for a model that is not small."""
+    size = sum(p.numel() for p in model.parameters())
+    if size > MOST_PARAMETERS:
+        raise ConfigError(
+            f"on several CPU ranks rank 0 samples from a whole copy of the model, which is for "
+            f"models of up to {MOST_PARAMETERS:,} parameters, and this one has {size:,}: set "
+            'inference.backend = "vllm", or train on one rank'
+        )
+    copied = copy.deepcopy(model)
+    merge: Any = getattr(copied, "merge_and_unload", None)
+    whole: nn.Module = merge() if merge else copied
+    return whole.requires_grad_(False)
+
+
+class NoSampler(ChatClient):
+    """Stands where a run has no sampler; asking it is an error."""
+
+    @property
+    def max_context_tokens(self) -> int | None:
+        return None
+
+    async def complete_tokens(self, request: object) -> NoReturn:
+        raise ConfigError(
+            "this run only imitates, and on several ranks it has no sampler: evaluate its "
+            "checkpoint with `ludic eval`"
+        )
+
+    async def sync_weights(
+        self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
+    ) -> NoReturn:
+        raise ConfigError("there is no sampler that could take weights")
