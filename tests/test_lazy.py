@@ -13,12 +13,13 @@ from ludic.registry import ALGORITHMS
 @pytest.mark.parametrize(
     ("earlier", "now"),
     [
-        ("ludic.envs.gsm8k:GSM8KEnv", "ludic.envs.datasets.gsm8k:GSM8KEnv"),
-        ("ludic.envs.math:MATHEnv", "ludic.envs.datasets.math:MATHEnv"),
-        (
-            "ludic.envs.tic_tac_toe_teacher:random_legal",
-            "ludic.envs.tic_tac_toe.teacher:random_legal",
-        ),
+        ("ludic.envs.gsm8k:GSM8KEnv", "ludic.envs:GSM8KEnv"),
+        ("ludic.envs.math:MATHEnv", "ludic.envs:MATHEnv"),
+        ("ludic.envs.datasets.gsm8k:GSM8KEnv", "ludic.envs:GSM8KEnv"),
+        ("ludic.envs.datasets.math:MATHEnv", "ludic.envs:MATHEnv"),
+        ("ludic.envs.tic_tac_toe_teacher:random_legal", "ludic.envs.tic_tac_toe:random_legal"),
+        ("ludic.envs.tic_tac_toe.teacher:random_legal", "ludic.envs.tic_tac_toe:random_legal"),
+        ("ludic.envs.tic_tac_toe.env:TicTacToeEnv", "ludic.envs.tic_tac_toe:TicTacToeEnv"),
     ],
 )
 def test_places_in_run_folders_from_before_the_moves_still_resolve(earlier: str, now: str) -> None:

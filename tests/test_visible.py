@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ludic.eval import EvalReport
 from ludic.eval.report import EpisodeResult
-from ludic.plumbing.visible import visible
+from ludic.plumbing.text import visible
 from ludic.runs.results.report import RunReport
 from ludic.runs.results.terminal import PlainConsole
 

@@ -238,8 +238,8 @@ def regex_parser(
             f"regex_parser: {pattern!r} is not a regular expression: {error}"
         ) from error
     chosen = group if group is not None else min(1, compiled.groups)
-    known = chosen in compiled.groupindex if isinstance(chosen, str) else chosen <= compiled.groups
-    if not known:
+    exists = chosen in compiled.groupindex if isinstance(chosen, str) else chosen <= compiled.groups
+    if not exists:
         raise ConfigError(f"regex_parser: {pattern!r} has no group {chosen!r}")
     told = feedback or f"The answer does not have the form {pattern}"
     find = compiled.fullmatch if full else compiled.search

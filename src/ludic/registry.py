@@ -37,11 +37,12 @@ ENVS = Registry(
             "One question from a dataset, one judged answer.",
         ),
         "gsm8k": Entry(
-            "ludic.envs.datasets.gsm8k:GSM8KEnv",
+            "ludic.envs.dataset_qa_env:GSM8KEnv",
             "Grade-school word problems, judged by the number.",
         ),
         "math": Entry(
-            "ludic.envs.datasets.math:MATHEnv", "Competition problems, judged by symbolic equality."
+            "ludic.envs.dataset_qa_env:MATHEnv",
+            "Competition problems, judged by symbolic equality.",
         ),
         "code_exec": Entry(
             "ludic.envs.code_exec:CodeExecEnv",

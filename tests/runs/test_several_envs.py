@@ -19,7 +19,7 @@ from ludic.saw.batch import make_batch
 from ludic.saw.statistics import rollout_statistics
 from ludic.training.metrics.stats import batch_metrics
 from ludic.types import AgentStep, EnvironmentStep, FinishReason, Rollout
-from ludic.view.evaluations import figures
+from ludic.view.overview import figures
 
 RUN = """
 [[env]]

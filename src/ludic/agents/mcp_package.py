@@ -103,6 +103,6 @@ def cause(error: BaseException | None) -> BaseException | None:
 
 def said(error: BaseException | None) -> str:
     """An error in one line: its type, and what it says."""
-    found = cause(error)
-    name = type(found).__name__
-    return clean_text(f"{name}: {found}" if str(found or "") else name)
+    inner = cause(error)
+    name = type(inner).__name__
+    return clean_text(f"{name}: {inner}" if str(inner or "") else name)

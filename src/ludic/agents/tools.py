@@ -198,8 +198,8 @@ async def call_tool(
     name = call["function"]["name"]
     tool = tools.get(name)
     if tool is None:
-        known = ", ".join(sorted(tools)) or "none"
-        return ToolResult.failed(f"there is no tool {name!r}; the tools are: {known}")
+        names = ", ".join(sorted(tools)) or "none"
+        return ToolResult.failed(f"there is no tool {name!r}; the tools are: {names}")
     try:
         arguments = tool.check(call["function"]["arguments"])
     except ToolError as exc:

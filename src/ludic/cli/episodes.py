@@ -110,7 +110,7 @@ def generate(
         typer.Option(help="success, complete or parsed; may be repeated. All must hold."),
     ] = None,
 ) -> None:
-    """Write rollouts, filtered by rejection, as data that `ludic sft` takes."""
+    """Write rollouts that pass a filter, as data for `ludic sft`."""
     from ludic.runs.playing import generate_file
     from ludic.runs.results.terminal import say
 

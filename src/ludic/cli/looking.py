@@ -56,7 +56,7 @@ def calibrate(run: RunFile, overrides: Overrides = None) -> None:
 
 
 def envs() -> None:
-    """List the environments that can be named."""
+    """List the available environments."""
     from ludic.registry import list_envs
     from ludic.runs.results.terminal import print_names
 
@@ -64,7 +64,7 @@ def envs() -> None:
 
 
 def algorithms() -> None:
-    """List the algorithms that can be named."""
+    """List the available algorithms."""
     from ludic.registry import list_algorithms
     from ludic.runs.results.terminal import print_names
 
@@ -73,7 +73,7 @@ def algorithms() -> None:
 
 def view(
     folders: Annotated[
-        list[Path] | None, typer.Argument(help="Run folders, or folders that hold runs.")
+        list[Path] | None, typer.Argument(help="Run folders, or folders with runs in them.")
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",

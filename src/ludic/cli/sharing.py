@@ -18,19 +18,19 @@ def push(
         ),
     ],
     repo: Annotated[str, typer.Argument(help="Where it goes: OWNER/NAME.")],
-    revision: Annotated[str, typer.Option(help="The branch that will hold it.")] = "main",
+    revision: Annotated[str, typer.Option(help="The target branch.")] = "main",
     private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
     merged: Annotated[
-        bool, typer.Option("--merged", help="The whole model, with its adapter merged in.")
+        bool, typer.Option("--merged", help="Push the full model, with its adapter merged in.")
     ] = False,
     base_model: Annotated[
-        str | None, typer.Option(help="What an adapter belongs to, by its name on the hub.")
+        str | None, typer.Option(help="The adapter's base model, by its name on the hub.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write the folder that would be uploaded, and stop.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="With --dry-run: where. By default push-NAME.")
+        Path | None, typer.Option(help="With --dry-run, the folder to write; default: push-NAME.")
     ] = None,
 ) -> None:
     """Publish a run's checkpoint or adapter on the Hugging Face hub, with a card of the run."""
@@ -55,7 +55,7 @@ def push(
 def init(
     name: Annotated[str, typer.Argument(help="The new package's name, such as my_env.")],
     kind: Annotated[
-        str, typer.Option(help="What the environment is like: single, steps or two-seats.")
+        str, typer.Option(help="The kind of environment: single, steps or two-seats.")
     ] = "single",
 ) -> None:
     """Write a small package: an environment, its test, and a run file that trains at once."""

@@ -24,10 +24,13 @@ def train(
     resume: Annotated[Path | None, typer.Option(help="Resume the run in this folder.")] = None,
     dry_run: DryRun = False,
     asynchronous: Annotated[
-        bool, typer.Option("--async", help="Actors and trainer as processes, joined by Redis.")
+        bool,
+        typer.Option(
+            "--async", help="Run actors and trainer as separate processes, joined by Redis."
+        ),
     ] = False,
 ) -> None:
-    """Train an agent: cold start if the run has one, reinforcement, evaluation."""
+    """Train an agent: cold start if the run has one, RL, evaluation."""
     from ludic.errors import ConfigError
     from ludic.runs.run import Run
 
@@ -61,7 +64,7 @@ def print_or_go(run: Run, dry_run: bool) -> None:
 def sft(
     run: RunFile, overrides: Overrides = None, out: Out = None, dry_run: DryRun = False
 ) -> None:
-    """Only the supervised part of a run."""
+    """Run only the supervised part of a run."""
     from ludic.runs.run import Run
 
     print_or_go(Run.from_file(run, overrides or [], out=out, only_sft=True), dry_run)
@@ -79,7 +82,7 @@ def actor(
         str | None, typer.Option(help="The folder of the tokenizer, if not the model's.")
     ] = None,
 ) -> None:
-    """Sample for a run, beside any number of other actors, until it ends."""
+    """Sample for a run, alongside any number of other actors, until it ends."""
     from ludic.runs.pipeline.acting import act_for
 
     report = asyncio.run(
@@ -95,12 +98,12 @@ def actor(
 ANSWER_S = 5.0
 """How long a Redis that does not answer is waited for."""
 
-pipeline = typer.Typer(help="Look at a run over Redis.", no_args_is_help=True)
+pipeline = typer.Typer(help="Inspect a run over Redis.", no_args_is_help=True)
 
 
 @pipeline.callback()
 def look() -> None:
-    """Look at a run over Redis."""
+    """Inspect a run over Redis."""
 
 
 @pipeline.command()

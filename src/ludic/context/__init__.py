@@ -7,8 +7,8 @@ from typing import Any
 
 from ludic.context.base import ContextStrategy as ContextStrategy
 from ludic.context.full_dialog import FullDialog as FullDialog
+from ludic.context.full_dialog import WindowedDialog as WindowedDialog
 from ludic.context.truncated_thinking import TruncatedThinkingContext as TruncatedThinkingContext
-from ludic.context.windowed import WindowedDialog as WindowedDialog
 from ludic.registry import CONTEXTS
 
 

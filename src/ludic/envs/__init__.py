@@ -7,8 +7,8 @@ read and to copy from; `running/` holds what calls an environment, which a new o
 
 from ludic.envs.code_exec.env import CodeExecEnv as CodeExecEnv
 from ludic.envs.dataset_qa_env import DatasetQAEnv as DatasetQAEnv
-from ludic.envs.datasets.gsm8k import GSM8KEnv as GSM8KEnv
-from ludic.envs.datasets.math import MATHEnv as MATHEnv
+from ludic.envs.dataset_qa_env import GSM8KEnv as GSM8KEnv
+from ludic.envs.dataset_qa_env import MATHEnv as MATHEnv
 from ludic.envs.env import LudicEnv as LudicEnv
 from ludic.envs.key_door import KeyDoorEnv as KeyDoorEnv
 from ludic.envs.running.process import ProcessEnv as ProcessEnv

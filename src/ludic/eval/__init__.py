@@ -2,11 +2,11 @@
 
 from ludic.eval.evaluator import Evaluator as Evaluator
 from ludic.eval.evaluator import RolloutEvaluator as RolloutEvaluator
+from ludic.eval.evaluator import episodes_bar as episodes_bar
 from ludic.eval.evaluator import eval_requests as eval_requests
 from ludic.eval.evaluator import run_eval as run_eval
 from ludic.eval.headline import Headline as Headline
 from ludic.eval.headline import headline_of as headline_of
-from ludic.eval.progress import episodes_bar as episodes_bar
 from ludic.eval.report import EpisodeResult as EpisodeResult
 from ludic.eval.report import EvalReport as EvalReport
 from ludic.eval.report import compare as compare

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ludic.errors import PipelineError, PublishError
-from ludic.plumbing.checksums import file_checksum
+from ludic.plumbing.files import file_checksum, replacing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,13 +51,11 @@ class PolicyFolder:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
         self.path.mkdir(parents=True, exist_ok=True)
         target = self.path / f"policy-{attempt:06d}-{version:08d}.safetensors"
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            save_file(tensors, temporary)
-            checksum = file_checksum(temporary)
-            os.replace(temporary, target)
+            with replacing(target) as temporary:
+                save_file(tensors, temporary)
+                checksum = file_checksum(temporary)
         except OSError as exc:
-            temporary.unlink(missing_ok=True)
             raise PublishError(f"cannot write policy {version} to {self.path}: {exc}") from exc
         for old in sorted(self.path.glob("policy-*.safetensors"))[: -self.keep]:
             old.unlink(missing_ok=True)

@@ -95,7 +95,7 @@ def remembered(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         @functools.wraps(make)
         def made(*args: P.args, **kwargs: P.kwargs) -> T:
             thing = make(*args, **kwargs)
-            # Reading a signature is dear, and few ask: `recipe_of` does it.
+            # Reading a signature is slow and rarely needed: `recipe_of` does it.
             object.__setattr__(thing, _RECIPE, (name, make, args, kwargs))
             return thing
 

@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 _MOVED = {
-    "ludic.envs.gsm8k": "ludic.envs.datasets.gsm8k",
-    "ludic.envs.math": "ludic.envs.datasets.math",
-    "ludic.envs.tic_tac_toe_teacher": "ludic.envs.tic_tac_toe.teacher",
+    "ludic.envs.gsm8k": "ludic.envs.dataset_qa_env",
+    "ludic.envs.math": "ludic.envs.dataset_qa_env",
+    "ludic.envs.datasets.gsm8k": "ludic.envs.dataset_qa_env",
+    "ludic.envs.datasets.math": "ludic.envs.dataset_qa_env",
+    "ludic.envs.tic_tac_toe_teacher": "ludic.envs.tic_tac_toe",
+    "ludic.envs.tic_tac_toe.teacher": "ludic.envs.tic_tac_toe",
+    "ludic.envs.tic_tac_toe.env": "ludic.envs.tic_tac_toe",
 }
 """Modules that run files and folders may still name by an earlier place."""
 

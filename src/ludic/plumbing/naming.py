@@ -58,10 +58,10 @@ class Registry:
         """Entry points by name; read once and only when needed, since it takes milliseconds."""
         from importlib.metadata import entry_points
 
-        found: dict[str, list[EntryPoint]] = {}
+        by_name: dict[str, list[EntryPoint]] = {}
         for entry in entry_points(group=self.group):
-            found.setdefault(entry.name, []).append(entry)
-        return found
+            by_name.setdefault(entry.name, []).append(entry)
+        return by_name
 
     @overload
     def register(self, name: str, factory: F, *, description: str = "") -> F: ...
@@ -137,9 +137,9 @@ class Registry:
         base: Any = resolve(self._base)
         if isinstance(thing, type) and issubclass(thing, base):
             return thing
-        said = "is named by stored data and " if stored else ""
+        by = "is named by stored data and " if stored else ""
         raise ConfigError(
-            f"{self.kind} {place!r} {said}is not a class derived from {base.__name__}: derive it, "
+            f"{self.kind} {place!r} {by}is not a class derived from {base.__name__}: derive it, "
             f"or register a function under another name, with `{self._register}`"
         )
 
@@ -179,8 +179,8 @@ class Registry:
             options = dict(spec)
         name = options.pop("kind", None)
         if not isinstance(name, str):
-            known = ", ".join(self.names())
-            raise ConfigError(f"{self.kind} {spec!r} needs a 'kind', one of: {known}")
+            names = ", ".join(self.names())
+            raise ConfigError(f"{self.kind} {spec!r} needs a 'kind', one of: {names}")
         try:
             factory = self.get(name)
         except TypeError as exc:

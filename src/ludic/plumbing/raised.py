@@ -32,8 +32,8 @@ def place_of(error: BaseException) -> str | None:
     chain = list(_causes(error))
     if isinstance(chain[0], LudicError) and not isinstance(chain[0], _USERS):
         return None
-    found = next((f for e in chain for f in reversed(_frames(e)) if _is_users(f)), None)
-    return found and f"{_shown(found.filename)}, line {found.lineno}, in {found.name}"
+    frame = next((f for e in chain for f in reversed(_frames(e)) if _is_users(f)), None)
+    return frame and f"{_shown(frame.filename)}, line {frame.lineno}, in {frame.name}"
 
 
 def users_traceback(error: BaseException) -> str | None:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import BinaryIO, Generic, Self, TypeVar
 
 from ludic.errors import ConfigError, DeadlineError, SerializationError
+from ludic.plumbing.files import sync
 from ludic.plumbing.text import error_text
 from ludic.rollouts.inflating import LONGEST_LINE
 from ludic.rollouts.lines import as_stored, mend_last_line
@@ -257,11 +258,7 @@ class BlockWriter(Generic[T]):
     def _sync(self) -> None:
         os.fsync(self._file.fileno())
         if not self._synced_folder:
-            folder = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync(self.path.parent)
             self._synced_folder = True
 
     def _fail(self, exc: BaseException) -> None:

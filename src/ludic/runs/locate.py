@@ -60,7 +60,7 @@ def check_given(config: RunConfig, run: str) -> None:
         places = ", ".join(_as_written(missing, config))
         raise ConfigError(
             f"{run} was started from a script with Python objects that no file holds "
-            f"({places}): go on from Python and give them again, as in "
+            f"({places}): resume from Python and pass them again, as in "
             f"{_resuming(run, missing)}"
         )
 

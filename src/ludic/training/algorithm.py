@@ -124,14 +124,14 @@ def one_algorithm(algo: RLAlgorithm | None, source: object) -> RLAlgorithm:
     another.
     """
     own = source.algorithm if isinstance(source, HasAlgorithm) else None
-    found = algo or own
-    if found is None:
+    chosen = algo or own
+    if chosen is None:
         raise ConfigError("there is no algorithm: pass algo=, or a batch source that has one")
     if algo is None or own is None or algo is own:
-        return found
+        return chosen
     if algo != own or isinstance(own.credit_assigner, Stateful):
         raise ConfigError(
             f"the trainer was given {algo.name!r} and its batch source assigns credit by another "
             f"{own.name!r}: pass the same object to both, or leave algo= out"
         )
-    return found
+    return chosen

@@ -22,10 +22,10 @@ from ludic.training.losses.aggregation import SequenceMean as SequenceMean
 from ludic.training.losses.aggregation import TokenMean as TokenMean
 from ludic.training.losses.composite import CompositeLoss as CompositeLoss
 from ludic.training.losses.composite import EntropyBonus as EntropyBonus
+from ludic.training.losses.composite import TokenKLLoss as TokenKLLoss
 from ludic.training.losses.corrections import CorrectedLoss as CorrectedLoss
 from ludic.training.losses.corrections import MaskedImportance as MaskedImportance
 from ludic.training.losses.corrections import TruncatedImportance as TruncatedImportance
-from ludic.training.losses.kl import TokenKLLoss as TokenKLLoss
 from ludic.training.types import Loss as Loss
 from ludic.training.types import LossBatch as LossBatch
 from ludic.training.types import LossStats as LossStats

@@ -25,14 +25,12 @@ from ludic.sharding.world import World, work_on
 from ludic.training.algorithm import RLAlgorithm, one_algorithm
 from ludic.training.batching.ahead import SamplingAhead
 from ludic.training.batching.intake import BatchesEnded, Intake, only_batches_end
-from ludic.training.checkpoints.checkpoint import Checkpointer
-from ludic.training.checkpoints.contents import TrainerState
+from ludic.training.checkpoint import Checkpointer
+from ludic.training.checkpoint_contents import TrainerState
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.loggers import Logger, MetricLog
-from ludic.training.metrics.perf import PerfMeter
-from ludic.training.metrics.publish_log import PublishLog
+from ludic.training.metrics.perf import PerfMeter, PublishLog, Workload
 from ludic.training.metrics.stats import StatBuffer, batch_metrics, over_steps
-from ludic.training.metrics.workload import Workload
 from ludic.training.stateful import Commits, KeepsRecord
 from ludic.training.types import BatchSource, Evaluates, Stateful, WorksAhead
 from ludic.training.update.checks import check_packing, check_split

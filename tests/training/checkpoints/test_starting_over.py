@@ -12,9 +12,9 @@ import torch
 
 from ludic.errors import CheckpointError, DamagedCheckpointError
 from ludic.inference.tiny import tiny_model
-from ludic.plumbing.checksums import file_checksum
-from ludic.training.checkpoints.checkpoint import Checkpointer
-from ludic.training.checkpoints.contents import TrainerState, verify_checkpoint
+from ludic.plumbing.files import file_checksum
+from ludic.training.checkpoint import Checkpointer
+from ludic.training.checkpoint_contents import TrainerState, verify_checkpoint
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.update.optimizer import MasterAdamW
 from tests.training.checkpoints.test_checkpoint import assert_equal, make, run

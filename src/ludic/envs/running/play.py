@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from ludic.envs.env import LudicEnv
 from ludic.envs.running.runner import EnvRunner
-from ludic.plumbing.visible import visible
+from ludic.plumbing.text import visible
 from ludic.types import StepOutcome
 
 

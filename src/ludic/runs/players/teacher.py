@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
@@ -14,6 +13,7 @@ from ludic.errors import ConfigError, RolloutError
 from ludic.inference import HFChatTemplate, ScriptedChatClient
 from ludic.interaction import Runtime
 from ludic.plumbing.arguments import misfit, nearest
+from ludic.plumbing.files import replacing
 from ludic.plumbing.given import given, is_given
 from ludic.plumbing.lazy import resolve
 from ludic.rollouts import FixedMix, RolloutWriter
@@ -88,11 +88,9 @@ async def write_lessons(config: RunConfig, tokenizer: Any, path: Path) -> None:
     failed = [rollout.error for rollout in rollouts if rollout.error is not None]
     if len(failed) == len(rollouts):
         raise RolloutError(f"every episode of the teacher failed, the first with: {failed[0]}")
-    temporary = path.with_name(f"{os.getpid()}-{path.name}")
-    with RolloutWriter(temporary) as writer:
+    with replacing(path) as temporary, RolloutWriter(temporary) as writer:
         for rollout in rollouts:
             writer.write(rollout)
-    os.replace(temporary, path)
 
 
 class _Overheard(HFChatTemplate):

@@ -153,7 +153,7 @@ def _because(status: int | None, repo: str, revision: str, said: str) -> str:
         409: f"another change of {repo} came in between: push again",
         412: f"another change of {revision!r} came in between: push again",
         413: "the hub refuses files of this size",
-        429: "the hub wants fewer requests: push again later",
+        429: "the hub limits the rate of requests: push again later",
     }
     if status is not None and status >= 500:
         why = f"the hub failed with status {status}: push again later"

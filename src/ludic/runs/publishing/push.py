@@ -120,7 +120,7 @@ def _check_whole(model: Path, run: str) -> None:
         raise ConfigError(f"{run} is neither a run folder nor a folder with a model")
     manifest = model.parent / "manifest.json"
     if manifest.is_file() and model.name == "model":
-        from ludic.training.checkpoints.contents import verify_checkpoint
+        from ludic.training.checkpoint_contents import verify_checkpoint
 
         verify_checkpoint(model.parent)
     names = {path.name for path in model.iterdir()}
@@ -167,7 +167,7 @@ def _merge(folder: RunFolder, weights: Path, target: Path) -> Path:
     from ludic.runs.episodes import import_user_modules
     from ludic.runs.model import build_model
     from ludic.runs.vllm_backend import save_for_vllm
-    from ludic.training.checkpoints.model_loading import no_progress_bar
+    from ludic.training.model_files import no_progress_bar
 
     config = folder.config(["model.device=cpu"])
     import_user_modules(config, folder.modules)

@@ -82,7 +82,7 @@ async def conclude(
     for name, (request, _) in mix.items():
         options = ", ".join(f"{k}={v}" for k, v in request.env.kwargs.items())
         called = f"{name}: " if len(mix) > 1 and name != request.env.kind else ""
-        say(f"{called}{request.env.kind} ({options})")
+        say(f"{called}{request.env.kind}" + (f" ({options})" if options else ""))
     of_each = ", of each environment alone" if len(mix) > 1 else ""
     say(f"{config.eval.episodes} held-out episodes, 95 % intervals{of_each}:\n")
     console.print(stages_table(reports, outcomes))

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ludic.eval import Estimate, EvalReport, Headline, headline_of
 from ludic.eval import episodes_bar as eval_bar
-from ludic.plumbing.visible import visible
+from ludic.plumbing.text import visible
 from ludic.rollouts.progress import ProgressCallback
 from ludic.runs.results.summary import Curve, outcomes_of, smoothed
 from ludic.types import AgentStep, Rollout, ToolCall

@@ -11,7 +11,7 @@ from ludic.runs.settings.base import Address, Arguments, KeyedSection, PartSecti
 
 
 class EnvSection(PartSection):
-    """An environment by its registered name or place (`kind`)."""
+    """An environment by its registered name, or as `module:Class` (`kind`)."""
 
     weight: float = Field(default=1.0, gt=0)
     name: str | None = Field(default=None, min_length=1)
@@ -19,8 +19,8 @@ class EnvSection(PartSection):
 
 
 class ProtocolSection(PartSection):
-    """How agents and environment meet: a protocol by name, with its arguments. Among them may be a
-    `reward`: functions beside the environment's own, such as a judge."""
+    """The loop between agents and environment: a protocol by name, with its arguments.
+    Among them may be a `reward`: functions besides the environment's own, such as a judge."""
 
     kind: str = "single_agent"
 
@@ -161,7 +161,7 @@ class StageSection(Section):
 
 
 class CurriculumSection(Section):
-    """Which of the run's environments come next. `mix`: all, in proportion to their weights.
+    """Which of the run's environments to play next. `mix`: all, in proportion to their weights.
     `stages`: one `[[curriculum.stage]]` after another. `target_solve_rate`: those that are neither
     hopeless nor done, `width` around a rate of `target`; `learning_rate` is how fast the estimate
     follows, `floor` lets none be forgotten. `uncertain`: those whose outcome is least certain, by

@@ -45,8 +45,8 @@ REPLAY: dict[str, Any] = {
 
 
 class ReplayBufferSection(Section):
-    """Train on groups of earlier updates again, beside the `rollouts_per_update` new episodes: so
-    many that they are `share` of the batch's groups, of at most `max_age` policy versions ago. They
+    """Also train on groups of earlier updates, next to the `rollouts_per_update` new episodes:
+    they are `share` of the batch's groups, and at most `max_age` policy versions old. They
     are drawn uniformly, or with a `half_life` with probabilities that halve for every so many
     versions of age."""
 
@@ -56,7 +56,7 @@ class ReplayBufferSection(Section):
 
 
 class TrainingSection(Section):
-    """The optimisation, and how much is rolled out for each step of it, and how. `max_steps`,
+    """The optimisation, and the episodes that each step trains on. `max_steps`,
     `concurrency` and the deadlines hold for all episodes of the run, those of its evaluation and
     its teacher too. With `workers`, the episodes that are trained on are played in so many further
     processes, for environments that compute much and runs that Python holds up; what is sampled
@@ -113,9 +113,9 @@ class TrainingSection(Section):
 
 
 class SFTSection(Section):
-    """Supervised steps before the reinforcement: on the rows of a file (`data`), or on episodes
+    """Supervised steps before RL: on the rows of a file (`data`), or on episodes
     that a scripted teacher plays (`teacher = "module:function"`, a function of the observation,
-    a `random.Random` and, if it wants it, the `history`). `aggregation` is as among an algorithm's
+    a `random.Random` and optionally the `history`). `aggregation` is as among an algorithm's
     arguments."""
 
     data: str | None = None
@@ -158,7 +158,7 @@ def _redis(address: str) -> str:
 
 
 class PipelineSection(Section):
-    """The reinforcement as processes: actors that sample, and a trainer, joined by Redis. `ludic
+    """RL in several processes: actors that sample, and a trainer, joined by Redis. `ludic
     train RUN --async` is this table with its defaults. Without a `url`, a Redis is started for
     the run; a URL with a password is in the environment variable `url_env`. `name` is that of the
     run's keys; left out, it is that of its folder. `actors` are started with the trainer; more may

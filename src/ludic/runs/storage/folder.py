@@ -28,6 +28,7 @@ from typing import Any, TextIO
 
 from ludic.errors import ConfigError
 from ludic.inference.addresses import without_user
+from ludic.plumbing.files import replacing
 from ludic.runs.machine import gpu_name, installed
 from ludic.runs.settings import RunConfig, apply_override, check_run
 
@@ -155,12 +156,10 @@ class RunFolder:
     def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
         """Writes a JSON file atomically, and returns its path."""
         target = self.path / name
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-            os.replace(temporary, target)
+            with replacing(target) as temporary:
+                temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
         except OSError as exc:
-            temporary.unlink(missing_ok=True)
             raise ConfigError(f"cannot write {target}: {exc.strerror}") from exc
         return target
 

@@ -8,7 +8,6 @@ pool.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -22,6 +21,7 @@ from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.interaction import Runtime
+from ludic.plumbing.files import replacing
 from ludic.plumbing.precision import Precision
 from ludic.rollouts import RolloutRequest
 from ludic.rollouts.curricula import seeded
@@ -179,12 +179,8 @@ class PastPolicies:
 
         path = self._file(step)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{os.getpid()}.{path.name}")
-        try:
+        with replacing(path) as temporary:
             save_file(_trained(self._model), temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     async def _load(self, slot: int, step: int) -> None:
         if self._holds[slot] == step:

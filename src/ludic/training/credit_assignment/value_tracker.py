@@ -88,12 +88,12 @@ class BetaTracker:
                     "rescale the rewards, or use another algorithm"
                 )
             rewards.setdefault(task_key, []).append(reward)
-        for task_key, found in rewards.items():
+        for task_key, rewards_here in rewards.items():
             belief = self._belief(task_key)
             rate = self._rate(belief)
-            total = math.fsum(found)
+            total = math.fsum(rewards_here)
             belief.alpha = rate * belief.alpha + total
-            belief.beta = rate * belief.beta + len(found) - total
+            belief.beta = rate * belief.beta + len(rewards_here) - total
             belief.drift_seen = self._drift
 
     def observe_drift(self, kl: float) -> None:
@@ -181,11 +181,11 @@ class TrackedAdvantage:
 
     def _mapped(self, rollout: Rollout) -> float:
         """The return's place between the lowest and the highest, which rounding may not leave."""
-        (low, high), found = self.returns, rollout_return(rollout)
-        place = (found - low) / (high - low)
+        (low, high), total = self.returns, rollout_return(rollout)
+        place = (total - low) / (high - low)
         if not -1e-9 <= place <= 1 + 1e-9:
             raise CreditError(
-                f"rollout {rollout.id!r} has a return of {found:g}, outside [{low:g}, {high:g}], "
+                f"rollout {rollout.id!r} has a return of {total:g}, outside [{low:g}, {high:g}], "
                 "in which its value is tracked: set make_spo(returns=(low, high)), in a run "
                 "file algorithm.kwargs.returns, to the lowest and highest possible return"
             )

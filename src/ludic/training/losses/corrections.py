@@ -111,8 +111,8 @@ class MaskedImportance:
 def _check_choice(correction: object, name: str, choices: Sequence[str]) -> None:
     value = getattr(correction, name)
     if value not in choices:
-        said = f"{type(correction).__name__}({name}={value!r})"
-        raise ConfigError(f"{said}: no such {name}{nearest(str(value), choices)}")
+        given = f"{type(correction).__name__}({name}={value!r})"
+        raise ConfigError(f"{given}: no such {name}{nearest(str(value), choices)}")
 
 
 def _stats(

@@ -20,8 +20,8 @@ from ludic.sharding.model_parts import base_causal_lm
 from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
 from ludic.training.losses.policy_ratio import MAX_LOG_RATIO
+from ludic.training.metrics.perf import Workload
 from ludic.training.metrics.stats import StatBuffer, policy_stats
-from ludic.training.metrics.workload import Workload
 from ludic.training.types import Loss, Stat, TokenLogProbs
 from ludic.training.update.budget import default_budget
 from ludic.training.update.layout import Layout, lay_out

@@ -16,7 +16,7 @@ import numpy as np
 
 from ludic.errors import BatchError
 from ludic.plumbing.records import Record
-from ludic.training.metrics.workload import Workload
+from ludic.training.metrics.perf import Workload
 from ludic.training.types import Scope
 from ludic.training.update.layout import Layout, describe
 from ludic.training.update.sharing import REPEATED

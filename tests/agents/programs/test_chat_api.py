@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludic.agents.programs.api_requests import ApiError, ChatRequest, read_request
+from ludic.agents.programs.chat_api import ApiError, ChatRequest, read_request
 from ludic.inference import ToolRequest
 from tests.agents.programs.asking import TOOL
 

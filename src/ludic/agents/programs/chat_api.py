@@ -1,19 +1,22 @@
-"""Requests of the chat completions API: what they ask, and why some are refused.
+"""The chat completions API as programs speak it: what they ask, why some requests are refused, and
+the answers, whole or as server-sent events.
 
 Whatever a program sends is either a `ChatRequest` or an `ApiError` in the API's format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+from ludic.agents.model_calls import ModelCall
 from ludic.inference.client import ToolRequest
-from ludic.inference.openai.wire import tool_call_of
+from ludic.inference.openai.wire import tool_call_of, wire_messages
 from ludic.inference.templates.tool_parsers import MalformedCallError
 from ludic.parsers import strict_json
-from ludic.types import Message
+from ludic.types import FinishReason, Message
 
 _CONSTRAINS = "it constrains what the model may write, which cannot be trained on"
 _DISTORTS = "it changes the distribution in a way that cannot be trained on"
@@ -73,8 +76,8 @@ class ApiError(Exception):
         """The error in the API's format."""
         kind = {429: "rate_limit_error"}.get(self.status, "invalid_request_error")
         kind = "server_error" if self.status >= 500 else kind
-        said = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": said}
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,20 +200,20 @@ def _message(raw: Any, at: str, called: dict[str, str]) -> Message:
         message = f"{at} has an unknown key {unknown[0]!r}: leave it out"
         raise ApiError(400, message, param=f"{at}.{unknown[0]}", code="unknown_parameter")
     content = _text(raw.get("content"), f"{at}.content", required=role != "assistant")
-    found: Message = {"role": role, "content": content}  # type: ignore[typeddict-item]
+    parsed: Message = {"role": role, "content": content}  # type: ignore[typeddict-item]
     if role == "assistant" and (calls := _typed(raw, "tool_calls", list, f"{at}.")):
         try:
-            found["tool_calls"] = [tool_call_of(call, n) for n, call in enumerate(calls)]
+            parsed["tool_calls"] = [tool_call_of(call, n) for n, call in enumerate(calls)]
         except MalformedCallError as exc:
             raise ApiError(400, f"{at}: {exc}", param=f"{at}.tool_calls") from None
-        called |= {call["id"]: call["function"]["name"] for call in found["tool_calls"]}
+        called |= {call["id"]: call["function"]["name"] for call in parsed["tool_calls"]}
     if role == "tool":
-        found["tool_call_id"] = _typed(raw, "tool_call_id", str, f"{at}.", required=True)
-        if name := called.get(found["tool_call_id"]):
-            found["name"] = name
+        parsed["tool_call_id"] = _typed(raw, "tool_call_id", str, f"{at}.", required=True)
+        if name := called.get(parsed["tool_call_id"]):
+            parsed["name"] = name
     if role != "assistant" and (name := _typed(raw, "name", str, f"{at}.")):
-        found["name"] = name
-    return found
+        parsed["name"] = name
+    return parsed
 
 
 def _text(content: Any, at: str, *, required: bool) -> str:
@@ -233,3 +236,89 @@ def _text(content: Any, at: str, *, required: bool) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a program is given for one model call; the same again whenever the call is repeated."""
+
+    id: str
+    created: int
+    model: str
+    message: Message
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+
+    def completion(self) -> dict[str, Any]:
+        """The answer as one object."""
+        choice = {
+            "index": 0,
+            "message": self._wire(),
+            "logprobs": None,
+            "finish_reason": self.finish_reason,
+        }
+        return {**self._envelope("chat.completion"), "choices": [choice], "usage": self._usage()}
+
+    def events(self, *, include_usage: bool) -> Iterator[bytes]:
+        """The answer as server-sent events. It was sampled whole, and comes in few parts."""
+        wire = self._wire()
+        parts: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        if wire["content"]:
+            parts.append({"content": wire["content"]})
+        for index, call in enumerate(wire.get("tool_calls", ())):
+            parts.append({"tool_calls": [{"index": index, **call}]})
+        for delta in parts:
+            yield self._chunk([{"index": 0, "delta": delta, "finish_reason": None}], include_usage)
+        end = {"index": 0, "delta": {}, "finish_reason": self.finish_reason}
+        yield self._chunk([end], include_usage)
+        if include_usage:
+            yield self._chunk([], include_usage, usage=self._usage())
+        yield b"data: [DONE]\n\n"
+
+    def _chunk(
+        self, choices: list[Any], include_usage: bool, usage: dict[str, int] | None = None
+    ) -> bytes:
+        data = {**self._envelope("chat.completion.chunk"), "choices": choices}
+        if include_usage:
+            data["usage"] = usage
+        return f"data: {json.dumps(data)}\n\n".encode()
+
+    def _envelope(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _wire(self) -> dict[str, Any]:
+        wire = wire_messages([self.message])[0]
+        if not wire["content"] and wire.get("tool_calls"):
+            wire["content"] = None
+        return {**wire, "refusal": None}
+
+    def _usage(self) -> dict[str, int]:
+        total = self.prompt_tokens + self.completion_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": total,
+        }
+
+
+def answer_of(
+    call: ModelCall, stop: tuple[str, ...], *, id: str, created: int, model: str
+) -> Answer:
+    """The answer that a call gives to a program. Text from a stop string on is not shown, though
+    its tokens were sampled and are recorded."""
+    message = cast(Message, dict(call.parsed.message))
+    ends = [at for text in stop if (at := message["content"].find(text)) >= 0]
+    if ends:
+        message["content"] = message["content"][: min(ends)]
+    trace = call.response.trace
+    reason = "tool_calls" if call.parsed.tool_calls else "stop"
+    return Answer(
+        id=id,
+        created=created,
+        model=model,
+        message=message,
+        finish_reason="length" if call.response.finish_reason is FinishReason.LENGTH else reason,
+        prompt_tokens=len(trace.prompt_token_ids) if trace else 0,
+        completion_tokens=len(trace.completion_token_ids) if trace else 0,
+    )

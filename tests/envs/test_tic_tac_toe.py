@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.envs import EnvRunner, TicTacToeEnv, TwoPlayerTicTacToeEnv
-from ludic.envs.tic_tac_toe.rules import (
+from ludic.envs.tic_tac_toe import (
     CELLS,
     EMPTY,
     Board,

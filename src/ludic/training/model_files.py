@@ -87,24 +87,24 @@ def model_fingerprint(model: nn.Module, *, frozen_values: bool = True) -> str:
 def _first_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The first values of each tensor, in float32. Those of sharded ones may be on any rank: each
     puts its own where they belong, and one sum over all ranks gathers them for all tensors."""
-    found: dict[str, Tensor] = {}
+    pieces: dict[str, Tensor] = {}
     sharded: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         rows, offset, shape = local_rows(tensor)
         count = min(prod(shape), _SAMPLED)
-        found[name] = torch.zeros(count)
+        pieces[name] = torch.zeros(count)
         if offset is not None:
             sharded[name] = tensor
         start = (offset or 0) * prod(shape[1:])
         if rows is not None and start < count:
             own = rows.detach().flatten()[: count - start].float().cpu()
-            found[name][start : start + len(own)] = own
+            pieces[name][start : start + len(own)] = own
     if sharded:
         # As integers: a sum with zeros then keeps every bit, also of a negative zero.
-        bits = torch.cat([found[name] for name in sharded]).view(torch.int32)
+        bits = torch.cat([pieces[name] for name in sharded]).view(torch.int32)
         first: Any = next(iter(sharded.values()))
         gathered = bits.to(first.device)
         dist.all_reduce(gathered, group=first.device_mesh.get_group())
-        parts = torch.split(gathered.cpu().view(torch.float32), [len(found[n]) for n in sharded])
-        found |= dict(zip(sharded, parts, strict=True))
-    return found
+        parts = torch.split(gathered.cpu().view(torch.float32), [len(pieces[n]) for n in sharded])
+        pieces |= dict(zip(sharded, parts, strict=True))
+    return pieces

@@ -1,33 +1,39 @@
-"""Tic-Tac-Toe: one agent against a seeded opponent, or two agents against each other."""
+"""Tic-Tac-Toe: the rules and perfect play, an environment for one agent against a seeded opponent,
+one for two agents against each other, and a teacher.
+
+A board is a string of nine cells, row by row: "X", "O" or ".". X always begins.
+"""
 
 from __future__ import annotations
 
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import cache
 from random import Random
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
 
 from ludic.envs.env import LudicEnv
 from ludic.envs.single_agent_env import SingleAgentEnv
-from ludic.envs.tic_tac_toe.rules import (
-    CELLS,
-    EMPTY,
-    Board,
-    Mark,
-    best_cells,
-    draw,
-    free_cells,
-    is_over,
-    other,
-    play,
-    read_cell,
-    to_move,
-    winner,
-)
 from ludic.errors import ConfigError, EnvError
 from ludic.seeding import derive_seed
 from ludic.types import Action, Info, Obs, StepOutcome
+
+Mark: TypeAlias = Literal["X", "O"]
+Board: TypeAlias = str
+
+EMPTY: Final[Board] = "........."
+CELLS: Final = ("A1", "B1", "C1", "A2", "B2", "C2", "A3", "B3", "C3")
+"""Column A to C, row 1 to 3, in the board's order."""
+
+LINES: Final = (
+    (0, 1, 2), (3, 4, 5), (6, 7, 8),
+    (0, 3, 6), (1, 4, 7), (2, 5, 8),
+    (0, 4, 8), (2, 4, 6),
+)  # fmt: skip
+
+_PLACES: Final = {name: place for place, name in enumerate(CELLS)}
+_CORNERS = ("A1", "C1", "A3", "C3")
 
 Opponent = Literal["random", "perfect", "mixed"]
 
@@ -35,6 +41,66 @@ _RULES = (
     "You play Tic-Tac-Toe as {mark}. X moves first. Three in a row, column or diagonal win. "
     "Columns are A, B, C and rows are 1, 2, 3. Answer with one free cell, such as B2."
 )
+
+
+def other(mark: Mark) -> Mark:
+    return "O" if mark == "X" else "X"
+
+
+def to_move(board: Board) -> Mark:
+    """Whose turn it is: X begins, then they alternate."""
+    return "X" if board.count("X") == board.count("O") else "O"
+
+
+def free_cells(board: Board) -> tuple[int, ...]:
+    return tuple(place for place, mark in enumerate(board) if mark == ".")
+
+
+def winner(board: Board) -> Mark | None:
+    for a, b, c in LINES:
+        if board[a] != "." and board[a] == board[b] == board[c]:
+            return "X" if board[a] == "X" else "O"
+    return None
+
+
+def is_over(board: Board) -> bool:
+    return winner(board) is not None or "." not in board
+
+
+def play(board: Board, place: int) -> Board:
+    """The board after the player to move marks the free cell `place`."""
+    return board[:place] + to_move(board) + board[place + 1 :]
+
+
+def read_cell(text: str) -> int | None:
+    """The place of the cell that a text names ("B2", in either case), or None."""
+    return _PLACES.get(text.strip().upper()) if len(text) < 100 else None
+
+
+def draw(board: Board) -> str:
+    """The board with the names of its columns and rows, short enough for a small model."""
+    rows = (f"{1 + row} " + " ".join(board[3 * row : 3 * row + 3]) for row in range(3))
+    return "  A B C\n" + "\n".join(rows)
+
+
+@cache
+def value(board: Board) -> int:
+    """What the position is worth to the player to move, under perfect play of both.
+
+    Positive is a win, negative a loss, 0 a draw; sooner wins and later losses are worth more.
+    """
+    if winner(board) is not None:
+        return -1 - board.count(".")
+    if "." not in board:
+        return 0
+    return max(-value(play(board, place)) for place in free_cells(board))
+
+
+@cache
+def best_cells(board: Board) -> tuple[int, ...]:
+    """The moves that keep the position's value, in the board's order."""
+    best = value(board)
+    return tuple(place for place in free_cells(board) if -value(play(board, place)) == best)
 
 
 class TicTacToeEnv(SingleAgentEnv):
@@ -293,3 +359,12 @@ def _check_rewards(env: object, **rewards: float) -> None:
 def _check_choice(env: str, option: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise ConfigError(f"{env}({option}={value!r}): must be one of {', '.join(allowed)}")
+
+
+def random_legal(obs: str, rng: Random) -> str:
+    """A teacher that shows how to answer, and not how to win: a sentence that names a free cell of
+    the board in `obs`, and what kind of cell it is."""
+    free = [cell for cell in obs.rpartition("Free:")[2].split() if cell in CELLS]
+    cell = rng.choice(free)
+    kind = "centre" if cell == "B2" else "corner" if cell in _CORNERS else "edge"
+    return f"I take the {kind} {cell}."
