@@ -372,3 +372,9 @@ def test_what_is_nested_too_deeply_is_refused(depth: int) -> None:
 def test_a_number_with_too_many_digits_to_be_read_is_refused() -> None:
     with pytest.raises(SerializationError, match="digits"):
         to_json(Rollout("r", (), meta={"a": 10**5000}))
+
+
+@pytest.mark.parametrize("number", ["1", "NaN"])
+def test_half_a_surrogate_pair_is_refused_however_it_is_spelled(number: str) -> None:
+    with pytest.raises(SerializationError, match="Invalid JSON"):
+        from_json(EnvSpec, r'{"kind": "\ud800", "kwargs": {"a": ' + number + "}}")

@@ -191,10 +191,11 @@ def from_json(cls: Any, data: bytes | str) -> Any:
     except msgspec.ValidationError as exc:
         place, wrong = _place(exc)
         raise SerializationError(f"cannot read {_name(cls)}{place}: {wrong}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except _NOT_PLAIN as exc:
         try:  # NaN and the infinities, which only Python's own reader takes
             plain = json.loads(data)
-        except (ValueError, RecursionError):
+            encode(plain)  # refuses halves of surrogate pairs
+        except _NOT_PLAIN:
             raise SerializationError(f"cannot read {_name(cls)}: Invalid JSON: {exc}") from None
     return from_plain(cls, plain)
 
