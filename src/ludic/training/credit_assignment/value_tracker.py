@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from msgspec import structs
 
 from ludic.errors import CheckpointError, ConfigError, CreditError
 from ludic.rollouts.curricula import DrawnTasks
@@ -224,7 +226,7 @@ class UncertainTasks(DrawnTasks):
         eps: float = 0.05,
         seed: int = 0,
     ) -> None:
-        super().__init__({name: replace(t, task_key=name) for name, t in tasks.items()}, seed)
+        super().__init__({name: structs.replace(t, task_key=name) for name, t in tasks.items()}, seed)
         if not eps > 0:
             raise ConfigError(f"UncertainTasks(eps={eps}): must be > 0")
         self._tracker, self._eps = tracker, eps
