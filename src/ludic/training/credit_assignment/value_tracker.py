@@ -226,7 +226,9 @@ class UncertainTasks(DrawnTasks):
         eps: float = 0.05,
         seed: int = 0,
     ) -> None:
-        super().__init__({name: structs.replace(t, task_key=name) for name, t in tasks.items()}, seed)
+        super().__init__(
+            {name: structs.replace(t, task_key=name) for name, t in tasks.items()}, seed
+        )
         if not eps > 0:
             raise ConfigError(f"UncertainTasks(eps={eps}): must be > 0")
         self._tracker, self._eps = tracker, eps
