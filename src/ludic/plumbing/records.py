@@ -207,6 +207,8 @@ def from_plain(cls: type[T], data: Any) -> T:
     except msgspec.ValidationError as exc:
         place, wrong = _place(exc)
         raise SerializationError(f"cannot read {_name(cls)}{place}: {wrong}") from None
+    except UnicodeEncodeError as exc:  # half of a surrogate pair where a record has a name
+        raise SerializationError(f"cannot read {_name(cls)}: {exc}") from None
 
 
 def _place(exc: msgspec.ValidationError) -> tuple[str, str]:

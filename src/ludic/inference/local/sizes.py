@@ -12,9 +12,12 @@ from torch import nn
 from ludic.errors import ConfigError
 from ludic.inference.local.arena import KVShape, arena_bytes
 from ludic.inference.local.attention import MAX_MASK
-from ludic.inference.local.gpu.prefill import MAX_TOKENS
 from ludic.inference.local.view import device_and_dtype
 from ludic.plumbing.model_parts import base_causal_lm, text_config
+
+MAX_TOKENS = 32_768
+"""The most tokens of one forward pass on a GPU."""
+
 
 _CPU_CACHE_BYTES = 256 << 20
 _GPU_CACHE_BYTES = 4 << 30
