@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ludic import errors
-from ludic.errors import ConfigError, LudicError
+from ludic.errors import ConfigError, LudicError, SerializationError
 from ludic.inference.client import ChatClient
 from ludic.inference.sampling import InferenceSpec
 from ludic.inference.templates.hf import HFChatTemplate
@@ -93,13 +93,28 @@ FromWorker = Ready | Ask | Played | Cancel
 
 
 def pack(record: Any) -> bytes:
-    """Returns a record as it travels; `SerializationError` for what would come back changed."""
-    return to_json(record)
+    """Returns a record as it travels: msgpack; JSON where that has more (whole numbers beyond 64
+    bits), which also says what is wrong. Raises `SerializationError` for what cannot be sent."""
+    try:
+        return msgspec.msgpack.encode(record)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return to_json(record)
+
+
+def pack_exactly(record: Any) -> bytes:
+    """The same; also refuses what would come back changed, such as a tuple for a list."""
+    data = pack(record)
+    return data if unpack(type(record), data) == record else to_json(record)
 
 
 def unpack(cls: type[T], data: bytes) -> T:
     """The inverse of `pack`; `SerializationError` names the field at fault."""
-    return from_json(cls, data)
+    if data.startswith(b"{"):  # no record begins so in msgpack
+        return from_json(cls, data)
+    try:
+        return msgspec.msgpack.decode(data, type=cls)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise SerializationError(f"cannot read {cls.__name__}: {exc}") from None
 
 
 def sent_error(error: BaseException) -> tuple[str, str]:

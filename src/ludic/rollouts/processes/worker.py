@@ -33,7 +33,14 @@ from ludic.plumbing.records import changed
 from ludic.plumbing.text import error_text, words_of
 from ludic.rollouts.episode_runner import EpisodeRunner
 from ludic.rollouts.processes import messages
-from ludic.rollouts.processes.messages import made, pack, raised_error, sent_error, unpack
+from ludic.rollouts.processes.messages import (
+    made,
+    pack,
+    pack_exactly,
+    raised_error,
+    sent_error,
+    unpack,
+)
 from ludic.rollouts.requests import PlannedEpisode
 from ludic.rollouts.storage import rollout_line
 from ludic.types import ChatResponse
@@ -153,7 +160,7 @@ class Worker:
                 return
             doing = "what it recorded cannot be sent"
             lines = [rollout_line(rollout) for rollout in rollouts] if play.encode else []
-            sent = [pack(rollout) for rollout in rollouts]
+            sent = [pack_exactly(rollout) for rollout in rollouts]
             self._channel.put(messages.Played(play.number, sent, lines))
         except SerializationError as exc:
             self._channel.put(messages.Played(play.number, lost=f"{doing}: {words_of(exc)}"))
