@@ -151,7 +151,7 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
         "weight_decay": "of AdamW",
         "max_grad_norm": "longer gradients are scaled down to this; `inf` for none",
         "micro_token_budget": "the most tokens in a forward pass (`ludic calibrate` finds it)",
-        "max_seq_len": "longer samples are an error; see `filters`",
+        "max_seq_len": "a longer sample costs its episode; in your own data it is an error",
         "mini_batches": "optimizer steps per batch",
         "epochs": "how often a batch is gone through",
         "overlap": "sample the next batch while this one is trained on",
@@ -161,8 +161,8 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
         "compile": "compile the model with `torch.compile`",
         "head_kernels": "how log-probs are computed from hidden states",
         "graphs": "replay updates as CUDA graphs where that is possible",
-        "max_nonfinite_steps": "updates in a row with a loss or gradient that is not finite before "
-        "the run ends",
+        "max_nonfinite_steps": "how many updates with a loss or gradient that is not finite are "
+        "skipped before the run ends",
         "batch_timeout_s": "how long a batch may take",
         "publish_timeout_s": "how long new weights may take to the servers",
         "rank_timeout_s": "how long a rank waits for the others; more than rank 0 takes for a "
