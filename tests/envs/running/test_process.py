@@ -45,7 +45,9 @@ async def running(env: LudicEnv[Any, Any, Any], **options: Any) -> AsyncIterator
 def is_running(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
+            state = stat.read().rpartition(")")[2].split()[0]
+        # Its first thread may have ended before the others.
+        return state != "Z" or len(os.listdir(f"/proc/{pid}/task")) > 1
     except FileNotFoundError:
         return False
 
