@@ -45,10 +45,10 @@ from ludic.inference.local.build import build_scheduler
 from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sequence
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
-from ludic.precision import Precision
-from ludic.runs.execution.training_run import TrainingRun
+from ludic.plumbing.precision import Precision
 from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig, check_run
+from ludic.runs.stages import Stages
 from ludic.runs.storage.folder import RunFolder
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes
@@ -136,14 +136,14 @@ class Stamps:
 
 
 async def reinforce(config: RunConfig, stamps: Stamps) -> None:
-    """The reinforcement stage of a run, as `ludic train` carries it out."""
+    """The reinforcement stage of a run, as `ludic train` runs it."""
     with tempfile.TemporaryDirectory() as where:
         run = Run.of_config(config, RunFolder.planned(config, Path(where) / "run"), FOLDER.parent)
         run.loggers = [stamps]
-        stages = TrainingRun(run)
+        stages = Stages(run)
         run.folder.make(config, modules=FOLDER.parent)
-        async with stages._opened():
-            await stages._reinforce(0)
+        async with stages.opened():
+            await stages.reinforce(0)
 
 
 # The device
@@ -271,7 +271,7 @@ def host_us(args: argparse.Namespace, turns: int) -> tuple[float, float]:
         stamps.profiler = cProfile.Profile(time.thread_time)
     with (
         mock.patch("ludic.inference.local.client.build_scheduler", instant),
-        mock.patch("ludic.runs.execution.pieces.build_model", small_model),
+        mock.patch("ludic.runs.run.build_model", small_model),
         work.running(),
     ):
         asyncio.run(reinforce(config, stamps))

@@ -41,7 +41,7 @@ from ludic.pipeline import (
     PipelineBatchSource,
     PipelineConfig,
     PipelinePublisher,
-    TrainerSeat,
+    TrainerLease,
     only,
     run_pipeline_actor,
 )
@@ -119,7 +119,7 @@ def make_source(
     config: PipelineConfig, groups: int, max_lag: int, stale: Any
 ) -> PipelineBatchSource:
     return PipelineBatchSource(
-        seat=TrainerSeat(config),
+        lease=TrainerLease(config),
         request_fn=FixedMix({"one": (REQUEST, 1.0)}),
         algorithm=make_grpo(group_size=GROUP),
         rollouts_per_update=GROUP * groups,
@@ -170,8 +170,8 @@ async def throughput(
     config = PipelineConfig(redis.url, f"bench-{actors}")
     crew.start(actors, config, 0.0, 4 * GROUP)
     source = make_source(config, GROUPS, 1000, "correct")
-    await source.seat.open_async()
-    await asyncio.to_thread(source.seat.announce, 0)
+    await source.lease.acquire_async()
+    await asyncio.to_thread(source.lease.announce, 0)
     for _ in range(4):  # until every actor is at work
         await source.next_batch()
     began, batches, memory = time.perf_counter(), 0, []
@@ -179,9 +179,9 @@ async def throughput(
         await source.next_batch()
         await asyncio.to_thread(source.committed, source.state_dict())
         batches += 1
-        memory.append(await asyncio.to_thread(source.seat.store.memory))
+        memory.append(await asyncio.to_thread(source.lease.store.memory))
     elapsed = time.perf_counter() - began
-    meta = source.seat.store.facts()["meta"]
+    meta = source.lease.store.facts()["meta"]
     await source.close()
     store = Store(config)
     store.forget()
@@ -238,7 +238,7 @@ async def overlap(
     config = PipelineConfig(redis.url, "bench-overlap")
     crew.start(1, config, train_s, GROUP)
     source = make_source(config, 1, 1, "wait")
-    made = trainer(source, PipelinePublisher(source.seat))
+    made = trainer(source, PipelinePublisher(source.lease))
     async_s = await timed(made)
     await source.close()
     return {"sync_s": sync_s, "async_s": async_s, "async_speedup": sync_s / async_s}

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from ludic.precision import Precision, weights_dtype
+from ludic.plumbing.model_parts import vocabulary_size
+from ludic.plumbing.precision import Precision, weights_dtype
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
-from ludic.sharding.model_parts import vocabulary_size
 from ludic.sharding.world import World
 from ludic.training.algorithms.grpo import make_grpo
 from ludic.training.config import HeadKernels, TrainerConfig
@@ -29,7 +29,8 @@ from ludic.training.metrics.stats import StatBuffer
 from ludic.training.update.layout import lay_out
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes
-from ludic.training.update.policy import Policy, attention_cost
+from ludic.training.update.planning import attention_cost
+from ludic.training.update.policy import Policy
 from tools import smollm2
 
 NEEDS = ("gpu",)

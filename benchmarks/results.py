@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ludic.eval import Estimate, EvalReport, Headline, headline_of
-from ludic.runs.publishing.card import number, percent
-from ludic.runs.publishing.facts import RunFacts, in_public
+from ludic.runs.publishing.card import RunFacts, in_public, number, percent
 from ludic.runs.results.summary import read_curve, smoothed
 from ludic.runs.storage.folder import RunFolder
 

@@ -39,7 +39,7 @@ def warm(pool: SandboxPool) -> None:
 
 
 def cold() -> None:
-    with BubblewrapSandbox(warm=False) as sandbox:
+    with BubblewrapSandbox() as sandbox:
         assert sandbox.run({"main.py": PROGRAM}, COMMAND).stdout == b"42\n"
 
 

@@ -20,10 +20,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludic.inference.tiny import tiny_model
-from ludic.precision import Precision, float32_products, weights_dtype
+from ludic.plumbing.model_parts import vocabulary_size
+from ludic.plumbing.precision import Precision, float32_products, weights_dtype
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
-from ludic.sharding.model_parts import vocabulary_size
 from ludic.sharding.world import World
 from ludic.training.algorithms.grpo import make_grpo
 from ludic.training.config import TrainerConfig
@@ -32,7 +32,8 @@ from ludic.training.update.checks import check_packing
 from ludic.training.update.layout import lay_out
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes
-from ludic.training.update.policy import Policy, attention_cost
+from ludic.training.update.planning import attention_cost
+from ludic.training.update.policy import Policy
 
 SMOLLM2 = LlamaConfig(
     vocab_size=49_152,

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -38,7 +39,8 @@ from ludic.training.metrics.stats import StatBuffer
 from ludic.training.update.layout import lay_out
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes
-from ludic.training.update.policy import Policy, attention_cost
+from ludic.training.update.planning import attention_cost
+from ludic.training.update.policy import Policy
 
 H200_FLOPS = 989e12
 QWEN2 = {
@@ -289,7 +291,7 @@ def time_trl(bench: Bench, batch: SAWBatch, rows: int, recompute: bool) -> Measu
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    step(replace(batch, items=batch.items[: 2 * rows]))
+    step(structs.replace(batch, items=batch.items[: 2 * rows]))
     seconds, peak = bench.time(lambda: step(batch), warm=False, repeats=bench.repeats)
     width = sum(max(p) for p in zip(*map(_split_lengths, batch.items), strict=True))
     note = f"{rows} rows of {width} tokens" + (", recomputing" if recompute else "")
@@ -310,12 +312,12 @@ def padded(bench: Bench, batch: SAWBatch) -> Measure:
     def step(part: SAWBatch) -> None:
         total = 0.0
         for start in range(0, len(part.items), rows):
-            chunk = replace(part, items=part.items[start : start + rows])
+            chunk = structs.replace(part, items=part.items[start : start + rows])
             total += padded_gradients(model, chunk, rows, bench.device)
             optimizer.accumulate()
         optimizer.step(1e-6, float(1.0 / max(optimizer.gradient_norm().item(), 1.0)))
 
-    step(replace(batch, items=batch.items[: 2 * rows]))
+    step(structs.replace(batch, items=batch.items[: 2 * rows]))
     seconds, peak = bench.time(lambda: step(batch), warm=False, repeats=bench.repeats)
     tokens = sum(
         max(len(i.input_ids) for i in batch.items[s : s + rows]) * len(batch.items[s : s + rows])

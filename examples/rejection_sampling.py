@@ -1,11 +1,11 @@
-"""Rejection sampling: play, keep the games that were won, and write them down to train on.
+"""Rejection sampling: play, keep the games that were won, and store them as training data.
 
     python examples/rejection_sampling.py
     python examples/tic_tac_toe/sft_tic_tac_toe.py --model runs/tic_tac_toe/sft \\
         --data runs/tic_tac_toe/won.jsonl.zst --output runs/tic_tac_toe/imitation
 
-The default model is the one of `tic_tac_toe/sft_tic_tac_toe.py`, which is made first if it is not
-there yet. The file holds whole rollouts, token by token, and `datasets` reads its plain columns.
+The default model is the one of `tic_tac_toe/sft_tic_tac_toe.py`, which is created first if it is
+missing. The file has complete rollouts, token by token, and `datasets` reads its plain columns.
 `ludic generate RUN --keep success` does the same for any run.
 """
 

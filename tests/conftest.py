@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-from ludic.shapes import check_shapes
+from ludic.plumbing.shapes import check_shapes
 from tests.left_runs import LeftRuns
 from tests.sandboxes import mark_by_name, need_bubblewrap
 

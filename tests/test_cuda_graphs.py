@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ludic.cuda_graphs import capture
+from ludic.plumbing.cuda_graphs import capture
 
 
 class Graph:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from ludic.registry import AGENTS, ALGORITHMS, ENVS, PROTOCOLS, TOOLS
+from ludic.registry import AGENTS, ALGORITHMS, CONTEXTS, ENVS, LOGGERS, PROTOCOLS, TOOLS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")])
@@ -90,12 +90,13 @@ def page_module(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     """A module for a page's names; what the page registered is forgotten afterwards."""
     module = ModuleType(f"docs_page_{abs(hash(request.node.name))}")
     sys.modules[module.__name__] = module
-    registries = (ENVS, AGENTS, PROTOCOLS, TOOLS, ALGORITHMS)
-    before = [dict(registry._entries) for registry in registries]
+    registries = (ENVS, AGENTS, PROTOCOLS, TOOLS, ALGORITHMS, CONTEXTS, LOGGERS)
+    before = [set(registry.names()) for registry in registries]
     yield module
     del sys.modules[module.__name__]
     for registry, names in zip(registries, before, strict=True):
-        registry._entries = names
+        for name in set(registry.names()) - names:
+            registry.unregister(name)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -11,8 +11,8 @@ import pytest
 from ludic import grpo
 from ludic.envs import TicTacToeEnv
 from ludic.errors import ConfigError
-from ludic.given import given, in_use, is_in_use, place_of, recipe_of, unplaced_name
 from ludic.parsers import compose_parsers, think_prefix_parser, xml_parser
+from ludic.plumbing.given import bind_objects, given, is_bound, place_of, recipe_of, unplaced_name
 from ludic.registry import ENVS, PARSERS
 from ludic.workers.threads import EnvThreads
 
@@ -49,14 +49,14 @@ def test_a_name_without_a_place_says_where_it_would_be(monkeypatch: pytest.Monke
 
 async def test_an_object_stands_for_its_name_only_while_it_is_in_use() -> None:
     name = "object:guess:Guess"
-    with in_use({name: Coin}):
+    with bind_objects({name: Coin}):
         assert ENVS.get(name) is Coin
         assert isinstance(ENVS.make(name), Coin)
         seen = await EnvThreads().run(
-            lambda: is_in_use(name), what="an answer", whom="a thread", timeout_s=60
+            lambda: is_bound(name), what="an answer", whom="a thread", timeout_s=60
         )
         assert seen
-    assert not is_in_use(name)
+    assert not is_bound(name)
     with pytest.raises(ConfigError, match=r"environment 'object:guess:Guess'.*ludic\.resume"):
         ENVS.get(name)
     with pytest.raises(ConfigError, match="Python object"):

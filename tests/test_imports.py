@@ -84,13 +84,13 @@ import asyncio, sys
 from ludic.errors import LudicError
 from ludic.inference.templates.plain_tokenizer import load_plain_tokenizer
 from ludic.pipeline import run_pipeline_actor
-from ludic.runs.episodes import bring_in, rollout_engine, runtime_of
+from ludic.runs.episodes import import_user_modules, rollout_engine, runtime_of
 from ludic.runs.pipeline.acting import accepted, act_for
 from ludic.runs.pipeline.address import read_run
 from ludic.inference import VLLMChatClient
-import ludic.cli.actor
+import ludic.cli.training
 config, modules, _ = read_run(sys.argv[1])
-bring_in(config, modules)
+import_user_modules(config, modules)
 client = VLLMChatClient(config.inference.servers, model="m")
 engine = rollout_engine(config, runtime_of(config, client, load_plain_tokenizer(sys.argv[2])))
 assert accepted(config) is not None

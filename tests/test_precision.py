@@ -11,7 +11,7 @@ import torch
 
 from ludic.errors import ConfigError
 from ludic.inference.tiny import tiny_model
-from ludic.precision import (
+from ludic.plumbing.precision import (
     Precision,
     autocast,
     check_precision,

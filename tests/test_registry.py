@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import ludic.naming as naming
+import ludic.plumbing.naming as naming
 import ludic.registry as registry
 from ludic.errors import ConfigError, DuplicateNameError, UnknownNameError
 from ludic.registry import Entry, Registry, stored_names

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, jaxtyped
 from torch import Tensor
 
-from ludic import shapes
 from ludic.errors import ConfigError
+from ludic.plumbing import shapes
 from ludic.training.losses.policy_ratio import sequence_sum
 
 WRONG = (

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludic.text import REPLACEMENT, clean_json, clean_text, error_text
+from ludic.plumbing.text import REPLACEMENT, clean_json, clean_text, error_text
 
 any_text = st.text(st.characters(exclude_categories=()))
 

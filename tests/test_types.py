@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from enum import StrEnum
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -101,7 +101,6 @@ AGENT_STEPS = st.builds(
     tool_call_errors=st.lists(TEXT, max_size=2).map(tuple),
     sampling=INFO,
     info=INFO,
-    kind=st.just("agent"),
 )
 
 
@@ -182,8 +181,8 @@ EVERY_TYPE = {
 
 def exactly(value: Any) -> Any:
     """A form in which NaN equals itself, and 1, 1.0 and True differ."""
-    if dataclasses.is_dataclass(value):
-        pairs = [(f.name, exactly(getattr(value, f.name))) for f in dataclasses.fields(value)]
+    if isinstance(value, msgspec.Struct):
+        pairs = [(name, exactly(item)) for name, item in msgspec.structs.asdict(value).items()]
         return (type(value), pairs)
     if isinstance(value, dict):
         return {key: exactly(item) for key, item in value.items()}
@@ -232,7 +231,7 @@ class Colour(StrEnum):
 )
 def test_what_json_does_not_have_is_refused_with_its_place(value: Any) -> None:
     rollout = Rollout("r", (), meta={"deep": [0, {"it": value}]})
-    with pytest.raises(SerializationError, match=r"Rollout\.meta: \['deep'\]\[1\]\['it'\]"):
+    with pytest.raises(SerializationError, match=r"Rollout\.meta\['deep'\]\[1\]\['it'\]"):
         to_json(rollout)
     with pytest.raises(SerializationError, match=r"the info\['x'\]"):
         check_json({"x": value}, "the info")
@@ -303,18 +302,19 @@ def test_an_integer_reward_comes_back_as_the_equal_float() -> None:
         ("", "Invalid JSON"),
         ("{", "Invalid JSON"),
         (b"\xff\xfe", "Invalid JSON"),
-        ("[]", "Rollout: .* object"),
-        ("null", "Rollout: .* object"),
-        ('{"steps": []}', r"Rollout\.id"),
-        ('{"id": 7, "steps": []}', r"Rollout\.id: .* string"),
-        ('{"id": "r", "steps": {}}', r"\.steps: .* array"),
-        ('{"id": "r", "steps": [], "wat": 1}', r"\.wat: Unexpected"),
-        ('{"id": "r", "steps": [{"kind": "dream"}]}', r"\.steps\[0\]: .* 'dream'"),
+        ("[]", "Rollout: .*`object`"),
+        ("null", "Rollout: .*`object`"),
+        ('{"steps": []}', "Rollout: .* `id`"),
+        ('{"id": 7, "steps": []}', r"Rollout\.id: .* `str`"),
+        ('{"id": "r", "steps": {}}', r"\.steps: .*`array`"),
+        ('{"id": "r", "steps": [], "wat": 1}', "Rollout: .*unknown field `wat`"),
+        ('{"id": "r", "steps": [{"kind": "dream"}]}', r"\.steps\[0\]\.kind: .* 'dream'"),
         ('{"id": "r", "steps": [{"kind": ["agent"]}]}', "kind"),
-        ('{"id": "r", "steps": [{"kind": "agent"}]}', r"\.steps\[0\]\.agent\.turn_index"),
-        ('{"id": "r", "steps": [], "env_seed": true}', r"\.env_seed: .* integer"),
+        ('{"id": "r", "steps": [{"kind": "agent"}]}', r"\.steps\[0\]: .* `turn_index`"),
+        ('{"id": "r", "steps": [], "env_seed": true}', r"\.env_seed: .* `int . null`"),
         ('{"id": "r", "steps": [], "env": {"kind": "x", "kwargs": []}}', r"\.env\.kwargs"),
-        ("[" * 100_000, "recursion limit"),
+        ("[" * 100_000, "object"),
+        ('{"id": "r", "steps": [], "meta": {"a": ' + "[" * 100_000, "Invalid JSON"),
     ],
 )
 def test_wrong_input_names_the_field_at_fault(text: Any, complaint: str) -> None:
@@ -332,8 +332,8 @@ def test_whatever_is_read_either_fits_or_is_a_serialization_error(junk: bytes) -
         assert to_json(value, cls)
 
 
-def test_a_reason_that_is_not_known_is_answered_with_those_that_are() -> None:
-    with pytest.raises(SerializationError, match="'stop', 'length' or 'abort'"):
+def test_a_reason_that_is_not_known_is_refused_by_name() -> None:
+    with pytest.raises(SerializationError, match=r"ChatResponse\.finish_reason: .*'tired'"):
         from_json(ChatResponse, '{"trace": null, "finish_reason": "tired"}')
 
 

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from ludic.eval import EvalReport
 from ludic.eval.report import EpisodeResult
+from ludic.plumbing.text import visible
 from ludic.runs.results.report import RunReport
 from ludic.runs.results.terminal import PlainConsole
-from ludic.visible import visible
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\x08\r\u202e\ud800"
 

@@ -1,4 +1,4 @@
-"""The README's figure: the way of the data, with the file behind each box.
+"""The README's figure: the data flow, with the file behind each box.
 
 `python -m tools.data_flow` writes it. A test holds that it is up to date and that its files exist.
 """
@@ -66,7 +66,7 @@ BOXES = (
     Box(
         "RequestStrategy",
         "one request becomes a group",
-        "src/ludic/rollouts/strategies.py",
+        "src/ludic/rollouts/requests.py",
         COLUMNS[2],
         PLAN,
     ),

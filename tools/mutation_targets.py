@@ -41,7 +41,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/training/losses/test_corrections.py",
         "tests/training/losses",
     ),
-    "training/losses/kl.py": ("tests/training/losses", "tests/training/test_algorithms.py"),
     "training/losses/policy_ratio.py": ("tests/training/losses",),
     "training/update/layout.py": (f"{_UPDATE}/test_packing.py", _UPDATE),
     "training/update/packing.py": (f"{_UPDATE}/test_packing.py", _UPDATE),
@@ -63,8 +62,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/training/test_trainer.py",
     ),
     "training/update/passes.py": (f"{_UPDATE}/test_passes.py", *_TRAINER, _RANKS),
-    "training/update/optimizer.py": (f"{_UPDATE}/test_optimizer.py",),
-    "training/update/schedule.py": (
+    "training/update/optimizer.py": (
         f"{_UPDATE}/test_optimizer.py",
         "tests/training/test_trainer.py",
     ),
@@ -74,22 +72,18 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/training/checkpoints/test_checkpoint.py",
         _RANKS,
     ),
-    "training/checkpoints/checkpoint.py": (
+    "training/checkpoint.py": (
         "tests/training/checkpoints/test_checkpoint.py",
         "tests/training/checkpoints/test_starting_over.py",
         "tests/training/checkpoints",
     ),
-    "training/checkpoints/contents.py": (
+    "training/checkpoint_contents.py": (
         "tests/training/checkpoints/test_checkpoint.py",
         "tests/training/checkpoints",
-    ),
-    "training/update/graphed.py": ("tests/training/update/test_graphed.py",),
-    "training/checkpoints/state_shards.py": (
-        "tests/training/checkpoints/test_state_shards.py",
-        "tests/training/checkpoints/test_checkpoint.py",
         _RANKS,
     ),
-    "rollouts/planning.py": ("tests/rollouts/test_planning.py", "tests/rollouts/test_engine.py"),
+    "training/update/graphed.py": ("tests/training/update/test_graphed.py",),
+    "rollouts/requests.py": ("tests/rollouts/test_requests.py", "tests/rollouts/test_engine.py"),
     "interaction/collector.py": ("tests/interaction",),
 }
 """Which tests are to notice the faults of a file: those that are quick and meant for it first."""
@@ -99,8 +93,8 @@ _ORDER = "it only makes ranks wait for each other"
 _ON_A_GPU = "only a GPU does it: tests/gpu"
 _MARGIN = "what leaks lies far above the bound, and what is rounded far below"
 _CHECKS = "training/update/checks.py"
-_CHECKPOINT = "training/checkpoints/checkpoint.py"
-_CONTENTS = "training/checkpoints/contents.py"
+_CHECKPOINT = "training/checkpoint.py"
+_CONTENTS = "training/checkpoint_contents.py"
 _CUDA_STATE = 'if world.device.type == "cuda" and "rng/cuda" in file.keys(): # noqa: SIM118'
 
 UNSEEN: dict[tuple[str, str, str], str] = {

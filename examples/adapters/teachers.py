@@ -1,4 +1,4 @@
-"""Teachers for the cold starts of these runs: they know the rules, and nothing of the game."""
+"""Teachers for the cold starts of these runs: they know the rules, but not how to win."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ def any_direction(obs: str, rng: Random) -> str:
 
 
 def any_number(obs: str, rng: Random) -> str:
-    """A number from 1 to 20, as the game wants it written."""
+    """A number from 1 to 20, in the game's format."""
     return f"[{rng.randint(1, 20)}]"
 
 
 def nearly(obs: str, rng: Random) -> str:
-    """The sum that is asked for, or one that is off by one."""
+    """The right sum, or one that is off by one."""
     numbers = re.findall(r"[+-]? ?\d+", obs.rpartition(":")[2])
     return str(sum(int(number.replace(" ", "")) for number in numbers) + rng.choice((-1, 0, 1)))

@@ -54,7 +54,7 @@ def make_requests(args: argparse.Namespace) -> list[RolloutRequest]:
 
 
 async def evaluate(args: argparse.Namespace) -> None:
-    """Answers, runs, prints a table, and writes every episode's result where asked."""
+    """Answers, runs, prints a table, and optionally writes every episode's result."""
     requests = make_requests(args)
     server = find_server(args.model, host=args.host, port=args.port)
     tokenizer = AutoTokenizer.from_pretrained(server.model if server else args.model)

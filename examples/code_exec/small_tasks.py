@@ -1,9 +1,9 @@
-"""Small programming tasks, made on the spot: read numbers or words, print an answer.
+"""Small generated programming tasks: read numbers or words, print an answer.
 
     python examples/code_exec/small_tasks.py --tasks 3                  # show some, as JSON lines
 
-`SmallTasks` is an environment over them, and `teacher` shows the form of an answer, not its
-substance: both are named by the run files beside this one.
+`SmallTasks` is an environment over them, and `teacher` shows the format of an answer, not its
+content. The run files in this folder name both.
 """
 
 import argparse
@@ -77,7 +77,7 @@ KINDS = {"two_numbers": two_numbers, "numbers": numbers, "words": words}
 
 
 def make_rows(tasks: int, seed: int, kinds: list[str]) -> Iterator[dict[str, Any]]:
-    """As many tasks as asked for, in turn of each kind."""
+    """The given number of tasks, alternating between the kinds."""
     rng = Random(seed)
     for index in range(tasks):
         prompt, solve, cases = KINDS[kinds[index % len(kinds)]](rng)
@@ -104,7 +104,7 @@ class SmallTasks(CodeExecEnv):
 
 
 def teacher(obs: str, rng: Random) -> str:
-    """A program of the right form, with any of the signs."""
+    """A program in the right format, with any of the signs."""
     return f"{HEAD}print(a{rng.choice(list(OPERATORS))}b)"
 
 

@@ -1,6 +1,6 @@
-"""Two sums, of which the larger counts: a parent has an adder do each, and picks.
+"""The larger of two sums: a parent has an adder do each, and picks.
 
-The run files beside this one name the environment and the teacher:
+The run files in this folder name the environment and the teacher:
 `ludic train examples/delegation/tiny.toml`.
 """
 

@@ -1,4 +1,4 @@
-"""Two domains with one right number each, and what a cold start may show of them.
+"""Two domains with one right number per question, and teachers for a cold start.
 
 `Sums` asks "What is 3 + 4?", `Larger` asks "Which is larger, 3 or 4?".
 """
@@ -48,7 +48,7 @@ def answer(question: str) -> str:
 
 
 def right_answer(obs: str, rng: Random) -> str:
-    """A teacher that knows."""
+    """A teacher that is always right."""
     return answer(obs)
 
 

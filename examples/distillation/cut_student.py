@@ -1,4 +1,4 @@
-"""Makes a smaller student of a model: some of its decoder layers, evenly spaced.
+"""Makes a smaller student from a model: some of its decoder layers, evenly spaced.
 
 python examples/distillation/cut_student.py --model FOLDER_OR_HUB_NAME --layers 20
 """
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def cut(model: Any, count: int) -> None:
-    """Keeps `count` of the model's layers, the first and the last among them."""
+    """Keeps `count` of the model's layers, including the first and the last."""
     layers = model.model.layers
     if not 2 <= count <= len(layers):
         raise SystemExit(f"--layers {count}: the model has {len(layers)}, and at least 2 must stay")

@@ -3,7 +3,7 @@
     python examples/distillation/train_mopd.py                       # the tiny model on the CPU
     python examples/distillation/train_mopd.py --model HuggingFaceTB/SmolLM2-135M-Instruct  # a GPU
 
-Three stages: a common start, one teacher for each domain (the start, reinforced there alone), and
+Three stages: a common start, one teacher for each domain (the start, trained there by RL), and
 one student that learns both domains from its own answers. Each token's advantage is
 
     log π_teacher − log π_student + α · GRPO's advantage of the outcome
@@ -23,7 +23,7 @@ ALPHA, WINDOW = 0.5, (0.5, 2.0)  # the report gives no values
 
 
 def settings(model: str | None) -> dict[str, Any]:
-    """What all the runs have in common, for the tiny model or a real one."""
+    """Settings that all runs share, for the tiny model or a real one."""
     if model is None:
         words = ["user\n", "assistant\n", "What is ", " + ", "Which is larger, ", " or ", "?"]
         kwargs = {"layers": 2, "max_position_embeddings": 64, "words": words}
@@ -53,7 +53,7 @@ def settings(model: str | None) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> ludic.Run:
     parser = argparse.ArgumentParser(description="Several teachers, one student.")
-    parser.add_argument("--model", help="a folder or a name on the hub; left out: the tiny model")
+    parser.add_argument("--model", help="a folder or a name on the hub; default: the tiny model")
     parser.add_argument("--steps", type=int, default=40, help="updates of each teacher")
     parser.add_argument("--student-steps", type=int, default=40)
     parser.add_argument("--start-steps", type=int, default=150, help="of the tiny model's start")

@@ -4,9 +4,9 @@
     CUDA_VISIBLE_DEVICES=1,2,3 torchrun --nproc-per-node 3 \\
         examples/fsdp2_training/train_math_fsdp2.py --model Qwen/Qwen2.5-7B-Instruct --port 8000
 
-Every rank reads only its own rows of the weights. Rank 0 samples, hands the batch to all, and after
+Every rank reads only its own rows of the weights. Rank 0 samples, sends the batch to all, and after
 each update broadcasts the gathered weights to the server: with NCCL between GPUs, with gloo
-between CPUs. Run it again, and it goes on from its last checkpoint.
+between CPUs. Run it again to resume from the last checkpoint.
 """
 
 import argparse

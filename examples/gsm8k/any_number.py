@@ -1,4 +1,4 @@
-"""The teacher of `tiny.toml`: it shows the form of an answer, not its substance."""
+"""The teacher of `tiny.toml`: it shows the format of an answer, not its content."""
 
 from random import Random
 

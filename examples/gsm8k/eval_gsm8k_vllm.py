@@ -37,7 +37,7 @@ from ludic.seeding import derive_seed
 
 
 def make_requests(args: argparse.Namespace) -> list[RolloutRequest]:
-    """`samples` requests for each row. Only the number counts, and no reward for the form."""
+    """`samples` requests for each row. Only the number counts; the format gets no reward."""
     source: dict[str, Any] = {"path": str(args.data)} if args.data else {"split": "test"}
     rows = GSM8KEnv(**source, limit=args.limit).num_rows()
     protocol = ProtocolSpec("single_agent", {"parser": {"kind": "boxed", "error_reward": 0.0}})
@@ -54,7 +54,7 @@ def make_requests(args: argparse.Namespace) -> list[RolloutRequest]:
 
 
 async def evaluate(args: argparse.Namespace) -> None:
-    """Answers, prints a table, and writes every episode's result where asked."""
+    """Answers, prints a table, and optionally writes every episode's result."""
     requests = make_requests(args)
     server = find_server(args.model, host=args.host, port=args.port)
     tokenizer = AutoTokenizer.from_pretrained(server.model if server else args.model)

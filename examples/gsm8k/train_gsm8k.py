@@ -1,12 +1,12 @@
-"""GRPO with clip on GSM8K: a reward for the right number, and a small one for the form.
+"""GRPO with clip on GSM8K: a reward for the right number, and a small one for the format.
 
     python examples/gsm8k/train_gsm8k.py --tiny               # eight rows, a tiny model, on the CPU
     python examples/gsm8k/train_gsm8k.py                      # the data from the hub, on a GPU
     python examples/gsm8k/train_gsm8k.py --data FOLDER        # with train.jsonl and test.jsonl
     python examples/gsm8k/train_gsm8k.py --model Qwen/Qwen2.5-7B-Instruct --port 8000
 
-The run is that of `train.toml`, or of `tiny.toml`, beside this file; what is said here goes over
-it, and any other setting may follow: training.steps=50. With a port, vLLM samples and gets the new
+The run is `train.toml` or `tiny.toml` in this folder; options override it, and any other setting
+may follow: training.steps=50. With a port, vLLM samples and gets the new
 weights after every update; start it with `ludic serve --model … --port 8000`.
 """
 

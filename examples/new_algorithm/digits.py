@@ -1,4 +1,4 @@
-"""Two digits, one of them larger: a task for a new algorithm to be tried on."""
+"""Two digits, one of them larger: a task to try a new algorithm on."""
 
 import re
 from random import Random
@@ -26,5 +26,5 @@ class LargerDigit(ludic.SingleAgentEnv):
 
 
 def either(obs: str, rng: Random) -> str:
-    """A teacher that shows the form of an answer: one digit of the two."""
+    """A teacher that shows the format of an answer: one of the two digits."""
     return str(rng.choice(re.findall(r"\d", obs)))

@@ -11,9 +11,9 @@ min(ρA, clip(ρ, 1 − ε, 1 + ε)·A).
 In Ludic that is a credit assigner (the return of each turn), two preprocesses (the KL, then the
 normalisation, since both look beyond one micro-batch) and a loss. Only the normalisation is new.
 
-Defaults: β = 0, ε = 0.2, token_mean. Departures: with several turns, R is the return from the
+Defaults: β = 0, ε = 0.2, token_mean. Differences: with several turns, R is the return from the
 token's turn on; the KL is of the policy that sampled, as in the paper, where it is also the policy
-at the start of the update. A run file uses it by name, see tiny.toml beside this file.
+at the start of the update. A run file uses it by name: see tiny.toml.
 """
 
 import numpy as np

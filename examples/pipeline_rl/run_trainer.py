@@ -4,14 +4,14 @@
     python examples/pipeline_rl/run_actor.py              # in another; any number of them
     python examples/pipeline_rl/run_trainer.py            # in a third
 
-The trainer asks for groups of episodes, trains on what comes back, and writes each new policy to a
+The trainer requests groups of episodes, trains on them, and writes each new policy to a
 folder that the actors read. Kill any of the three and start it again: nothing is lost, and nothing
 is trained on twice. Give both the same --model: a folder, such as the cold start of
 `examples/tic_tac_toe`, or a name on the hub. With --port, vLLM samples: start it with
-`python -m ludic.inference.vllm_server`, and give both the same port; the trainer then sends it the
+`ludic serve`, and give both the same port; the trainer then sends it the
 weights after every update.
 
-Another Redis is named in the environment variable LUDIC_REDIS_URL, password and all: an argument
+For another Redis, set the environment variable LUDIC_REDIS_URL, with the password: an argument
 would show it to everyone on the machine.
 """
 
@@ -35,7 +35,7 @@ from ludic.pipeline import (
     PipelineConfig,
     PipelinePublisher,
     PolicyFolder,
-    TrainerSeat,
+    TrainerLease,
 )
 from ludic.rollouts import EnvSpec, FixedMix, ProtocolSpec, RolloutRequest
 from ludic.training import CheckpointConfig, Trainer, TrainerConfig, make_grpo
@@ -75,7 +75,7 @@ def device() -> str:
 
 
 def load_model(name: str) -> Any:
-    """A model, on the GPU where there is one; the tiny one has random weights."""
+    """A model, on the GPU if there is one; the tiny one has random weights."""
     model = tiny_model() if name == "tiny" else AutoModelForCausalLM.from_pretrained(name)
     return model.to(device())
 
@@ -99,16 +99,16 @@ async def main() -> None:
 
 
 async def train(args: argparse.Namespace, stack: AsyncExitStack) -> None:
-    """Asks, trains and publishes until the updates are done."""
+    """Requests, trains and publishes until all updates are done."""
     model, tokenizer = load_model(args.model), load_tokenizer(args.model)
-    seat = TrainerSeat(PipelineConfig(redis_url(), args.run))
+    lease = TrainerLease(PipelineConfig(redis_url(), args.run))
     if args.port:
         vllm = BroadcastPolicyPublisher(await server(args, tokenizer, stack))
-        publisher = PipelinePublisher(seat, vllm)
+        publisher = PipelinePublisher(lease, vllm)
     else:
-        publisher = PipelinePublisher(seat, folder=PolicyFolder(args.folder / "policy"))
+        publisher = PipelinePublisher(lease, folder=PolicyFolder(args.folder / "policy"))
     source = PipelineBatchSource(
-        seat=seat,
+        lease=lease,
         request_fn=FixedMix({"game": (GAME, 1.0)}),
         algorithm=make_grpo(group_size=8),
         rollouts_per_update=64,

@@ -1,6 +1,6 @@
-"""A shop assistant with one tool, written with the plain `openai` package. It knows no Ludic.
+"""A shop assistant with one tool, written with the plain `openai` package, without Ludic.
 
-It runs as any program does, wherever `OPENAI_BASE_URL` and `OPENAI_API_KEY` point:
+It runs like any program, against the server of `OPENAI_BASE_URL` and `OPENAI_API_KEY`:
 
     echo "What does a plum cost?" | python agent.py
 """
@@ -39,7 +39,7 @@ def price(item: str) -> str:
 
 
 def solve(task: str, base_url: str | None = None, api_key: str | None = None) -> str:
-    """Answers one question, with as many looks at the price list as the model wants, up to four."""
+    """Answers one question, with up to four looks at the price list."""
     messages: list[Any] = [{"role": "user", "content": task}]
     client = OpenAI(base_url=base_url, api_key=api_key, http_client=HTTP)
     for _ in range(5):

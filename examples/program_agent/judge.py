@@ -1,4 +1,4 @@
-"""The reward: a right price, that the agent looked up and did not know by heart."""
+"""The reward: a right price that the agent looked up."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from ludic.interaction import ProgramAttempt
 
 
 def looked_up(attempt: ProgramAttempt) -> float:
-    """1 if the program's answer is the price, and is among what its tool said."""
+    """1 if the program's answer is the price, and one of its tool results shows it."""
     seen = [message["content"] for message in attempt.messages if message["role"] == "tool"]
     return float(attempt.answer == attempt.target and attempt.answer in seen)

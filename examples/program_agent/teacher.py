@@ -1,4 +1,4 @@
-"""The cold start's teacher: it looks up some item, often the wrong one, and tells its price."""
+"""The cold start's teacher: it looks up an item, often the wrong one, and reports its price."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ITEMS = ("apple", "pear", "plum", "fig")
 
 
 def guess(said: str, rng: Random, history: Sequence[Any]) -> str:
-    """After a question, a look at the right price or at any; after the look, what it showed."""
+    """After a question, looks up the right price or any; after that, reports what it found."""
     if history:
         return said
     wanted = next(item for item in ITEMS if item in said)

@@ -1,6 +1,6 @@
 """Nim for two: take one to three stones in turn; whoever takes the last one wins.
 
-Whoever may begin wins, by leaving a multiple of four, unless there is a multiple of four at first.
+The first player can win by leaving a multiple of four, unless the game starts with one.
 `tiny.toml` trains one policy on both seats and measures it against `Perfect`, which it never meets
 in training.
 """
@@ -23,7 +23,7 @@ def legal(stones: int) -> list[int]:
 
 
 class Nim(LudicEnv[str, Obs, str]):
-    """Begins with `low` to `high` stones; with `winnable`, never with a multiple of four. Both
+    """Starts with `low` to `high` stones; with `winnable`, never with a multiple of four. Both
     hear the end: +1 and −1. Who takes what cannot be taken loses."""
 
     blocking = False  # it answers at once
@@ -65,7 +65,7 @@ def ended(result: str, reward: float) -> StepOutcome:
 
 
 class Perfect:
-    """A bot that wins wherever that can be done, and takes one stone where it cannot."""
+    """A bot that wins whenever it can, and otherwise takes one stone."""
 
     def reset(self, *, seed: int | None) -> None:
         return None
@@ -75,5 +75,5 @@ class Perfect:
 
 
 def teacher(obs: str, rng: Random) -> str:
-    """Any legal number of stones: it knows the rules, and nothing of the game."""
+    """Any legal number of stones: it knows the rules, but not how to win."""
     return str(rng.choice(legal(int(obs.split()[-1]))))

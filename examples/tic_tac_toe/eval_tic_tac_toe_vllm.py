@@ -34,7 +34,7 @@ SYSTEM = "You play Tic-Tac-Toe. Answer with one free cell, such as <move>B2</mov
 
 
 async def evaluate(args: argparse.Namespace) -> None:
-    """Plays, prints a table, and writes every game's result where asked."""
+    """Plays, prints a table, and optionally writes every game's result."""
     server = find_server(args.model, host=args.host, port=args.port)
     tokenizer = AutoTokenizer.from_pretrained(server.model if server else args.model)
     game = RolloutRequest(

@@ -2,7 +2,7 @@
 
     python examples/tic_tac_toe/generate_synth_data.py --games 300 --output moves.jsonl
 
-The teacher knows the rules and not the game: what the rows teach is how to answer. They are plain
+The teacher knows the rules but not how to win: the rows teach how to answer. They are plain
 messages, so that any model's tokenizer can read them.
 """
 

@@ -3,10 +3,10 @@
     python examples/tic_tac_toe/sft_tic_tac_toe.py
     python examples/tic_tac_toe/sft_tic_tac_toe.py --model Qwen/Qwen2.5-0.5B-Instruct --lr 1e-5
 
-The default model is tiny, with random weights, and runs on any CPU. Its tokenizer takes the game's
-words whole, so that a position is some fifty tokens long. What comes out is a
-folder with model and tokenizer that the other scripts here take as --model. The default data is
-made first if it is not there yet.
+The default model is tiny, with random weights, and runs on any CPU. Its tokenizer has
+the game's words as tokens, so a position is about fifty tokens long. The result is a folder with
+model and tokenizer, which the other scripts here take as --model. The default data is created
+first if it is missing.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""GRPO with LoRA against a seeded opponent: the quickest reinforcement from end to end.
+"""GRPO with LoRA against a seeded opponent: the quickest RL run from end to end.
 
     python examples/tic_tac_toe/train_tic_tac_toe.py
 
 With a vLLM server at port 8000 (`ludic serve Qwen/Qwen2.5-7B-Instruct`), or at --host and --port,
 its model is trained: the server samples, and gets the weights after every update. Without one, the
-tiny model of `sft_tic_tac_toe.py` samples in this process, from the very weights that are trained;
-if it is not there yet, it is made first.
+tiny model of `sft_tic_tac_toe.py` samples in this process, from the weights being trained;
+it is created first if it is missing.
 """
 
 import argparse
@@ -53,7 +53,7 @@ COLD_START = Path("runs/tic_tac_toe/sft")
 
 
 async def train(args: argparse.Namespace, server: FoundServer | None) -> None:
-    """Rolls out groups of games, trains on them, and brings the weights back to the sampler."""
+    """Rolls out groups of games, trains on them, and publishes the weights to the sampler."""
     weights = args.model or (server.model if server else str(COLD_START))
     lr = args.lr or (1e-5 if server else 2e-3)
     max_tokens = args.max_tokens or (64 if server else 8)

@@ -1,6 +1,6 @@
-"""Sums that are too long to do in the head, and a teacher that sometimes reaches for a tool.
+"""Sums that are too long for mental arithmetic, and a teacher that sometimes uses a tool.
 
-The run files beside this one name both: `ludic train examples/tool_use/tiny.toml`.
+The run files in this folder name both: `ludic train examples/tool_use/tiny.toml`.
 """
 
 import json
@@ -37,7 +37,7 @@ class LongSums(SingleAgentEnv):
 
 def teacher(obs: str, rng: Random, history: Sequence[dict[str, Any]]) -> str:
     """Guesses in half of the episodes, and asks a tool in the others: mostly the calculator. It
-    shows how to call tools; that they pay is left to the reinforcement."""
+    shows how to call tools; RL finds out that they pay."""
     if history[-1]["role"] == "assistant":  # so this is what the tool said
         return f"\\boxed{{{obs.split()[0]}}}"
     task = obs.removeprefix("What is ").removesuffix("?")

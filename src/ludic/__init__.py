@@ -8,17 +8,13 @@ Importing this package is cheap and takes no torch.
 
 import os
 
-from ludic.lazy import late_names
+from ludic.plumbing.lazy import late_names
 
 __version__ = "0.1.0.dev0"
 
-__getattr__, __all__ = late_names(__name__, __file__)
+__getattr__, __dir__, __all__ = late_names(__name__, __file__)
 
 if os.environ.get("LUDIC_CHECK_SHAPES", "0") not in ("", "0"):
-    from ludic.shapes import check_shapes
+    from ludic.plumbing.shapes import check_shapes
 
     check_shapes()
-
-
-def __dir__() -> list[str]:
-    return __all__

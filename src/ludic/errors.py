@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ludic.arguments import near_names
+from ludic.plumbing.arguments import near_names
 
 
 class LudicError(Exception):

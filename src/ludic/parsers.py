@@ -18,18 +18,15 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ludic.errors import ConfigError
-from ludic.frozen import quick
-from ludic.given import remembered
+from ludic.plumbing.given import remembered
+from ludic.plumbing.records import Record
 from ludic.registry import PARSERS
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class ParseResult:
+class ParseResult(Record, frozen=True):
     """The action, or None with feedback in `obs`; `reward` is for the format alone."""
 
     action: str | None
@@ -241,8 +238,8 @@ def regex_parser(
             f"regex_parser: {pattern!r} is not a regular expression: {error}"
         ) from error
     chosen = group if group is not None else min(1, compiled.groups)
-    known = chosen in compiled.groupindex if isinstance(chosen, str) else chosen <= compiled.groups
-    if not known:
+    exists = chosen in compiled.groupindex if isinstance(chosen, str) else chosen <= compiled.groups
+    if not exists:
         raise ConfigError(f"regex_parser: {pattern!r} has no group {chosen!r}")
     told = feedback or f"The answer does not have the form {pattern}"
     find = compiled.fullmatch if full else compiled.search

@@ -16,10 +16,10 @@ True
 
 from __future__ import annotations
 
-from ludic.naming import Entry as Entry
-from ludic.naming import Registry as Registry
-from ludic.naming import names_are_stored as names_are_stored
-from ludic.naming import stored_names as stored_names
+from ludic.plumbing.naming import Entry as Entry
+from ludic.plumbing.naming import Registry as Registry
+from ludic.plumbing.naming import names_are_stored as names_are_stored
+from ludic.plumbing.naming import stored_names as stored_names
 
 ENVS = Registry(
     "environment",
@@ -37,11 +37,12 @@ ENVS = Registry(
             "One question from a dataset, one judged answer.",
         ),
         "gsm8k": Entry(
-            "ludic.envs.datasets.gsm8k:GSM8KEnv",
+            "ludic.envs.dataset_qa_env:GSM8KEnv",
             "Grade-school word problems, judged by the number.",
         ),
         "math": Entry(
-            "ludic.envs.datasets.math:MATHEnv", "Competition problems, judged by symbolic equality."
+            "ludic.envs.dataset_qa_env:MATHEnv",
+            "Competition problems, judged by symbolic equality.",
         ),
         "code_exec": Entry(
             "ludic.envs.code_exec:CodeExecEnv",
@@ -118,7 +119,7 @@ TOOLS = Registry(
             "Runs Python code in a sandbox, in a session that keeps its state.",
         ),
         "calculator": Entry(
-            "ludic.envs.code_exec.calculator:calculator", "Computes an arithmetic expression."
+            "ludic.envs.code_exec.tools:calculator", "Computes an arithmetic expression."
         ),
     },
     "ludic.tools",
@@ -126,8 +127,10 @@ TOOLS = Registry(
 BOTS = Registry(
     "bot",
     {
-        "random": Entry("ludic.interaction.bots:RandomBot", "One of its choices, at random."),
-        "sequence": Entry("ludic.interaction.bots:SequenceBot", "A fixed list of actions."),
+        "random": Entry(
+            "ludic.interaction.multi_agent:RandomBot", "One of its choices, at random."
+        ),
+        "sequence": Entry("ludic.interaction.multi_agent:SequenceBot", "A fixed list of actions."),
     },
     "ludic.bots",
 )

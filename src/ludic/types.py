@@ -6,22 +6,21 @@ inverse to each other: `from_json(Rollout, to_json(rollout)) == rollout`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Literal, NotRequired, TypeAlias
+from math import isfinite
+from typing import Any, ClassVar, Literal, NotRequired, TypeAlias
 
+from msgspec import field
+from msgspec.structs import force_setattr, replace
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from ludic.errors import DataError
-from ludic.frozen import changed, quick
-from ludic.json_codec import ByKind, JsonObject
-from ludic.json_codec import check_json as check_json
-from ludic.json_codec import from_json as from_json
-from ludic.json_codec import to_json as to_json
-from ludic.traces import TokenTrace as TokenTrace
-from ludic.traces import VersionSpan as VersionSpan
-from ludic.traces import all_finite
+from ludic.plumbing.records import JsonObject, Record, encode
+from ludic.plumbing.records import check_json as check_json
+from ludic.plumbing.records import from_json as from_json
+from ludic.plumbing.records import to_json as to_json
 
 AgentID: TypeAlias = str
 Obs: TypeAlias = str
@@ -85,17 +84,103 @@ class ForkReason(StrEnum):
     TOOLS_CHANGED = "tools_changed"
 
 
-@dataclass(frozen=True, slots=True)
-class Fork:
+class VersionSpan(Record, frozen=True):
+    """The policy version that sampled the completion's tokens `start` to `end` (exclusive).
+
+    `attempt` counts the trainers of a run over Redis, whose versions may have the same number: the
+    pair names one policy. Everywhere else it is 0.
+    """
+
+    start: int
+    end: int
+    version: int
+    attempt: int = 0
+
+
+class TokenTrace(Record, frozen=True):
+    """The exact tokens of one model call: what went in, what was sampled, how likely it was.
+
+    `completion_logprobs` are those of the distribution that was sampled from (after temperature
+    and truncation), in float32. `kept_token_ids`, when recorded, lists for every completion token
+    the ids that truncated sampling had kept; an empty tuple stands for the whole vocabulary.
+    `version_spans` cover the completion, token by token, or are empty where nothing is known.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    completion_token_ids: tuple[int, ...]
+    completion_logprobs: tuple[float, ...] | None = None
+    version_spans: tuple[VersionSpan, ...] = ()
+    kept_token_ids: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        # A list would never equal a tuple, so a prompt that extends another would look forked.
+        for name, value in (
+            ("prompt_token_ids", self.prompt_token_ids),
+            ("completion_token_ids", self.completion_token_ids),
+            ("completion_logprobs", self.completion_logprobs),
+        ):
+            if type(value) is tuple:
+                continue
+            if isinstance(value, list):
+                force_setattr(self, name, tuple(value))
+            elif value is not None and not isinstance(value, tuple):
+                raise DataError(
+                    f"TokenTrace.{name} is a {type(value).__name__}: give a tuple of plain numbers"
+                )
+        for name, ids in (
+            ("prompt_token_ids", self.prompt_token_ids),
+            ("completion_token_ids", self.completion_token_ids),
+        ):
+            if not _are_ids(ids):
+                wrong = next(i for i in ids if not _are_ids((i,)))
+                raise DataError(f"TokenTrace.{name} has {wrong!r}: an id is an int from 0 on")
+        logprobs = self.completion_logprobs or ()
+        if not all_finite(logprobs):
+            bad = next(value for value in logprobs if not all_finite((value,)))
+            raise DataError(
+                f"TokenTrace.completion_logprobs has {bad!r}: a log-prob is a finite number"
+            )
+        n = len(self.completion_token_ids)
+        for name, values in (
+            ("completion_logprobs", self.completion_logprobs),
+            ("kept_token_ids", self.kept_token_ids),
+        ):
+            if values is not None and len(values) != n:
+                raise DataError(f"TokenTrace.{name} has {len(values)} entries for {n} tokens")
+        covered, in_order = 0, True
+        for span in self.version_spans:
+            in_order = in_order and span.start == covered <= span.end
+            covered = span.end
+        if self.version_spans and not (in_order and covered == n):
+            found = ", ".join(f"{s.start}-{s.end}" for s in self.version_spans)
+            raise DataError(
+                f"TokenTrace: the version spans {found} do not cover the {n} completion tokens, "
+                "each once and in order"
+            )
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and completion, end to end."""
+        return self.prompt_token_ids + self.completion_token_ids
+
+    def extends(self, previous: TokenTrace) -> bool:
+        """Whether this prompt begins with all the tokens of `previous`, sampled ones included."""
+        n, m = len(previous.prompt_token_ids), len(previous.completion_token_ids)
+        prompt = self.prompt_token_ids
+        return (
+            prompt[:n] == previous.prompt_token_ids
+            and prompt[n : n + m] == previous.completion_token_ids
+        )
+
+
+class Fork(Record, frozen=True):
     """What `ChatTemplate.extend` returns when it cannot extend: the reason, and where it shows."""
 
     reason: ForkReason
     detail: str = ""
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class ChatResponse:
+class ChatResponse(Record, frozen=True):
     """An inference backend's response to one request, in one form for all backends.
 
     `text` is the decoded completion where the backend decodes; a backend that returns only text
@@ -108,9 +193,14 @@ class ChatResponse:
     info: Info = field(default_factory=dict)
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
+class _Told(Record, frozen=True):
+    """The fields of `StepOutcome` that may be given by place."""
+
+    obs: Obs
+    reward: float
+
+
+class StepOutcome(_Told, frozen=True, kw_only=True):
     """What the environment tells one agent after a step.
 
     `terminated`: the task itself is over. `truncated`: a limit of the environment cut it.
@@ -118,18 +208,13 @@ class StepOutcome:
     the first two are given by name, so that no call can swap the two endings.
     """
 
-    obs: Obs
-    reward: float
-    _: KW_ONLY
     terminated: bool = False
     truncated: bool = False
     info: Info = field(default_factory=dict)
     reward_components: Mapping[str, float] = field(default_factory=dict)
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class AgentStep:
+class AgentStep(Record, frozen=True, tag_field="kind", tag="agent"):
     """One model call: the prompt as tokens, the assistant's message, and its tools' results.
 
     `new_messages` are the messages that entered the conversation since the previous model call
@@ -147,12 +232,10 @@ class AgentStep:
     tool_call_errors: tuple[str, ...] = ()
     sampling: JsonObject = field(default_factory=dict)
     info: Info = field(default_factory=dict)
-    kind: Literal["agent"] = "agent"
+    kind: ClassVar[Literal["agent"]] = "agent"
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class EnvironmentStep:
+class EnvironmentStep(Record, frozen=True, tag_field="kind", tag="environment"):
     """One transition as one agent saw it.
 
     `stepped` is False when the environment was not stepped (a parse failure); `agent_steps` are
@@ -173,7 +256,7 @@ class EnvironmentStep:
     stepped: bool = True
     reward_components: Mapping[str, float] = field(default_factory=dict)
     info: Info = field(default_factory=dict)
-    kind: Literal["environment"] = "environment"
+    kind: ClassVar[Literal["environment"]] = "environment"
 
     def __post_init__(self) -> None:
         if not all_finite((self.reward, *self.reward_components.values())):
@@ -189,28 +272,24 @@ class EnvironmentStep:
             )
 
 
-Step: TypeAlias = Annotated[AgentStep | EnvironmentStep, ByKind()]
+Step: TypeAlias = AgentStep | EnvironmentStep
 
 
-@dataclass(frozen=True, slots=True)
-class EnvSpec:
+class EnvSpec(Record, frozen=True):
     """Which environment, by registered name, with which arguments. Pure data."""
 
     kind: str
     kwargs: JsonObject = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class ProtocolSpec:
+class ProtocolSpec(Record, frozen=True):
     """Which interaction protocol, by registered name, with which arguments. Pure data."""
 
     kind: str
     kwargs: JsonObject = field(default_factory=dict)
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(Record, frozen=True):
     """The model calls that led to one environment step, and that step."""
 
     index: int
@@ -226,9 +305,7 @@ class Turn:
         return own + sum(step.reward for step in self.outcomes)
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class Rollout:
+class Rollout(Record, frozen=True):
     """One agent's perspective on one episode.
 
     `group_id` ties rollouts that share a task and environment seed; `task_key` names the task
@@ -267,8 +344,8 @@ class Rollout:
                     )
 
     def labelled(self, **labels: Any) -> Rollout:
-        """The same steps under other labels: any field but `steps`, which are not checked again."""
-        return changed(self, **labels)
+        """The same steps under other labels: any field but `steps`."""
+        return replace(self, **labels)
 
     @property
     def agent_steps(self) -> tuple[AgentStep, ...]:
@@ -327,3 +404,21 @@ class Rollout:
 
 RolloutStepKey: TypeAlias = tuple[str, int]
 """(rollout id, turn index): what credit is assigned to."""
+
+
+def _are_ids(values: tuple[int, ...]) -> bool:
+    """Whether these are ints from 0 on. Prompts are long, so nothing here looks at single ids."""
+    try:
+        array("Q", values)  # refuses what is negative or has a fraction
+        encode(values)  # refuses NumPy's integers
+    except (TypeError, OverflowError):
+        return False
+    return True
+
+
+def all_finite(values: Iterable[float]) -> bool:
+    """Whether all of them are numbers, and none is NaN, infinite or beyond what a float holds."""
+    try:
+        return all(map(isfinite, values))
+    except (TypeError, OverflowError):
+        return False

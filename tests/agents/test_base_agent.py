@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ludic.agents import Agent
 from ludic.context import FullDialog, TruncatedThinkingContext, WindowedDialog

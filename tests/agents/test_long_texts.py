@@ -15,8 +15,8 @@ from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.interaction import Runtime
 from ludic.parsers import ParseResult
+from ludic.plumbing.text import REPLACEMENT
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest
-from ludic.text import REPLACEMENT
 from ludic.types import (
     Action,
     ChatResponse,

@@ -19,7 +19,7 @@ from ludic.agents.mcp import MCPServer, mcp_server, tool_servers
 from ludic.agents.tools import ToolResult, call_tool, tools_by_name
 from ludic.errors import AgentError, ConfigError, DeadlineError, ToolError
 from ludic.interaction import RunSpec, SingleAgentSyncProtocol
-from ludic.lazy import stored_names
+from ludic.plumbing.lazy import stored_names
 from ludic.registry import make_protocol
 from ludic.types import Rollout, ToolCall
 from tests.agents.scripted import move, scripted_agent, scripted_runtime, tool_call

@@ -381,6 +381,14 @@ def test_bounds_that_make_no_sense_are_refused(cls: type[ToolAgent], setting: st
         scripted_agent([""], cls, **{setting: -1})
 
 
+@pytest.mark.parametrize("cls", [ToolAgent, ReActAgent])
+def test_a_turn_is_bounded_by_its_calls_or_by_its_rounds_of_tools(cls: type[ToolAgent]) -> None:
+    assert scripted_agent([""], cls, max_rounds=3).max_tool_rounds == 2
+    assert scripted_agent([""], cls, max_tool_rounds=2).max_tool_rounds == 2
+    with pytest.raises(AgentError, match="max_rounds and max_tool_rounds"):
+        scripted_agent([""], cls, max_rounds=3, max_tool_rounds=2)
+
+
 async def react_turn(template: Any) -> Any:
     agent = scripted_agent(
         [

@@ -13,9 +13,9 @@ from ludic.envs.tic_tac_toe import TicTacToeEnv
 from ludic.errors import ConfigError
 from ludic.interaction import MultiAgentProtocol
 from ludic.rollouts import read_rollouts
-from ludic.runs.execution.check import check_parts
+from ludic.runs.check import check_parts
 from ludic.runs.settings import parse_run
-from ludic.runs.storage.lock import locked
+from ludic.runs.storage.folder import locked
 from tests.cli.conftest import Ludic
 from tests.cli.test_bad_input import check
 
@@ -198,7 +198,7 @@ def test_eval_refuses_what_it_cannot_give_before_it_plays(
     def played(*_: object) -> None:
         raise AssertionError("episodes were played")
 
-    monkeypatch.setattr("ludic.runs.evaluation.evaluate_run", played)
+    monkeypatch.setattr("ludic.runs.playing.evaluate_run", played)
     refused = ludic("eval", trained, "--pass-at", 0)
     assert refused.code == 2
     assert "--pass-at" in refused.err
@@ -238,7 +238,7 @@ def test_players_are_made_for_the_seats_that_there_are(monkeypatch: pytest.Monke
     def protocol(kind: str, runtime: Any, **_: Any) -> MultiAgentProtocol:
         return MultiAgentProtocol({}, default=player)
 
-    monkeypatch.setattr("ludic.runs.execution.check.make_protocol", protocol)
+    monkeypatch.setattr("ludic.runs.check.make_protocol", protocol)
     check_parts(parse_run('[env]\nkind = "tic_tac_toe_two_player"\n'))
     assert set(asked) == {"X", "O"}
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ludic.distributed import AdapterWeights
-from ludic.distributed.vllm.adapter.folders import AdapterFolders
-from ludic.distributed.vllm.adapter.weights import adapter_config, ranks
+from ludic.distributed.vllm.adapter_payload import AdapterFolders
+from ludic.distributed.vllm.adapter_weights import adapter_config, ranks
 from ludic.distributed.vllm.shared_memory import is_abandoned
 from ludic.errors import ConfigError
 from ludic.inference.tiny import tiny_model
@@ -146,7 +146,7 @@ def test_folders_are_private_and_gone_with_their_owner(tmp_path: Path) -> None:
 
 def test_what_a_killed_process_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from ludic.distributed.vllm.adapter.folders import AdapterFolders;"
+        "import sys, time; from ludic.distributed.vllm.adapter_payload import AdapterFolders;"
         "f = AdapterFolders(sys.argv[1]); (f.path / 'v1').mkdir(); print('up', flush=True);"
         "time.sleep(300)"
     )

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ludic.distributed.in_vllm.checkpoint_shapes import checkpoint_shapes
+from ludic.distributed.in_vllm.served_model import checkpoint_shapes
 from ludic.distributed.vllm.shared_memory import write_shared
 
 RIGHT = {"a": torch.ones(3, 4), "b": torch.ones(5)}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ludic.distributed.in_vllm.plain_layers import why_rebuild
+from ludic.distributed.in_vllm.served_model import why_rebuild
 
 LAYERS = "vllm.model_executor.layers"
 LINEAR = f"{LAYERS}.linear.UnquantizedLinearMethod"

@@ -18,10 +18,10 @@ from torch import Tensor
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.distributed.vllm import canary
 from ludic.distributed.vllm.canary import MismatchBudget
+from ludic.distributed.vllm.delivery import PublishTimes, together
 from ludic.distributed.vllm.planes import SharedMemoryPlane, Shipment
 from ludic.distributed.vllm.shared_memory import shared_folder
-from ludic.distributed.vllm.timing import PublishTimes, together
-from ludic.distributed.vllm.trainer_checks import TrainerChecks
+from ludic.distributed.vllm.weights_payload import TrainerChecks
 from ludic.errors import DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient

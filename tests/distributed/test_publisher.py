@@ -15,9 +15,13 @@ import torch
 from torch import Tensor
 
 from ludic.distributed.publisher import BroadcastPolicyPublisher
-from ludic.distributed.vllm.broadcast_group import BroadcastGroup
 from ludic.distributed.vllm.canary import MismatchBudget, canary_tokens
-from ludic.distributed.vllm.planes import BroadcastPlane, IPCPlane, SharedMemoryPlane
+from ludic.distributed.vllm.planes import (
+    BroadcastGroup,
+    BroadcastPlane,
+    IPCPlane,
+    SharedMemoryPlane,
+)
 from ludic.distributed.vllm.shared_memory import open_shared, shared_folder, write_shared
 from ludic.errors import ConfigError, DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ludic.envs.tic_tac_toe import TwoPlayerTicTacToeEnv
 from ludic.eval import Evaluator, RolloutEvaluator, eval_requests, proportion, run_eval

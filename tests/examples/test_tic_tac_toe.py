@@ -92,7 +92,7 @@ def test_a_script_without_arguments_makes_the_model_that_it_needs(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "run", make)
-    monkeypatch.setattr("ludic.inference.vllm.finding.DEFAULT_PORT", 9)  # where nobody listens
+    monkeypatch.setattr("ludic.inference.vllm.server.DEFAULT_PORT", 9)  # where nobody listens
     path = str(ROOT / "examples" / script)
     monkeypatch.setattr(sys, "argv", [path, *options])
     runpy.run_path(path, run_name="__main__")

@@ -22,7 +22,7 @@ from ludic.distributed.vllm.canary import prompt_logprobs
 from ludic.distributed.vllm.shared_memory import open_shared
 from ludic.errors import InferenceError
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
-from ludic.inference.vllm.finding import FoundServer, find_server
+from ludic.inference.vllm.server import FoundServer, find_server
 from tests.inference.vllm.fake_server import ROUTES, FakeVLLM
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -159,7 +159,7 @@ async def test_the_scripts_find_a_server_at_its_default_port(
     small = ["--steps", "1", "--rollouts-per-update", "8", "--group-size", "4", "--rank", "2"]
     async with PlayingServer(folder=model).serving() as fake:
         port = int(fake.url.rpartition(":")[2])
-        monkeypatch.setattr("ludic.inference.vllm.finding.DEFAULT_PORT", port)
+        monkeypatch.setattr("ludic.inference.vllm.server.DEFAULT_PORT", port)
         for script, options in (
             ("train_tic_tac_toe.py", [*small, "--max-tokens", "24"]),
             ("eval_tic_tac_toe_vllm.py", ["--model", str(model), "--games", "2"]),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ludic.inference import LocalChatClient
-from ludic.inference.local.gpu.engine_memory import engine_memory
+from ludic.inference.local.sizes import engine_memory
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.saw.items import SAWBatch
 from ludic.training import Trainer, TrainerConfig, make_reinforce

@@ -16,9 +16,9 @@ from torch import Tensor
 from ludic.errors import ConfigError
 from ludic.inference import LocalChatClient
 from ludic.inference.client import TokenCompletionRequest
-from ludic.inference.local.gpu.engine_memory import engine_memory
 from ludic.inference.local.gpu.fused_layer import FAMILIES as FUSED
 from ludic.inference.local.gpu.fused_layer import FusedLayer
+from ludic.inference.local.sizes import engine_memory
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.types import ChatResponse
 from tests.inference.local.asking import ask_all, request

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ludic.inference.tiny import tiny_model
-from ludic.precision import Precision, weights_dtype
+from ludic.plumbing.precision import Precision, weights_dtype
 from ludic.training.update.policy import Policy
 from tests.training.update.test_graphed import packed
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ludic.inference.tiny import tiny_model
-from ludic.precision import Precision, float32_products, weights_dtype
+from ludic.plumbing.precision import Precision, float32_products, weights_dtype
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
 from ludic.training.update.attention import packed_attention

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from ludic.agents import ActResult
 from ludic.errors import AgentError
@@ -63,7 +62,7 @@ def test_cutting_moves_no_flag_of_an_episode_that_is_over() -> None:
 
 def test_an_empty_observation_leaves_what_was_last_seen() -> None:
     track = AgentTrack("a", "e/a")
-    track.hear_reset("opening")
+    track.obs = "opening"
     track.add_outcome(StepOutcome("", 0.0), acted())
     assert last(track).next_obs == ""
     assert track.obs == "opening"

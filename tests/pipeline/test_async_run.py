@@ -9,17 +9,17 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ludic.errors import ConfigError, PipelineError
 from ludic.pipeline.local_redis import LocalRedis
 from ludic.rollouts import read_rollouts, read_token_log
+from ludic.runs.episodes import requests_of
 from ludic.runs.pipeline.acting import accepted
 from ludic.runs.pipeline.address import read_run
-from ludic.runs.requests import requests_of
 from ludic.runs.run import Run
 from ludic.runs.storage.rollout_log import rollout_file, token_file
 from ludic.types import EnvSpec, ProtocolSpec

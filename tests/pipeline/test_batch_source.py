@@ -15,14 +15,13 @@ import pytest
 import torch
 
 from ludic.errors import ConfigError, DeadlineError, PipelineError
-from ludic.pipeline import Bounds, PipelineBatchSource, PipelineConfig, TrainerSeat
+from ludic.pipeline import Bounds, PipelineBatchSource, PipelineConfig, TrainerLease
 from ludic.pipeline.actor import ActorReport
 from ludic.pipeline.messages import read_group
 from ludic.pipeline.store import Store, entries
 from ludic.rollouts import RolloutRequest
 from ludic.saw import SAWBatch
-from ludic.training.stateful import Commits
-from ludic.training.types import BatchSource, Stateful
+from ludic.training.types import BatchSource
 from tests.pipeline.world import (
     REQUEST,
     Recorded,
@@ -63,8 +62,8 @@ def units_of(batch: SAWBatch) -> list[int]:
 
 async def announced(source: PipelineBatchSource, version: int = 0) -> PipelineBatchSource:
     """As a trainer's publisher does before the first batch."""
-    await source.seat.open_async()
-    await asyncio.to_thread(source.seat.announce, version)
+    await source.lease.acquire_async()
+    await asyncio.to_thread(source.lease.announce, version)
     return source
 
 
@@ -75,8 +74,6 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
 async def test_it_is_a_batch_source_like_any_other(config: PipelineConfig, store: Store) -> None:
     source = make_source(config)
     assert isinstance(source, BatchSource)
-    assert isinstance(source, Stateful)
-    assert isinstance(source, Commits)
     async with await announced(source), acting(config):
         first, second = await source.next_batch(), await source.next_batch()
     assert (units_of(first), units_of(second)) == ([0, 1], [2, 3])
@@ -141,10 +138,10 @@ async def test_a_resumed_run_reads_again_what_was_not_committed(
 ) -> None:
     straight = make_source(replace(config, run=f"{config.run}-straight"))
     reference = make_trainer(straight, tmp_path / "reference")
-    async with acting(straight.seat.config):
+    async with acting(straight.lease.config):
         await reference.train(6)
     await straight.close()
-    Store(straight.seat.config).forget()
+    Store(straight.lease.config).forget()
 
     async with acting(config, 2):
         first = make_source(config, kind=Recorded)
@@ -154,7 +151,7 @@ async def test_a_resumed_run_reads_again_what_was_not_committed(
         trainer._goal = None
         for _ in range(3):
             await trainer.train_step()
-        first.seat.close()  # gone without a word: its last update is in no checkpoint
+        first.lease.close()  # gone without a word: its last update is in no checkpoint
         second = make_source(config, kind=Recorded)
         second.record = tmp_path / "record"  # type: ignore[attr-defined]
         resumed = make_trainer(second, tmp_path / "ck")
@@ -173,7 +170,7 @@ async def test_a_checkpoint_that_was_never_acknowledged_is_when_the_run_goes_on(
     async with acting(config):
         await first.next_batch()
         state = first.state_dict()  # in a checkpoint; killed before `committed`
-        first.seat.close()
+        first.lease.close()
         second = make_source(config)
         second.load_state_dict(state)
         await announced(second)
@@ -191,15 +188,15 @@ async def test_an_older_checkpoint_starts_over_from_there(
         old = source.state_dict()
         await source.next_batch()
         source.committed(source.state_dict())
-        attempt = source.seat.attempt
+        attempt = source.lease.attempt
         await source.close()
         again = make_source(config)
         again.load_state_dict(old)
         await announced(again)
         batch = await again.next_batch()
-        assert again.seat.attempt > attempt
+        assert again.lease.attempt > attempt
         assert units_of(batch) == [2, 3]
-        found = await asyncio.to_thread(again.seat.store.facts)
+        found = await asyncio.to_thread(again.lease.store.facts)
         assert found["meta"]["low"] == "2"
         await again.close()
 
@@ -216,8 +213,8 @@ async def test_token_spans_name_attempt_and_version(config: PipelineConfig, stor
             await source.open()
             await source._ask_more()
             await until(lambda: len(store.facts()["units"]) >= 2 and store.facts()["groups"] >= 2)
-            answer = await asyncio.to_thread(source.seat.run, "read", "0", 10)
-            answer = answer[1] or (await asyncio.to_thread(source.seat.run, "read", ">", 10))[1]
+            answer = await asyncio.to_thread(source.lease.run, "read", "0", 10)
+            answer = answer[1] or (await asyncio.to_thread(source.lease.run, "read", ">", 10))[1]
             for _, _, message in entries(answer):
                 for rollout in read_group(message).rollouts:
                     for step in rollout.agent_steps:
@@ -239,7 +236,7 @@ async def test_units_that_a_lost_trainer_asked_for_are_not_made_again(
     await first.open()
     state = first.state_dict()
     await first._ask_more()
-    first.seat.close()
+    first.lease.close()
     before = store.facts()
     second = make_source(config)
     second.load_state_dict(state)
@@ -294,7 +291,7 @@ async def lags_of(config: PipelineConfig, updates: int = 6, **options: Any) -> l
         for version in range(1, updates + 1):
             batch = await source.next_batch()
             lags.append(int(batch.meta["train/pipeline_lag_max"]))
-            await asyncio.to_thread(source.seat.announce, version)
+            await asyncio.to_thread(source.lease.announce, version)
             await asyncio.sleep(0.1)  # actors that may run ahead do
     await source.close()
     return lags
@@ -315,7 +312,7 @@ async def test_what_is_too_old_is_dropped_counted_and_put_back(
     async with acting(config):
         first = await source.next_batch()
         await until(lambda: store.facts()["groups"] >= 10)
-        await asyncio.to_thread(source.seat.announce, 5)
+        await asyncio.to_thread(source.lease.announce, 5)
         second = await source.next_batch()
         books = source.ledger
         assert units_of(first) == [0, 1]
@@ -337,7 +334,7 @@ async def test_what_is_too_old_is_trained_on_where_the_loss_corrects_for_it(
     async with acting(config):
         await source.next_batch()
         await until(lambda: store.facts()["groups"] >= 10)
-        await asyncio.to_thread(source.seat.announce, 5)
+        await asyncio.to_thread(source.lease.announce, 5)
         batch = await source.next_batch()
     assert batch.meta["train/pipeline_lag_max"] == 5
     assert source.ledger.dropped == {}
@@ -352,7 +349,7 @@ async def test_a_sample_of_a_newer_version_is_not_behind(
         await source.open()
         await source._ask_more()
         await until(lambda: store.facts()["groups"] == 2)
-        await asyncio.to_thread(source.seat.announce, 3)  # as after a resume
+        await asyncio.to_thread(source.lease.announce, 3)  # as after a resume
         batch = await source.next_batch()
     assert batch.meta["train/pipeline_lag_max"] == 0
     await source.close()
@@ -386,7 +383,7 @@ async def test_a_slow_trainer_bounds_what_redis_holds(config: PipelineConfig, st
         for version in range(1, 6):
             await source.next_batch()
             source.committed(source.state_dict())
-            await asyncio.to_thread(source.seat.announce, version)
+            await asyncio.to_thread(source.lease.announce, version)
             await asyncio.sleep(0.3)
             facts = await asyncio.to_thread(store.facts)
             assert len(facts["units"]) <= 8
@@ -421,9 +418,9 @@ async def test_a_call_that_is_cancelled_loses_nothing(config: PipelineConfig, st
 
 async def test_two_trainers_on_one_run_are_refused(config: PipelineConfig, store: Store) -> None:
     first = await announced(make_source(config, lease_s=1.0))
-    second = TrainerSeat(config, lease_s=1.0)
+    second = TrainerLease(config, lease_s=1.0)
     with pytest.raises(PipelineError, match="has a trainer already"):
-        await second.open_async()
+        await second.acquire_async()
     async with acting(config):
         assert units_of(await first.next_batch()) == [0, 1]
     await first.close()

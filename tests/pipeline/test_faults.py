@@ -17,12 +17,12 @@ import pytest
 from redis.exceptions import ResponseError
 
 from ludic.errors import PipelineError, SchemaVersionError
-from ludic.pipeline import LocalRedis, PipelineConfig, TrainerSeat
+from ludic.pipeline import LocalRedis, PipelineConfig, TrainerLease
 from ludic.pipeline.messages import Group, group_message
 from ludic.pipeline.store import Store, entries
 from tests.pipeline.cut import Line
 from tests.pipeline.test_batch_source import acting, announced, units_of, until
-from tests.pipeline.world import make_source
+from tests.pipeline.world import make_source, server_of
 
 pytestmark = pytest.mark.redis
 
@@ -85,7 +85,7 @@ async def test_a_full_redis_says_so_and_goes_on_when_there_is_room(own_server: L
     await source.open()
     await source._ask_more()
     ((entry, number, _),) = _taken(store, 1)
-    store._redis.config_set("maxmemory", "100kb")
+    server_of(store).config_set("maxmemory", "100kb")
     impatient = Store(replace(config, patience_s=0.3))
     with pytest.raises(PipelineError, match="its memory is full"):
         impatient.run("append", "by-hand", entry, number, b"group", 0)
@@ -96,7 +96,7 @@ async def test_a_full_redis_says_so_and_goes_on_when_there_is_room(own_server: L
         following = asyncio.create_task(source.next_batch())
         await asyncio.sleep(1.0)
         assert not following.done()
-        store._redis.config_set("maxmemory", "0")
+        server_of(store).config_set("maxmemory", "0")
         assert units_of(await asyncio.wait_for(following, 60)) == [0, 1]
     await source.close()
     store.close()
@@ -161,15 +161,15 @@ async def test_a_group_of_a_newer_schema_stops_the_trainer_and_stays(
 async def test_a_unit_of_a_newer_schema_stops_the_actor_and_stays(
     config: PipelineConfig, store: Store
 ) -> None:
-    seat = TrainerSeat(config, lease_s=20.0)
-    seat.open()
-    seat.announce(0)
-    seat.run("ask", "new", 0, "", msgspec.msgpack.encode([99, "unit", 0, b"", b""]))
+    lease = TrainerLease(config, lease_s=20.0)
+    lease.acquire()
+    lease.announce(0)
+    lease.run("ask", "new", 0, "", msgspec.msgpack.encode([99, "unit", 0, b"", b""]))
     with pytest.raises(SchemaVersionError):
         async with acting(config) as tasks:
             await asyncio.wait(tasks, timeout=30)
     assert store.facts()["requests"] == 1
-    seat.close()
+    lease.close()
 
 
 async def test_a_damaged_request_is_refused_and_accounted_for(
@@ -179,7 +179,7 @@ async def test_a_damaged_request_is_refused_and_accounted_for(
     await source.open()
     source.ledger.waiting += await source._feed.draw()
     source.ledger.number(source.ledger.waiting.pop(0))
-    await source.seat.run_async("ask", "new", 0, "", b"noise")
+    await source.lease.run_async("ask", "new", 0, "", b"noise")
     async with acting(config):
         batch = await source.next_batch()
     assert source.ledger.dropped == {"refused": 1}
@@ -190,7 +190,7 @@ async def test_a_damaged_request_is_refused_and_accounted_for(
 async def test_a_wrong_password_is_refused_at_once(server: LocalRedis) -> None:
     path = urlsplit(server.url).path
     wrong = PipelineConfig(f"unix://:wrong@{path}", "faults", patience_s=60.0)
-    for open_it in (TrainerSeat(wrong).open, lambda: Store(wrong).run("beat", "a", "{}")):
+    for open_it in (TrainerLease(wrong).acquire, lambda: Store(wrong).run("beat", "a", "{}")):
         with pytest.raises(PipelineError, match="refuses this user") as caught:
             open_it()
         assert "wrong@" not in str(caught.value)

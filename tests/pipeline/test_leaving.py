@@ -76,7 +76,7 @@ async def test_an_actor_that_is_told_to_stop_does_not_wait_for_a_dead_redis(
     stop.set()
     report = await asyncio.wait_for(actor, 60)
     assert report.why == "it was told to stop, and Redis does not answer"
-    source.seat.store.hurry(0.0)
+    source.lease.store.hurry(0.0)
     await source.close()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from ludic.pipeline.ledger import Asked, Ledger
 from ludic.pipeline.messages import Group
-from ludic.pipeline.staleness import judge, lag_of
+from ludic.pipeline.reading import judge, lag_of
 from ludic.types import AgentStep, FinishReason, Rollout, TokenTrace, VersionSpan
 from tests.pipeline.world import REQUEST
 

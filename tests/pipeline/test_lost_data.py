@@ -12,7 +12,7 @@ import pytest
 from ludic.pipeline import Bounds, LocalRedis, PipelineConfig
 from ludic.pipeline.store import Store, entries, flat
 from tests.pipeline.test_batch_source import acting, announced, units_of
-from tests.pipeline.world import make_source
+from tests.pipeline.world import make_source, server_of
 
 pytestmark = pytest.mark.redis
 
@@ -35,7 +35,7 @@ async def drop_one(source: Any, store: Store) -> None:
     await source._read(">")
     _, dropped = source._choose()
     assert dropped == [(0, "damaged")]
-    await source.seat.run_async("discard", *flat(dropped))
+    await source.lease.run_async("discard", *flat(dropped))
 
 
 @pytest.mark.parametrize("asked_again", [False, True])
@@ -53,7 +53,7 @@ async def test_what_was_dropped_before_a_kill_stops_no_resumed_run(
     await drop_one(first, store)
     if asked_again:
         await first._ask_more()
-    first.seat.close()
+    first.lease.close()
 
     second = make_source(config)
     second.load_state_dict(state)
@@ -77,21 +77,21 @@ async def test_a_redis_that_comes_back_empty_costs_nothing(
     with caplog.at_level(logging.WARNING):
         async with acting(config, 2, lease_s=20.0):
             assert units_of(await source.next_batch()) == [0, 1]
-            await asyncio.to_thread(source.seat.announce, 1)
-            before = source.seat.serial
+            await asyncio.to_thread(source.lease.announce, 1)
+            before = source.lease.serial
             await asyncio.to_thread(empty, own_server)
             if resumed:
                 state = source.state_dict()
-                source.seat.close()
+                source.lease.close()
                 source = make_source(config, max_lag=0, lease_s=20.0)
                 source.load_state_dict(state)
                 await announced(source, 1)
             for version in (2, 3):
                 batch = await asyncio.wait_for(source.next_batch(), 60)
                 assert units_of(batch) == [2 * version - 2, 2 * version - 1]
-                await asyncio.to_thread(source.seat.announce, version)
+                await asyncio.to_thread(source.lease.announce, version)
     assert source.ledger.dropped == {}
-    assert (source.seat.attempt, source.seat.serial > before) == (2, True)
+    assert (source.lease.attempt, source.lease.serial > before) == (2, True)
     assert ("goes on from the trainer's own books" in caplog.text) is not resumed
     assert "another trainer" not in caplog.text
     await source.close()
@@ -105,8 +105,8 @@ async def test_units_that_the_server_lost_are_asked_for_again_while_the_trainer_
     source = await announced(make_source(config))
     await source.open()
     await source._ask_more()
-    store._redis.hdel(store.keys["units"], 0, 1)
-    store._redis.xtrim(store.keys["requests"], maxlen=2, approximate=False)
+    server_of(store).hdel(store.keys["units"], 0, 1)
+    server_of(store).xtrim(store.keys["requests"], maxlen=2, approximate=False)
     async with acting(config):
         assert units_of(await asyncio.wait_for(source.next_batch(), 60)) == [0, 1]
     await source.close()
@@ -125,8 +125,8 @@ async def test_a_resumed_run_starts_over_where_the_server_lost_some_units(
     first.bounds = Bounds(8)
     await first._ask_more()
     assert first.ledger.next == 8
-    first.seat.close()
-    store._redis.hdel(store.keys["units"], lost)
+    first.lease.close()
+    server_of(store).hdel(store.keys["units"], lost)
     second = make_source(config)
     second.load_state_dict(state)
     await announced(second)

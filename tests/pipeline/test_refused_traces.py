@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 from ludic.errors import SerializationError
-from ludic.pipeline.messages import Group, group_message, read_group
-from ludic.pipeline.wire import pack, put_array, unpack
+from ludic.pipeline.messages import Group, group_message, pack, read_group, unpack
 from ludic.types import AgentStep, FinishReason, Rollout, TokenTrace
+
+
+def array(values: Any) -> list[Any]:
+    """As it travels."""
+    return [values.dtype.str, values.tobytes()]
 
 
 def group() -> bytes:
@@ -32,7 +36,7 @@ def group() -> bytes:
 )
 def test_ids_and_log_probs_that_cannot_be_are_refused(field: str, values: Any) -> None:
     body = unpack("group", group())
-    body["rollouts"][0]["traces"][0][field] = put_array(values)
+    body["rollouts"][0]["traces"][0][field] = array(values)
     with pytest.raises(SerializationError, match="group 1: TokenTrace"):
         read_group(pack("group", body))
 
@@ -44,8 +48,18 @@ def test_kept_ids_that_cannot_be_are_refused(lengths: list[Any], ids: list[Any])
     body = unpack("group", group())
     trace = body["rollouts"][0]["traces"][0]
     trace["kept"] = [
-        put_array(np.array(lengths)),
-        put_array(np.array(ids, dtype=np.array(ids or [0]).dtype)),
+        array(np.array(lengths)),
+        array(np.array(ids, dtype=np.array(ids or [0]).dtype)),
     ]
     with pytest.raises(SerializationError, match="kept ids"):
+        read_group(pack("group", body))
+
+
+@pytest.mark.parametrize(
+    "wrong", [["|O", b""], ["<i4", b"abc"], ["<i4", "text"], ["<u1", b"a"], ["<i4"], [], None]
+)
+def test_what_is_no_array_of_numbers_is_refused(wrong: Any) -> None:
+    body = unpack("group", group())
+    body["rollouts"][0]["traces"][0]["prompt"] = wrong
+    with pytest.raises(SerializationError):
         read_group(pack("group", body))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ludic.cli import pipeline as command
+from ludic.cli import training as command
 from ludic.errors import ConfigError, PipelineError
 from ludic.pipeline import PipelineConfig
 from ludic.pipeline.store import Store
@@ -40,7 +40,7 @@ def test_a_redis_that_is_dead_is_said_at_once(
     address = {"url": f"unix://{folder / 'nobody.sock'}", "name": "run"}
     (folder / "pipeline.json").write_text(json.dumps(address))
     began = time.monotonic()
-    seen = CliRunner().invoke(command.app, ["status", str(folder), "--once"])
+    seen = CliRunner().invoke(command.pipeline, ["status", str(folder), "--once"])
     assert isinstance(seen.exception, PipelineError)
     assert "for Redis at unix:" in str(seen.exception)
     assert time.monotonic() - began < 60, "and not after the 300 s that a run is patient for"

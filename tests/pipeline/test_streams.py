@@ -11,6 +11,7 @@ import pytest
 
 from ludic.errors import ConfigError
 from ludic.pipeline.store import EmptiedError, LostRunError, PipelineConfig, Store, entries
+from tests.pipeline.world import server_of
 
 pytestmark = pytest.mark.redis
 
@@ -188,7 +189,7 @@ def test_what_the_server_lost_is_asked_for_again_and_nothing_else(streams: Strea
     streams.ask(0, 1, 2)
     for entry, number in streams.take(count=1):
         streams.append(entry, number)
-    streams.store._redis.hdel(streams.store.keys["units"], 1)
+    server_of(streams.store).hdel(streams.store.keys["units"], 1)
     assert streams.ask(0, 1, 2, how="again") == 1
     assert streams.ask(0, 1, 2, how="again") == 0
 
@@ -204,7 +205,7 @@ def test_a_reset_forgets_the_streams_and_refuses_what_was_under_way(streams: Str
 
 def test_only_keys_of_the_run_are_touched(server: Any, config: PipelineConfig) -> None:
     other = Store(replace(config, run="somebody-else"))
-    raw = other._redis
+    raw = server_of(other)
     raw.set("mine", "1")
     Streams(other).ask(0)
     before = {key: raw.dump(key) for key in raw.keys("*") if b"trainer" not in key}
@@ -256,7 +257,7 @@ def test_serials_grow_where_the_server_has_forgotten_them(streams: Streams) -> N
 
     first, second = announce(0), announce(0)
     assert second > first
-    streams.store._redis.hdel(streams.store.keys["meta"], "serial")
+    server_of(streams.store).hdel(streams.store.keys["meta"], "serial")
     while time.time() * 1000 <= second + 1:
         time.sleep(0.001)  # the serials were ahead of the clock, which counts milliseconds
     assert announce(0) > second, "by the clock"

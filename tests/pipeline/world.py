@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import redis
+
 from ludic.inference.scripted_client import ScriptedCall, ScriptedChatClient
 from ludic.inference.templates.hf import HFChatTemplate
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
@@ -21,10 +23,11 @@ from ludic.pipeline import (
     PipelineBatchSource,
     PipelineConfig,
     PipelinePublisher,
-    TrainerSeat,
+    TrainerLease,
     only,
     run_pipeline_actor,
 )
+from ludic.pipeline.store import Store
 from ludic.rollouts import EnvSpec, FixedMix, ProtocolSpec, RolloutEngine, RolloutRequest
 from ludic.seeding import derive_seed
 from ludic.training import CheckpointConfig, Trainer, TrainerConfig, make_grpo
@@ -57,6 +60,11 @@ def make_curriculum() -> FixedMix:
     return FixedMix({"guess": (REQUEST, 1.0)}, seed=3)
 
 
+def server_of(store: Store) -> Any:
+    """The Redis of a store, past the run's own scripts."""
+    return redis.Redis.from_url(store.config.url)
+
+
 def make_source(
     config: PipelineConfig,
     *,
@@ -69,7 +77,7 @@ def make_source(
 ) -> PipelineBatchSource:
     bounds = bounds or Bounds()
     return kind(
-        seat=TrainerSeat(config, lease_s=lease_s, fingerprint="world", max_bytes=bounds.bytes),
+        lease=TrainerLease(config, lease_s=lease_s, fingerprint="world", max_bytes=bounds.bytes),
         request_fn=make_curriculum(),
         algorithm=make_grpo(group_size=GROUP_SIZE),
         rollouts_per_update=groups_per_update * GROUP_SIZE,
@@ -87,7 +95,7 @@ def make_trainer(
     return Trainer(
         model=tiny_model(),
         batch_source=source,
-        publisher=PipelinePublisher(source.seat),
+        publisher=PipelinePublisher(source.lease),
         cfg=TrainerConfig(
             learning_rate=1e-3,
             max_seq_len=512,
@@ -139,7 +147,7 @@ class Recorded(PipelineBatchSource):
         await super()._ask(asked, again)
 
     def _note(self) -> None:
-        self._write({"step": self.step, "units": self._numbers, "attempt": self.seat.attempt})
+        self._write({"step": self.step, "units": self._numbers, "attempt": self.lease.attempt})
 
     def _write(self, line: dict[str, Any]) -> None:
         with open(self.record, "a", encoding="utf-8") as file:

@@ -16,7 +16,7 @@ from ludic.rewards.answers import (
     read_number,
     same_mathematics,
 )
-from ludic.workers.json_process import ChildError
+from ludic.workers.child_process import ChildError
 from tests.envs.waiting import eventually
 
 

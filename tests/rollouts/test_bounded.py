@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
-from ludic.rollouts.bounded import run_bounded
+from ludic.rollouts.engine import run_bounded
 
 
 async def test_every_result_comes_and_only_so_many_jobs_run_at_once() -> None:

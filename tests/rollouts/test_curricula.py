@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.rollouts import (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.sums import Sums
 from ludic.agents import Agent
@@ -15,7 +15,7 @@ from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.registry import AGENTS, CONTEXTS, ENVS, PARSERS, PROTOCOLS, Registry
 from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.rollouts.episode_runner import EpisodeRunner
-from ludic.rollouts.planning import PlannedEpisode
+from ludic.rollouts.requests import PlannedEpisode
 from ludic.types import EnvironmentStep, EnvSpec, ProtocolSpec, Rollout
 from tests.rollouts.worlds import runtime
 

@@ -14,9 +14,9 @@ import pytest
 
 from ludic.agents.tools import Tool, call_tool
 from ludic.errors import DeadlineError, RolloutError
+from ludic.plumbing.text import REPLACEMENT
 from ludic.rollouts import EnvSpec, RolloutEngine, RolloutRequest, RolloutWriter, read_rollouts
-from ludic.rollouts.bounded import run_bounded
-from ludic.text import REPLACEMENT
+from ludic.rollouts.engine import run_bounded
 from ludic.types import Action, Info, Obs, Rollout, StepOutcome, to_json
 from tests.rollouts.worlds import PLAIN, GuessEnv, runtime
 

@@ -11,9 +11,8 @@ import pytest
 
 from ludic.errors import SerializationError
 from ludic.rollouts import RolloutWriter, inflating, read_rollouts
-from ludic.rollouts.lines import as_stored, mend_last_line
+from ludic.rollouts.lines import Block, Damage, as_stored, mend_last_line, read_block, whole_blocks
 from ludic.types import Rollout
-from ludic.view.blocks import Block, Damage, read_block, whole_blocks
 
 LIMIT = 1 << 24
 

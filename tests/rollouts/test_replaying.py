@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
 import pytest
+from msgspec.structs import replace
 
 from ludic.envs import SingleAgentEnv
 from ludic.errors import ConfigError, RolloutError

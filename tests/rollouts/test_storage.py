@@ -5,13 +5,13 @@ import json
 import re
 import warnings
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ludic.errors import ConfigError, LudicError, SchemaVersionError, SerializationError
 from ludic.rollouts import CutFileWarning, RolloutWriter, read_rollouts

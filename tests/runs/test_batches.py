@@ -9,7 +9,7 @@ import pytest
 
 import ludic
 from ludic.errors import LudicError
-from ludic.runs.arguments import read_arguments
+from ludic.runs.settings.from_python import read_arguments
 from ludic.saw.filters import Sample, drop_overlong, drop_truncated
 from ludic.training import (
     CorrectedLoss,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ludic.errors import ConfigError, OutOfMemoryError
-from ludic.inference.local.gpu.engine_memory import engine_memory
+from ludic.inference.local.sizes import engine_memory
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.memory import GIB
 from ludic.runs import gpu_share
@@ -22,7 +22,7 @@ from ludic.runs.gpu_share import (
 from ludic.runs.settings import parse_run
 from ludic.runs.vllm_backend import check_publishing
 from ludic.training import TrainerConfig
-from ludic.training.update.budget import trainer_bytes
+from ludic.training.update.planning import trainer_bytes
 
 RUN = '[env]\nkind = "tic_tac_toe"\n[inference]\nslots = 24\nmax_context_tokens = 96\n'
 

@@ -18,8 +18,7 @@ from ludic.runs.settings import (
     parse_run,
 )
 from ludic.runs.settings.base import Section, section_of
-from ludic.runs.settings.descriptions import DESCRIPTIONS
-from ludic.runs.settings.reference import reference_table
+from ludic.runs.settings.reference import DESCRIPTIONS, reference_table
 from ludic.training import CheckpointConfig, TrainerConfig
 
 RUN = parse_run('[env]\nkind = "tic_tac_toe"\n')

@@ -16,8 +16,8 @@ from ludic.errors import ConfigError
 from ludic.inference import SamplingConfig
 from ludic.interaction import Runtime
 from ludic.interaction.factories import single_agent_protocol
-from ludic.runs.arguments import read_arguments
 from ludic.runs.settings import TrainingSection, parse_run
+from ludic.runs.settings.from_python import read_arguments
 from ludic.training import Constant, TrainerConfig
 
 HERE = __name__

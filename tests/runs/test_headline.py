@@ -23,9 +23,8 @@ from ludic.runs.results.watch import LearningWatch, hacked
 from ludic.runs.settings import RunConfig, parse_run
 from ludic.training.metrics.loggers import RichLiveLogger
 from ludic.view.curves import CurveStore
-from ludic.view.evaluations import figures
 from ludic.view.folders import RunPlace
-from ludic.view.overview import card
+from ludic.view.overview import card, figures
 
 N = 100
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ludic.runs.execution.interruption import blocking
+from ludic.runs.interruption import blocking
 
 
 async def answer() -> str:

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 import ludic
-from ludic.cli.doctor import doctor
+from ludic.cli.looking import doctor
 from ludic.envs.code_exec import CodeExecEnv
 from ludic.envs.code_exec.sandbox import SandboxUnavailableError
 from ludic.envs.code_exec.sandbox.bubblewrap import check_bubblewrap
 from ludic.errors import PipelineError
-from ludic.runs.evaluation import evaluate_run
-from ludic.runs.generating import generate_file
+from ludic.runs.playing import evaluate_run, generate_file
 from ludic.runs.run import Run
 
 CODE = """

@@ -18,10 +18,10 @@ from ludic.errors import ConfigError, UnknownNameError
 from ludic.inference import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.registry import register_logger, unregister_logger
-from ludic.runs.arguments import given_again, read_arguments
-from ludic.runs.execution.updates import Update
 from ludic.runs.results.terminal import command_name
+from ludic.runs.settings.from_python import given_again, read_arguments
 from ludic.runs.storage.folder import RunFolder
+from ludic.runs.updates import Update
 from ludic.training import RolloutBatchSource, Trainer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
@@ -201,7 +201,7 @@ def test_callbacks_see_every_update_and_may_stop_the_run() -> None:
     assert list(go_on.report.stages) == ["before", "after_sft", "after_rl"]
 
 
-def test_a_stopped_run_says_how_to_go_on_with_what_only_the_script_has(
+def test_a_stopped_run_says_how_to_resume_with_what_only_the_script_has(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     class Local(Letters): ...

@@ -13,8 +13,8 @@ from ludic.errors import ConfigError, LudicError
 from ludic.inference import OpenAIChatClient, VLLMChatClient
 from ludic.inference.addresses import split_user, without_user
 from ludic.inference.vllm.flags import ServerSettings, VLLMBuild, command_line
+from ludic.runs.check import check_parts
 from ludic.runs.episodes import inference_spec
-from ludic.runs.execution.check import check_parts
 from ludic.runs.settings import parse_run
 from ludic.runs.storage.folder import origin
 from tests.inference.vllm.fake_server import FakeVLLM

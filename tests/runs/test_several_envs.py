@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 
+from msgspec.structs import replace
 from rich.console import Console
 
 from ludic.eval import EpisodeResult, EvalReport, report_table
 from ludic.rollouts import FixedMix, Stage, Stages
+from ludic.runs.episodes import requests_of
 from ludic.runs.evaluation import eval_plan
-from ludic.runs.execution.updates import shown_metrics
-from ludic.runs.requests import requests_of
 from ludic.runs.results.report import RunReport
 from ludic.runs.results.summary import summary_of
 from ludic.runs.settings import parse_run
+from ludic.runs.updates import shown_metrics
 from ludic.saw.batch import make_batch
 from ludic.saw.statistics import rollout_statistics
 from ludic.training.metrics.stats import batch_metrics
 from ludic.types import AgentStep, EnvironmentStep, FinishReason, Rollout
-from ludic.view.evaluations import figures
+from ludic.view.overview import figures
 
 RUN = """
 [[env]]

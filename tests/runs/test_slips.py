@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import ludic
-from ludic.arguments import near_names
 from ludic.errors import ConfigError
+from ludic.plumbing.arguments import near_names
 from ludic.runs.assemble import algorithm_of
 from ludic.runs.model import build_model, load_tokenizer
 from ludic.runs.players.scoring import check_scoring

@@ -14,8 +14,8 @@ from ludic.errors import ConfigError
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.registry import ENVS
 from ludic.rollouts import read_rollouts
+from ludic.runs.check import check_parts
 from ludic.runs.episodes import with_template
-from ludic.runs.execution.check import check_parts
 from ludic.runs.model import build_model
 from ludic.runs.players.teacher import load_teacher, write_lessons
 from ludic.runs.results.terminal import episode_text

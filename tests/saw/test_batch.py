@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ludic.errors import BatchError, CreditError
@@ -19,7 +19,7 @@ def item(**changes: object) -> SAWItem:
         weight=1.0,
         rollout_id="r",
     )
-    return replace(plain, **changes)  # type: ignore[arg-type]
+    return replace(plain, **changes)
 
 
 def test_an_item_made_by_hand_becomes_one_turn_of_a_rollout_of_its_own() -> None:
@@ -124,7 +124,7 @@ def _floats(*values: float) -> NDArray[np.float32]:
 def test_a_fault_is_found_among_items_that_are_sound(fault: dict[str, object]) -> None:
     assert make_batch([SOUND] * 3).items == (SOUND,) * 3
     with pytest.raises((BatchError, CreditError), match=r"^item 1 \(rollout 'r'\): "):
-        make_batch([SOUND, replace(SOUND, **fault), SOUND])  # type: ignore[arg-type]
+        make_batch([SOUND, replace(SOUND, **fault), SOUND])
 
 
 def test_an_item_without_a_rollout_is_completed_among_others() -> None:

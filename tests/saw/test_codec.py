@@ -3,14 +3,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields
 from typing import Any
 
-import msgpack  # type: ignore[import-untyped]
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import fields
 
 from ludic.errors import LudicError, SchemaVersionError, SerializationError
 from ludic.saw import (
@@ -56,7 +56,7 @@ def test_items_survive_json_and_msgpack_to_the_bit(
     for item in items:
         plain = item_to_dict(item)
         assert_same(item_from_dict(json.loads(json.dumps(plain, allow_nan=False))), item)
-        assert_same(item_from_dict(msgpack.unpackb(msgpack.packb(plain))), item)
+        assert_same(item_from_dict(msgspec.msgpack.decode(msgspec.msgpack.encode(plain))), item)
 
 
 def test_a_batch_survives_with_its_counts_and_meta() -> None:
@@ -139,8 +139,8 @@ def test_a_batch_of_the_wrong_types_is_refused(broken: Mapping[str, Any]) -> Non
 
 def test_integers_of_any_size_reach_the_other_ranks_in_the_meta() -> None:
     meta = {"answer": 2**64, "deep": [{"below": -(2**70)}]}
-    sent = msgpack.packb(batch_to_dict(small_batch(meta)))
-    again = batch_from_dict(msgpack.unpackb(sent))
+    sent = msgspec.msgpack.encode(batch_to_dict(small_batch(meta)))
+    again = batch_from_dict(msgspec.msgpack.decode(sent))
     assert again.meta == meta
     assert again.items[0].meta == meta
 

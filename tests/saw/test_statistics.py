@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from ludic.saw import SampleAttachments, SAWItem, item_statistics, rollout_statistics
 from ludic.types import (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from ludic.distributed.interfaces import PublishReport, Weights
 from ludic.saw.batch import make_batch
@@ -15,6 +15,7 @@ from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem, TurnSpan
 from ludic.seeding import derive_seed
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.reinforce import make_reinforce
+from ludic.training.types import BatchSource
 
 VOCAB = 250
 
@@ -82,7 +83,7 @@ def of_version(batch: SAWBatch, version: int) -> SAWBatch:
     return replace(batch, items=tuple(items))
 
 
-class SyntheticSource:
+class SyntheticSource(BatchSource):
     """Gives batch after batch, and remembers how many. Each has the version of a policy that had
     all updates but the last `lag`."""
 

@@ -13,12 +13,12 @@ from ludic.errors import ConfigError
 from ludic.inference import HFChatTemplate, InferenceSpec, LocalChatClient, SamplingConfig
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.interaction import Runtime
-from ludic.precision import Precision, weights_dtype
+from ludic.plumbing.precision import Precision, weights_dtype
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest
 from ludic.training import RolloutBatchSource, Trainer, TrainerConfig
 from ludic.training.config import CheckpointConfig
 from ludic.training.update.policy import Policy
-from tests.inference.local.module.test_shadow import is_rounded
+from tests.inference.local.test_shadow import is_rounded
 from tests.training.synthetic import SyntheticSource, reinforce
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ludic.rollouts.lines import as_stored
+from ludic.rollouts.lines import Block, Damage, as_stored, read_block, whole_blocks
 from ludic.rollouts.storage import RolloutWriter, rollout_row
-from ludic.view.blocks import Block, Damage, read_block, whole_blocks
 from ludic.view.folders import Folders, RunPlace
 from ludic.view.index import FILE, RunIndex
 from tests.view.made import make_run, rollout, training

@@ -16,13 +16,11 @@ from ludic.eval.report import EvalReport
 from ludic.rollouts.storage import read_rollouts
 from ludic.view import queries
 from ludic.view.curves import CurveStore, thinned
-from ludic.view.evaluations import compared
 from ludic.view.export import rollout_html
 from ludic.view.folders import RunPlace, ViewError
-from ludic.view.groups import group_page
 from ludic.view.index import RunIndex
-from ludic.view.overview import differing, flattened
-from ludic.view.rollout_page import rollout_page
+from ludic.view.overview import compared, differing, flattened
+from ludic.view.rollout_page import group_page, rollout_page
 from ludic.view.rows import beginning
 from ludic.view.token_text import TokenizerStore
 from tests.view.made import add_metrics, ids, make_run, rollout, training

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from ludic.errors import DeadlineError
-from ludic.workers.background_loop import BackgroundLoop
+from ludic.workers.threads import BackgroundLoop
 
 LOOP = BackgroundLoop("test")
 

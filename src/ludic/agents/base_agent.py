@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from msgspec.structs import replace
 
 from ludic.agents.model_calls import ModelCall, ModelCaller
 from ludic.context.base import ContextStrategy
-from ludic.frozen import quick
 from ludic.inference.client import ChatClient, ToolRequest
 from ludic.inference.sampling import InferenceSpec
 from ludic.inference.templates.chat_template import ChatTemplate
 from ludic.parsers import Parser, ParseResult
+from ludic.plumbing.records import Record
 from ludic.types import AgentStep, FinishReason, Info, Message, Obs, TruncationReason
 
 CUT_FEEDBACK = "Your reply was cut off at its length limit. Answer again, and more briefly."
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class ActResult:
+class ActResult(Record, frozen=True):
     """One turn of an agent: every model call of it, and what its last one was read as.
 
     `parse.action` is None when the turn gave no action. `truncation` is set when the turn could

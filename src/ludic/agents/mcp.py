@@ -31,11 +31,11 @@ from ludic.agents.mcp_package import (
     transport,
 )
 from ludic.agents.tools import Tool
-from ludic.arguments import misfit
 from ludic.errors import AgentError, ConfigError, DeadlineError, ToolError
-from ludic.lazy import names_are_stored
-from ludic.text import words_of
-from ludic.workers.background_loop import BackgroundLoop
+from ludic.plumbing.arguments import misfit
+from ludic.plumbing.lazy import names_are_stored
+from ludic.plumbing.text import words_of
+from ludic.workers.threads import BackgroundLoop
 
 _PING_S = 5.0
 _CLOSE_S = 10.0

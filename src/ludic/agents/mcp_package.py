@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ludic.errors import MissingExtraError
-from ludic.text import clean_text
+from ludic.plumbing.text import clean_text
 
 if TYPE_CHECKING:
     from ludic.agents.mcp import MCPServer
@@ -103,6 +103,6 @@ def cause(error: BaseException | None) -> BaseException | None:
 
 def said(error: BaseException | None) -> str:
     """An error in one line: its type, and what it says."""
-    found = cause(error)
-    name = type(found).__name__
-    return clean_text(f"{name}: {found}" if str(found or "") else name)
+    inner = cause(error)
+    name = type(inner).__name__
+    return clean_text(f"{name}: {inner}" if str(inner or "") else name)

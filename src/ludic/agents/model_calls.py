@@ -7,17 +7,18 @@ the template allows it; where not, the new call's `fork` says why. Agents are on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
+from msgspec.structs import fields, replace
+
 from ludic.errors import AgentError, DeadlineError, InferenceError
-from ludic.frozen import changed, quick
 from ludic.inference.client import ChatClient, TokenCompletionRequest, ToolRequest
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.templates.chat_template import ChatTemplate, ParsedCompletion
+from ludic.plumbing.records import Record
+from ludic.plumbing.text import clean_json, clean_text
 from ludic.seeding import derive_seed
-from ludic.text import clean_json, clean_text
 from ludic.types import AgentStep, ChatResponse, FinishReason, Fork, ForkReason, Message
 from ludic.workers.deadlines import deadline
 from ludic.workers.threads import shared_threads
@@ -29,9 +30,7 @@ seconds, in which the event loop would serve no other episode."""
 _SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingConfig))
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class ModelCall:
+class ModelCall(Record, frozen=True):
     """One model call before its tools have run: what `AgentStep` is made of. `messages` and `tools`
     are all that the model was shown, `new_messages` those of them that were new."""
 
@@ -177,7 +176,7 @@ class ModelCaller:
             )
         if response.finish_reason is FinishReason.ABORT:
             raise InferenceError(f"the backend of model {self.model!r} aborted the request")
-        return changed(response, info=clean_json(response.info)) if response.info else response
+        return replace(response, info=clean_json(response.info)) if response.info else response
 
 
 def _cleaned(parsed: ParsedCompletion) -> ParsedCompletion:

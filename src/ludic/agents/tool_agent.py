@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from ludic.agents.base_agent import ActResult, Agent
 from ludic.agents.model_calls import ModelCall
@@ -46,13 +46,15 @@ class ToolAgent(Agent):
     on the event loop. Calls of `external_tools` are handed to `external_tool_handler`, which a
     protocol sets; those of one message run at the same time. `tool_sources` are opened with the
     first turn, and closed with the agent; their tools are among the others. A turn has at most
-    `max_tool_rounds` rounds of calls. Calls are not actions: the parser reads only the message that
-    ends the turn, and calls are free; but a turn that ends without an answer gets the penalty of
-    no answer. The middle of an answer of more than `max_tool_chars` characters is left out, with a
-    word that says how much.
+    `max_tool_rounds` rounds of calls, or, which is one more, `max_rounds` model calls. Tool calls
+    are not actions: the parser reads only the message that ends the turn, and calls are free; but
+    a turn that ends without an answer gets the penalty of no answer. The middle of an answer of
+    more than `max_tool_chars` characters is left out, with a word that says how much.
     """
 
-    last_round_notice: str | None = None
+    default_rounds: ClassVar[int] = 5
+    """How many model calls a turn may have where neither of the two bounds is given."""
+    last_round_notice: ClassVar[str | None] = None
     """What is added to the answers of the last round of tools, if anything."""
 
     def __init__(
@@ -67,7 +69,8 @@ class ToolAgent(Agent):
         tool_sources: Sequence[ToolSource] = (),
         external_tools: Sequence[ToolFunction | Tool] = (),
         external_tool_handler: ExternalToolHandler | None = None,
-        max_tool_rounds: int = 4,
+        max_rounds: int | None = None,
+        max_tool_rounds: int | None = None,
         tool_timeout_s: float | None = 30.0,
         external_tool_timeout_s: float | None = 600.0,
         max_tool_chars: int | None = MAX_TOOL_CHARS,
@@ -85,6 +88,13 @@ class ToolAgent(Agent):
             system_prompt=system_prompt,
             request_timeout_s=request_timeout_s,
         )
+        if max_tool_rounds is None:
+            max_rounds = self.default_rounds if max_rounds is None else max_rounds
+            if max_rounds < 1:
+                raise AgentError(f"max_rounds={max_rounds}: a turn needs at least one model call")
+            max_tool_rounds = max_rounds - 1
+        elif max_rounds is not None:
+            raise AgentError("max_rounds and max_tool_rounds bound the same: give one of them")
         if max_tool_rounds < 0:
             raise AgentError(f"max_tool_rounds={max_tool_rounds}: must be >= 0")
         if max_tool_chars is not None and max_tool_chars < 1:

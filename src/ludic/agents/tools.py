@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from ludic.errors import DeadlineError, NoThreadError, ToolError
-from ludic.text import clean_json, clean_text, words_of
+from ludic.plumbing.text import clean_json, clean_text, words_of
 from ludic.types import Message, ToolCall
 from ludic.workers.escapes import is_for_us
 from ludic.workers.threads import EnvThreads
@@ -198,8 +198,8 @@ async def call_tool(
     name = call["function"]["name"]
     tool = tools.get(name)
     if tool is None:
-        known = ", ".join(sorted(tools)) or "none"
-        return ToolResult.failed(f"there is no tool {name!r}; the tools are: {known}")
+        names = ", ".join(sorted(tools)) or "none"
+        return ToolResult.failed(f"there is no tool {name!r}; the tools are: {names}")
     try:
         arguments = tool.check(call["function"]["arguments"])
     except ToolError as exc:

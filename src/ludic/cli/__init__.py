@@ -10,7 +10,7 @@ def main() -> None:
     """Runs the command line; expected failures are one sentence and exit code 2."""
     from ludic.cli.app import app
     from ludic.errors import LudicError
-    from ludic.visible import visible
+    from ludic.plumbing.text import visible
 
     debug = "--debug" in sys.argv
     if debug:

@@ -1,27 +1,11 @@
-"""The `ludic` program: its commands, one file each. What they do is library code, in `runs`."""
+"""The `ludic` program: its commands, in the order that `--help` lists them. What they do is library
+code, in `runs`, which each imports when it is called."""
 
 from __future__ import annotations
 
 import typer
 
-from ludic.cli import (
-    actor,
-    algorithms,
-    calibrate,
-    doctor,
-    envs,
-    evaluate,
-    generate,
-    init,
-    pipeline,
-    play,
-    push,
-    replay,
-    serve,
-    sft,
-    train,
-    view,
-)
+from ludic.cli import episodes, looking, sharing, training
 
 app = typer.Typer(
     name="ludic",
@@ -30,22 +14,22 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command()(train.train)
-app.command()(sft.sft)
-app.command()(actor.actor)
-app.add_typer(pipeline.app, name="pipeline")
-app.command("eval")(evaluate.evaluate)
-app.command()(play.play)
-app.command()(generate.generate)
-app.command()(replay.replay)
-app.command()(doctor.doctor)
-app.command()(calibrate.calibrate)
+app.command()(training.train)
+app.command()(training.sft)
+app.command()(training.actor)
+app.add_typer(training.pipeline, name="pipeline")
+app.command("eval")(episodes.evaluate)
+app.command()(episodes.play)
+app.command()(episodes.generate)
+app.command()(episodes.replay)
+app.command()(looking.doctor)
+app.command()(looking.calibrate)
 app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(serve.serve)
-app.command()(envs.envs)
-app.command()(algorithms.algorithms)
-app.command()(init.init)
-app.command()(view.view)
-app.command()(push.push)
+)(training.serve)
+app.command()(looking.envs)
+app.command()(looking.algorithms)
+app.command()(sharing.init)
+app.command()(looking.view)
+app.command()(sharing.push)

@@ -1,9 +1,5 @@
 """Bringing weights to samplers, and training on several ranks. Names that need torch load late."""
 
-from ludic.lazy import late_names
+from ludic.plumbing.lazy import late_names
 
-__getattr__, __all__ = late_names(__name__, __file__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = late_names(__name__, __file__)

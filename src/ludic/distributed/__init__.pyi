@@ -7,7 +7,7 @@ from ludic.distributed.local import LocalPolicyPublisher as LocalPolicyPublisher
 from ludic.distributed.local import Rank0OnlyPublisher as Rank0OnlyPublisher
 from ludic.distributed.publisher import AdapterPolicyPublisher as AdapterPolicyPublisher
 from ludic.distributed.publisher import BroadcastPolicyPublisher as BroadcastPolicyPublisher
-from ludic.distributed.vllm.adapter.weights import AdapterWeights as AdapterWeights
+from ludic.distributed.vllm.adapter_weights import AdapterWeights as AdapterWeights
 from ludic.sharding.fsdp import init_mesh as init_mesh
 from ludic.sharding.fsdp import load_sharded as load_sharded
 from ludic.sharding.fsdp import meta_parameters as meta_parameters

@@ -15,18 +15,16 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights
-from ludic.distributed.vllm.adapter.payload import AdapterPayload
+from ludic.distributed.vllm.adapter_payload import AdapterPayload
 from ludic.distributed.vllm.canary import Canary, MismatchBudget
-from ludic.distributed.vllm.delivery import Job, Payload
+from ludic.distributed.vllm.delivery import PATIENCE_S, Job, Payload, PublishTimes
 from ludic.distributed.vllm.placement import PlaneName
 from ludic.distributed.vllm.planes import DataPlane
-from ludic.distributed.vllm.server_update import PATIENCE_S
-from ludic.distributed.vllm.timing import PublishTimes
-from ludic.distributed.vllm.weights.payload import WeightsPayload
+from ludic.distributed.vllm.weights_payload import WeightsPayload
 from ludic.errors import ConfigError, LudicError, PublishError
 from ludic.inference.retries import within
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.inference.vllm.replica import Replica
+from ludic.inference.vllm.servers import Replica
 
 
 class PublishSettings(TypedDict, total=False):

@@ -1,4 +1,4 @@
-"""Questions from a dataset: one row, one answer, one reward."""
+"""Questions from a dataset: one row, one answer, one reward. GSM8K and MATH are two of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 from ludic.envs.dataset_rows import DatasetRows, Row, load_rows
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, EnvError
+from ludic.parsers import last_boxed
 from ludic.rewards import Attempt, RewardSpec, RewardSum, Score, make_rewards
+from ludic.rewards.answers import read_number
 from ludic.seeding import derive_seed
 from ludic.types import Action, Info, Obs, StepOutcome
 
@@ -158,3 +160,50 @@ class DatasetQAEnv(SingleAgentEnv):
             info=info,
             reward_components=score.components,
         )
+
+
+class GSM8KEnv(DatasetQAEnv):
+    """Grade-school word problems, judged by the number: 18, $18.00 and \\frac{36}{2} are the same.
+
+    The data comes from the hub, or from `path` (the JSONL files of the dataset) or `rows`. The
+    target is what follows `####` in a row's answer. The action is the bare answer, so give the
+    agent a parser that finds it, such as `boxed_parser`.
+    """
+
+    default_hub = ("openai/gsm8k", "main")
+    default_rewards = "symbolic"
+    default_system_prompt = (
+        "Solve the problem step by step. The answer is one number: write it at the end as "
+        "\\boxed{number}."
+    )
+
+    def read_target(self, row: Row, index: int) -> str:
+        answer = super().read_target(row, index)
+        target = answer.rpartition("####")[2].strip()
+        if read_number(target) is None:
+            raise EnvError(f"row {index}: no number follows '####' in {answer[-80:]!r}")
+        return target
+
+
+class MATHEnv(DatasetQAEnv):
+    """Competition problems, judged by symbolic equality: \\frac{1}{2} and 0.5 are the same.
+
+    The data comes from the hub, or from `path` (JSONL) or `rows`. A row has a `problem`, and an
+    `answer` or a `solution` whose last box is the answer. The action is the bare answer, so give
+    the agent a parser that finds it, such as `boxed_parser`.
+    """
+
+    default_hub = ("nlile/hendrycks-MATH-benchmark", None)
+    default_question_key = "problem"
+    default_rewards = "symbolic"
+    default_system_prompt = (
+        "Solve the problem step by step. Write the final answer at the end as \\boxed{answer}."
+    )
+
+    def read_target(self, row: Row, index: int) -> str:
+        if row.get("answer"):
+            return str(row["answer"])
+        target = last_boxed(str(self.column(row, "solution", index)))
+        if not target:
+            raise EnvError(f"row {index} has neither an 'answer' nor a box in its 'solution'")
+        return target

@@ -41,13 +41,13 @@ def load_rows(
             f"a dataset comes from one of rows, path or hub; given: {given or 'none of them'}"
         )
     if rows is not None:
-        found = DatasetRows("rows", rows)
+        dataset = DatasetRows("rows", rows)
     else:
         with _loading:  # many environments start at once: one loads, the others find it there
-            found = _from_hub(hub, config, split) if hub is not None else _from_file(str(path))
-    if not len(found.rows):
-        raise ConfigError(f"the dataset {found.name!r} has no rows")
-    return found
+            dataset = _from_hub(hub, config, split) if hub is not None else _from_file(str(path))
+    if not len(dataset.rows):
+        raise ConfigError(f"the dataset {dataset.name!r} has no rows")
+    return dataset
 
 
 _loading = threading.Lock()

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec import structs
 
 from ludic.eval.headline import headline_of
-from ludic.eval.progress import episodes_bar
 from ludic.eval.report import EpisodeResult, EvalReport, Success
 from ludic.rollouts import RolloutEngine, RolloutRequest
-from ludic.rollouts.progress import ProgressCallback
+from ludic.rollouts.progress import Progress, ProgressCallback
 from ludic.seeding import derive_seed
 from ludic.types import Rollout
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class Evaluator(Protocol):
@@ -30,7 +34,7 @@ def eval_requests(
     """Returns `episodes` requests like `template` with their own seeds, disjoint from all training
     seeds. Samples of one task share the environment's seed."""
     return [
-        replace(
+        structs.replace(
             template,
             env_seed=derive_seed(seed, "eval", "env", i // samples_per_task),
             sampling_seed=derive_seed(seed, "eval", "sampling", i),
@@ -91,16 +95,16 @@ def _seated(rollouts: Sequence[Rollout], agent_id: str | None) -> list[Rollout]:
     for rollout in rollouts:
         if rollout.steps:
             seats.setdefault(str(rollout.env), {})[rollout.agent_id] = None
-    found: list[Rollout] = []
+    judged: list[Rollout] = []
     for rollout in rollouts:
-        known = seats.get(str(rollout.env), {})
+        seats_there = seats.get(str(rollout.env), {})
         unseated = present[rollout.episode_id] == 1 and rollout.error and not rollout.steps
-        if unseated and rollout.agent_id not in known:
-            taken = [agent_id] if agent_id is not None else known or [rollout.agent_id]
-            found += [replace(rollout, agent_id=seat) for seat in taken]
+        if unseated and rollout.agent_id not in seats_there:
+            taken = [agent_id] if agent_id is not None else seats_there or [rollout.agent_id]
+            judged += [structs.replace(rollout, agent_id=seat) for seat in taken]
         elif agent_id in (None, rollout.agent_id):
-            found.append(rollout)
-    return found
+            judged.append(rollout)
+    return judged
 
 
 async def run_eval(
@@ -134,3 +138,22 @@ async def run_eval(
             on_progress=update,
             outcomes=outcomes,
         ).evaluate()
+
+
+@contextmanager
+def episodes_bar(title: str, console: Console | None = None) -> Iterator[ProgressCallback]:
+    """Shows a progress bar over episodes, for `on_progress`; without a terminal, one line at the
+    end. On the standard error unless there is a `console`: results go to the standard output."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
+    shown = Console(stderr=True) if console is None else console
+    with Bar(*columns, TimeElapsedColumn(), console=shown) as bar:
+        task = bar.add_task(title, total=None)
+
+        def update(progress: Progress) -> None:
+            bar.update(task, total=progress.total, completed=progress.finished)
+
+        yield update

@@ -113,11 +113,11 @@ class EvalReport:
 
     def by_episode(self) -> list[list[EpisodeResult]]:
         """Returns the results of each episode. Old reports have no ids: there, a seed is one."""
-        found: dict[Any, list[EpisodeResult]] = {}
+        episodes: dict[Any, list[EpisodeResult]] = {}
         for index, result in enumerate(self.episodes):
             seed = index if result.env_seed is None else ("seed", result.env_seed)
-            found.setdefault(result.episode_id or seed, []).append(result)
-        return list(found.values())
+            episodes.setdefault(result.episode_id or seed, []).append(result)
+        return list(episodes.values())
 
     def by_role(self) -> dict[str, EvalReport]:
         """Returns a report for each agent, of its results alone."""
@@ -131,17 +131,17 @@ class EvalReport:
     def parts(self) -> dict[str, EvalReport]:
         """Returns the report of each environment and role by name, or this one under no name if
         there is only one of both."""
-        found: dict[str, EvalReport] = {}
+        parts: dict[str, EvalReport] = {}
         for env, report in (self.envs() or {"": self}).items():
             for role, alone in (report.roles() or {"": report}).items():
-                found[", ".join(filter(None, (env, role)))] = alone
-        return found
+                parts[", ".join(filter(None, (env, role)))] = alone
+        return parts
 
     def _parts(self, part: Callable[[EpisodeResult], str]) -> dict[str, EvalReport]:
-        found: dict[str, list[EpisodeResult]] = {}
+        episodes: dict[str, list[EpisodeResult]] = {}
         for episode in self.episodes:
-            found.setdefault(part(episode), []).append(episode)
-        return {name: replace(self, episodes=tuple(mine)) for name, mine in found.items()}
+            episodes.setdefault(part(episode), []).append(episode)
+        return {name: replace(self, episodes=tuple(mine)) for name, mine in episodes.items()}
 
     @property
     def headline(self) -> Headline:
@@ -233,12 +233,12 @@ class EvalReport:
         flat |= {name: estimate.value for name, estimate in self.rates().items()}
         if "success" in flat:
             flat["accuracy"] = flat["success"]  # by the name that other libraries have for it
-        found = {prefix + name: value for name, value in flat.items()}
+        figures = {prefix + name: value for name, value in flat.items()}
         for role, report in self.roles().items():
-            found |= report.metrics(f"{prefix}{role}/")
+            figures |= report.metrics(f"{prefix}{role}/")
         for env, report in self.envs().items():
-            found |= report.metrics(f"{prefix}env/{env}/")
-        return found
+            figures |= report.metrics(f"{prefix}env/{env}/")
+        return figures
 
     def roles(self) -> dict[str, EvalReport]:
         """Returns `by_role` if there are several roles, and nothing otherwise."""
@@ -291,13 +291,13 @@ def compare(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
             replace(r, episodes=tuple(replace(e, episode_id=None) for e in r.episodes))
             for r in (a, b)
         )
-    found = _compare(a, b)
+    tests = _compare(a, b)
     theirs = b.roles()
     for role, report in a.roles().items():
         if role in theirs:
             each = _compare(report, theirs[role])
-            found |= {f"{role}/{name}": result for name, result in each.items()}
-    return found
+            tests |= {f"{role}/{name}": result for name, result in each.items()}
+    return tests
 
 
 def leading_tests(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
@@ -324,21 +324,21 @@ def _compare(a: EvalReport, b: EvalReport) -> dict[str, PairedComparison]:
         return compare_paired(a, b, tasks=tasks)
 
     lead = headline_of([a, b])
-    found = {lead.key: paired(lead.value)}
+    tests = {lead.key: paired(lead.value)}
     if a.knows_success and b.knows_success:
-        found["success"] = paired(lambda e: float(bool(e.success)))
-    return found | {"reward": paired(lambda e: e.reward)}
+        tests["success"] = paired(lambda e: float(bool(e.success)))
+    return tests | {"reward": paired(lambda e: e.reward)}
 
 
 def _by_seed(report: EvalReport) -> dict[tuple[int | None, int], list[EpisodeResult]]:
     """Returns the episodes by their seed, numbered among those with the same seed."""
     seen: Counter[int | None] = Counter()
-    found = {}
+    episodes = {}
     for results in report.by_episode():
         seed = results[0].env_seed
-        found[seed, seen[seed]] = results
+        episodes[seed, seen[seed]] = results
         seen[seed] += 1
-    return found
+    return episodes
 
 
 def report_table(reports: Sequence[EvalReport]) -> Any:
@@ -361,10 +361,10 @@ def report_table(reports: Sequence[EvalReport]) -> Any:
         rewards = [report.reward for report in shown]
         rows = {
             name: [
-                _percent(found.get(name) or proportion(0, len(report.by_episode())))
-                for found, report in zip(rates, shown, strict=True)
+                _percent(rate.get(name) or proportion(0, len(report.by_episode())))
+                for rate, report in zip(rates, shown, strict=True)
             ]
-            for name in dict.fromkeys(name for found in rates for name in found)
+            for name in dict.fromkeys(name for rate in rates for name in rate)
         }
         rows["reward"] = [
             f"{r.value:.3f}  [{r.low:.3f}, {r.high:.3f}]" if r.n else "–" for r in rewards

@@ -3,7 +3,7 @@ from ludic.inference.client import TokenCompletionRequest as TokenCompletionRequ
 from ludic.inference.client import ToolRequest as ToolRequest
 from ludic.inference.client import VersionedClient as VersionedClient
 from ludic.inference.local import LocalChatClient as LocalChatClient
-from ludic.inference.openai.client import OpenAIChatClient as OpenAIChatClient
+from ludic.inference.openai_client import OpenAIChatClient as OpenAIChatClient
 from ludic.inference.sampling import InferenceSpec as InferenceSpec
 from ludic.inference.sampling import ReturnSpec as ReturnSpec
 from ludic.inference.sampling import SamplingConfig as SamplingConfig
@@ -19,8 +19,8 @@ from ludic.inference.templates.tool_parsers import ToolParse as ToolParse
 from ludic.inference.templates.tool_parsers import ToolParser as ToolParser
 from ludic.inference.templates.tool_parsers import get_tool_parser as get_tool_parser
 from ludic.inference.vllm.client import VLLMChatClient as VLLMChatClient
-from ludic.inference.vllm.extensions import VLLMExtensions as VLLMExtensions
-from ludic.inference.vllm.finding import FoundServer as FoundServer
-from ludic.inference.vllm.finding import find_server as find_server
+from ludic.inference.vllm.server import FoundServer as FoundServer
+from ludic.inference.vllm.server import find_server as find_server
+from ludic.inference.vllm.wire import VLLMExtensions as VLLMExtensions
 from ludic.registry import list_tool_parsers as list_tool_parsers
 from ludic.registry import register_tool_parser as register_tool_parser

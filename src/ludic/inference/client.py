@@ -13,32 +13,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from msgspec import field
+
 from ludic.errors import PublishError
-from ludic.frozen import quick
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
+from ludic.plumbing.records import Record
 from ludic.types import ChatResponse
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class TokenCompletionRequest:
+class TokenCompletionRequest(Record, frozen=True):
     """One model call. `conversation_id` keeps a dialogue's calls together, so that a backend can
     reuse what it computed for the earlier ones; `timeout_s` bounds the whole call."""
 
     model: str
     prompt_token_ids: tuple[int, ...]
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    returns: ReturnSpec = field(default_factory=ReturnSpec)
+    sampling: SamplingConfig = SamplingConfig()
+    returns: ReturnSpec = ReturnSpec()
     conversation_id: str | None = None
     timeout_s: float | None = None
     extensions: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class ToolRequest:
+class ToolRequest(Record, frozen=True):
     """The tools that a model is told about: JSON schemas, in the shape of a chat template."""
 
     tools: Sequence[Mapping[str, Any]]

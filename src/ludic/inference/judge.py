@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
+
+from msgspec.structs import replace
 
 from ludic.errors import ConfigError, EnvError
 from ludic.inference.addresses import find_key
@@ -22,7 +23,7 @@ from ludic.seeding import derive_seed
 from ludic.types import Message
 
 if TYPE_CHECKING:
-    from ludic.inference.openai.client import OpenAIChatClient
+    from ludic.inference.openai_client import OpenAIChatClient
 
 _MAX_CONCURRENCY = 256
 
@@ -98,7 +99,7 @@ _lock = threading.Lock()
 
 
 def _new_client(server: str, key: str | None) -> OpenAIChatClient:
-    from ludic.inference.openai.client import OpenAIChatClient
+    from ludic.inference.openai_client import OpenAIChatClient
 
     return OpenAIChatClient(server, api_key=key, max_concurrency=_MAX_CONCURRENCY)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
 from numbers import Integral
 
+from msgspec import field
+from msgspec.structs import asdict, force_setattr, replace
+
 from ludic.errors import ConfigError
-from ludic.frozen import changed, quick
+from ludic.plumbing.records import Record, changed
 from ludic.saw.trainable import check_sampling
 from ludic.types import Info
 
@@ -24,9 +26,7 @@ def _is_text(value: object) -> bool:
     return bool(value) and not any("\ud800" <= c <= "\udfff" for c in value)
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class SamplingConfig:
+class SamplingConfig(Record, frozen=True):
     """The sampled distribution, and where a completion stops.
 
     The defaults are those that may be trained on: plain sampling at temperature 1. `top_k=0` and
@@ -92,8 +92,7 @@ class SamplingConfig:
         check_sampling(asdict(self), kept_ids_recorded=kept_ids_recorded, where="a completion")
 
 
-@dataclass(frozen=True, slots=True)
-class ReturnSpec:
+class ReturnSpec(Record, frozen=True):
     """What to return besides the tokens. `prompt_logprobs` scores the prompt (for teachers);
     without `text` a backend that would have to decode it for you does not."""
 
@@ -103,17 +102,16 @@ class ReturnSpec:
     text: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceSpec:
+class InferenceSpec(Record, frozen=True):
     """Everything about a model call that does not depend on the prompt. Pure data.
 
     `extensions` is for settings of one backend only: `VLLMExtensions`, or a plain mapping.
     """
 
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    returns: ReturnSpec = field(default_factory=ReturnSpec)
+    sampling: SamplingConfig = SamplingConfig()
+    returns: ReturnSpec = ReturnSpec()
     extensions: Info = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if type(self.extensions) is not dict:  # only plain data can be stored with a rollout
-            object.__setattr__(self, "extensions", dict(self.extensions))
+            force_setattr(self, "extensions", dict(self.extensions))

@@ -12,20 +12,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
-from ludic.errors import (
-    ConfigError,
-    DeadlineError,
-    EngineClosedError,
-    RequestRejectedError,
-)
+from ludic.errors import ConfigError, EngineClosedError, RequestRejectedError
 from ludic.inference.client import TokenCompletionRequest
+from ludic.inference.retries import within
 from ludic.inference.templates.hf import HFChatTemplate
 from ludic.inference.templates.token_codec import NOTHING
 from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
-
-T = TypeVar("T")
 
 _REMEMBERED_CONVERSATIONS = 100_000
 
@@ -104,19 +98,19 @@ class ScriptedChatClient:
             raise EngineClosedError("this scripted client is closed")
         self._check(request)
         call = ScriptedCall(request, self._count(request.conversation_id), self._decode)
-        started = time.monotonic()
-        if self._latency_s:
-            await _within(asyncio.sleep(self._latency_s), request.timeout_s, started)
-        if self._fault is not None and (error := self._fault(call)) is not None:
-            raise error
-        said = self._said(call)
-        if inspect.isawaitable(said):
-            said = await _within(said, request.timeout_s, started)
-        if not isinstance(said, str):
+        async with within(request.timeout_s, "a completion", "the script"):
+            if self._latency_s:
+                await asyncio.sleep(self._latency_s)
+            if self._fault is not None and (error := self._fault(call)) is not None:
+                raise error
+            text = self._next_text(call)
+            if inspect.isawaitable(text):
+                text = await text
+        if not isinstance(text, str):
             raise RequestRejectedError(
-                f"the policy function returned {type(said).__name__}; it must return a string"
+                f"the policy function returned {type(text).__name__}; it must return a string"
             )
-        return self._response(request, said)
+        return self._response(request, text)
 
     async def sync_weights(
         self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
@@ -156,7 +150,7 @@ class ScriptedChatClient:
                 f"of {limit}"
             )
 
-    def _said(self, call: ScriptedCall) -> str | Awaitable[str]:
+    def _next_text(self, call: ScriptedCall) -> str | Awaitable[str]:
         if callable(self._script):
             return self._script(call)
         if call.index >= len(self._script) and not self._cycle:
@@ -213,20 +207,6 @@ class ScriptedChatClient:
         text = self._codec.decode(ids)
         self.tokenize_seconds += time.perf_counter() - started
         return text
-
-
-async def _within(waited_for: Awaitable[T], limit: float | None, started: float) -> T:
-    """What is awaited, unless `limit` seconds since `started` pass before it is there."""
-    if limit is None:
-        return await waited_for
-    deadline = asyncio.timeout(limit - (time.monotonic() - started))
-    try:
-        async with deadline:
-            return await waited_for
-    except TimeoutError as exc:
-        if not deadline.expired():
-            raise  # the script's own
-        raise DeadlineError("a completion", "the script", limit) from exc
 
 
 def _stop_position(

@@ -33,7 +33,8 @@ CHATML_TEMPLATE = """\
   {%- elif message['role'] == 'tool' -%}
     {{- '<|im_start|>tool\\n' + message['content'] + '<|im_end|>\\n' -}}
   {%- else -%}
-    {{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') -}}
+    {{- '<|im_start|>' + message['role'] + '\\n' -}}
+    {%- if message['content'] is string %}{{ message['content'] }}{% endif -%}
     {%- for call in message['tool_calls'] or [] -%}
       {%- set function = call['function'] or call -%}
       {{- '<tool_call>' + ({'name': function['name'], 'arguments': function['arguments']}

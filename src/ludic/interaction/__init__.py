@@ -1,31 +1,20 @@
 """The agent-environment loops."""
 
-from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
-from ludic.interaction.bots import Bot, FunctionBot, RandomBot, SequenceBot
-from ludic.interaction.collector import AgentTrack
-from ludic.interaction.delegating import DelegatingProtocol, SubAgent, SubtaskEnv
-from ludic.interaction.episode import Episode, begin_agent, take_turn
-from ludic.interaction.multi_agent import MultiAgentProtocol
-from ludic.interaction.program import ProgramAttempt, ProgramProtocol
-from ludic.interaction.single_agent import SingleAgentSyncProtocol
-
-__all__ = [
-    "AgentTrack",
-    "Bot",
-    "DelegatingProtocol",
-    "Episode",
-    "FunctionBot",
-    "InteractionProtocol",
-    "MultiAgentProtocol",
-    "ProgramAttempt",
-    "ProgramProtocol",
-    "RandomBot",
-    "RunSpec",
-    "Runtime",
-    "SequenceBot",
-    "SingleAgentSyncProtocol",
-    "SubAgent",
-    "SubtaskEnv",
-    "begin_agent",
-    "take_turn",
-]
+from ludic.interaction.base import InteractionProtocol as InteractionProtocol
+from ludic.interaction.base import RunSpec as RunSpec
+from ludic.interaction.base import Runtime as Runtime
+from ludic.interaction.collector import AgentTrack as AgentTrack
+from ludic.interaction.delegating import DelegatingProtocol as DelegatingProtocol
+from ludic.interaction.delegating import SubAgent as SubAgent
+from ludic.interaction.delegating import SubtaskEnv as SubtaskEnv
+from ludic.interaction.episode import Episode as Episode
+from ludic.interaction.episode import begin_agent as begin_agent
+from ludic.interaction.episode import take_turn as take_turn
+from ludic.interaction.multi_agent import Bot as Bot
+from ludic.interaction.multi_agent import FunctionBot as FunctionBot
+from ludic.interaction.multi_agent import MultiAgentProtocol as MultiAgentProtocol
+from ludic.interaction.multi_agent import RandomBot as RandomBot
+from ludic.interaction.multi_agent import SequenceBot as SequenceBot
+from ludic.interaction.program import ProgramAttempt as ProgramAttempt
+from ludic.interaction.program import ProgramProtocol as ProgramProtocol
+from ludic.interaction.single_agent import SingleAgentSyncProtocol as SingleAgentSyncProtocol

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ludic.envs.env import LudicEnv
-from ludic.frozen import quick
 from ludic.inference.client import ChatClient
 from ludic.inference.sampling import InferenceSpec
 from ludic.inference.templates.chat_template import ChatTemplate
+from ludic.plumbing.records import Record
 from ludic.types import Rollout
 
 
@@ -27,9 +27,7 @@ class Runtime:
     others: Mapping[str, Runtime] = field(default_factory=dict)
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class RunSpec:
+class RunSpec(Record, frozen=True):
     """What one episode is run with. Seeds come from the run's plan; ids name the rollouts."""
 
     episode_id: str

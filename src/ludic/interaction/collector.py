@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
+
+from msgspec.structs import replace
 
 from ludic.agents.base_agent import ActResult
 from ludic.errors import AgentError
@@ -31,29 +33,22 @@ from ludic.types import (
 UNREADABLE = "Your reply could not be read as an action. Answer again in the required form."
 
 
+@dataclass(slots=True, eq=False)
 class AgentTrack:
     """One agent's steps of one episode, in order. Only the episode's own task writes to it."""
 
-    def __init__(
-        self,
-        agent_id: AgentID,
-        rollout_id: str,
-        *,
-        parent_id: str | None = None,
-        collected: bool = True,
-        meta: Info | None = None,
-    ) -> None:
-        self.agent_id = agent_id
-        self.rollout_id = rollout_id
-        self.parent_id = parent_id
-        self.collected = collected
-        self.meta = dict(meta or {})
-        self.obs: Obs = ""
-        self.ended = False
-        self._steps: list[Step] = []
-        self._turns = 0
-        self._last: int | None = None
-        """The place of the last environment step."""
+    agent_id: AgentID
+    rollout_id: str
+    _: KW_ONLY
+    parent_id: str | None = None
+    collected: bool = True
+    meta: dict[str, Any] = field(default_factory=dict)
+    obs: Obs = field(default="", init=False)
+    ended: bool = field(default=False, init=False)
+    _steps: list[Step] = field(default_factory=list, init=False)
+    _turns: int = field(default=0, init=False)
+    _last: int | None = field(default=None, init=False)
+    """The place of the last environment step."""
 
     @property
     def steps(self) -> Sequence[Step]:
@@ -63,10 +58,6 @@ class AgentTrack:
     @property
     def total_reward(self) -> float:
         return sum(s.reward for s in self._steps if isinstance(s, EnvironmentStep))
-
-    def hear_reset(self, obs: Obs) -> None:
-        """The episode began with `obs`."""
-        self.obs = obs
 
     def add_parse_failure(self, act: ActResult) -> tuple[Obs, Info]:
         """Records a turn that gave no action; returns what the agent is to be told."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
+
+from msgspec.structs import replace
 
 from ludic.agents.base_agent import Agent
 from ludic.agents.tool_agent import ExternalToolHandler, ToolAgent
@@ -52,6 +54,7 @@ class SubAgent:
     max_steps: int = 4
 
 
+@dataclass(eq=False)
 class DelegatingProtocol(InteractionProtocol):
     """One agent in its environment, which may start sub-agents while it thinks.
 
@@ -65,26 +68,23 @@ class DelegatingProtocol(InteractionProtocol):
     environment and parser gave.
     """
 
-    def __init__(
-        self,
-        parent: AgentFactory,
-        sub_agents: Mapping[str, SubAgent],
-        *,
-        max_depth: int = 1,
-        max_sub_agents: int = 8,
-        child_reward: Literal["parent", "none"] = "parent",
-    ) -> None:
-        if not sub_agents:
+    parent: AgentFactory
+    sub_agents: Mapping[str, SubAgent]
+    _: KW_ONLY
+    max_depth: int = 1
+    max_sub_agents: int = 8
+    child_reward: Literal["parent", "none"] = "parent"
+
+    def __post_init__(self) -> None:
+        if not self.sub_agents:
             raise ConfigError("DelegatingProtocol needs at least one kind of sub-agent")
-        if max_depth < 1 or max_sub_agents < 1:
-            raise ConfigError(f"{max_depth=} and {max_sub_agents=}: both must be >= 1")
-        if child_reward not in ("parent", "none"):
-            raise ConfigError(f"child_reward={child_reward!r}: must be 'parent' or 'none'")
-        self.parent = parent
-        self.sub_agents = dict(sub_agents)
-        self.max_depth = max_depth
-        self.max_sub_agents = max_sub_agents
-        self.child_reward = child_reward
+        if self.max_depth < 1 or self.max_sub_agents < 1:
+            raise ConfigError(
+                f"max_depth={self.max_depth} and max_sub_agents={self.max_sub_agents}: both must "
+                "be >= 1"
+            )
+        if self.child_reward not in ("parent", "none"):
+            raise ConfigError(f"child_reward={self.child_reward!r}: must be 'parent' or 'none'")
         self._tools = [_tool_of(name, sub) for name, sub in self.sub_agents.items()]
 
     async def run(self, env: LudicEnv[Any, Any, Any], spec: RunSpec) -> list[Rollout]:

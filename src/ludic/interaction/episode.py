@@ -1,12 +1,14 @@
-"""What every protocol's episode has around it: deadlines, failures, and the closing of the
-environment."""
+"""What every protocol's episode has around it: deadlines, failures, rewards beside the
+environment's, and the closing of the environment."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
+
+from msgspec.structs import replace
 
 from ludic.agents.base_agent import ActResult, Agent
 from ludic.envs.env import LudicEnv
@@ -21,14 +23,18 @@ from ludic.errors import (
 )
 from ludic.interaction.base import RunSpec
 from ludic.interaction.collector import AgentTrack
-from ludic.raised import TRACEBACK, described, users_traceback
+from ludic.plumbing.raised import TRACEBACK, described, users_traceback
+from ludic.plumbing.text import clean_text, error_text
+from ludic.registry import REWARDS
+from ludic.rewards import Attempt, RewardFn, RewardSpec, RewardSum, Score, make_rewards
 from ludic.seeding import derive_seed
-from ludic.text import clean_text, error_text
-from ludic.types import AgentID, Info, Obs, Rollout, TruncationReason
+from ludic.types import AgentID, EnvironmentStep, Info, Obs, Rollout, TruncationReason
 from ludic.workers.deadlines import deadline
 from ludic.workers.escapes import is_for_us
+from ludic.workers.threads import shared_threads
 
 Openings: TypeAlias = Mapping[AgentID, tuple[Obs, Info]]
+Rewards: TypeAlias = RewardSpec | Sequence[RewardSpec] | RewardSum
 
 _log = logging.getLogger("ludic.interaction")
 
@@ -105,6 +111,18 @@ class Episode:
         self.task_key = self.runner.task_key()
         return openings
 
+    async def judge(self, rewards: RewardSum | None) -> None:
+        """Adds what reward functions beside the environment give for each agent, a judge's say: its
+        last action is the answer, and what came before it the question. An agent that never came to
+        an action has nothing to be judged."""
+        if rewards is None:
+            return
+        for track in self.tracks:
+            if track.collected and (attempt := _attempt_of(track)) is not None:
+                verdict = await score(rewards, attempt, self.spec.step_timeout_s)
+                for name, reward in verdict.components.items():
+                    track.add_bonus(name, reward)
+
     def rollouts(self) -> list[Rollout]:
         """One rollout per track that is collected."""
         return [
@@ -152,7 +170,7 @@ def begin_agent(
     seed = None if root is None else derive_seed(root, "agent", role)
     agent.reset(prompt, seed=seed, conversation_id=track.rollout_id)
     obs, info = opening_of(openings, role)
-    track.hear_reset(obs)
+    track.obs = obs
     agent.on_env_reset(obs, info)
 
 
@@ -176,10 +194,54 @@ async def take_turn(agent: Agent, track: AgentTrack) -> ActResult:
         raise
 
 
-def _cleaned(said: str | None) -> str | None:
-    return clean_text(said) if isinstance(said, str) else said
+def _cleaned(text: str | None) -> str | None:
+    return clean_text(text) if isinstance(text, str) else text
 
 
 def opening_of(openings: Openings, agent_id: AgentID) -> tuple[Obs, Info]:
     """What the agent first sees; an agent that the environment does not open for sees nothing."""
     return openings.get(agent_id, ("", {}))
+
+
+def rewards_of(specs: Rewards | None) -> RewardSum | None:
+    """Reward functions by name or table, as everywhere; one by its place is the function itself."""
+    if specs is None or isinstance(specs, RewardSum):
+        return specs
+    one = isinstance(specs, str | Mapping) or callable(specs)
+    several: Sequence[RewardSpec] = [specs] if one else specs  # type: ignore[list-item,assignment]
+    return make_rewards([_by_place(spec) for spec in several])
+
+
+def _by_place(spec: RewardSpec) -> RewardSpec:
+    if isinstance(spec, str) and spec not in REWARDS.names():
+        function: RewardFn = REWARDS.get(spec)
+        return function
+    return spec
+
+
+def _attempt_of(track: AgentTrack) -> Attempt | None:
+    """What an agent's rewards are given: its last action, everything before it, and as `target`
+    and `row` what the environment told of the step."""
+    steps = [s for s in track.steps if isinstance(s, EnvironmentStep) and s.action is not None]
+    if not steps:
+        return None
+    *before, last = steps
+    told = [part for step in before for part in (step.obs, f"> {step.action}")]
+    return Attempt(
+        answer=last.action or "",
+        target=str(last.info.get("target", "")),
+        question="\n\n".join(filter(None, [*told, last.obs])),
+        row=last.info,
+    )
+
+
+async def score(rewards: RewardSum, attempt: Attempt, timeout_s: float | None) -> Score:
+    """In a thread, since the functions may block; what they leave to await is awaited here."""
+    answer: Any = await shared_threads().run(
+        lambda: rewards(attempt),
+        what="a reward",
+        whom="the reward function",
+        timeout_s=timeout_s,
+    )
+    result: Score = await answer if inspect.isawaitable(answer) else answer
+    return result

@@ -11,10 +11,9 @@ from ludic.agents.programs import ProgramAgent
 from ludic.agents.tools import Tool
 from ludic.errors import ConfigError, UnknownNameError
 from ludic.interaction.base import Runtime
-from ludic.interaction.bots import Bot, BotFunction
 from ludic.interaction.delegating import AgentFactory, DelegatingProtocol, SubAgent
-from ludic.interaction.judging import Rewards, rewards_of
-from ludic.interaction.multi_agent import MultiAgentProtocol
+from ludic.interaction.episode import Rewards, rewards_of
+from ludic.interaction.multi_agent import Bot, BotFunction, MultiAgentProtocol
 from ludic.interaction.program import ProgramProtocol
 from ludic.interaction.single_agent import SingleAgentSyncProtocol
 from ludic.parsers import parser_maker

@@ -1,22 +1,92 @@
-"""Several agents in one environment, in turns or at the same time."""
+"""Several agents in one environment, in turns or at the same time, and players without a model."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+import random
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from ludic.agents.base_agent import ActResult, Agent
 from ludic.envs.env import LudicEnv
 from ludic.errors import AgentError, ConfigError, ProtocolError
 from ludic.interaction.base import InteractionProtocol, RunSpec
-from ludic.interaction.bots import Bot, BotFunction, FunctionBot
-from ludic.interaction.episode import Episode, Openings, begin_agent, opening_of, take_turn
-from ludic.interaction.judging import Rewards, judge, rewards_of
+from ludic.interaction.episode import (
+    Episode,
+    Openings,
+    Rewards,
+    begin_agent,
+    opening_of,
+    rewards_of,
+    take_turn,
+)
 from ludic.seeding import derive_seed
-from ludic.types import Action, AgentID, Rollout, TruncationReason
+from ludic.types import Action, AgentID, Obs, Rollout, TruncationReason
 from ludic.workers.escapes import contained
+
+
+@runtime_checkable
+class Bot(Protocol):
+    """Plays one seat. It answers at once, or asynchronously; it leaves no rollout."""
+
+    def reset(self, *, seed: int | None) -> None:
+        """An episode begins. All of the bot's chances come from `seed`, which is derived from
+        the environment's: the episodes of a group meet the same opponent."""
+
+    def act(self, obs: Obs) -> Action | Awaitable[Action]:
+        """Its move, given what it last saw."""
+        ...
+
+
+BotFunction: TypeAlias = Callable[[Obs], Action | Awaitable[Action]]
+
+
+class FunctionBot:
+    """A function from observation to action, as a bot."""
+
+    def __init__(self, function: BotFunction) -> None:
+        self._function = function
+
+    def reset(self, *, seed: int | None) -> None:
+        return None
+
+    def act(self, obs: Obs) -> Action | Awaitable[Action]:
+        return self._function(obs)
+
+
+class SequenceBot:
+    """Plays a fixed list of actions, from the beginning again when it is used up."""
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        if not actions:
+            raise ConfigError("SequenceBot needs at least one action")
+        self._actions = tuple(actions)
+        self._next = 0
+
+    def reset(self, *, seed: int | None) -> None:
+        self._next = 0
+
+    def act(self, obs: Obs) -> Action:
+        action = self._actions[self._next % len(self._actions)]
+        self._next += 1
+        return action
+
+
+class RandomBot:
+    """Plays one of `choices` at random, without looking."""
+
+    def __init__(self, choices: Sequence[Action]) -> None:
+        if not choices:
+            raise ConfigError("RandomBot needs at least one choice")
+        self._choices = tuple(choices)
+        self._random = random.Random(0)
+
+    def reset(self, *, seed: int | None) -> None:
+        self._random = random.Random(seed)
+
+    def act(self, obs: Obs) -> Action:
+        return self._random.choice(self._choices)
 
 
 class MultiAgentProtocol(InteractionProtocol):
@@ -59,7 +129,7 @@ class MultiAgentProtocol(InteractionProtocol):
         openings = await episode.reset()
         game = _Game(episode, self._seat(episode.runner.agent_ids), self.max_parse_retries)
         await game.play(openings)
-        await judge(self.reward, game.tracks.values(), episode.spec.step_timeout_s)
+        await episode.judge(self.reward)
 
     def _seat(self, agent_ids: Sequence[AgentID]) -> dict[AgentID, Agent | Bot]:
         """A player for every role, or `ProtocolError`."""
@@ -130,7 +200,7 @@ class _Game:
                 begin_agent(player, self.episode, track, agent_id, openings)
             else:
                 track.collected = False
-                track.hear_reset(opening_of(openings, agent_id)[0])
+                track.obs = opening_of(openings, agent_id)[0]
                 player.reset(seed=None if seed is None else derive_seed(seed, "bot", agent_id))
 
     async def _ask(self, asked: Sequence[AgentID]) -> list[AgentID] | None:

@@ -8,9 +8,7 @@ from ludic.agents.base_agent import ActResult
 from ludic.agents.programs.agent import ProgramAgent, ProgramResult
 from ludic.errors import ConfigError
 from ludic.interaction.collector import AgentTrack
-from ludic.interaction.episode import Episode, Openings, begin_agent, opening_of
-from ludic.interaction.judging import Rewards
-from ludic.interaction.judging import score as judged
+from ludic.interaction.episode import Episode, Openings, Rewards, begin_agent, opening_of, score
 from ludic.interaction.single_agent import SingleAgentSyncProtocol, only_role, play_alone
 from ludic.rewards import Attempt, RewardSum
 from ludic.types import AgentID, Info, Message, StepOutcome, TruncationReason
@@ -76,7 +74,7 @@ class ProgramProtocol(SingleAgentSyncProtocol):
                 outcome = (await episode.runner.step({role: act.parse.action}))[role]
             obs, info = opening_of(openings, role)
             attempt = _attempt(result, outcome, obs, info, episode.task_key)
-            score = await judged(reward, attempt, episode.spec.step_timeout_s)
+            verdict = await score(reward, attempt, episode.spec.step_timeout_s)
         except BaseException:
             track.add_interrupted(self.agent.steps_of_turn)
             raise
@@ -85,10 +83,10 @@ class ProgramProtocol(SingleAgentSyncProtocol):
         track.add_outcome(
             StepOutcome(
                 "",
-                score.reward,
+                verdict.reward,
                 terminated=cut is None,
                 info=told,
-                reward_components=score.components,
+                reward_components=verdict.components,
             ),
             act,
         )

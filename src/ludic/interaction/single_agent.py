@@ -9,8 +9,14 @@ from ludic.envs.env import LudicEnv
 from ludic.errors import ProtocolError
 from ludic.interaction.base import InteractionProtocol, RunSpec
 from ludic.interaction.collector import AgentTrack
-from ludic.interaction.episode import Episode, Openings, begin_agent, take_turn
-from ludic.interaction.judging import Rewards, judge, rewards_of
+from ludic.interaction.episode import (
+    Episode,
+    Openings,
+    Rewards,
+    begin_agent,
+    rewards_of,
+    take_turn,
+)
 from ludic.types import AgentID, Rollout, TruncationReason
 
 
@@ -35,7 +41,7 @@ class SingleAgentSyncProtocol(InteractionProtocol):
         role = only_role(episode)
         track = episode.open_track(role)
         await play_alone(self.agent, track, episode, role, openings)
-        await judge(self.reward, [track], episode.spec.step_timeout_s)
+        await episode.judge(self.reward)
 
 
 def only_role(episode: Episode) -> AgentID:

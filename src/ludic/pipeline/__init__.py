@@ -5,10 +5,6 @@ Names are imported when they are first used, so that an actor that samples from 
 without torch.
 """
 
-from ludic.lazy import late_names
+from ludic.plumbing.lazy import late_names
 
-__getattr__, __all__ = late_names(__name__, __file__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = late_names(__name__, __file__)

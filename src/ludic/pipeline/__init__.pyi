@@ -2,11 +2,11 @@ from ludic.pipeline.actor import ActorConfig as ActorConfig
 from ludic.pipeline.actor import ActorReport as ActorReport
 from ludic.pipeline.actor import only as only
 from ludic.pipeline.actor import run_pipeline_actor as run_pipeline_actor
-from ludic.pipeline.asking import Bounds as Bounds
 from ludic.pipeline.batch_source import PipelineBatchSource as PipelineBatchSource
+from ludic.pipeline.lease import TrainerLease as TrainerLease
+from ludic.pipeline.ledger import Bounds as Bounds
 from ludic.pipeline.local_redis import LocalRedis as LocalRedis
+from ludic.pipeline.policies import PipelinePublisher as PipelinePublisher
 from ludic.pipeline.policies import PolicyFolder as PolicyFolder
-from ludic.pipeline.publisher import PipelinePublisher as PipelinePublisher
-from ludic.pipeline.seat import TrainerSeat as TrainerSeat
-from ludic.pipeline.staleness import StalePolicy as StalePolicy
+from ludic.pipeline.reading import StalePolicy as StalePolicy
 from ludic.pipeline.store import PipelineConfig as PipelineConfig

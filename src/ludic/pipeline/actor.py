@@ -24,11 +24,9 @@ from ludic.errors import (
     SerializationError,
 )
 from ludic.inference.client import ChatClient
-from ludic.pipeline.messages import Group, Unit, group_message, read_unit
-from ludic.pipeline.policies import StoredPolicy, load_policy
-from ludic.pipeline.stamping import AmbiguousVersionError, stamped
+from ludic.pipeline.messages import Group, SizeLimits, Unit, group_message, read_unit
+from ludic.pipeline.policies import AmbiguousVersionError, StoredPolicy, load_policy, stamped
 from ludic.pipeline.store import NoAnswerError, PipelineConfig, Store, entries, policy_of
-from ludic.pipeline.wire import SizeLimits
 from ludic.rollouts.engine import RolloutEngine
 from ludic.rollouts.requests import RolloutRequest
 

@@ -8,30 +8,33 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any, Self
 
 from ludic.errors import CheckpointError, DeadlineError, PipelineError
-from ludic.pipeline.asking import Bounds, UnitFeed
-from ludic.pipeline.ledger import Ledger
-from ludic.pipeline.messages import Group, unit_message
-from ludic.pipeline.reading import BadGroup, BadGroups, open_group
-from ludic.pipeline.seat import TrainerSeat
-from ludic.pipeline.staleness import StalePolicy, check_staleness, judge, lag_of
+from ludic.pipeline.lease import TrainerLease
+from ludic.pipeline.ledger import Bounds, Ledger, UnitFeed
+from ludic.pipeline.messages import Group, SizeLimits, unit_message
+from ludic.pipeline.reading import (
+    BadGroup,
+    BadGroups,
+    StalePolicy,
+    check_staleness,
+    judge,
+    lag_of,
+    open_group,
+)
 from ludic.pipeline.store import LostRunError, entries, flat
-from ludic.pipeline.wire import SizeLimits
 from ludic.rollouts.curricula import Curriculum
+from ludic.rollouts.requests import RequestStrategy
 from ludic.rollouts.storage import BufferedWriter, RolloutWriterLike, write_rollouts
-from ludic.rollouts.strategies import RequestStrategy
 from ludic.saw.assembly import batch_from_rollouts
 from ludic.saw.filters import SampleFilter
 from ludic.saw.grouping import LostMember
 from ludic.saw.items import SAWBatch
 from ludic.saw.overlong import LOST_MEMBER
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.batching.requests import RequestFn
-from ludic.training.batching.rollout_batch_source import first_filled
-from ludic.training.batching.staleness import batch_of_any_age
+from ludic.training.batching.rollout_batch_source import RequestFn, first_filled
+from ludic.training.batching.source import BatchSource, batch_of_any_age
 from ludic.types import Rollout
 
 _log = logging.getLogger("ludic.pipeline")
@@ -41,7 +44,7 @@ _READ = 64
 _ASK_AGAIN_S = 10.0
 
 
-class PipelineBatchSource:
+class PipelineBatchSource(BatchSource):
     """Batches of `rollouts_per_update` episodes, sampled by actors on any number of machines.
 
     Each unit is trained on once, or dropped with a reason that is counted. What a batch consumed
@@ -55,7 +58,7 @@ class PipelineBatchSource:
     def __init__(
         self,
         *,
-        seat: TrainerSeat,
+        lease: TrainerLease,
         request_fn: RequestFn | Curriculum,
         algorithm: RLAlgorithm,
         rollouts_per_update: int,
@@ -74,7 +77,8 @@ class PipelineBatchSource:
         wait_s: float = 3600.0,
         max_empty_batches: int = 8,
     ) -> None:
-        self.seat, self.algorithm, self.writer = seat, algorithm, writer
+        self.lease, self.writer = lease, writer
+        self.algorithm: RLAlgorithm = algorithm
         self.sample_filter, self.merge, self.lost_member = sample_filter, merge, lost_member
         self.max_steps, self.max_lag, self.stale = max_steps, max_lag, stale
         self.in_order, self.limits, self.wait_s = in_order, limits, wait_s
@@ -95,7 +99,7 @@ class PipelineBatchSource:
         self._lag = 0
         self._waited_s = 0.0
         self.alarm: Callable[[], object] = bool  # raises where no actor can come any more
-        seat.facts = self._facts
+        lease.facts = self._facts
 
     # Opening and closing
 
@@ -103,14 +107,14 @@ class PipelineBatchSource:
         """Takes the run, and brings the streams in line with the state that was loaded."""
         if self._is_open:
             return
-        opened = await self.seat.open_async()
+        opened = await self.lease.acquire_async()
         books = self.ledger
         done = {n for n, note in opened.units.items() if note == "c"}
         ahead = opened.low > books.low or any(not books.is_settled(n) for n in done)
         if ahead and not self._resumed:
             raise PipelineError(
-                f"{self.seat.config.shown} has {opened.low} committed units of the run "
-                f"{self.seat.config.run!r}, and there is no checkpoint here that they are in: "
+                f"{self.lease.config.shown} has {opened.low} committed units of the run "
+                f"{self.lease.config.run!r}, and there is no checkpoint here that they are in: "
                 "resume that run, or choose another name (pipeline.name)"
             )
         # Units beyond the books are entered by the server's notes, which then must be whole.
@@ -125,7 +129,7 @@ class PipelineBatchSource:
                 else "Redis has lost some of the units that were asked for",
                 *(opened.attempt, books.low),
             )
-            await self.seat.run_async("reset", books.low, books.next)
+            await self.lease.run_async("reset", books.low, books.next)
         else:
             if self._resumed:
                 await asyncio.to_thread(self._commit, self.state_dict())
@@ -135,7 +139,7 @@ class PipelineBatchSource:
         # Whatever the server does not have: lost with its data, or dropped by a lost trainer.
         await self._ask(books.in_order(), True)
         self._committed_units = books.trained
-        self._emptied = self.seat.emptied
+        self._emptied = self.lease.emptied
         await self._read_again()
         self._is_open = True
 
@@ -150,15 +154,13 @@ class PipelineBatchSource:
         more work will come, and why."""
         if self._uncommitted is not None:
             await asyncio.to_thread(self._retry_commit)
-        await asyncio.to_thread(self.seat.close, ended)
+        await asyncio.to_thread(self.lease.close, ended)
 
     async def __aenter__(self) -> Self:
         await self.open()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
     # Batches
@@ -180,7 +182,7 @@ class PipelineBatchSource:
             group = self._groups[number]
             assert isinstance(group, Group)
             rollouts.extend(group.rollouts)
-            lags.append(lag_of(group, self.seat.version))
+            lags.append(lag_of(group, self.lease.version))
         if self.writer is not None:
             await write_rollouts(self.writer, rollouts)
         batch = batch_from_rollouts(
@@ -195,7 +197,7 @@ class PipelineBatchSource:
                 LOST_MEMBER: self.lost_member,
                 "train/pipeline_lag_max": max(lags, default=0),
                 "train/pipeline_lag_mean": sum(lags) / max(len(lags), 1),
-                "train/pipeline_attempt": self.seat.attempt,
+                "train/pipeline_attempt": self.lease.attempt,
                 "perf/pipeline_wait_s": self._waited_s,
                 "perf/pipeline_backlog": len(self._groups) - len(numbers),
                 **{
@@ -226,14 +228,14 @@ class PipelineBatchSource:
             self.alarm()
             if self._uncommitted is not None:
                 await asyncio.to_thread(self._retry_commit)
-            if self._emptied != self.seat.emptied or time.monotonic() > ask_again:
-                self._emptied = self.seat.emptied  # the server may have lost what was asked for
+            if self._emptied != self.lease.emptied or time.monotonic() > ask_again:
+                self._emptied = self.lease.emptied  # the server may have lost what was asked for
                 await self._ask((n for n in self.ledger.in_order() if n not in self._groups), True)
                 ask_again = time.monotonic() + _ASK_AGAIN_S
             await self._ask_more()
             numbers, dropped = self._choose()
             if dropped:  # their room is free at once; their prompts are asked for next
-                await self.seat.run_async("discard", *flat(dropped))
+                await self.lease.run_async("discard", *flat(dropped))
                 await self._check_deadline(deadline)
                 continue
             if len(numbers) == self.groups_per_update:
@@ -260,7 +262,7 @@ class PipelineBatchSource:
                 reason: str | None = group.reason
                 self._bad.note(number, group)
             else:
-                reason = judge(group, self.seat.version, self.max_lag, self.stale)
+                reason = judge(group, self.lease.version, self.max_lag, self.stale)
             if reason is None:
                 chosen.append(number)
                 continue
@@ -271,12 +273,12 @@ class PipelineBatchSource:
 
     async def _read(self, start: str) -> str:
         """Reads finished groups; returns the last entry, empty if there was none."""
-        answer = await self.seat.run_async("read", start, _READ)
+        answer = await self.lease.run_async("read", start, _READ)
         found = entries(answer[1])
         for _, number, message in found:
             if number not in self.ledger.outstanding or number in self._groups:
                 continue
-            unit = self.ledger.unit(number, max_steps=self.max_steps, policy=self.seat.serial)
+            unit = self.ledger.unit(number, max_steps=self.max_steps, policy=self.lease.serial)
             self._groups[number] = await asyncio.to_thread(open_group, message, unit, self.limits)
         return found[-1][0] if found else ""
 
@@ -298,12 +300,12 @@ class PipelineBatchSource:
     async def _ask(self, numbers: Iterable[int], again: bool = False) -> None:
         rows = []
         for number in numbers:
-            unit = self.ledger.unit(number, max_steps=self.max_steps, policy=self.seat.serial)
+            unit = self.ledger.unit(number, max_steps=self.max_steps, policy=self.lease.serial)
             of = self.ledger.outstanding[number].of
             rows.append((number, "" if of is None else of, unit_message(unit)))
         for at in range(0, len(rows), _READ):
             part = flat(rows[at : at + _READ])
-            await self.seat.run_async("ask", "again" if again else "new", *part)
+            await self.lease.run_async("ask", "again" if again else "new", *part)
 
     async def _check_progress(self, deadline: float) -> None:
         """Raises where no batch can come any more, or the deadline has passed."""
@@ -319,13 +321,13 @@ class PipelineBatchSource:
     async def _check_deadline(self, deadline: float) -> None:
         if time.monotonic() < deadline:
             return
-        facts = await asyncio.to_thread(self.seat.store.facts)
+        facts = await asyncio.to_thread(self.lease.store.facts)
         size = int(facts["meta"].get("bytes", 0))
         full = f", its {size:,} bytes are over the bound" if size >= self.bounds.bytes else ""
         raise DeadlineError(
             f"{self.groups_per_update} groups ({len(self._groups)} are there)",
-            f"the {len(facts['actors'])} actors of the run {self.seat.config.run!r} on "
-            f"{self.seat.config.shown} ({facts['requests']} units asked for, {facts['leased']} of "
+            f"the {len(facts['actors'])} actors of the run {self.lease.config.run!r} on "
+            f"{self.lease.config.shown} ({facts['requests']} units asked for, {facts['leased']} of "
             f"them taken{full}; dropped since the run began: {dict(self.ledger.dropped)})",
             self.wait_s,
         )
@@ -336,7 +338,7 @@ class PipelineBatchSource:
         """What was trained on, what was asked for, and the curriculum's state."""
         return {
             "step": self.step,
-            "attempt": self.seat.last_attempt,
+            "attempt": self.lease.last_attempt,
             "ledger": self.ledger.state_dict(),
             "feed": self._feed.state_dict(),
         }
@@ -353,14 +355,14 @@ class PipelineBatchSource:
         self.ledger = Ledger.of_state(books)
         self._feed.load_state_dict(feed)
         self.step, self._resumed = step, True
-        self.seat.attempt_floor = max(self.seat.attempt_floor, attempt)
+        self.lease.attempt_floor = max(self.lease.attempt_floor, attempt)
 
     def committed(self, state: Mapping[str, Any]) -> None:
         """Acknowledges what `state` has settled: the checkpoint that holds it is complete. A
         server that does not answer is asked again later; a resumed run does it, too. Any thread
         may call it."""
         try:
-            self._commit(state, patience_s=self.seat.config.call_s)
+            self._commit(state, patience_s=self.lease.config.call_s)
         except LostRunError:
             raise
         except PipelineError as exc:
@@ -376,7 +378,7 @@ class PipelineBatchSource:
         books = state["ledger"]
         counters = {name: books[name] for name in ("trained", "dropped", "next")}
         counters["step"] = state["step"]
-        self.seat.run(
+        self.lease.run(
             *("commit", books["low"], json.dumps(counters), *books["settled"]),
             patience_s=patience_s,
         )
@@ -390,12 +392,12 @@ class PipelineBatchSource:
     def _facts(self) -> Mapping[str, Any]:
         return {
             "step": self.step,
-            "version": self.seat.version,
+            "version": self.lease.version,
             "lag": self._lag,
             "wait_s": round(self._waited_s, 3),
             "backlog": len(self._groups),
             "outstanding": len(self.ledger.outstanding),
             "trained": self.ledger.trained,
             "dropped": dict(self.ledger.dropped),
-            "durability": self.seat.durability,
+            "durability": self.lease.durability,
         }

@@ -1,25 +1,45 @@
-"""What is sent: units of work for actors, and the groups of rollouts they become.
+"""What is sent over Redis: units of work for actors, and the groups of rollouts they become.
 
 A *unit* is the smallest piece that is asked for, sampled, taken over, trained on or dropped: the
 requests of one group, or one request without a group. Its number is its place in the stream.
-Token ids and log-probs travel as arrays; the rest of a rollout as JSON, which checks every field.
+
+Every message is an envelope: msgpack with a schema number, a checksum and a compressed body. Sizes
+are checked before a body is decompressed, while it is, and after; then msgspec reads it by the
+types below. Token ids and log-probs travel as arrays, the rest of a rollout as JSON, whose fields
+are checked like those of a file. Nothing is unpickled and nothing is executed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
+import zstandard
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from ludic.errors import DataError, SerializationError
-from ludic.pipeline.wire import SizeLimits, get_array, pack, put_array, unpack
+from ludic.errors import DataError, SchemaVersionError, SerializationError
 from ludic.rollouts.requests import RolloutRequest
 from ludic.rollouts.stored_prompts import StoredRollout, with_repeats, without_repeats
-from ludic.types import AgentStep, Rollout, Step, TokenTrace, VersionSpan, from_json, to_json
+from ludic.types import AgentStep, Rollout, TokenTrace, VersionSpan, from_json, to_json
+
+SCHEMA = 1
+"""The version of the messages' layout; a message of a newer one is refused."""
+
+_NOT_MSGPACK = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class SizeLimits:
+    """The largest message, as it travels and after decompression."""
+
+    packed_bytes: int = 64 * 2**20
+    body_bytes: int = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,160 +65,250 @@ class Group:
     refused: str | None = None
 
 
+class _Envelope(msgspec.Struct, array_like=True, frozen=True):
+    schema: int
+    kind: str
+    size: int
+    checksum: bytes
+    body: bytes
+
+
+class _Array(msgspec.Struct, array_like=True, frozen=True):
+    dtype: Literal["<i4", "<i8", "<f4", "<f8"]
+    data: bytes
+
+
+class _Trace(msgspec.Struct, frozen=True):
+    prompt: _Array
+    completion: _Array
+    logprobs: _Array | None
+    spans: _Array
+    kept: tuple[_Array, _Array] | None
+
+
+class _Rollout(msgspec.Struct, frozen=True):
+    rollout: str
+    traces: list[_Trace | None]
+    shared: _Array
+
+
+class _Unit(msgspec.Struct, frozen=True):
+    number: int
+    requests: list[str]
+    prefix: str
+    max_steps: int
+    policy: int
+
+
+class _Group(msgspec.Struct, frozen=True):
+    number: int
+    actor: str
+    refused: str | None
+    rollouts: list[_Rollout]
+
+
 def unit_message(unit: Unit) -> bytes:
-    return pack(
-        "unit",
-        {
-            "number": unit.number,
-            "requests": [to_json(request).decode() for request in unit.requests],
-            "prefix": unit.prefix,
-            "max_steps": unit.max_steps,
-            "policy": unit.policy,
-        },
-    )
+    requests = [to_json(request).decode() for request in unit.requests]
+    return pack("unit", _Unit(unit.number, requests, unit.prefix, unit.max_steps, unit.policy))
 
 
 def read_unit(message: bytes, limits: SizeLimits | None = None) -> Unit:
     """Raises `SerializationError` for what is no unit."""
-    match unpack("unit", message, limits):
-        case {
-            "number": int(number),
-            "requests": list(requests),
-            "prefix": str(prefix),
-            "max_steps": int(max_steps),
-            "policy": int(policy),
-        } if requests and all(isinstance(r, str) for r in requests):
-            made = tuple(from_json(RolloutRequest, request) for request in requests)
-            return Unit(number, made, prefix, max_steps, policy)
-    raise SerializationError("not a unit of work")
+    body: _Unit = unpack("unit", message, limits, _Unit)
+    if not body.requests:
+        raise SerializationError("a unit of work without requests")
+    requests = tuple(from_json(RolloutRequest, request) for request in body.requests)
+    return Unit(body.number, requests, body.prefix, body.max_steps, body.policy)
 
 
 def group_message(group: Group, limits: SizeLimits | None = None) -> bytes:
-    return pack(
-        "group",
-        {
-            "number": group.number,
-            "actor": group.actor,
-            "refused": group.refused,
-            "rollouts": [_put_rollout(rollout) for rollout in group.rollouts],
-        },
-        limits,
-    )
+    rollouts = [_put_rollout(rollout) for rollout in group.rollouts]
+    return pack("group", _Group(group.number, group.actor, group.refused, rollouts), limits)
 
 
 def read_group(message: bytes, limits: SizeLimits | None = None) -> Group:
     """Raises `SerializationError` for what is no group."""
-    match unpack("group", message, limits):
-        case {
-            "number": int(number),
-            "actor": str(actor),
-            "refused": None | str() as refused,
-            "rollouts": list(rollouts),
-        }:
-            try:
-                return Group(number, tuple(map(_get_rollout, rollouts)), actor, refused)
-            except (DataError, ValueError, TypeError, OverflowError) as exc:
-                raise SerializationError(f"group {number}: {exc}") from exc
-    raise SerializationError("not a group of rollouts")
+    body: _Group = unpack("group", message, limits, _Group)
+    try:
+        rollouts = tuple(map(_get_rollout, body.rollouts))
+    except (DataError, ValueError, TypeError, OverflowError) as exc:
+        raise SerializationError(f"group {body.number}: {exc}") from exc
+    return Group(body.number, rollouts, body.actor, body.refused)
 
 
-def _put_rollout(rollout: Rollout) -> dict[str, Any]:
+def _put_rollout(rollout: Rollout) -> _Rollout:
     stored = without_repeats(rollout)
-    traces: list[dict[str, Any] | None] = []
-    steps: list[Step] = []
-    for step in stored.rollout.steps:
-        if isinstance(step, AgentStep):
-            traces.append(None if step.trace is None else _put_trace(step.trace))
-            steps.append(replace(step, trace=None))
-        else:
-            steps.append(step)
-    bare = stored.rollout.labelled(steps=tuple(steps))
-    return {
-        "rollout": to_json(bare).decode(),
-        "traces": traces,
-        "shared": put_array(np.array(stored.shared, dtype=np.int64)),
-    }
-
-
-def _get_rollout(data: Any) -> Rollout:
-    match data:
-        case {"rollout": str(text), "traces": list(traces), "shared": list(shared)}:
-            bare = from_json(Rollout, text)
-        case _:
-            raise SerializationError("not a rollout of a group")
-    following = iter(traces)
+    calls = [step for step in stored.rollout.steps if isinstance(step, AgentStep)]
     steps = tuple(
-        replace(step, trace=_get_trace(next(following, None)))
-        if isinstance(step, AgentStep)
-        else step
+        replace(step, trace=None) if isinstance(step, AgentStep) else step
+        for step in stored.rollout.steps
+    )
+    return _Rollout(
+        to_json(stored.rollout.labelled(steps=steps)).decode(),
+        [None if call.trace is None else _put_trace(call.trace) for call in calls],
+        _put(np.array(stored.shared, dtype=np.int64)),
+    )
+
+
+def _get_rollout(data: _Rollout) -> Rollout:
+    bare = from_json(Rollout, data.rollout)
+    if len(data.traces) != len(bare.agent_steps):
+        raise SerializationError(f"rollout {bare.id!r}: {len(data.traces)} traces for its calls")
+    traces = iter(data.traces)
+    steps = tuple(
+        replace(step, trace=_get_trace(next(traces))) if isinstance(step, AgentStep) else step
         for step in bare.steps
     )
-    if len(traces) != len(bare.agent_steps):
-        raise SerializationError(f"rollout {bare.id!r}: {len(traces)} traces for its model calls")
-    counts = tuple(get_array(shared).tolist())
-    return with_repeats(StoredRollout(bare.labelled(steps=steps), counts))
+    return with_repeats(StoredRollout(bare.labelled(steps=steps), tuple(_listed(data.shared))))
 
 
-def _put_trace(trace: TokenTrace) -> dict[str, Any]:
-    kept = trace.kept_token_ids
-    logprobs = trace.completion_logprobs
+def _put_trace(trace: TokenTrace) -> _Trace:
+    kept, logprobs = trace.kept_token_ids, trace.completion_logprobs
     spans = [(s.start, s.end, s.version, s.attempt) for s in trace.version_spans]
-    return {
-        "prompt": put_array(_ids(trace.prompt_token_ids)),
-        "completion": put_array(_ids(trace.completion_token_ids)),
-        "logprobs": None if logprobs is None else put_array(_floats(logprobs)),
-        "spans": put_array(np.array(spans, dtype=np.int64).reshape(-1)),
-        "kept": None
+    return _Trace(
+        _put_ids(trace.prompt_token_ids),
+        _put_ids(trace.completion_token_ids),
+        None if logprobs is None else _put_floats(logprobs),
+        _put(np.array(spans, dtype=np.int64).reshape(-1)),
+        None
         if kept is None
-        else [
-            put_array(np.array([len(ids) for ids in kept], dtype=np.int64)),
-            put_array(_ids([i for ids in kept for i in ids])),
-        ],
-    }
+        else (
+            _put(np.array([len(ids) for ids in kept], dtype=np.int64)),
+            _put_ids([i for ids in kept for i in ids]),
+        ),
+    )
 
 
-def _get_trace(data: Any) -> TokenTrace | None:
+def _get_trace(data: _Trace | None) -> TokenTrace | None:
     if data is None:
         return None
-    match data:
-        case {
-            "prompt": prompt,
-            "completion": completion,
-            "logprobs": logprobs,
-            "spans": spans,
-            "kept": kept,
-        }:
-            return TokenTrace(
-                tuple(get_array(prompt).tolist()),
-                tuple(get_array(completion).tolist()),
-                None if logprobs is None else tuple(get_array(logprobs).tolist()),
-                tuple(VersionSpan(*row) for row in get_array(spans).reshape(-1, 4).tolist()),
-                None if kept is None else _get_kept(kept),
-            )
-    raise SerializationError("not the trace of a model call")
+    return TokenTrace(
+        tuple(_listed(data.prompt)),
+        tuple(_listed(data.completion)),
+        None if data.logprobs is None else tuple(_listed(data.logprobs)),
+        tuple(VersionSpan(*row) for row in _got(data.spans).reshape(-1, 4).tolist()),
+        None if data.kept is None else _get_kept(*data.kept),
+    )
 
 
-def _get_kept(kept: Any) -> tuple[tuple[int, ...], ...]:
-    match kept:
-        case [lengths, ids]:
-            arrays = get_array(lengths), get_array(ids)
-            counts, flat = (array.tolist() for array in arrays)
-            whole = all(array.dtype.kind == "i" and (array >= 0).all() for array in arrays)
-            if whole and sum(counts) == len(flat):
-                return tuple(tuple(flat[a:b]) for a, b in pairwise((0, *accumulate(counts))))
-    raise SerializationError("the kept ids of a model call are no ids, or do not add up")
+def _get_kept(lengths: _Array, ids: _Array) -> tuple[tuple[int, ...], ...]:
+    arrays = _got(lengths), _got(ids)
+    counts, flat = (array.tolist() for array in arrays)
+    whole = all(array.dtype.kind == "i" and (array >= 0).all() for array in arrays)
+    if not whole or sum(counts) != len(flat):
+        raise SerializationError("the kept ids of a model call are no ids, or do not add up")
+    return tuple(tuple(flat[a:b]) for a, b in pairwise((0, *accumulate(counts))))
 
 
-def _ids(values: Sequence[int]) -> NDArray[Any]:
+def _put_ids(values: Sequence[int]) -> _Array:
     ids = np.array(values, dtype=np.int64)
     small = ids.astype(np.int32)
-    return small if np.array_equal(small, ids) else ids
+    return _put(small if np.array_equal(small, ids) else ids)
 
 
-def _floats(values: Sequence[float]) -> NDArray[Any]:
+def _put_floats(values: Sequence[float]) -> _Array:
     """In half the room where nothing is lost by it, which is the rule: log-probs are float32."""
     exact = np.array(values, dtype=np.float64)
     with np.errstate(over="ignore"):
         small = exact.astype(np.float32)
-    same = small.astype(np.float64).tobytes() == exact.tobytes()
-    return small if same else exact
+    return _put(small if small.astype(np.float64).tobytes() == exact.tobytes() else exact)
+
+
+def _put(values: NDArray[Any]) -> _Array:
+    code: Any = values.dtype.newbyteorder("<").str
+    return _Array(code, values.astype(code, copy=False).tobytes())
+
+
+def _got(array: _Array) -> NDArray[Any]:
+    """Read-only; `ValueError` for one that is cut."""
+    return np.frombuffer(array.data, dtype=array.dtype)
+
+
+def _listed(array: _Array) -> list[Any]:
+    values: list[Any] = _got(array).tolist()
+    return values
+
+
+def pack(kind: str, body: Any, limits: SizeLimits | None = None) -> bytes:
+    """Returns `body` as one message."""
+    limits = limits or SizeLimits()
+    plain = msgspec.msgpack.encode(body)
+    if len(plain) > limits.body_bytes:
+        raise SerializationError(
+            f"a {kind} of {len(plain):,} bytes is over the limit of {limits.body_bytes:,}"
+        )
+    packed = zstandard.ZstdCompressor(level=3, write_content_size=True).compress(plain)
+    envelope = _Envelope(SCHEMA, kind, len(plain), _checksum(kind, packed), packed)
+    message = msgspec.msgpack.encode(envelope)
+    if len(message) > limits.packed_bytes:
+        raise SerializationError(
+            f"a {kind} of {len(message):,} bytes is over the limit of {limits.packed_bytes:,}"
+        )
+    return message
+
+
+def unpack(kind: str, message: bytes, limits: SizeLimits | None = None, cls: Any = Any) -> Any:
+    """Returns the body of a message of this kind, which must be of type `cls`.
+
+    Raises `SchemaVersionError` for a newer schema, and `SerializationError` for whatever is
+    damaged, too large, or of another kind.
+    """
+    limits = limits or SizeLimits()
+    if len(message) > limits.packed_bytes:
+        raise SerializationError(
+            f"a message of {len(message):,} bytes is over the limit of {limits.packed_bytes:,}"
+        )
+    envelope = _opened(message)
+    if envelope.kind != kind:
+        raise SerializationError(f"a message of kind {envelope.kind!r:.40} where a {kind} belongs")
+    if envelope.schema > SCHEMA:
+        raise _newer(envelope.schema)
+    if _checksum(kind, envelope.body) != envelope.checksum or envelope.schema < 1:
+        raise SerializationError(f"a {kind} is damaged: its checksum does not fit")
+    try:
+        return msgspec.msgpack.decode(_decompressed(envelope, limits), type=cls)
+    except _NOT_MSGPACK as exc:
+        raise SerializationError(f"the body is not that of a {kind}: {exc}") from exc
+
+
+def _opened(message: bytes) -> _Envelope:
+    try:
+        return msgspec.msgpack.decode(message, type=_Envelope)
+    except _NOT_MSGPACK as exc:
+        try:
+            schema = msgspec.msgpack.decode(message, type=list[Any])[0]
+        except (*_NOT_MSGPACK, IndexError):
+            schema = None
+        if type(schema) is int and schema > SCHEMA:
+            raise _newer(schema) from None
+        raise SerializationError(f"not a message of a pipeline: {exc}") from exc
+
+
+def _decompressed(envelope: _Envelope, limits: SizeLimits) -> bytes:
+    if not 0 <= envelope.size <= limits.body_bytes:
+        raise SerializationError(
+            f"a body of {envelope.size:,} bytes is over the limit of {limits.body_bytes:,}"
+        )
+    try:
+        # The frame says its size itself, and zstandard goes by that before any limit it is given.
+        if zstandard.get_frame_parameters(envelope.body).content_size != envelope.size:
+            raise SerializationError("a message is damaged: its two sizes differ")
+        plain = zstandard.ZstdDecompressor().decompress(
+            envelope.body, max_output_size=envelope.size, allow_extra_data=False
+        )
+    except (zstandard.ZstdError, MemoryError) as exc:
+        raise SerializationError(f"a message is damaged: {exc}") from exc
+    if len(plain) != envelope.size:
+        raise SerializationError("a message is damaged: its body is cut")
+    return plain
+
+
+def _newer(schema: int) -> SchemaVersionError:
+    return SchemaVersionError(
+        f"a message has schema {schema}, and this version of Ludic reads up to {SCHEMA}: use the "
+        "same version for actors and trainer"
+    )
+
+
+def _checksum(kind: str, packed: bytes) -> bytes:
+    return blake2b(packed, digest_size=16, person=kind.encode()[:16]).digest()

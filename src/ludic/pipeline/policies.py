@@ -1,15 +1,25 @@
-"""Policies for actors that sample in-process: safetensors files, by address, version, checksum."""
+"""The policies of a run: how actors hear of them, and which of them sampled each token.
+
+Actors that sample in-process load them from safetensors files, by address, version and checksum.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ludic.checksums import file_checksum
+from msgspec.structs import replace
+
+from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights, named_tensors
 from ludic.errors import PipelineError, PublishError
+from ludic.pipeline.lease import TrainerLease
+from ludic.plumbing.files import file_checksum, replacing
+from ludic.types import AgentStep, Rollout, TokenTrace, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,13 +62,11 @@ class PolicyFolder:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
         self.path.mkdir(parents=True, exist_ok=True)
         target = self.path / f"policy-{attempt:06d}-{version:08d}.safetensors"
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            save_file(tensors, temporary)
-            checksum = file_checksum(temporary)
-            os.replace(temporary, target)
+            with replacing(target) as temporary:
+                save_file(tensors, temporary)
+                checksum = file_checksum(temporary)
         except OSError as exc:
-            temporary.unlink(missing_ok=True)
             raise PublishError(f"cannot write policy {version} to {self.path}: {exc}") from exc
         for old in sorted(self.path.glob("policy-*.safetensors"))[: -self.keep]:
             old.unlink(missing_ok=True)
@@ -81,3 +89,90 @@ def load_policy(policy: StoredPolicy) -> dict[str, Tensor] | None:
         return None
     except (OSError, SafetensorError) as exc:
         raise PublishError(f"cannot read policy {policy.version}: {exc}") from exc
+
+
+class PipelinePublisher(PolicyPublisher):
+    """Makes new weights known to the actors of a run.
+
+    `inner` brings the weights to whatever else samples from them: vLLM servers, or an engine in
+    this process. With a `folder` they are also written there, for actors that sample in-process.
+    Redis only carries the policy's address, version and checksum, once it is there to be used.
+    """
+
+    def __init__(
+        self,
+        lease: TrainerLease,
+        inner: PolicyPublisher | None = None,
+        folder: PolicyFolder | None = None,
+    ) -> None:
+        self.lease, self.inner, self.folder = lease, inner, folder
+        self.shares_weights = inner is not None and inner.shares_weights
+
+    def updating(self) -> AbstractAsyncContextManager[None]:
+        return super().updating() if self.inner is None else self.inner.updating()
+
+    async def publish(self, weights: Weights, version: int) -> PublishReport:
+        began = time.perf_counter()
+        opened = await self.lease.acquire_async()
+        report = None
+        if self.inner is not None:
+            report = await self.inner.publish(weights, version)
+        facts: dict[str, Any] = {}
+        if self.folder is not None:
+            tensors = [(name, tensor.detach().clone()) for name, tensor in named_tensors(weights)]
+            facts = await asyncio.to_thread(
+                self.folder.write, tensors, attempt=opened.attempt, version=version
+            )
+        await asyncio.to_thread(self.lease.announce, version, **facts)
+        seconds = time.perf_counter() - began
+        if report is None:
+            return PublishReport(version, seconds, verified=True)
+        return PublishReport(version, seconds, report.bytes, report.verified, report.details)
+
+
+class AmbiguousVersionError(PipelineError):
+    """A span whose version number two attempts have used while it was sampled."""
+
+
+def stamped(
+    rollouts: Sequence[Rollout], seen: Sequence[StoredPolicy], *, by_serial: bool
+) -> list[Rollout]:
+    """The same rollouts, with attempt and version in every span of tokens.
+
+    `seen` are the policies that there were while they were sampled. With `by_serial`, the sampler
+    counted them by serial number; otherwise spans have the trainer's versions.
+    """
+    policies = {policy.serial: policy for policy in seen}
+    attempts: dict[int, set[int]] = {}
+    for policy in seen:
+        attempts.setdefault(policy.version, set()).add(policy.attempt)
+
+    def named(span: VersionSpan) -> VersionSpan:
+        if by_serial:
+            policy = policies.get(span.version)
+            if policy is None:
+                return span
+            return replace(span, version=policy.version, attempt=policy.attempt)
+        known = attempts.get(span.version, set())
+        if len(known) > 1:
+            raise AmbiguousVersionError(
+                f"version {span.version} is that of the attempts {sorted(known)}, and both were "
+                "there while it was sampled"
+            )
+        attempt = next(iter(known), seen[-1].attempt if seen else 0)
+        return replace(span, attempt=attempt)
+
+    def traced(trace: TokenTrace | None) -> TokenTrace | None:
+        if trace is None or not trace.version_spans:
+            return trace
+        return replace(trace, version_spans=tuple(map(named, trace.version_spans)))
+
+    return [
+        rollout.labelled(
+            steps=tuple(
+                replace(step, trace=traced(step.trace)) if isinstance(step, AgentStep) else step
+                for step in rollout.steps
+            )
+        )
+        for rollout in rollouts
+    ]

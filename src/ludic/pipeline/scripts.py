@@ -15,6 +15,9 @@ into one slot of a cluster.
 A script of the trainer first makes sure that it still holds the run. It answers `lost` where
 another trainer does, and `emptied` where the server knows nothing of this one: its data is gone, or
 older than the attempt. Time is the server's.
+
+The first line of a script names the pieces that come before it, the next ones what it takes and
+answers.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from __future__ import annotations
 KEYS = ("requests", "groups", "units", "meta", "actors", "trainer")
 
 _KEYS = "\n".join(f"local {name} = KEYS[{i}]" for i, name in enumerate(KEYS, start=1))
-
-_GUARD = """
+_PIECES = {
+    "guard": """
 local token, attempt, lease = ARGV[1], ARGV[2], ARGV[3]
 local holder = redis.call('GET', trainer)
 if holder ~= token then
@@ -34,33 +37,30 @@ if holder ~= token then
   redis.call('SET', trainer, token)
 end
 redis.call('PEXPIRE', trainer, lease)
-"""
-
-_MAKE_GROUPS = """
+""",
+    "make_groups": """
 local function make_groups()
   redis.pcall('XGROUP', 'CREATE', requests, 'actors', '0', 'MKSTREAM')
   redis.pcall('XGROUP', 'CREATE', groups, 'trainer', '0', 'MKSTREAM')
 end
-"""
-
-_HOLDS = """
+""",
+    "holds": """
 local function holds(name, entry)
   if redis.call('EXISTS', requests) == 0 then return false end
   local pending = redis.call('XPENDING', requests, 'actors', entry, entry, 1)
   return pending[1] and pending[1][2] == name
 end
-"""
-
-_NOW = """
+""",
+    "now": """
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
-"""
+""",
+}
 
-OPEN = (
-    _KEYS
-    + _MAKE_GROUPS
-    + _NOW
-    + """
+SCRIPTS = {
+    "open": """-- make_groups now
+-- token, lease, holder, fingerprint, max_bytes, an attempt that was before -> ok, attempt, next,
+-- low, units | held | other
 local token, lease, holder, fingerprint, limits = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local floor = tonumber(ARGV[6] or '0')
 local held = redis.call('GET', trainer)
@@ -76,44 +76,27 @@ local attempt = math.max(tonumber(redis.call('HGET', meta, 'attempt') or '0'), f
 redis.call('HSET', meta, 'attempt', attempt, 'holder', holder, 'opened', now, 'max_bytes', limits)
 return {'ok', attempt, redis.call('HGET', meta, 'next') or '0',
         redis.call('HGET', meta, 'low') or '0', redis.call('HGETALL', units)}
-"""
-)
-"""token, lease, holder, fingerprint, max_bytes, an attempt that was before -> ok, attempt, next,
-low, units | held | other"""
-
-RENEW = (
-    _KEYS
-    + _GUARD
-    + _NOW
-    + "redis.call('HSET', meta, 'trainer', now .. ' ' .. ARGV[4]); return {'ok'}"
-)
-"""facts as JSON, for whoever looks"""
-
-CLOSE = (
-    _KEYS
-    + """
+""",
+    "renew": """-- guard now
+-- facts as JSON, for whoever looks
+redis.call('HSET', meta, 'trainer', now .. ' ' .. ARGV[4])
+return {'ok'}
+""",
+    "close": """--
 if redis.call('GET', trainer) == ARGV[1] then redis.call('DEL', trainer) end
 return {'ok'}
-"""
-)
-
-RESET = (
-    _KEYS
-    + _GUARD
-    + _MAKE_GROUPS
-    + """
+""",
+    "reset": """-- guard make_groups
+-- low, next: forgets what the streams hold, for a course that goes on from an older checkpoint.
 redis.call('DEL', requests, groups, units)
 redis.call('HSET', meta, 'bytes', 0, 'low', ARGV[4], 'next', ARGV[5])
 make_groups()
 return {'ok'}
-"""
-)
-"""low, next: forgets what the streams hold, for a course that goes on from an older checkpoint."""
-
-ASK = (
-    _KEYS
-    + _GUARD
-    + """
+""",
+    "ask": """-- guard
+-- new | again, then number, number it stands in for, message -> how many were not there yet.
+-- `again` also asks for units that were asked for once, and that the server has lost or that were
+-- dropped.
 local added = 0
 local following = tonumber(redis.call('HGET', meta, 'next') or '0')
 local low = tonumber(redis.call('HGET', meta, 'low') or '0')
@@ -131,15 +114,9 @@ for i = 5, #ARGV, 3 do
 end
 redis.call('HSET', meta, 'next', following)
 return {'ok', added}
-"""
-)
-"""new | again, then number, number it stands in for, message -> how many were not there yet.
-`again` also asks for units that were asked for once, and that the server has lost or that were
-dropped."""
-
-TAKE = (
-    _KEYS
-    + """
+""",
+    "take": """--
+-- name, count, lease, cursor -> cursor, [entry, number, message], taken over, full
 local name, count, lease, cursor = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local found = {}
 if redis.call('EXISTS', requests) == 0 or redis.call('HEXISTS', meta, 'ended') == 1 then
@@ -163,14 +140,11 @@ if #found < count and not full then
 end
 if taken_over > 0 then redis.call('HINCRBY', meta, 'taken_over', taken_over) end
 return {claimed[1], found, taken_over, full and 1 or 0}
-"""
-)
-"""name, count, lease, cursor -> cursor, [entry, number, message], taken over, full"""
-
-APPEND = (
-    _KEYS
-    + _HOLDS
-    + """
+""",
+    "append": """-- holds
+-- name, entry, number, message, tokens -> ok; double: it is there already; taken over: another
+-- actor holds the unit; gone: nobody asks for it. The group is appended, its double refused and its
+-- request acknowledged, or none of it happens.
 local name, entry, number, message, tokens = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local unit = redis.call('HGET', units, number)
 local mine = holds(name, entry)
@@ -202,17 +176,9 @@ if mine then
   redis.call('XDEL', requests, entry)
 end
 return word
-"""
-)
-"""name, entry, number, message, tokens -> ok; double: it is there already; taken over: another
-actor holds the unit; gone: nobody asks for it. The group is appended, its double refused and its
-request acknowledged, or none of it happens."""
-
-BEAT = (
-    _KEYS
-    + _HOLDS
-    + _NOW
-    + """
+""",
+    "beat": """-- holds now
+-- name, facts, entries worked on -> policy, whether the run ended, leases that were lost
 local name, facts = ARGV[1], ARGV[2]
 redis.pcall('HSET', actors, name, now .. ' ' .. facts)  -- a full server still renews leases
 local lost = {}
@@ -224,13 +190,8 @@ for i = 3, #ARGV do
   end
 end
 return {redis.call('HGET', meta, 'policy') or '', redis.call('HGET', meta, 'ended') or '', lost}
-"""
-)
-"""name, facts, entries worked on -> policy, whether the run ended, leases that were lost"""
-
-LEAVE = (
-    _KEYS
-    + """
+""",
+    "leave": """--
 local name = ARGV[1]
 redis.call('HDEL', actors, name)
 if redis.call('EXISTS', requests) == 0 then return 0 end
@@ -241,13 +202,9 @@ for _, entry in ipairs(pending) do
 end
 redis.call('XGROUP', 'DELCONSUMER', requests, 'actors', name)
 return #pending
-"""
-)
-
-READ = (
-    _KEYS
-    + _GUARD
-    + """
+""",
+    "read": """-- guard
+-- start, count -> [entry, number, message]
 local found = redis.call('XREADGROUP', 'GROUP', 'trainer', 'trainer', 'COUNT', ARGV[5],
                          'STREAMS', groups, ARGV[4])
 local entries = {}
@@ -257,15 +214,9 @@ if found then
   end
 end
 return {'ok', entries}
-"""
-)
-"""start, count -> [entry, number, message]"""
-
-COMMIT = (
-    _KEYS
-    + _GUARD
-    + _NOW
-    + """
+""",
+    "commit": """-- guard now
+-- low, counters, numbers at or above `low` that are consumed too -> how many groups it freed
 local low, counters = tonumber(ARGV[4]), ARGV[5]
 local consumed = {}
 for i = 6, #ARGV do consumed[ARGV[i]] = true end
@@ -301,14 +252,9 @@ for i = 1, #beats, 2 do
   end
 end
 return {'ok', count}
-"""
-)
-"""low, counters, numbers at or above `low` that are consumed too -> how many groups it freed"""
-
-DISCARD = (
-    _KEYS
-    + _GUARD
-    + """
+""",
+    "discard": """-- guard
+-- number, reason … -> frees the groups of units that were dropped, and remembers why
 for i = 4, #ARGV, 2 do
   local kind, place, size, of = string.match(redis.call('HGET', units, ARGV[i]) or '',
                                              '^(%a):?([^:]*):?([^:]*):?([^:]*)')
@@ -320,25 +266,26 @@ for i = 4, #ARGV, 2 do
   end
 end
 return {'ok'}
-"""
-)
-"""number, reason … -> frees the groups of units that were dropped, and remembers why"""
-
-ANNOUNCE = (
-    _KEYS
-    + _GUARD
-    + _NOW
-    + """
+""",
+    "announce": """-- guard now
+-- policy as JSON, a serial that was before -> serial: a number that no other policy of the run has,
+-- greater than those of all policies before it
 -- By the clock, so that it grows even where the server has forgotten the serials before.
 local before = math.max(tonumber(redis.call('HGET', meta, 'serial') or '0'), tonumber(ARGV[5]))
 local serial = string.format('%.0f', math.max(now, before + 1))
 redis.call('HSET', meta, 'serial', serial, 'policy', '[' .. serial .. ',' .. ARGV[4] .. ']')
 redis.call('HDEL', meta, 'ended')
 return {'ok', serial}
-"""
-)
-"""policy as JSON, a serial that was before -> serial: a number that no other policy of the run has,
-greater than those of all policies before it"""
+""",
+    "end": """-- guard
+-- why -> actors hear that no more work will come
+redis.call('HSET', meta, 'ended', ARGV[4])
+return {'ok'}
+""",
+}
 
-END = _KEYS + _GUARD + "redis.call('HSET', meta, 'ended', ARGV[4]); return {'ok'}"
-"""why -> actors hear that no more work will come"""
+
+def whole(script: str) -> str:
+    """Returns a script with the pieces that its first line names."""
+    pieces = script.partition("\n")[0].removeprefix("--").split()
+    return "\n".join([_KEYS, *(_PIECES[piece] for piece in pieces), script])

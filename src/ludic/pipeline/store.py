@@ -110,11 +110,8 @@ class Store:
                 f"or unix:// ({exc})"
             ) from exc
         self._scripts = {
-            name.lower(): self._redis.register_script(getattr(scripts, name))
-            for name in (
-                *("OPEN", "RENEW", "CLOSE", "RESET", "ASK", "TAKE", "APPEND", "BEAT", "LEAVE"),
-                *("READ", "DISCARD", "COMMIT", "ANNOUNCE", "END"),
-            )
+            name: self._redis.register_script(scripts.whole(script))
+            for name, script in scripts.SCRIPTS.items()
         }
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from queue import Empty, LifoQueue
 from typing import Any
 
 from ludic.errors import DeadlineError, EnvError
-from ludic.workers.json_process import Answerer, ChildError, JsonProcess
+from ludic.workers.child_process import Answerer, ChildError, ChildProcess
 
 MAX_NUMBER_CHARS = 100
 MAX_MATH_CHARS = 1000
@@ -65,8 +65,8 @@ def read_number(text: str) -> Fraction | None:
 def last_number(text: str) -> Fraction | None:
     """The last number that stands in a text; None if there is none."""
     tail = text[-10_000:]  # an answer stands at the end; the bound keeps this linear
-    found = [match.group() for match in _SEARCHED.finditer(tail)]
-    return read_number(found[-1]) if found else None
+    numbers = [match.group() for match in _SEARCHED.finditer(tail)]
+    return read_number(numbers[-1]) if numbers else None
 
 
 def _plain(text: str) -> Fraction:
@@ -174,7 +174,7 @@ class _Verifier:
     """A process that math-verify runs in; started when first needed, and again after a kill."""
 
     def __init__(self) -> None:
-        self._process: JsonProcess | None = None
+        self._process: ChildProcess | None = None
 
     def same(self, answer: str, target: str, timeout_s: float) -> bool:
         process = self._process = self._process or self._started()
@@ -191,8 +191,8 @@ class _Verifier:
         if process is not None:
             process.close()
 
-    def _started(self) -> JsonProcess:
-        process = JsonProcess(f"{__name__}:serve_verdicts", {}, name="the math verifier")
+    def _started(self) -> ChildProcess:
+        process = ChildProcess(f"{__name__}:serve_verdicts", {}, name="the math verifier")
         try:
             # Importing it takes seconds on a busy machine; that is not the expression's time.
             process.ask({"answer": "1", "target": "1"}, timeout_s=_START_S, what="its start")

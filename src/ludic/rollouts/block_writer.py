@@ -1,4 +1,5 @@
-"""A thread that appends items to a file, in blocks of lines that can be read alone."""
+"""Files that grow by blocks of lines, each of which can be read alone: what the logs of rollouts
+and of tokens have in common. A thread of its own encodes and writes."""
 
 from __future__ import annotations
 
@@ -7,16 +8,19 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import BinaryIO, Generic, TypeVar
+from types import TracebackType
+from typing import BinaryIO, Generic, Self, TypeVar
 
-from ludic.errors import DeadlineError, SerializationError
+from ludic.errors import ConfigError, DeadlineError, SerializationError
+from ludic.plumbing.files import sync
+from ludic.plumbing.text import error_text
 from ludic.rollouts.inflating import LONGEST_LINE
-from ludic.rollouts.lines import as_stored
-from ludic.text import error_text
+from ludic.rollouts.lines import as_stored, mend_last_line
 
 T = TypeVar("T")
 _log = logging.getLogger("ludic.rollouts")
@@ -254,11 +258,7 @@ class BlockWriter(Generic[T]):
     def _sync(self) -> None:
         os.fsync(self._file.fileno())
         if not self._synced_folder:
-            folder = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync(self.path.parent)
             self._synced_folder = True
 
     def _fail(self, exc: BaseException) -> None:
@@ -268,3 +268,81 @@ class BlockWriter(Generic[T]):
                     exc.filename = str(self.path)
                 self._error = exc
             self._room.notify_all()
+
+
+class BlockFile(Generic[T]):
+    """Appends items to a file, in blocks, from a thread of its own. An existing file is refused
+    unless `append` is true; then what an earlier run left unfinished at its end is cut off."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        encode: Callable[[T], bytes],
+        *,
+        append: bool = False,
+        max_waiting: int = 1024,
+    ) -> None:
+        self.path = Path(path)
+        if self.path.exists():
+            if not append:
+                raise ConfigError(
+                    f"{self.path} already exists: choose another path, or "
+                    f"{type(self).__name__}(path, append=True)"
+                )
+            mend_last_line(self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._blocks = BlockWriter(self.path, encode, max_waiting=max_waiting)
+        weakref.finalize(self, self._blocks.close_at_exit)
+
+    @property
+    def lost(self) -> int:
+        """How many items were left out so far because they cannot be encoded."""
+        return self._blocks.lost
+
+    def flush(self) -> None:
+        """Returns when everything written so far is on disk."""
+        self._blocks.flush()
+
+    async def flush_async(self) -> None:
+        """`flush` without holding up the event loop."""
+        await self._blocks.flush_async()
+
+    def close(self) -> None:
+        """Writes what waits, and closes the file."""
+        self._blocks.close()
+
+    async def aclose(self) -> None:
+        """`close` without holding up the event loop."""
+        try:
+            await self._blocks.flush_async()
+        finally:
+            self._blocks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            self._beside(exc, error)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            await self.aclose()
+        except Exception as error:
+            self._beside(exc, error)
+
+    def _beside(self, exc: BaseException | None, error: Exception) -> None:
+        """Raises `error`, unless `exc` is on its way already: then says it in a note."""
+        if exc is None:
+            raise error
+        if exc is not error:
+            exc.add_note(f"{self.path}: not everything was written: {error}")

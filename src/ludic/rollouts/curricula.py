@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from msgspec.structs import replace
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.rollouts.requests import RolloutRequest
@@ -157,7 +159,42 @@ class Stages:
         self._recent = [bool(value) for value in state["recent"]]
 
 
-class TargetSolveRate:
+class DrawnTasks(ABC):
+    """Draws tasks at random, each by its chance, as the seed and the number of the draw decide."""
+
+    def __init__(self, tasks: Mapping[str, RolloutRequest], seed: int) -> None:
+        if not tasks:
+            raise ConfigError(f"{type(self).__name__}: give at least one task")
+        self._tasks = dict(tasks)
+        self._seed, self._drawn = seed, 0
+
+    @abstractmethod
+    def probabilities(self) -> Mapping[str, float]:
+        """How likely each task is to be drawn next."""
+
+    def next_requests(self, count: int) -> list[RolloutRequest]:
+        chances = self.probabilities()
+        names, weights = list(chances), list(chances.values())
+        requests = []
+        for number in range(self._drawn, self._drawn + count):
+            draw = np.random.default_rng(derive_seed(self._seed, "draw", number))
+            name = names[int(draw.choice(len(names), p=weights))]
+            requests.append(seeded(self._tasks[name], name, number, self._seed))
+        self._drawn += count
+        return requests
+
+    def report(self, rollouts: Sequence[Rollout]) -> None:
+        """Draws that learn nothing from outcomes."""
+        return
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"drawn": self._drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._drawn = int(state["drawn"])
+
+
+class TargetSolveRate(DrawnTasks):
     """Prefers tasks whose solve rate is near a target: neither hopeless nor done.
 
     The estimate of a task moves by `learning_rate` towards each outcome and starts at the target,
@@ -176,8 +213,7 @@ class TargetSolveRate:
         threshold: float = 1.0,
         seed: int = 0,
     ) -> None:
-        if not tasks:
-            raise ConfigError("TargetSolveRate: give at least one task")
+        super().__init__(tasks, seed)
         rules = (
             (0 < target < 1, "target", target, "between 0 and 1"),
             (width > 0, "width", width, "> 0"),
@@ -187,11 +223,9 @@ class TargetSolveRate:
         for ok, name, value, must in rules:
             if not ok:
                 raise ConfigError(f"TargetSolveRate({name}={value}): must be {must}")
-        self._tasks = dict(tasks)
         self._rates = dict.fromkeys(tasks, target)
         self._target, self._width, self._floor = target, width, floor
         self._learning_rate, self._threshold = learning_rate, threshold
-        self._seed, self._drawn = seed, 0
 
     @property
     def solve_rates(self) -> Mapping[str, float]:
@@ -199,7 +233,6 @@ class TargetSolveRate:
         return dict(self._rates)
 
     def probabilities(self) -> Mapping[str, float]:
-        """How likely each task is to be drawn next."""
         weights = {
             name: math.exp(-0.5 * ((rate - self._target) / self._width) ** 2) + self._floor
             for name, rate in self._rates.items()
@@ -209,11 +242,6 @@ class TargetSolveRate:
             return dict.fromkeys(weights, 1 / len(weights))
         return {name: weight / total for name, weight in weights.items()}
 
-    def next_requests(self, count: int) -> list[RolloutRequest]:
-        numbers = range(self._drawn, self._drawn + count)
-        self._drawn += count
-        return draw_tasks(self._tasks, self.probabilities(), numbers, self._seed)
-
     def report(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
             name = rollout.meta.get(LABEL)
@@ -222,28 +250,12 @@ class TargetSolveRate:
                 self._rates[name] += self._learning_rate * (outcome - self._rates[name])
 
     def state_dict(self) -> Mapping[str, Any]:
-        return {"rates": dict(self._rates), "drawn": self._drawn}
+        return {"rates": dict(self._rates), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         _check_names("TargetSolveRate", state["rates"], self._rates)
         self._rates = {name: float(state["rates"][name]) for name in self._rates}
-        self._drawn = int(state["drawn"])
-
-
-def draw_tasks(
-    tasks: Mapping[str, RolloutRequest],
-    chances: Mapping[str, float],
-    numbers: Iterable[int],
-    seed: int,
-) -> list[RolloutRequest]:
-    """One request per number: a task drawn by its chance, with seeds that the number decides."""
-    names, weights = list(chances), list(chances.values())
-    requests = []
-    for number in numbers:
-        draw = np.random.default_rng(derive_seed(seed, "draw", number))
-        name = names[int(draw.choice(len(names), p=weights))]
-        requests.append(seeded(tasks[name], name, number, seed))
-    return requests
+        super().load_state_dict(state)
 
 
 def seeded(request: RolloutRequest, name: str, number: int, seed: int) -> RolloutRequest:
@@ -258,9 +270,9 @@ def seeded(request: RolloutRequest, name: str, number: int, seed: int) -> Rollou
     )
 
 
-def _check_names(what: str, saved: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    if saved.keys() != known.keys():
+def _check_names(what: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    if saved.keys() != present.keys():
         raise CheckpointError(
-            f"{what}: the checkpoint knows {sorted(saved)}, this run {sorted(known)}: resume with "
-            "the tasks that the run began with"
+            f"{what}: the checkpoint knows {sorted(saved)}, this run {sorted(present)}: resume "
+            "with the tasks that the run began with"
         )

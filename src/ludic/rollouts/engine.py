@@ -2,33 +2,64 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+import asyncio
+from collections import Counter, deque
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict, TypeVar, Unpack
 
-from ludic.errors import ConfigError
+from msgspec.structs import replace
+
+from ludic.errors import ConfigError, RolloutError
 from ludic.interaction.base import Runtime
-from ludic.raised import TRACEBACK
-from ludic.rollouts.bounded import run_bounded
+from ludic.plumbing.raised import TRACEBACK
 from ludic.rollouts.episode_runner import EnvFactory, EpisodeRunner, ProtocolFactory
-from ludic.rollouts.planning import PlannedEpisode, place_in_plan, plan_episodes
 from ludic.rollouts.processes.pool import WorkerPool
 from ludic.rollouts.progress import Budget, BudgetGate, FailureMonitor, Progress, ProgressCallback
-from ludic.rollouts.requests import RolloutRequest
+from ludic.rollouts.requests import (
+    PlannedEpisode,
+    RolloutRequest,
+    place_in_plan,
+    plan_episodes,
+)
 from ludic.rollouts.storage import RolloutWriter, RolloutWriterLike, write_rollouts
 from ludic.saw.assembly import Algorithm, batch_from_rollouts
 from ludic.saw.filters import SampleFilter
 from ludic.saw.grouping import LostMember
 from ludic.saw.items import SAWBatch
 from ludic.types import Rollout
+from ludic.workers.escapes import contained
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+_STOP_S = 30.0
+"""How long cancelled jobs may take to clean up before they are left behind."""
 
 LostMemberPolicy: TypeAlias = Literal["drop_group", "keep_partial", "retry"]
 """What happens when an episode of a group fails. "drop_group": none of the group is trained on.
 "keep_partial": those that are left are. "retry": the episode is run again with new sampling noise,
 up to `max_retries` times, and after that the group is dropped."""
+
+
+class CallOptions(TypedDict, total=False):
+    """What every call of the engine takes besides what is to be played. `prefix` begins every id
+    and takes part in the seeds that requests leave open; by default it counts the calls. A `writer`
+    takes the place of the engine's."""
+
+    prefix: str | None
+    budget: Budget | None
+    on_progress: ProgressCallback | None
+    writer: RolloutWriterLike | None
 
 
 class RolloutEngine:
@@ -88,27 +119,13 @@ class RolloutEngine:
         requests: Sequence[RolloutRequest],
         max_steps: int = 100,
         concurrency: int = 8,
-        *,
-        prefix: str | None = None,
-        budget: Budget | None = None,
-        on_progress: ProgressCallback | None = None,
-        writer: RolloutWriterLike | None = None,
+        **options: Unpack[CallOptions],
     ) -> list[Rollout]:
-        """All rollouts, failed ones included, by request, then episode, then agent.
-
-        The order does not depend on which episode finished first. `prefix` begins every id and
-        takes part in the seeds that requests leave open; by default it counts the calls.
-        """
-        stream = self.stream_rollouts(
-            requests,
-            max_steps,
-            concurrency,
-            prefix=prefix,
-            budget=budget,
-            on_progress=on_progress,
-            writer=writer,
-        )
-        async with aclosing(stream):
+        """All rollouts, failed ones included, by request, then episode, then agent. The order does
+        not depend on which episode finished first."""
+        async with aclosing(
+            self.stream_rollouts(requests, max_steps, concurrency, **options)
+        ) as stream:
             rollouts = [rollout async for rollout in stream]
         return sorted(rollouts, key=place_in_plan)
 
@@ -183,24 +200,12 @@ class RolloutEngine:
         max_steps: int = 100,
         concurrency: int = 8,
         merge: bool = True,
-        prefix: str | None = None,
-        budget: Budget | None = None,
-        on_progress: ProgressCallback | None = None,
-        writer: RolloutWriterLike | None = None,
+        **options: Unpack[CallOptions],
     ) -> SAWBatch:
         """Rollouts with credit, filtered and merged; `meta` has the statistics, and the drops by
         reason. A batch may turn out empty. The trainer applies the algorithm's preprocess."""
-        rollouts = await self.generate_rollouts(
-            requests,
-            max_steps,
-            concurrency,
-            prefix=prefix,
-            budget=budget,
-            on_progress=on_progress,
-            writer=writer,
-        )
         return batch_from_rollouts(
-            rollouts,
+            await self.generate_rollouts(requests, max_steps, concurrency, **options),
             algorithm.credit_assigner,
             sample_filter=sample_filter,
             merge=merge,
@@ -209,10 +214,62 @@ class RolloutEngine:
 
     def _noted(self, rollouts: Sequence[Rollout], failed: Counter[str]) -> str | None:
         """Why an attempt failed, or None; counts it either way."""
-        cause = next((r.error for r in rollouts if r.error is not None), None)
+        cause = trace = None
+        for rollout in rollouts:
+            if rollout.error is not None:
+                cause, trace = cause or rollout.error, trace or rollout.meta.get(TRACEBACK)
         if cause is not None:
             failed[cause] += 1
-        self._monitor.record(
-            cause, next((t for r in rollouts if (t := r.meta.get(TRACEBACK))), None)
-        )
+        self._monitor.record(cause, trace)
         return cause
+
+
+async def run_bounded(
+    jobs: Iterable[Job], run: Callable[[Job], Awaitable[Result]], concurrency: int
+) -> AsyncGenerator[Result, None]:
+    """Runs `run(job)` for every job, at most `concurrency` at a time, and yields each result as it
+    comes. Jobs are drawn one by one, when there is room for them.
+
+    The first exception ends everything: what is running is cancelled, and it is raised. The same
+    happens without an exception when the generator is closed. A slow consumer holds jobs back.
+    """
+    pending = iter(jobs)
+    done: deque[tuple[Result] | Exception] = deque()
+    news, room = asyncio.Event(), asyncio.Event()
+    working = concurrency
+
+    async def work() -> None:
+        nonlocal working
+        try:
+            for job in pending:
+                # An error that ends only this worker would lose its jobs without a word.
+                with contained(RolloutError, "a job"):
+                    done.append((await run(job),))
+                news.set()
+                while len(done) >= concurrency:
+                    room.clear()
+                    await room.wait()
+        except Exception as exc:
+            done.append(exc)
+        finally:
+            working -= 1
+            news.set()
+
+    workers = [asyncio.create_task(work()) for _ in range(concurrency)]
+    try:
+        while working or done:
+            if not done:
+                news.clear()
+                await news.wait()
+                continue
+            result = done.popleft()
+            if len(done) < concurrency:
+                room.set()
+            if isinstance(result, Exception):
+                raise result
+            yield result[0]
+    finally:
+        if still := [worker for worker in workers if not worker.done()]:
+            for worker in still:
+                worker.cancel()
+            await asyncio.wait(still, timeout=_STOP_S)

@@ -6,25 +6,19 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from ludic.envs import build_env
 from ludic.envs.env import LudicEnv
 from ludic.envs.running.runner import EnvRunner, close_env
-from ludic.errors import (
-    ConfigError,
-    DeadlineError,
-    EnvError,
-    MissingExtraError,
-    ProtocolError,
-    UnknownNameError,
-)
+from ludic.errors import ConfigError, DeadlineError, EnvError, ProtocolError, UnknownNameError
 from ludic.inference.sampling import InferenceSpec
 from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
+from ludic.interaction.episode import CONFIGURATION_ERRORS
 from ludic.interaction.factories import single_agent_maker, single_agent_protocol
-from ludic.raised import TRACEBACK, described, users_traceback
+from ludic.plumbing.raised import TRACEBACK, described, users_traceback
 from ludic.registry import ENVS, PROTOCOLS
-from ludic.rollouts.planning import PlannedEpisode
+from ludic.rollouts.requests import PlannedEpisode
 from ludic.types import EnvSpec, ProtocolSpec, Rollout, to_json
 from ludic.workers.deadlines import deadline
 from ludic.workers.escapes import contained, is_for_us
@@ -33,30 +27,20 @@ from ludic.workers.threads import shared_threads
 EnvFactory: TypeAlias = Callable[..., LudicEnv[Any, Any, Any]]
 ProtocolFactory: TypeAlias = Callable[..., InteractionProtocol]
 Factory = TypeVar("Factory", bound=Callable[..., Any])
-
-CONFIGURATION_ERRORS = (ConfigError, MissingExtraError, ProtocolError, UnknownNameError)
-"""Errors that would fail every episode alike: they end the call and not one episode."""
+Made = TypeVar("Made")
 
 GRACE_S = 5.0
 """How much longer than its own deadline a protocol may take before it is stopped from outside."""
 
 
 @dataclass(frozen=True, slots=True)
-class _EnvMaker:
-    """Builds what `spec` describes. It is kept by the spec's `id`, hence holds on to the spec."""
+class _Maker(Generic[Made]):
+    """Builds what `described` says. It is kept by the `id` of that, and hence holds on to it."""
 
-    spec: EnvSpec
-    make: Callable[[], LudicEnv[Any, Any, Any]]
-    at_once: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _ProtocolMaker:
-    """The same for a protocol."""
-
-    spec: ProtocolSpec
-    inference: InferenceSpec | None
-    make: Callable[[], InteractionProtocol]
+    described: object
+    make: Callable[[], Made]
+    at_once: bool = True
+    whom: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +57,10 @@ class EpisodeRunner:
     step_timeout_s: float | None
     episode_timeout_s: float | None
     isolated: frozenset[str] = frozenset()
-    _env_makers: dict[int, _EnvMaker] = field(default_factory=dict, init=False, compare=False)
-    _protocol_makers: dict[tuple[int, int], _ProtocolMaker] = field(
+    _env_makers: dict[int, _Maker[LudicEnv[Any, Any, Any]]] = field(
+        default_factory=dict, init=False, compare=False
+    )
+    _protocol_makers: dict[tuple[int, int], _Maker[InteractionProtocol]] = field(
         default_factory=dict, init=False, compare=False
     )
 
@@ -113,15 +99,15 @@ class EpisodeRunner:
         except BaseException:
             await self._close(env)
             raise
-        spec = RunSpec(
-            episode_id=episode.id,
-            env_seed=episode.env_seed,
-            sampling_seed=episode.sampling_seed,
-            max_steps=max_steps,
-            step_timeout_s=self.step_timeout_s,
-            episode_timeout_s=self.episode_timeout_s,
-        )
         limit = self.episode_timeout_s
+        spec = RunSpec(
+            episode.id,
+            episode.env_seed,
+            episode.sampling_seed,
+            max_steps,
+            self.step_timeout_s,
+            limit,
+        )
         try:
             # The protocol keeps this deadline itself; this one holds when it does not.
             with deadline(None if limit is None else limit + GRACE_S) as over:
@@ -142,11 +128,10 @@ class EpisodeRunner:
     async def _make_env(self, episode: PlannedEpisode) -> LudicEnv[Any, Any, Any]:
         spec = episode.request.env
         maker = self._env_makers.get(id(spec)) or self._keep_env_maker(spec)
-        whom = f"environment {spec.kind!r}"
-        with contained(EnvError, f"{whom}, while it was built,"):
+        with contained(EnvError, maker.whom):
             if maker.at_once:
                 return maker.make()
-            return await self._make_in_thread(maker.make, whom)
+            return await self._make_in_thread(maker.make, f"environment {spec.kind!r}")
 
     async def _make_in_thread(
         self, make: Callable[[], LudicEnv[Any, Any, Any]], whom: str
@@ -175,7 +160,7 @@ class EpisodeRunner:
             raise
         return built[0]
 
-    def _keep_env_maker(self, spec: EnvSpec) -> _EnvMaker:
+    def _keep_env_maker(self, spec: EnvSpec) -> _Maker[LudicEnv[Any, Any, Any]]:
         make: Callable[[], Any]
         if spec.kind in self.isolated:
             own = self.env_registry
@@ -191,7 +176,8 @@ class EpisodeRunner:
             factory = _look_up("environment", spec.kind, self.env_registry)
             at_once = _answers_at_once(factory)
             make = partial(factory, **spec.kwargs)
-        maker = self._env_makers[id(spec)] = _EnvMaker(spec, make, at_once)
+        whom = f"environment {spec.kind!r}, while it was built,"
+        maker = self._env_makers[id(spec)] = _Maker(spec, make, at_once, whom)
         return maker
 
     def _make_protocol(self, episode: PlannedEpisode) -> InteractionProtocol:
@@ -201,7 +187,7 @@ class EpisodeRunner:
 
     def _keep_protocol_maker(
         self, spec: ProtocolSpec, inference: InferenceSpec | None
-    ) -> _ProtocolMaker:
+    ) -> _Maker[InteractionProtocol]:
         runtime = self.runtime
         make: Callable[[], InteractionProtocol]
         if inference is not None:
@@ -225,8 +211,7 @@ class EpisodeRunner:
                 make = PROTOCOLS.make_with(single_agent_maker, spec.kind, (runtime,), spec.kwargs)
             else:
                 make = partial(PROTOCOLS.make_with, factory, spec.kind, (runtime,), spec.kwargs)
-        maker = _ProtocolMaker(spec, inference, make)
-        self._protocol_makers[id(spec), id(inference)] = maker
+        maker = self._protocol_makers[id(spec), id(inference)] = _Maker((spec, inference), make)
         return maker
 
 

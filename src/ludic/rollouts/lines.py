@@ -8,17 +8,19 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import zstandard
 
 from ludic.errors import SerializationError
 from ludic.rollouts.inflating import DamagedBlockError, Inflating
 
-_CHUNK = 1 << 16
+_READ = 1 << 18
 _BLOCK = 1 << 20
-_COMPRESSED = (".gz", ".zst")
+_MAGIC = {".zst": b"\x28\xb5\x2f\xfd", ".gz": b"\x1f\x8b\x08"}
+"""How the blocks of a compressed file begin."""
 
 
 class CutFileWarning(UserWarning):
@@ -61,7 +63,7 @@ def mend_last_line(path: Path) -> None:
         rest = (rest + text).rpartition(b"\n")[2]
         if not whole:
             keep, rest = start, b""
-    if path.suffix not in _COMPRESSED and not _is_json(rest):
+    if path.suffix not in _MAGIC and not _is_json(rest):
         keep, rest = size - len(rest), b""
     if keep < size:
         warnings.warn(
@@ -104,33 +106,25 @@ def keep_lines(path: Path, keep: Callable[[Any], bool]) -> None:
 
 
 def _pieces(path: Path) -> Iterator[tuple[int, bytes, bool]]:
-    """Pieces of text. In a compressed file, each comes with the offset at which its block begins,
-    and the last one of a file that breaks off within a block is not whole. Nothing is taken from a
-    zstd frame that breaks off."""
+    """Pieces of text. In a compressed file, each is a block and comes with its offset; the last one
+    of a file that breaks off is not whole, and nothing is taken from a zstd frame that does."""
     with open(path, "rb") as file:
-        if path.suffix not in _COMPRESSED:
-            while data := file.read(_CHUNK):
+        if path.suffix not in _MAGIC:
+            while data := file.read(_READ):
                 yield 0, data, True
             return
-        start, data = 0, b""
-        while data or (data := file.read(_CHUNK)):
-            block, frame = Inflating(path.suffix), list[bytes]()
-            while not block.done:
-                if not data and not (data := file.read(_CHUNK)):
-                    yield start, b"", False
-                    return
-                try:
-                    text = block.take(data)
-                except DamagedBlockError as exc:
-                    raise SerializationError(f"{path}: damaged after byte {start}: {exc}") from exc
-                data = block.rest
-                if path.suffix == ".zst":
-                    frame.append(text)
-                else:
-                    yield start, text, True
-            if frame:
-                yield start, b"".join(frame), True
-            start += block.used
+        start, size = 0, os.fstat(file.fileno()).st_size
+        while start < size:
+            try:
+                block, whole = _block(file, start, path.suffix)
+            except DamagedBlockError as exc:
+                raise SerializationError(f"{path}: damaged after byte {start}: {exc}") from exc
+            if whole or path.suffix == ".gz":
+                yield start, block.text, True
+            if not whole:
+                yield start, b"", False
+                return
+            start += block.length
 
 
 def _is_json(line: bytes) -> bool:
@@ -139,3 +133,105 @@ def _is_json(line: bytes) -> bool:
     except SerializationError:
         return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Whole lines, and where they are stored."""
+
+    start: int
+    length: int
+    text: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes that cannot be read, though what follows them can."""
+
+    start: int
+    length: int
+    why: str
+
+
+def whole_blocks(path: Path, start: int = 0) -> Iterator[Block | Damage]:
+    """The blocks from byte `start` on, up to one that is not finished yet. Damage is skipped, and
+    said, if a readable block follows it; at the end of a file it may be a block in the writing."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if path.suffix not in _MAGIC:
+            yield from _plain_blocks(file, start)
+            return
+        while start < size:
+            why = "the block breaks off"
+            try:
+                block, whole = _block(file, start, path.suffix)
+            except DamagedBlockError as exc:
+                why, whole = str(exc), False
+            if whole:
+                yield block
+                start += block.length
+                continue
+            following = _next_block(file, start + 1, size, path.suffix)
+            if following is None:
+                return
+            yield Damage(start, following - start, why)
+            start = following
+
+
+def read_block(path: Path, start: int, length: int) -> bytes:
+    """The text of one block; raises `ValueError` where the file no longer has it."""
+    with open(path, "rb") as file:
+        if path.suffix not in _MAGIC:
+            file.seek(start)
+            return file.read(length)
+        try:
+            block, whole = _block(file, start, path.suffix)
+        except DamagedBlockError as exc:
+            raise ValueError(f"{path.name} changed at byte {start}: {exc}") from exc
+    if not whole or block.length != length:
+        raise ValueError(f"{path.name} changed at byte {start}")
+    return block.text
+
+
+def _block(file: BinaryIO, start: int, suffix: str) -> tuple[Block, bool]:
+    """The block at `start`, and whether it is whole: the file may end within it."""
+    block, parts = Inflating(suffix), list[bytes]()
+    file.seek(start)
+    while not block.done and (data := file.read(_READ)):
+        parts.append(block.take(data))
+    return Block(start, block.used, b"".join(parts)), block.done
+
+
+def _next_block(file: BinaryIO, start: int, size: int, suffix: str) -> int | None:
+    """Where the next readable block begins."""
+    magic = _MAGIC[suffix]
+    while start < size:
+        file.seek(start)
+        data = file.read(_READ)
+        at = data.find(magic)
+        if at < 0:
+            start += max(len(data) - len(magic) + 1, 1)
+            continue
+        start += at
+        try:
+            if _block(file, start, suffix)[1]:
+                return start
+        except DamagedBlockError:
+            pass
+        start += 1
+    return None
+
+
+def _plain_blocks(file: BinaryIO, start: int) -> Iterator[Block]:
+    """Lines of a file that is not compressed, about a megabyte at a time."""
+    file.seek(start)
+    rest = b""
+    while data := file.read(_BLOCK):
+        lines, end, rest_of = (rest + data).rpartition(b"\n")
+        if not end:
+            rest = rest_of
+            continue
+        text = lines + end
+        yield Block(start, len(text), text)
+        start += len(text)
+        rest = rest_of

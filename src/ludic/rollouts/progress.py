@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ludic.errors import ConfigError, RolloutError
-from ludic.rollouts.planning import PlannedEpisode
+from ludic.rollouts.requests import PlannedEpisode
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from ludic.errors import RolloutError
 from ludic.inference.sampling import InferenceSpec
@@ -21,8 +23,7 @@ from ludic.interaction.base import Runtime
 from ludic.registry import stored_names
 from ludic.rollouts.divergence import Divergence, first_divergence
 from ludic.rollouts.episode_runner import EnvFactory, EpisodeRunner, ProtocolFactory
-from ludic.rollouts.planning import PlannedEpisode
-from ludic.rollouts.requests import RolloutRequest
+from ludic.rollouts.requests import PlannedEpisode, RolloutRequest
 from ludic.rollouts.tape import Tape, TapeClient, TapeTemplate
 from ludic.types import Rollout, from_json
 

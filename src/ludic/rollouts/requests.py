@@ -1,18 +1,25 @@
-"""What to roll out: pure data, so that it can be stored, sent and repeated."""
+"""What to roll out: requests, how those of a batch relate, and the episodes that they make.
+
+Requests and episodes are pure data, so that they can be stored, sent and repeated.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from msgspec import field
+from msgspec.structs import replace
 
 from ludic.errors import ConfigError
-from ludic.frozen import quick
 from ludic.inference.sampling import InferenceSpec
-from ludic.types import EnvSpec, Info, ProtocolSpec
+from ludic.plumbing.records import Record
+from ludic.seeding import derive_seed
+from ludic.types import EnvSpec, Info, ProtocolSpec, Rollout
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class RolloutRequest:
+class RolloutRequest(Record, frozen=True):
     """Asks for `num_episodes` episodes of one environment under one protocol.
 
     A single episode uses the seeds as they are given; several differ in the seeds derived from
@@ -36,3 +43,156 @@ class RolloutRequest:
             raise ConfigError(
                 f"RolloutRequest.num_episodes={self.num_episodes}: must be at least 1"
             )
+
+
+class RequestStrategy(Protocol):
+    """Rewrites the requests of one batch before they are run. `group_size` is how many episodes
+    come out for one that goes in."""
+
+    @property
+    def group_size(self) -> int: ...
+
+    def expand(
+        self, requests: Sequence[RolloutRequest], *, prefix: str = ""
+    ) -> list[RolloutRequest]:
+        """`prefix` keeps the group ids of different batches apart."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityStrategy:
+    """Leaves the requests as they are."""
+
+    @property
+    def group_size(self) -> int:
+        return 1
+
+    def expand(
+        self, requests: Sequence[RolloutRequest], *, prefix: str = ""
+    ) -> list[RolloutRequest]:
+        return list(requests)
+
+
+@dataclass(frozen=True, slots=True)
+class GRPORequestStrategy:
+    """Every episode asked for becomes a group of `group_size`: one task, several attempts.
+
+    The members share the environment's seed and differ in the sampling's. In an environment of
+    several agents the groups are narrowed to each role when credit is assigned.
+    """
+
+    group_size: int
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise ConfigError(f"GRPORequestStrategy(group_size={self.group_size}): must be >= 1")
+
+    def expand(
+        self, requests: Sequence[RolloutRequest], *, prefix: str = ""
+    ) -> list[RolloutRequest]:
+        expanded: list[RolloutRequest] = []
+        for position, request in enumerate(requests):
+            if request.group_id is not None:
+                raise ConfigError(
+                    f"request {position} is in group {request.group_id!r} already: expand requests "
+                    "only once, or use IdentityStrategy for requests that already have groups"
+                )
+            for number in range(request.num_episodes):
+                expanded.extend(self._group(request, position, number, prefix))
+        return expanded
+
+    def _group(
+        self, request: RolloutRequest, position: int, number: int, prefix: str
+    ) -> list[RolloutRequest]:
+        several = request.num_episodes > 1
+        path = ("episode", number) if several else ()
+        env_seed, sampling_seed = request.env_seed, request.sampling_seed
+        member = replace(
+            request,
+            num_episodes=1,
+            group_id=f"{prefix}group-{position}" + (f"-{number}" if several else ""),
+            env_seed=derive_seed(env_seed, *path) if env_seed is not None and path else env_seed,
+        )
+        return [
+            member
+            if sampling_seed is None
+            else replace(
+                member, sampling_seed=derive_seed(sampling_seed, *path, "member", position_in_group)
+            )
+            for position_in_group in range(self.group_size)
+        ]
+
+
+class PlannedEpisode(Record, frozen=True):
+    """One episode to run; `attempt` counts the retries."""
+
+    id: str
+    request: RolloutRequest
+    env_seed: int
+    sampling_seed: int
+    attempt: int = 0
+
+    @property
+    def group_id(self) -> str | None:
+        return self.request.group_id
+
+    def retried(self) -> PlannedEpisode:
+        """The same episode with new sampling noise: the same noise could fail the same way."""
+        attempt = self.attempt + 1
+        return replace(
+            self,
+            sampling_seed=derive_seed(self.sampling_seed, "retry", attempt),
+            attempt=attempt,
+        )
+
+
+def plan_episodes(
+    requests: Sequence[RolloutRequest], *, seed: int, prefix: str
+) -> tuple[PlannedEpisode, ...]:
+    """Lays out all episodes of `requests` in order. Pure: the same arguments, the same plan.
+
+    Ids are `prefix/request/episode`. A request without seeds gets them from `seed`, `prefix` and
+    its position; the requests of one group get one environment seed.
+    """
+    episodes: list[PlannedEpisode] = []
+    group_seeds: dict[str, int] = {}
+    for position, request in enumerate(requests):
+        env_seed = _env_seed(request, position, seed, prefix)
+        if request.group_id is not None:
+            shared = group_seeds.setdefault(request.group_id, env_seed)
+            if shared != env_seed:
+                raise ConfigError(
+                    f"group {request.group_id!r} has requests with env_seed={shared} and "
+                    f"env_seed={env_seed}: the members of a group share the environment's seed"
+                )
+        sampling_seed = request.sampling_seed
+        if sampling_seed is None:
+            sampling_seed = derive_seed(seed, prefix, "sampling", position)
+        several = request.num_episodes > 1
+        for number in range(request.num_episodes):
+            own_env = several and request.group_id is None
+            episodes.append(
+                PlannedEpisode(
+                    id=f"{prefix}/{position}/{number}",
+                    request=request,
+                    env_seed=derive_seed(env_seed, "episode", number) if own_env else env_seed,
+                    sampling_seed=derive_seed(sampling_seed, "episode", number)
+                    if several
+                    else sampling_seed,
+                )
+            )
+    return tuple(episodes)
+
+
+def place_in_plan(rollout: Rollout) -> tuple[int, int]:
+    """Request and number of the episode that a rollout is of, by its id."""
+    _, position, number = rollout.episode_id.rsplit("/", 2)
+    return int(position), int(number)
+
+
+def _env_seed(request: RolloutRequest, position: int, seed: int, prefix: str) -> int:
+    if request.env_seed is not None:
+        return request.env_seed
+    if request.group_id is not None:
+        return derive_seed(seed, prefix, "group", request.group_id)
+    return derive_seed(seed, prefix, "env", position)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from ludic.errors import ConfigError, SchemaVersionError, SerializationError
-from ludic.json_codec import encoder
-from ludic.rollouts.block_file import BlockFile
+from ludic.plumbing.records import encode
+from ludic.rollouts.block_writer import BlockFile
 from ludic.rollouts.lines import CutFileWarning, parse_line, read_lines
 from ludic.rollouts.stored_prompts import StoredRollout, with_repeats, without_repeats
 from ludic.types import AgentStep, Message, Rollout, from_json, to_json
@@ -128,7 +128,7 @@ def rollout_line(rollout: Rollout) -> bytes:
     """One line of a file, with its end."""
     row = rollout_row(rollout)
     try:
-        return encoder()(row) + b"\n"
+        return encode(row) + b"\n"
     except (TypeError, ValueError):  # a subclass of str, for one
         return json.dumps(row, ensure_ascii=False).encode() + b"\n"
 

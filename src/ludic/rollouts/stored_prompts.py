@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ludic.errors import SerializationError
-from ludic.frozen import changed, quick
+from ludic.plumbing.records import Record, changed
 from ludic.types import AgentStep, Rollout, TokenTrace
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class StoredRollout:
+class StoredRollout(Record, frozen=True):
     """A rollout whose prompts lack their beginnings. `shared` says, for each model call that has a
     trace, how many tokens its prompt takes from the call before: prompt, then completion."""
 

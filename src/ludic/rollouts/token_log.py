@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.errors import SchemaVersionError, SerializationError
-from ludic.json_codec import encoder
-from ludic.rollouts.block_file import BlockFile
+from ludic.plumbing.records import encode
+from ludic.rollouts.block_writer import BlockFile
 from ludic.rollouts.lines import CutFileWarning, keep_lines, parse_line, read_lines
 from ludic.saw.items import SAWItem
 
@@ -88,7 +88,7 @@ class _Chunk:
 
     def lines(self) -> bytes:
         """The items as lines; called in the writing thread."""
-        tokens, encode = self.tokens, encoder()
+        tokens = self.tokens
         items = tokens.items[self.first : self.first + _CHUNK]
         # What can be found for all items at once is: each has few tokens.
         turns = [[(s.turn_index, float(s.weight), s.end - s.start) for s in i.turns] for i in items]

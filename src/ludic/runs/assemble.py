@@ -1,70 +1,19 @@
-"""Builds the library's objects from a run's configuration, as a script would by hand."""
+"""A run's algorithms, filters and trainers, made from its configuration."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-from torch import nn
-
-from ludic.agents.mcp import tool_servers
-from ludic.distributed import PolicyPublisher
-from ludic.distributed.local import LocalPolicyPublisher
-from ludic.inference.client import ChatClient
-from ludic.interaction import Runtime
-from ludic.precision import float32_products
 from ludic.registry import CORRECTIONS, FILTERS
-from ludic.runs.episodes import inference_spec, runtime_of
-from ludic.runs.model import build_model, configuring, local_client, precision_of
-from ludic.runs.players.seats import OtherPlayers
+from ludic.runs.model import configuring, precision_of
 from ludic.runs.settings import RunConfig
 from ludic.saw.filters import SampleFilter, combine
 from ludic.seeding import derive_seed
 from ludic.training import CheckpointConfig, RLAlgorithm, TrainerConfig, make_algorithm
 from ludic.training.losses.corrections import CorrectedLoss
 from ludic.training.preprocess import KLInReward, chain
-
-
-@dataclass(frozen=True)
-class OpenPolicy:
-    """A run's model, with a client to sample from it and a publisher to train it through."""
-
-    model: nn.Module
-    tokenizer: Any
-    runtime: Runtime
-    publisher: PolicyPublisher | None
-
-
-@asynccontextmanager
-async def open_policy(
-    config: RunConfig, *, weights: Path | None = None, folder: Path | None = None
-) -> AsyncIterator[OpenPolicy]:
-    """Opens model, client and publisher, and closes them at the end. If a vLLM server has to be
-    started, the model is saved for it in `folder`."""
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    model, tokenizer = build_model(config, weights)
-    async with AsyncExitStack() as stack:
-        # Once for the whole run: its trainer and its engine, in their threads, ask for the same.
-        stack.enter_context(float32_products(precision_of(config)))
-        await stack.enter_async_context(tool_servers())
-        client: ChatClient
-        publisher: PolicyPublisher
-        if config.inference.backend == "local":
-            client = local = await stack.enter_async_context(local_client(config, model, tokenizer))
-            publisher = LocalPolicyPublisher(local)
-        else:
-            from ludic.runs.vllm_backend import open_vllm
-
-            client, publisher = await open_vllm(config, model, tokenizer, stack, folder)
-        players = OtherPlayers(config, tokenizer, inference_spec(config, trained_on=False))
-        await stack.enter_async_context(players)
-        runtime = runtime_of(config, client, tokenizer, players.runtimes)
-        yield OpenPolicy(model, tokenizer, runtime, publisher)
 
 
 def algorithm_of(config: RunConfig) -> RLAlgorithm:
@@ -75,8 +24,8 @@ def algorithm_of(config: RunConfig) -> RLAlgorithm:
         algorithm = make_algorithm(section.name, **section.kwargs)
     if section.corrections:
         with configuring("algorithm.corrections"):
-            found = [CORRECTIONS.make_from(correction) for correction in section.corrections]
-        algorithm = replace(algorithm, loss=CorrectedLoss(algorithm.loss, *found))
+            corrections = [CORRECTIONS.make_from(table) for table in section.corrections]
+        algorithm = replace(algorithm, loss=CorrectedLoss(algorithm.loss, *corrections))
     if reference is not None and reference.kl_in_reward:
         charge = KLInReward(reference.kl_in_reward, reference.horizon)
         algorithm = replace(algorithm, preprocess=chain(algorithm.preprocess, charge))
@@ -94,14 +43,14 @@ def sft_algorithm(config: RunConfig) -> RLAlgorithm:
 def sample_filter_of(config: RunConfig) -> SampleFilter | None:
     """Returns the run's filters as one, if it has any. A function by its place is the filter
     itself; a name, or a table with arguments, is what makes one."""
-    found: list[SampleFilter] = []
+    filters: list[SampleFilter] = []
     for entry in config.training.filters:
         with configuring(f"training.filters: {entry!r}"):
             if isinstance(entry, str) and entry not in FILTERS.names():
-                found.append(FILTERS.get(entry))
+                filters.append(FILTERS.get(entry))
             else:
-                found.append(FILTERS.make_from(entry))
-    return combine(*found) if found else None
+                filters.append(FILTERS.make_from(entry))
+    return combine(*filters) if filters else None
 
 
 def trainer_config(config: RunConfig, stage: Literal["sft", "rl"], folder: Path) -> TrainerConfig:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from ludic.distributed.interfaces import PolicyPublisher
@@ -22,11 +23,11 @@ from ludic.distributed.vllm.canary import MismatchBudget, is_sharded
 from ludic.errors import ConfigError, RequestRejectedError
 from ludic.inference.client import ChatClient, TokenCompletionRequest, policy_version
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
-from ludic.precision import Precision
-from ludic.runs.assemble import open_policy
-from ludic.runs.execution.check import check_programs
+from ludic.plumbing.precision import Precision
+from ludic.runs.check import check_programs
 from ludic.runs.locate import locate
 from ludic.runs.model import precision_of
+from ludic.runs.run import Run
 from ludic.saw.items import SampleAttachments, SAWItem
 from ludic.seeding import derive_seed
 from ludic.sharding.weights import ModelWeights
@@ -149,12 +150,12 @@ async def examine_run(run: str, overrides: Sequence[str] = ()) -> DoctorReport:
     """`run_doctor` with a run's model, client and publisher, also at the run's own temperature."""
     config, weights = locate(run, overrides)
     check_programs(config)
-    async with open_policy(config, weights=weights) as policy:
+    async with Run.open_policy(config, weights=weights) as policy:
         own = policy.runtime.inference.sampling
         return await run_doctor(
             policy.model,
             policy.tokenizer,
-            policy.runtime.client,
+            policy.client,
             model_name=policy.runtime.model,
             publisher=policy.publisher,
             precision=precision_of(config),

@@ -1,22 +1,36 @@
-"""What playing a run's episodes needs, besides a model. Imports no torch: actors may have none."""
+"""A run's episodes: which there are, and what playing them needs besides a model. Imports no torch:
+actors may have none."""
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ludic.errors import ConfigError
+from ludic.agents import Agent, ToolAgent
+from ludic.envs import build_env
+from ludic.envs.running.runner import close_env
+from ludic.errors import ConfigError, UnknownNameError
 from ludic.inference import HFChatTemplate, InferenceSpec, ReturnSpec, SamplingConfig
 from ludic.inference.client import ChatClient
 from ludic.inference.templates.tool_parsers import ToolParser, get_tool_parser
-from ludic.interaction import Runtime
-from ludic.rollouts import RolloutEngine
+from ludic.interaction import (
+    DelegatingProtocol,
+    InteractionProtocol,
+    MultiAgentProtocol,
+    Runtime,
+    SingleAgentSyncProtocol,
+)
+from ludic.plumbing.given import PREFIX
+from ludic.registry import make_protocol
+from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.rollouts.processes import WorkerPool
-from ludic.runs.settings import RunConfig
+from ludic.runs.settings import EnvSection, RunConfig
+from ludic.saw.statistics import ENV
+from ludic.types import AgentID, EnvSpec, ProtocolSpec
 
 
 def inference_spec(
@@ -94,7 +108,7 @@ def make_importable(folder: Path) -> None:
         sys.path.insert(0, path)
 
 
-def bring_in(config: RunConfig, modules: Path) -> None:
+def import_user_modules(config: RunConfig, modules: Path) -> None:
     """Makes what the run names importable, and imports the modules that register names for it."""
     make_importable(modules)
     for module in config.run.imports:
@@ -102,3 +116,130 @@ def bring_in(config: RunConfig, modules: Path) -> None:
             import_module(module)
         except ImportError as exc:
             raise ConfigError(f"run.imports: {module!r} cannot be imported: {exc}") from exc
+
+
+TEACHER = "teacher"
+"""The key in the `meta` of a request and its rollouts that names their teacher."""
+
+
+def requests_of(
+    config: RunConfig, *, held_out: bool = False
+) -> Mapping[str, tuple[RolloutRequest, float]]:
+    """Returns one request per environment of the run, with its share, by name. With `held_out`,
+    those of the evaluation, which may have other environments and another protocol."""
+    envs, part = config.env, config.protocol
+    if held_out:
+        envs, part = config.eval.env or envs, config.eval.protocol or part
+    protocol = ProtocolSpec(part.kind, part.kwargs)
+    named: dict[str, EnvSection] = {}
+    for section in envs:
+        # The same for an object as for its place: seeds may depend on it.
+        name = section.name or section.kind.removeprefix(PREFIX)
+        while name in named:
+            name += "+"
+        named[name] = section
+    teachers = {} if held_out else teachers_by_env(config, list(named))
+    return {
+        name: (
+            RolloutRequest(
+                EnvSpec(section.kind, section.kwargs),
+                protocol,
+                meta={
+                    **({ENV: name} if len(named) > 1 else {}),
+                    **({TEACHER: teachers[name]} if name in teachers else {}),
+                },
+            ),
+            section.weight,
+        )
+        for name, section in named.items()
+    }
+
+
+def teachers_by_env(config: RunConfig, envs: Sequence[str]) -> Mapping[str, str]:
+    """Returns the teacher of each environment, by name; empty if there is only one for all. Raises
+    if one has none, or two."""
+    teachers = config.teacher
+    for number, teacher in enumerate(teachers, 1):
+        for env in teacher.envs:
+            if env not in envs:
+                raise UnknownNameError(f"environment of teacher {number},", env, envs)
+    if len(teachers) < 2:
+        return {}
+    rest = [i for i, t in enumerate(teachers) if not t.envs and not t.tasks]
+    if len(rest) > 1:
+        raise ConfigError(
+            f"teachers {rest[0] + 1} and {rest[1] + 1} both say neither `envs` nor `tasks`: say "
+            f"which is for what, as in envs = [{envs[0]!r}]"
+        )
+    found: dict[str, str] = {}
+    for env in envs:
+        own = [i for i, t in enumerate(teachers) if env in t.envs]
+        if len(own) > 1:
+            raise ConfigError(
+                f"teachers {own[0] + 1} and {own[1] + 1} are both for environment {env!r}"
+            )
+        if own or rest:
+            found[env] = teacher_name((own or rest)[0])
+        elif not any(t.tasks for t in teachers):
+            raise ConfigError(f"no teacher is for environment {env!r}: name it in one's `envs`")
+    return found
+
+
+def teacher_name(index: int) -> str:
+    """What the rollouts of a run call its teachers."""
+    return f"teacher-{index + 1}"
+
+
+def check_needs(requests: Iterable[RolloutRequest], runtime: Runtime) -> None:
+    """Raises if this machine lacks a program that an environment or a tool needs."""
+    for request in requests:
+        env = build_env(request.env)
+        try:
+            ask(env)
+        finally:
+            close_env(env, request.env.kind)
+        protocol = make_protocol(request.protocol.kind, runtime, **request.protocol.kwargs)
+        check_tools(agents_of(protocol, request))
+
+
+def check_tools(agents: Iterable[Agent]) -> None:
+    """Raises if this machine lacks a program that one of the agents' tools needs."""
+    for agent in agents:
+        if isinstance(agent, ToolAgent):
+            for tool in agent.tools.values():
+                ask(tool.function)
+
+
+def ask(part: Any) -> None:
+    """Calls `check_machine` of an environment or a tool, if it has one."""
+    check = getattr(part, "check_machine", None)
+    if callable(check):
+        check()
+
+
+def agents_of(
+    protocol: InteractionProtocol, request: RolloutRequest, *, trained: bool = False
+) -> list[Agent]:
+    """The agents of a protocol, or only those that leave rollouts to train on."""
+    players: list[Any] = []
+    if isinstance(protocol, SingleAgentSyncProtocol):
+        players = [protocol.agent]
+    elif isinstance(protocol, MultiAgentProtocol):
+        others = protocol.uncollected if trained else ()
+        players = [p for seat, p in protocol.players.items() if seat not in others]
+        if protocol.default is not None:
+            seats = seats_of(request.env)
+            players += [protocol.default(seat) for seat in seats if seat not in protocol.players]
+    elif isinstance(protocol, DelegatingProtocol):
+        factories = (protocol.parent, *(s.make_agent for s in protocol.sub_agents.values()))
+        players = [make_agent(()) for make_agent in factories]
+    return [player for player in players if isinstance(player, Agent)]
+
+
+def seats_of(spec: EnvSpec) -> tuple[AgentID, ...]:
+    """The agents of an environment, which is built for that and closed."""
+    env = build_env(spec)
+    try:
+        return tuple(env.agent_ids)
+    finally:
+        close_env(env, spec.kind)

@@ -11,22 +11,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ludic.arguments import misfit
 from ludic.envs import build_env
 from ludic.envs.running.play import play_by_hand
 from ludic.errors import ConfigError
 from ludic.eval import EvalReport
-from ludic.given import in_use
-from ludic.runs.arguments import given_again, read_arguments, script_folder
-from ludic.runs.episodes import bring_in
-from ludic.runs.evaluation import evaluate_model
-from ludic.runs.execution.interruption import blocking
+from ludic.plumbing.arguments import misfit
+from ludic.plumbing.given import bind_objects
+from ludic.runs.episodes import import_user_modules
+from ludic.runs.interruption import blocking
 from ludic.runs.locate import RUNS, find_run, locate
-from ludic.runs.playing import watch_model
+from ludic.runs.playing import evaluate_model, watch_model
 from ludic.runs.results.terminal import episode_text, say
 from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig
-from ludic.runs.settings.from_python import Tables
+from ludic.runs.settings.from_python import Tables, given_again, read_arguments, script_folder
 from ludic.runs.storage.folder import RunFolder
 from ludic.types import EnvSpec, Rollout
 
@@ -66,7 +64,7 @@ def resume(
     `teacher=`, `player=`, `training=`, `sft=`, `eval=`.
     """
     if isinstance(folder, Run):
-        parts = {**folder.parts, **parts}
+        parts = {**folder.given, **parts}
         folder = folder.folder.path
     overrides = [] if steps is None else [f"training.steps={steps}"]
     if loggers is not None:
@@ -88,19 +86,18 @@ def evaluate(run: Any, *, episodes: int | None = None, **settings: Any) -> EvalR
     if episodes is not None:
         held_out = config.eval.model_copy(update={"episodes": episodes})
         config = config.model_copy(update={"eval": held_out})
-    with in_use(objects):
+    with bind_objects(objects):
         return blocking(lambda: evaluate_model(config, weights, name=name))
 
 
 def play(env: Any, *, model: Any = None, seed: int = 0, **settings: Any) -> list[Rollout]:
     """Lets you play `env` at the keyboard; or, with a run, its folder or any other `model`, shows
     an episode that the model plays, and returns its rollouts."""
-    tables = Tables()
-    tables.put(env=env)
+    tables = Tables({"env": env})
     section = tables.data["env"][0]
     spec = EnvSpec(section["kind"], section.get("kwargs") or {})
     objects = dict(tables.objects)
-    with in_use(objects):
+    with bind_objects(objects):
         if model is None:
             play_by_hand(build_env(spec), seed=seed)
             return []
@@ -114,7 +111,7 @@ def play(env: Any, *, model: Any = None, seed: int = 0, **settings: Any) -> list
             config, given = read_arguments({**settings, "env": env, "model": model})
             weights = None
             objects |= given
-    with in_use(objects):
+    with bind_objects(objects):
         rollouts = blocking(lambda: watch_model(spec, config, weights, seed=seed))
     for rollout in rollouts:
         say(str(rollout.agent_id) if len(rollouts) > 1 else "")
@@ -146,17 +143,17 @@ def _subject(
         path = Path(run)
         if (path / "run.json").is_file():
             objects = given_again(RunFolder.open(path).config(), settings)
-            with in_use(objects):
+            with bind_objects(objects):
                 return *locate(path), objects, str(run)
         builtin = RUNS / f"{str(run).replace('_', '-')}.toml"
         if path.suffix == ".toml" or (not settings and "-" in str(run) and builtin.is_file()):
             _refuse(settings, str(run))
             config, modules = find_run(str(run))
-            bring_in(config, modules)
+            import_user_modules(config, modules)
             return config, None, {}, str(run)
     config, objects = read_arguments({"env": run, **settings})
-    with in_use(objects):
-        bring_in(config, script_folder())
+    with bind_objects(objects):
+        import_user_modules(config, script_folder())
     return config, None, objects, config.run.name
 
 

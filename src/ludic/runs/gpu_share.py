@@ -1,18 +1,24 @@
-"""What trainer and sampler take of one GPU, and the share of a vLLM server beside the trainer."""
+"""What trainer and sampler take of one GPU, and what is left for either."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ludic.inference.vllm.memory import ServerNeed, server_need, share_beside_trainer
-from ludic.precision import sampling_dtype
-from ludic.runs.model import precision_of
+from ludic.plumbing.model_parts import config_facts
+from ludic.plumbing.precision import sampling_dtype
+from ludic.runs.assemble import algorithm_of
+from ludic.runs.locate import locate
+from ludic.runs.model import build_model, precision_of
 from ludic.runs.settings import RunConfig
-from ludic.sharding.model_parts import config_facts
 from ludic.sharding.ranks import launched
 from ludic.training import TrainerConfig
-from ludic.training.update.budget import trainer_bytes
+from ludic.training.update.calibrate import Calibration, calibrate
+from ludic.training.update.planning import trainer_bytes
 
 
 def trainer_settings(config: RunConfig) -> TrainerConfig:
@@ -41,7 +47,7 @@ def sampling_bytes(config: RunConfig, model: nn.Module, device: torch.device | N
         if said is None and need is not None:
             return need.wanted
         return int((0.5 if said is None else said) * total)
-    from ludic.inference.local.gpu.engine_memory import engine_memory
+    from ludic.inference.local.sizes import engine_memory
 
     engine = engine_memory(
         model,
@@ -112,3 +118,25 @@ def _gpus(config: RunConfig) -> int:
 
 def _weight_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@dataclass(frozen=True, slots=True)
+class RunCalibration:
+    """What was found for a run; `gpu_memory` is the share to state for the vLLM server that it
+    starts on the same GPU, if it does."""
+
+    found: Calibration
+    gpu_memory: float | None = None
+
+
+def calibrate_run(run: str, overrides: Sequence[str] = ()) -> RunCalibration:
+    """Measures real updates of the run's model without changing its weights. The budget leaves room
+    for what samples on the same GPU: the engines in this process, or the vLLM server that the run
+    starts. Needs a GPU."""
+    config, weights = locate(run, overrides)
+    model, _ = build_model(config, weights)
+    loss = algorithm_of(config).loss
+    reserved = sampling_bytes(config, model)
+    found = calibrate(model, loss, trainer_settings(config), reserved_bytes=reserved)
+    beside = server_shares_gpu(config, next(model.parameters()).device)
+    return RunCalibration(found, round(reserved / found.total_bytes, 4) if beside else None)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ludic.errors import ConfigError
-from ludic.given import is_in_use
-from ludic.runs.episodes import bring_in
+from ludic.plumbing.given import is_bound
+from ludic.runs.episodes import import_user_modules
 from ludic.runs.results.terminal import command_name
 from ludic.runs.settings import RunConfig, load_run
 from ludic.runs.settings.from_python import given_names
@@ -43,24 +43,24 @@ def locate(run: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, P
     if os.path.isdir(run):
         folder = RunFolder.open(run)
         config, weights = folder.config(overrides), folder.weights()
-        bring_in(config, folder.modules)
+        import_user_modules(config, folder.modules)
         check_given(config, str(run))
         return config, weights
     config, modules = find_run(str(run), overrides)
-    bring_in(config, modules)
+    import_user_modules(config, modules)
     return config, None
 
 
 def check_given(config: RunConfig, run: str) -> None:
     """Raises if a run names objects of a script that are not in use here."""
     missing = {
-        path: name for path, name in given_names(config.plain()).items() if not is_in_use(name)
+        path: name for path, name in given_names(config.plain()).items() if not is_bound(name)
     }
     if missing:
         places = ", ".join(_as_written(missing, config))
         raise ConfigError(
             f"{run} was started from a script with Python objects that no file holds "
-            f"({places}): go on from Python and give them again, as in "
+            f"({places}): resume from Python and pass them again, as in "
             f"{_resuming(run, missing)}"
         )
 
@@ -71,7 +71,7 @@ def _as_written(paths: Iterable[str], config: RunConfig) -> list[str]:
     return [p.replace("env.0.", "env.", 1) if alone else p for p in paths]
 
 
-def how_to_go_on(config: RunConfig, run: str) -> str:
+def how_to_resume(config: RunConfig, run: str) -> str:
     """Returns how to resume a run: by the command, or from Python where it needs its objects."""
     given = given_names(config.plain())
     if given:

@@ -13,23 +13,25 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from ludic.arguments import unknown_argument
 from ludic.errors import ConfigError, LudicError, MissingExtraError
-from ludic.given import given, is_given
 from ludic.inference import LocalChatClient
-from ludic.precision import Precision, default_precision, weights_dtype
+from ludic.plumbing.arguments import unknown_argument
+from ludic.plumbing.given import given, is_given
+from ludic.plumbing.precision import Precision, default_precision, weights_dtype
 from ludic.runs.episodes import with_template
 from ludic.runs.settings import ModelSection, RunConfig
 from ludic.runs.settings.paths import earlier_run
 from ludic.runs.storage.folder import RunFolder
 from ludic.seeding import derive_seed
-from ludic.training.checkpoints.model_loading import no_progress_bar
+from ludic.training.model_files import no_progress_bar
 
 HUB_TIMEOUT_S = 10.0
 
 
 def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Module, Any]:
     """Returns the run's model and tokenizer; `weights` is the `model` folder of a checkpoint."""
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
     section, dtype = config.model, weights_dtype(precision_of(config))
     if is_given(section.name):
         model, tokenizer = given(section.name, "model")

@@ -1,20 +1,46 @@
-"""One episode for a person to play, or to watch a run's model play."""
+"""A run's model at play without training: evaluated, watched, replayed, or to make data."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from ludic.runs.assemble import open_policy
-from ludic.runs.episodes import inference_spec, make_importable, rollout_engine
+from msgspec import structs
+
+from ludic.errors import ConfigError, RolloutError, UnknownNameError
+from ludic.eval import EvalReport
+from ludic.eval.headline import USUAL
+from ludic.interaction import Runtime
+from ludic.rollouts import FixedMix, RolloutWriter, read_rollouts, replay
+from ludic.rollouts.storage import write_rollouts
+from ludic.runs.check import check_programs
+from ludic.runs.episodes import inference_spec, make_importable, requests_of, rollout_engine
+from ludic.runs.evaluation import evaluate_policy
 from ludic.runs.locate import locate
-from ludic.runs.requests import requests_of
+from ludic.runs.results.terminal import episodes_bar
+from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig, apply_override
 from ludic.runs.storage.folder import RunFolder
 from ludic.seeding import derive_seed
-from ludic.types import EnvSpec, Rollout
+from ludic.types import EnvSpec, FinishReason, Rollout
+
+
+async def evaluate_run(run: str, overrides: Sequence[str] = ()) -> EvalReport:
+    """Evaluates the trained model of a run folder, or the untrained one of a run file."""
+    return await evaluate_model(*locate(run, overrides), name=run)
+
+
+async def evaluate_model(config: RunConfig, weights: Path | None, *, name: str) -> EvalReport:
+    """Evaluates the model that a configuration describes, with the weights of a checkpoint."""
+    check_programs(config, held_out=True)
+    async with Run.open_policy(config, weights=weights) as opened:
+        with episodes_bar("evaluation") as update:
+            return await evaluate_policy(config, opened.runtime, name=name, on_progress=update)
 
 
 def env_to_play(env: str, settings: Sequence[str]) -> EnvSpec:
@@ -46,14 +72,137 @@ async def watch_model(
     known = {request.env.kind: request for mix in mixes for request, _ in mix.values()}
     request = known.get(env.kind) or next(iter(known.values()))
     kwargs = {**(request.env.kwargs if env.kind in known else {}), **env.kwargs}
-    request = replace(
+    request = structs.replace(
         request,
         env=EnvSpec(env.kind, kwargs),
         env_seed=derive_seed(seed, "play"),
         sampling_seed=derive_seed(seed, "play", "sampling"),
     )
-    async with open_policy(config, weights=weights) as policy:
-        runtime = replace(policy.runtime, inference=inference_spec(config, trained_on=False))
+    async with Run.open_policy(config, weights=weights) as opened:
+        runtime = replace(opened.runtime, inference=inference_spec(config, trained_on=False))
         return await rollout_engine(config, runtime).generate_rollouts(
             [request], max_steps=config.training.max_steps
         )
+
+
+@dataclass
+class ReplayedFile:
+    """What came of a file's episodes. `others` are those that another model took part in: the
+    file does not have its words."""
+
+    episodes: int = 0
+    diverged: int = 0
+    others: int = 0
+    steps: int = 0
+    tokens: int = 0
+
+    @property
+    def same(self) -> int:
+        return self.episodes - self.diverged - self.others
+
+
+async def replay_file(
+    path: Path, *, limit: int, model: Path | None, on_divergence: Callable[[str], None]
+) -> ReplayedFile:
+    """Replays the file's first `limit` episodes; with a run folder as `model`, samples again too.
+    `on_divergence` is given a line for each episode that is not the same again."""
+    episodes = _episodes(path, limit)
+    make_importable(Path.cwd())
+    found = ReplayedFile(len(episodes))
+    async with AsyncExitStack() as stack:
+        runtime: Runtime | None = None
+        if model is not None:
+            config, weights = locate(str(model))
+            opened = await stack.enter_async_context(Run.open_policy(config, weights=weights))
+            runtime = opened.runtime
+        for rollouts in episodes:
+            try:
+                report = await replay(rollouts, runtime=runtime)
+            except UnknownNameError as exc:
+                if exc.kind != "client":
+                    raise
+                found.others += 1
+                continue
+            except RolloutError as exc:
+                problem: object = f"cannot be replayed: {exc}"
+            else:
+                found.steps += report.steps
+                found.tokens += report.tokens
+                problem = report.divergence
+            if problem is not None:
+                found.diverged += 1
+                on_divergence(f"{rollouts[0].episode_id}: {problem}")
+    return found
+
+
+def _episodes(path: Path, limit: int) -> list[list[Rollout]]:
+    """Reads the file's first episodes, each with the rollouts of all its agents."""
+    if not path.is_file():
+        raise ConfigError(f"there is no file of rollouts at {path}")
+    grouped = groupby(read_rollouts(path), key=lambda rollout: rollout.episode_id)
+    return [list(rollouts) for _, rollouts in islice(grouped, limit)]
+
+
+def succeeded(config: RunConfig, rollout: Rollout) -> bool:
+    """Whether an episode succeeded, by what the evaluation of the run counts as that."""
+    if config.eval.success_above is not None:
+        return rollout.total_reward > config.eval.success_above
+    steps = rollout.env_steps
+    outcome = steps[-1].info.get("result") if steps else None
+    if config.eval.outcomes:
+        return outcome == config.eval.outcomes[0]
+    if outcome is None and steps and steps[-1].terminated:
+        raise ConfigError(
+            "--keep success: the environment does not say how its episodes end; set "
+            "eval.success_above to the reward above which one succeeded, as in eval.success_above=0"
+        )
+    return outcome in USUAL
+
+
+KEEP: Mapping[str, Callable[[RunConfig, Rollout], bool]] = {
+    "success": succeeded,
+    "complete": lambda _, rollout: (
+        not rollout.truncated
+        and all(step.finish_reason is not FinishReason.LENGTH for step in rollout.agent_steps)
+    ),
+    "parsed": lambda _, rollout: not any(s.info.get("parse_error") for s in rollout.env_steps),
+}
+"""The filters by name. A failed episode is never kept, whatever the filter."""
+
+
+async def generate_file(
+    run: str, overrides: Sequence[str], *, output: Path, episodes: int, keep: Sequence[str]
+) -> Counter[str]:
+    """Plays `episodes` episodes and writes the rollouts that pass every filter in `keep`. Returns
+    how many were kept, and how many were dropped, by reason."""
+    _check(output, episodes, keep)
+    config, weights = locate(run, overrides)
+    check_programs(config)
+    seed = derive_seed(config.run.seed, "generate")
+    counts: Counter[str] = Counter(kept=0)
+    async with Run.open_policy(config, weights=weights) as opened:
+        engine = rollout_engine(config, opened.runtime, seed=seed)
+        requests = FixedMix(requests_of(config), seed=seed).next_requests(episodes)
+        with episodes_bar("generating") as update, RolloutWriter(output) as writer:
+            async for rollout in engine.stream_rollouts(
+                requests,
+                max_steps=config.training.max_steps,
+                concurrency=config.training.concurrency,
+                on_progress=update,
+            ):
+                failed = [name for name in keep if not KEEP[name](config, rollout)]
+                reason = "failed" if rollout.error else f"not {failed[0]}" if failed else "kept"
+                counts[reason] += 1
+                if reason == "kept":
+                    await write_rollouts(writer, [rollout])
+    return counts
+
+
+def _check(output: Path, episodes: int, keep: Sequence[str]) -> None:
+    if episodes < 1:
+        raise ConfigError(f"--episodes {episodes}: must be at least 1")
+    for name in keep:
+        if name not in KEEP:
+            raise UnknownNameError("--keep", name, KEEP)
+    if output.exists():
+        raise ConfigError(f"{output} already exists: name another file with --output")

@@ -1,28 +1,65 @@
-"""A run in a script: assembled from its arguments, looked at, changed, started."""
+"""A run: what it is made of. `stages` has what it does."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ludic.agents.mcp import tool_servers
+from ludic.distributed import BroadcastPolicyPublisher, PolicyPublisher, Rank0OnlyPublisher
+from ludic.distributed.local import LocalCopyPublisher, LocalPolicyPublisher
 from ludic.errors import ConfigError
-from ludic.given import in_use
-from ludic.runs.arguments import PARTS, given_again, read_arguments, script_folder
-from ludic.runs.episodes import bring_in
-from ludic.runs.execution.check import check_parts
-from ludic.runs.execution.interruption import blocking
-from ludic.runs.execution.pieces import RunPieces
-from ludic.runs.execution.training_run import TrainingRun
-from ludic.runs.execution.updates import Update
+from ludic.inference import LocalChatClient, VLLMChatClient
+from ludic.inference.client import ChatClient
+from ludic.interaction import Runtime
+from ludic.plumbing.given import bind_objects
+from ludic.plumbing.precision import float32_products
+from ludic.rollouts.processes import WorkerPool
+from ludic.runs.assemble import algorithm_of, sample_filter_of, sft_algorithm, trainer_config
+from ludic.runs.check import check_parts
+from ludic.runs.episodes import import_user_modules, inference_spec, rollout_engine, runtime_of
+from ludic.runs.evaluation import evaluate_policy
+from ludic.runs.interruption import blocking
 from ludic.runs.locate import builtin_runs, check_given, find_run
+from ludic.runs.model import build_model, local_client, precision_of
+from ludic.runs.part import Part, Parts
+from ludic.runs.players.models import OtherPlayers
+from ludic.runs.players.scoring import Scoring
+from ludic.runs.players.seating import Seating
+from ludic.runs.ranks import NoSampler, Ranks, gathered_copy, samples
 from ludic.runs.results.report import RunReport
+from ludic.runs.results.terminal import warn
+from ludic.runs.results.watch import LearningWatch
 from ludic.runs.settings import RunConfig, override_key
+from ludic.runs.settings.from_python import PARTS, given_again, read_arguments, script_folder
+from ludic.runs.stages import Stages
 from ludic.runs.storage.folder import RunFolder
+from ludic.runs.updates import LastingLogger, Stage, Update, make_loggers
+from ludic.seeding import derive_seed
+from ludic.training import (
+    BatchSource,
+    DynamicSampling,
+    ReplayBufferSource,
+    RLAlgorithm,
+    RolloutBatchSource,
+    ScoredBatchSource,
+    Trainer,
+)
+from ludic.training.metrics.loggers import Logger
+from ludic.training.trainer import Evaluate
+
+if TYPE_CHECKING:
+    from ludic.runs.pipeline.training import RunPipeline
 
 
-class Run(RunPieces):
+class Run:
     """One training run: evaluation, cold start, reinforcement, each followed by an evaluation.
 
     The arguments are the sections of a run file, each a dict or an object, and a few shortcuts:
@@ -33,7 +70,9 @@ class Run(RunPieces):
     an `Update` after every one.
     """
 
-    parts: dict[str, Any]
+    callbacks: list[Callable[[Update], object]]
+    given: dict[str, Any]
+    """The arguments that may hold Python objects, for those who resume the run."""
 
     def __init__(
         self,
@@ -65,25 +104,7 @@ class Run(RunPieces):
         config, objects = read_arguments(arguments)
         self._assemble(config, objects, script_folder(), RunFolder.planned(config, out))
         self.callbacks = list(callbacks)
-        self.parts = {k: v for k, v in arguments.items() if v is not None and k in PARTS}
-
-    def _assemble(
-        self,
-        config: RunConfig,
-        objects: Mapping[str, Any],
-        modules: Path,
-        folder: RunFolder,
-        *,
-        resumed: bool = False,
-    ) -> None:
-        super().__init__(config, objects, modules, folder, resumed=resumed)
-        self.parts = {}
-        self._stages = TrainingRun(self)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        with in_use(self.objects):
-            bring_in(config, modules)
-            check_given(config, str(folder.path))
-            check_parts(config)
+        self.given = {k: v for k, v in arguments.items() if v is not None and k in PARTS}
 
     @classmethod
     def from_file(
@@ -116,10 +137,10 @@ class Run(RunPieces):
     def from_folder(cls, folder: str | Path, overrides: Sequence[str] = (), **parts: Any) -> Run:
         """Assembles what is left of the run in a folder. Only a few settings may change: with any
         other it would be another run. `parts` are those that were objects of a script."""
-        found = RunFolder.open(folder)
+        opened = RunFolder.open(folder)
         free = {"training.steps", "training.checkpoint_every", "training.rank_timeout_s"}
         free.add("logging.loggers")
-        if found.config().training.past_opponents:
+        if opened.config().training.past_opponents:
             free.remove("training.checkpoint_every")  # it also says when a past opponent is taken
         for key in map(override_key, overrides):
             if key not in free:
@@ -127,11 +148,50 @@ class Run(RunPieces):
                     f"{key} cannot change when a run is resumed: start a new run, or change only "
                     f"{', '.join(sorted(free))}"
                 )
-        config = found.config(overrides)
+        config = opened.config(overrides)
         self = cls.__new__(cls)
-        self._assemble(config, given_again(config, parts), found.modules, found, resumed=True)
-        self.parts = parts
+        self._assemble(config, given_again(config, parts), opened.modules, opened, resumed=True)
+        self.given = parts
         return self
+
+    @classmethod
+    @asynccontextmanager
+    async def open_policy(
+        cls, config: RunConfig, *, weights: Path | None = None
+    ) -> AsyncIterator[Run]:
+        """Yields a run that is not trained, for its model: with the weights of a checkpoint, and
+        with its client and publisher open."""
+        self = cls.__new__(cls)
+        self._set(config, {}, weights)
+        self.ranks = Ranks()
+        async with self.opened():
+            yield self
+
+    def _assemble(
+        self,
+        config: RunConfig,
+        objects: Mapping[str, Any],
+        modules: Path,
+        folder: RunFolder,
+        *,
+        resumed: bool = False,
+    ) -> None:
+        self._set(config, objects)
+        self.modules, self.folder, self.resumed = modules, folder, resumed
+        with bind_objects(self.objects):
+            import_user_modules(config, modules)
+            check_given(config, str(folder.path))
+            check_parts(config)
+
+    def _set(
+        self, config: RunConfig, objects: Mapping[str, Any], weights: Path | None = None
+    ) -> None:
+        self.config, self.objects, self._weights = config, dict(objects), weights
+        self.given, self.callbacks = {}, []
+        self.watch = LearningWatch(config)
+        self.parts = Parts(self.objects)
+        self._stages = Stages(self)
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder.path)!r})"
@@ -147,7 +207,7 @@ class Run(RunPieces):
     async def go_async(self) -> Run:
         """`go` for callers in an event loop."""
         self._loop = asyncio.get_running_loop()
-        with in_use(self.objects):
+        with bind_objects(self.objects):
             await self._stages.go()
         return self
 
@@ -169,3 +229,240 @@ class Run(RunPieces):
         """What the evaluations found, before and after each stage, with intervals."""
         stages, outcomes = self._stages, tuple(self.config.eval.outcomes)
         return RunReport(stages.reports, outcomes, tuple(stages.warnings()))
+
+    # The model, and what samples from it
+
+    @Part
+    def folder(self) -> RunFolder:
+        return RunFolder.planned(self.config)
+
+    @Part
+    def ranks(self) -> Ranks:
+        return Ranks.joined(self.config)
+
+    @Part
+    def loaded(self) -> tuple[torch.nn.Module, Any]:
+        """The model and its tokenizer."""
+        _ = self.ranks  # which say what this rank's GPU is
+        return build_model(self.config, self._weights)
+
+    @Part
+    def model(self) -> torch.nn.Module:
+        return self.loaded[0]
+
+    @Part
+    def tokenizer(self) -> Any:
+        return self.loaded[1]
+
+    @Part
+    def client(self) -> ChatClient:
+        if self.config.inference.backend != "local":
+            raise ConfigError("with inference.backend='vllm' there is a client once the run goes")
+        if not self.ranks.several:
+            return local_client(self.config, self.model, self.tokenizer)
+        if not samples(self.config):
+            return NoSampler()
+        return local_client(self.config, gathered_copy(self.model), self.tokenizer)
+
+    @Part
+    def publisher(self) -> PolicyPublisher | None:
+        client = self.client
+        if isinstance(client, NoSampler):
+            return None
+        if isinstance(client, LocalChatClient):
+            copied = self.ranks.several
+            return LocalCopyPublisher(client) if copied else LocalPolicyPublisher(client)
+        if isinstance(client, VLLMChatClient):
+            return BroadcastPolicyPublisher(client)
+        raise ConfigError(
+            f"{type(client).__name__} needs a publisher that gives it new weights: set "
+            "run.publisher, to None if it takes none"
+        )
+
+    @Part
+    def players(self) -> OtherPlayers:
+        return OtherPlayers(
+            self.config, self.tokenizer, inference_spec(self.config, trained_on=False)
+        )
+
+    @Part
+    def runtime(self) -> Runtime:
+        return runtime_of(self.config, self.client, self.tokenizer, self.players.runtimes)
+
+    @asynccontextmanager
+    async def opened(self, folder: Path | None = None) -> AsyncIterator[None]:
+        """Opens what samples from the model, and closes it at the end. From here on, parts stay.
+        If a vLLM server has to be started, the model is saved for it in `folder`."""
+        async with AsyncExitStack() as stack:
+            # Once for the whole run: its trainer and its engine, in two threads, ask for the same.
+            stack.enter_context(float32_products(precision_of(self.config)))
+            await stack.enter_async_context(tool_servers())
+            if self.config.inference.backend == "vllm" and not self.parts.is_assigned("client"):
+                from ludic.runs.vllm_backend import open_vllm
+
+                client, publisher = await open_vllm(
+                    self.config, self.model, self.tokenizer, stack, folder
+                )
+                self.client = client
+                if not self.parts.is_assigned("publisher"):
+                    self.publisher = publisher
+            elif hasattr(self.client, "__aenter__"):
+                local: Any = self.client
+                await stack.enter_async_context(local)
+            await stack.enter_async_context(self.players)
+            self.parts.frozen = "the run has begun"
+            yield
+
+    # What trains it
+
+    @Part
+    def algorithm(self) -> RLAlgorithm:
+        return algorithm_of(self.config)
+
+    @Part
+    def seating(self) -> Seating:
+        return Seating.of(
+            self.config,
+            self.runtime,
+            self.algorithm,
+            self.model,
+            self.tokenizer,
+            self.folder.path / "pool",
+        )
+
+    @Part
+    def scoring(self) -> Scoring:
+        return Scoring(
+            self.config,
+            self.model,
+            self.tokenizer,
+            self.folder.path,
+            sharded=self.ranks.several,
+        )
+
+    @Part
+    def pipeline(self) -> RunPipeline | None:
+        if self.config.pipeline is None:
+            return None
+        from ludic.runs.pipeline.training import RunPipeline  # which needs the extra `redis`
+
+        return RunPipeline(self.config, self.folder.path, lambda: self.client)
+
+    @Part
+    def workers(self) -> WorkerPool | None:
+        processes = self.config.training.workers
+        return WorkerPool(processes, imports=self.config.run.imports) if processes else None
+
+    @Part
+    def source(self) -> BatchSource:
+        training, seed = self.config.training, derive_seed(self.config.run.seed, "train")
+        source: BatchSource = (
+            self.pipeline.source(self.seating.curriculum, self.algorithm)
+            if self.pipeline
+            else RolloutBatchSource(
+                engine=rollout_engine(
+                    self.config, self.seating.runtime, seed=seed, workers=self.workers
+                ),
+                request_fn=self.seating.curriculum,
+                algorithm=self.algorithm,
+                max_steps=training.max_steps,
+                concurrency=training.concurrency,
+                rollouts_per_update=training.rollouts_per_update,
+                sample_filter=sample_filter_of(self.config),
+                resample=DynamicSampling(rounds) if (rounds := training.dynamic_sampling) else None,
+            )
+        )
+        if scorers := self.scoring.scorers:
+            source = ScoredBatchSource(source, scorers)
+        if (replay := training.replay_buffer) is not None:  # outside: what is stored has its scores
+            source = ReplayBufferSource(
+                source,
+                share=replay.share,
+                max_age=replay.max_age,
+                half_life=replay.half_life,
+                seed=seed,
+            )
+        return source
+
+    @Part
+    def loggers(self) -> list[Logger]:
+        return make_loggers(self.config, self.folder, "rl")
+
+    @Part
+    def trainer(self) -> Trainer:
+        if self.ranks.several and self.parts.frozen is None:
+            raise ConfigError("on several ranks there is a trainer once the run goes")
+        source = self.source if self.ranks.world.leads else None
+        return self._trainer_of("rl", self.model, self.algorithm, source, self._evaluate_during)
+
+    def sft_trainer(self, model: torch.nn.Module, source: BatchSource | None) -> Trainer:
+        """Returns the trainer of the cold start; only rank 0 has a `source`."""
+        algorithm = sft_algorithm(self.config) if source is None else None  # or the source's own
+        return self._trainer_of("sft", model, algorithm, source)
+
+    def _trainer_of(
+        self,
+        stage: Stage,
+        model: torch.nn.Module,
+        algorithm: RLAlgorithm | None,
+        source: BatchSource | None,
+        evaluate: Evaluate | None = None,
+    ) -> Trainer:
+        leads = self.ranks.world.leads
+        return Trainer(
+            model=model,
+            algo=algorithm,
+            batch_source=source,
+            publisher=self._publisher_of(stage),
+            cfg=trainer_config(self.config, stage, self.folder.path),
+            loggers=self._loggers_of(stage) if leads else (),
+            mesh=self.ranks.mesh,
+            evaluate=evaluate,
+            tokenizer=copy.deepcopy(self.tokenizer) if leads else None,
+            callbacks=[partial(self._updated, stage)] if leads else (),
+        )
+
+    def _publisher_of(self, stage: Stage) -> PolicyPublisher | None:
+        """Returns what reaches all that sample in a stage, on rank 0; the others take part."""
+        ranks = self.ranks
+        if not ranks.world.leads:
+            assigned = self.parts.is_assigned("publisher")
+            published = self.publisher is not None if assigned else samples(self.config)
+            return Rank0OnlyPublisher(None, ranks.world) if published else None
+        publisher = self.publisher
+        if stage == "rl" and self.pipeline is not None:
+            publisher = self.pipeline.publisher(publisher)
+        if ranks.several and publisher is not None:
+            publisher = Rank0OnlyPublisher(publisher, ranks.world)
+        return publisher
+
+    def _loggers_of(self, stage: Stage) -> list[Logger]:
+        """Returns the loggers of a stage: those that were assigned hear all of them."""
+        if self.parts.is_assigned("loggers"):
+            return [LastingLogger(logger) for logger in self.loggers]
+        return self.loggers if stage == "rl" else make_loggers(self.config, self.folder, stage)
+
+    def close_loggers(self) -> None:
+        """Closes those that were assigned; a trainer closes those of its stage."""
+        for logger in self.loggers if self.parts.is_assigned("loggers") else ():
+            try:
+                logger.close()
+            except Exception as exc:
+                warn(f"{type(logger).__name__} could not be closed: {type(exc).__name__}: {exc}")
+
+    async def _evaluate_during(self, step: int) -> dict[str, float]:
+        """Plays the held-out episodes between two updates, and returns figures to log."""
+        report = await evaluate_policy(self.config, self.runtime, name=f"step-{step}")
+        self.folder.write_json(f"eval/step-{step}.json", report.to_dict())
+        for sentence in self.watch.take_report(report):
+            warn(f"update {step}: {sentence}")
+        return report.metrics()
+
+    def _updated(self, stage: Stage, step: int, metrics: Mapping[str, float]) -> None:
+        """Tells the callbacks of an update, and warns once of each sign that the reinforcement
+        does not learn."""
+        if stage == "rl":
+            for sentence in self.watch.take(metrics):
+                warn(f"update {step}: {sentence}")
+        for callback in self.callbacks:
+            callback(Update(stage, step, metrics))

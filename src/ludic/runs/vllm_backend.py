@@ -28,18 +28,18 @@ from ludic.distributed.vllm.planes import BroadcastPlane, DataPlane, make_plane
 from ludic.errors import ConfigError, DeadlineError, InferenceError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
-from ludic.inference.vllm.names import PLACE
-from ludic.inference.vllm.replica import Replica
+from ludic.inference.vllm.flags import PLACE
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
-from ludic.precision import sampling_dtype
+from ludic.inference.vllm.servers import Replica
+from ludic.plumbing.precision import sampling_dtype
 from ludic.runs.gpu_share import server_shares_gpu, share_of_server
 from ludic.runs.model import check_device, precision_of
 from ludic.runs.results.terminal import say
 from ludic.runs.settings import InferenceSection, RunConfig
-from ludic.runs.settings.servers import read_key
+from ludic.runs.settings.base import read_key
 from ludic.sharding.ranks import launched
 from ludic.sharding.weights import plain_name
-from ludic.training.checkpoints.model_loading import no_progress_bar
+from ludic.training.model_files import no_progress_bar
 
 ASKING_S = 60.0
 

@@ -1,56 +1,34 @@
 """State, action, weight: rollouts and credit become the sequences that are trained on."""
 
-from ludic.saw.assembly import Algorithm, batch_from_rollouts
-from ludic.saw.batch import count_items, make_batch
-from ludic.saw.building import UNKNOWN_VERSION, build_items
-from ludic.saw.codec import batch_from_dict, batch_to_dict, item_from_dict, item_to_dict
-from ludic.saw.credit import ComparesGroups, CreditAssigner, WatchesDrift
-from ludic.saw.filters import (
-    Sample,
-    SampleFilter,
-    combine,
-    drop_if,
-    drop_incomplete_completions,
-    drop_overlong,
-    drop_parse_errors,
-    drop_truncated,
-)
-from ludic.saw.grouping import LostMember, group_by_role, settle_groups
-from ludic.saw.items import BatchCounts, SampleAttachments, SAWBatch, SAWItem, TurnSpan
-from ludic.saw.overlong import drop_overlong_episodes
-from ludic.saw.statistics import item_statistics, rollout_statistics
-
-__all__ = [
-    "UNKNOWN_VERSION",
-    "Algorithm",
-    "BatchCounts",
-    "ComparesGroups",
-    "CreditAssigner",
-    "LostMember",
-    "SAWBatch",
-    "SAWItem",
-    "Sample",
-    "SampleAttachments",
-    "SampleFilter",
-    "TurnSpan",
-    "WatchesDrift",
-    "batch_from_dict",
-    "batch_from_rollouts",
-    "batch_to_dict",
-    "build_items",
-    "combine",
-    "count_items",
-    "drop_if",
-    "drop_incomplete_completions",
-    "drop_overlong",
-    "drop_overlong_episodes",
-    "drop_parse_errors",
-    "drop_truncated",
-    "group_by_role",
-    "item_from_dict",
-    "item_statistics",
-    "item_to_dict",
-    "make_batch",
-    "rollout_statistics",
-    "settle_groups",
-]
+from ludic.saw.assembly import Algorithm as Algorithm
+from ludic.saw.assembly import batch_from_rollouts as batch_from_rollouts
+from ludic.saw.batch import count_items as count_items
+from ludic.saw.batch import make_batch as make_batch
+from ludic.saw.building import UNKNOWN_VERSION as UNKNOWN_VERSION
+from ludic.saw.building import build_items as build_items
+from ludic.saw.codec import batch_from_dict as batch_from_dict
+from ludic.saw.codec import batch_to_dict as batch_to_dict
+from ludic.saw.codec import item_from_dict as item_from_dict
+from ludic.saw.codec import item_to_dict as item_to_dict
+from ludic.saw.credit import ComparesGroups as ComparesGroups
+from ludic.saw.credit import CreditAssigner as CreditAssigner
+from ludic.saw.credit import WatchesDrift as WatchesDrift
+from ludic.saw.filters import Sample as Sample
+from ludic.saw.filters import SampleFilter as SampleFilter
+from ludic.saw.filters import combine as combine
+from ludic.saw.filters import drop_if as drop_if
+from ludic.saw.filters import drop_incomplete_completions as drop_incomplete_completions
+from ludic.saw.filters import drop_overlong as drop_overlong
+from ludic.saw.filters import drop_parse_errors as drop_parse_errors
+from ludic.saw.filters import drop_truncated as drop_truncated
+from ludic.saw.grouping import LostMember as LostMember
+from ludic.saw.grouping import group_by_role as group_by_role
+from ludic.saw.grouping import settle_groups as settle_groups
+from ludic.saw.items import BatchCounts as BatchCounts
+from ludic.saw.items import SampleAttachments as SampleAttachments
+from ludic.saw.items import SAWBatch as SAWBatch
+from ludic.saw.items import SAWItem as SAWItem
+from ludic.saw.items import TurnSpan as TurnSpan
+from ludic.saw.overlong import drop_overlong_episodes as drop_overlong_episodes
+from ludic.saw.statistics import item_statistics as item_statistics
+from ludic.saw.statistics import rollout_statistics as rollout_statistics

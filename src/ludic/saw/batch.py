@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
+from msgspec.structs import fields, replace
 
 from ludic.errors import BatchError, CreditError
 from ludic.saw.items import BatchCounts, SampleAttachments, SAWBatch, SAWItem, TurnSpan

@@ -5,30 +5,29 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from typing_extensions import TypedDict
+from msgspec.structs import asdict
 
 from ludic.errors import SchemaVersionError, SerializationError
-from ludic.json_codec import from_plain
+from ludic.plumbing.records import Record, from_plain
 from ludic.saw.items import BatchCounts, SampleAttachments, SAWBatch, SAWItem, TurnSpan
 
 SCHEMA = 2
 """In schema 1, `meta` was a dict, but msgpack cannot encode integers of more than 64 bits."""
 
 
-class _Attached(TypedDict, total=False):
-    behavior_logprobs: list[float]
-    reference_logprobs: list[float]
-    teacher_logprobs: list[float]
-    token_weights: list[float]
-    versions: list[int]
-    kept_token_ids: list[list[int]]
+class _Attached(Record, frozen=True):
+    behavior_logprobs: list[float] | None = None
+    reference_logprobs: list[float] | None = None
+    teacher_logprobs: list[float] | None = None
+    token_weights: list[float] | None = None
+    versions: list[int] | None = None
+    kept_token_ids: list[list[int]] | None = None
 
 
-class _Item(TypedDict):
+class _Item(Record, frozen=True):
     schema: int
     input_ids: list[int]
     attention_mask: list[int]
@@ -36,16 +35,16 @@ class _Item(TypedDict):
     weight: float | None
     meta: dict[str, Any] | str
     attachments: _Attached
-    turns: list[list[int | float]]
+    turns: list[tuple[int, int, int, float]]
     rollout_id: str
     group_id: str | None
     temperature: float
 
 
-class _Batch(TypedDict):
+class _Batch(Record, frozen=True):
     schema: int
     items: list[dict[str, Any]]
-    counts: dict[str, int]
+    counts: BatchCounts
     meta: dict[str, Any] | str
 
 
@@ -55,7 +54,7 @@ def item_to_dict(item: SAWItem) -> dict[str, Any]:
     that JSON does not support replaced by their repr."""
     attached = {
         name: value.tolist() if isinstance(value, np.ndarray) else [ids.tolist() for ids in value]
-        for name in _Attached.__annotations__
+        for name in _Attached.__struct_fields__
         if (value := getattr(item.attachments, name)) is not None
     }
     return {
@@ -76,26 +75,26 @@ def item_to_dict(item: SAWItem) -> dict[str, Any]:
 def item_from_dict(data: Mapping[str, Any]) -> SAWItem:
     """Reads what `item_to_dict` wrote; `SerializationError` names the field at fault."""
     _check_schema(data, "item")
-    item: _Item = from_plain(_Item, data)
-    lists: Mapping[str, Any] = item["attachments"]
+    item = from_plain(_Item, data)
     try:
         attached: dict[str, Any] = {
             name: tuple(np.array(ids, dtype=np.int64) for ids in values)
             if name == "kept_token_ids"
             else np.array(values, dtype=np.int64 if name == "versions" else np.float32)
-            for name, values in lists.items()
+            for name, values in asdict(item.attachments).items()
+            if values is not None
         }
         return SAWItem(
-            input_ids=np.array(item["input_ids"], dtype=np.int64),
-            attention_mask=np.array(item["attention_mask"], dtype=np.int8),
-            action_mask=np.array(item["action_mask"], dtype=np.int8),
-            weight=math.nan if item["weight"] is None else item["weight"],
-            meta=_meta(item["meta"]),
+            input_ids=np.array(item.input_ids, dtype=np.int64),
+            attention_mask=np.array(item.attention_mask, dtype=np.int8),
+            action_mask=np.array(item.action_mask, dtype=np.int8),
+            weight=math.nan if item.weight is None else item.weight,
+            meta=_meta(item.meta),
             attachments=SampleAttachments(**attached),
-            turns=tuple(map(_turn, item["turns"])),
-            rollout_id=item["rollout_id"],
-            group_id=item["group_id"],
-            temperature=item["temperature"],
+            turns=tuple(TurnSpan(*turn) for turn in item.turns),
+            rollout_id=item.rollout_id,
+            group_id=item.group_id,
+            temperature=item.temperature,
         )
     except OverflowError as exc:
         raise SerializationError(f"not a SAWItem: {exc}") from exc
@@ -114,25 +113,14 @@ def batch_to_dict(batch: SAWBatch) -> dict[str, Any]:
 def batch_from_dict(data: Mapping[str, Any]) -> SAWBatch:
     """Reads what `batch_to_dict` wrote; `SerializationError` names the item and field at fault."""
     _check_schema(data, "batch")
-    batch: _Batch = from_plain(_Batch, data)
+    batch = from_plain(_Batch, data)
     items = []
-    for index, item in enumerate(batch["items"]):
+    for index, item in enumerate(batch.items):
         try:
             items.append(item_from_dict(item))
         except SerializationError as exc:
             raise type(exc)(f"item {index}: {exc}") from exc
-    try:
-        counts = BatchCounts(**batch["counts"])
-    except TypeError as exc:
-        raise SerializationError(f"not a SAWBatch: {exc}") from exc
-    return SAWBatch(tuple(items), counts, _meta(batch["meta"]))
-
-
-def _turn(span: list[int | float]) -> TurnSpan:
-    match span:
-        case [int(start), int(end), int(turn), float() | int() as weight]:
-            return TurnSpan(start, end, turn, weight)
-    raise SerializationError(f"a turn is [start, end, turn, weight], not {span!r:.80}")
+    return SAWBatch(tuple(items), batch.counts, _meta(batch.meta))
 
 
 def _meta(meta: Mapping[str, Any] | str) -> Mapping[str, Any]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import field
 from numpy.typing import NDArray
 
-from ludic.frozen import quick
+from ludic.plumbing.records import Record
 
 
-@quick
-@dataclass(frozen=True, slots=True, eq=False)
-class SampleAttachments:
+class SampleAttachments(Record, frozen=True, eq=False):
     """Data per action token; each field has length `sum(action_mask)` or is None.
 
     `token_weights` has the weight of every action token; in a merged item the turns differ.
@@ -29,9 +27,7 @@ class SampleAttachments:
     kept_token_ids: Sequence[NDArray[np.int64]] | None = None
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class TurnSpan:
+class TurnSpan(Record, frozen=True):
     """Which action tokens of an item (`start` to `end`, counted in action tokens) belong to which
     turn. A turn whose prompts forked has spans in more than one item."""
 
@@ -41,9 +37,7 @@ class TurnSpan:
     weight: float
 
 
-@quick
-@dataclass(frozen=True, slots=True, eq=False)
-class SAWItem:
+class SAWItem(Record, frozen=True, eq=False):
     """One training sequence: token ids, which of them are actions, and their weight.
 
     A merged item has several turns: its `weight` is NaN, and `attachments.token_weights` has the
@@ -55,15 +49,14 @@ class SAWItem:
     action_mask: NDArray[np.int8]
     weight: float
     meta: Mapping[str, Any] = field(default_factory=dict)
-    attachments: SampleAttachments = field(default_factory=SampleAttachments)
+    attachments: SampleAttachments = SampleAttachments()
     turns: tuple[TurnSpan, ...] = ()
     rollout_id: str = ""
     group_id: str | None = None
     temperature: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class BatchCounts:
+class BatchCounts(Record, frozen=True):
     """How many of each the whole macro-batch has, over all ranks: the losses' normalisers."""
 
     tokens: int
@@ -72,8 +65,7 @@ class BatchCounts:
     groups: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SAWBatch:
+class SAWBatch(Record, frozen=True, eq=False):
     """A macro-batch: the data of one update. `meta` has statistics of the rollouts and the number
     of turns dropped, by reason."""
 

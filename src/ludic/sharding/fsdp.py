@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.sharding.model_parts import decoder_layers
+from ludic.plumbing.model_parts import decoder_layers
 from ludic.sharding.weights import local_rows
 
 

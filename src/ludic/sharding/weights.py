@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, PublishError
-from ludic.sharding.model_parts import base_causal_lm
+from ludic.plumbing.model_parts import base_causal_lm
 
 _PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
 _MERGED = tuple(f".{name}." for pair in _PAIRS for name in pair)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgpack  # type: ignore[import-untyped]
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -47,7 +47,7 @@ class World:
         """Rank 0's `value`, on every rank. A value with the key `error` raises on the others."""
         if self.group is None:
             return dict(value or {})
-        data = msgpack.packb(value, use_bin_type=True) if self.leads else b""
+        data = msgspec.msgpack.encode(value) if self.leads else b""
         size = torch.tensor([len(data)], dtype=torch.int64, device=self.device)
         dist.broadcast(size, group=self.group, group_src=0)
         buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
@@ -57,7 +57,7 @@ class World:
         shared: dict[str, Any] = (
             dict(value or {})
             if self.leads
-            else msgpack.unpackb(buffer.cpu().numpy().tobytes(), strict_map_key=False)
+            else msgspec.msgpack.decode(buffer.cpu().numpy().tobytes())
         )
         if "error" in shared and not self.leads:
             raise PeerError(f"rank 0 failed: {shared['error']}")

@@ -4,10 +4,6 @@ Names are imported when they are first used, so that an actor, which needs only 
 assigners and the batch maths, gets by without torch.
 """
 
-from ludic.lazy import late_names
+from ludic.plumbing.lazy import late_names
 
-__getattr__, __all__ = late_names(__name__, __file__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = late_names(__name__, __file__)

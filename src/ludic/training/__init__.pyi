@@ -13,6 +13,7 @@ from ludic.saw import SampleFilter as SampleFilter
 from ludic.saw import SAWBatch as SAWBatch
 from ludic.saw import SAWItem as SAWItem
 from ludic.training.algorithm import RLAlgorithm as RLAlgorithm
+from ludic.training.algorithm import Stateful as Stateful
 from ludic.training.algorithms import list_algorithms as list_algorithms
 from ludic.training.algorithms import make_algorithm as make_algorithm
 from ludic.training.algorithms import register_algorithm as register_algorithm
@@ -45,7 +46,8 @@ from ludic.training.batching.scoring import TeacherScorer as TeacherScorer
 from ludic.training.batching.scoring import TokenScores as TokenScores
 from ludic.training.batching.self_play import PastPolicies as PastPolicies
 from ludic.training.batching.self_play import SelfPlay as SelfPlay
-from ludic.training.batching.task_sampling import UncertainTasks as UncertainTasks
+from ludic.training.batching.source import BatchSource as BatchSource
+from ludic.training.batching.source import WorksAhead as WorksAhead
 from ludic.training.config import CheckpointConfig as CheckpointConfig
 from ludic.training.config import TrainerConfig as TrainerConfig
 from ludic.training.credit_assignment.returns import ConstantCredit as ConstantCredit
@@ -59,6 +61,7 @@ from ludic.training.credit_assignment.returns import PerStepReward as PerStepRew
 from ludic.training.credit_assignment.value_tracker import BetaTracker as BetaTracker
 from ludic.training.credit_assignment.value_tracker import DriftForgetting as DriftForgetting
 from ludic.training.credit_assignment.value_tracker import TrackedAdvantage as TrackedAdvantage
+from ludic.training.credit_assignment.value_tracker import UncertainTasks as UncertainTasks
 from ludic.training.loss import CISPOLoss as CISPOLoss
 from ludic.training.loss import CompositeLoss as CompositeLoss
 from ludic.training.loss import CorrectedLoss as CorrectedLoss
@@ -92,14 +95,11 @@ from ludic.training.preprocess import chain as chain
 from ludic.training.preprocess import drop_zero_variance_groups as drop_zero_variance_groups
 from ludic.training.preprocess import subtract_mean as subtract_mean
 from ludic.training.trainer import Trainer as Trainer
-from ludic.training.types import BatchSource as BatchSource
 from ludic.training.types import CreditAssigner as CreditAssigner
 from ludic.training.types import Loss as Loss
 from ludic.training.types import LossBatch as LossBatch
 from ludic.training.types import LossStats as LossStats
 from ludic.training.types import PreprocessFn as PreprocessFn
 from ludic.training.types import Stat as Stat
-from ludic.training.types import Stateful as Stateful
 from ludic.training.types import TokenLogProbs as TokenLogProbs
-from ludic.training.types import WorksAhead as WorksAhead
 from ludic.types import RolloutStepKey as RolloutStepKey

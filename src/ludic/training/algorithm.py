@@ -8,14 +8,22 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.given import remembered as remembered
+from ludic.plumbing.given import remembered as remembered
 from ludic.saw.credit import AllowsPartialGroups, ComparesGroups, CreditAssigner, WatchesDrift
 from ludic.saw.items import SAWBatch
 from ludic.training.preprocess import PreprocessFn, chain, preprocess_of
-from ludic.training.stateful import Stateful
 
 if TYPE_CHECKING:
     from ludic.training.types import Loss
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Something whose state is saved with a checkpoint; the state is JSON."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -109,29 +117,20 @@ class RLAlgorithm:
             credit.load_state_dict(saved)
 
 
-@runtime_checkable
-class HasAlgorithm(Protocol):
-    """A batch source that assigns credit by an algorithm; None if it needs none."""
-
-    @property
-    def algorithm(self) -> RLAlgorithm | None: ...
-
-
-def one_algorithm(algo: RLAlgorithm | None, source: object) -> RLAlgorithm:
-    """The algorithm of a trainer that was given `algo` and takes batches from `source`.
+def one_algorithm(algo: RLAlgorithm | None, own: RLAlgorithm | None) -> RLAlgorithm:
+    """The algorithm of a trainer that was given `algo`, with a batch source that has its `own`.
 
     Raises `ConfigError` if there is none, or if credit would come from one and the loss from
     another.
     """
-    own = source.algorithm if isinstance(source, HasAlgorithm) else None
-    found = algo or own
-    if found is None:
+    chosen = algo or own
+    if chosen is None:
         raise ConfigError("there is no algorithm: pass algo=, or a batch source that has one")
     if algo is None or own is None or algo is own:
-        return found
+        return chosen
     if algo != own or isinstance(own.credit_assigner, Stateful):
         raise ConfigError(
             f"the trainer was given {algo.name!r} and its batch source assigns credit by another "
             f"{own.name!r}: pass the same object to both, or leave algo= out"
         )
-    return found
+    return chosen

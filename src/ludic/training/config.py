@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from ludic.errors import ConfigError
-from ludic.precision import Precision
+from ludic.plumbing.precision import Precision
 
 AttentionKind: TypeAlias = Literal["auto", "varlen", "sdpa"]
 HeadKernels: TypeAlias = Literal["auto", "triton", "compiled", "eager"]

@@ -1,23 +1,10 @@
 """Sample filters; they live in `ludic.saw.filters`."""
 
-from ludic.saw.filters import (
-    Sample,
-    SampleFilter,
-    combine,
-    drop_if,
-    drop_incomplete_completions,
-    drop_overlong,
-    drop_parse_errors,
-    drop_truncated,
-)
-
-__all__ = [
-    "Sample",
-    "SampleFilter",
-    "combine",
-    "drop_if",
-    "drop_incomplete_completions",
-    "drop_overlong",
-    "drop_parse_errors",
-    "drop_truncated",
-]
+from ludic.saw.filters import Sample as Sample
+from ludic.saw.filters import SampleFilter as SampleFilter
+from ludic.saw.filters import combine as combine
+from ludic.saw.filters import drop_if as drop_if
+from ludic.saw.filters import drop_incomplete_completions as drop_incomplete_completions
+from ludic.saw.filters import drop_overlong as drop_overlong
+from ludic.saw.filters import drop_parse_errors as drop_parse_errors
+from ludic.saw.filters import drop_truncated as drop_truncated

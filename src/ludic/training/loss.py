@@ -1,53 +1,35 @@
 """All losses by name. Each lives in the file of the algorithm that brought it."""
 
-from ludic.training.algorithms.cispo import CISPOLoss
-from ludic.training.algorithms.gmpo import GMPOLoss
-from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss
-from ludic.training.algorithms.gspo import SequenceClippedSurrogateLoss
-from ludic.training.algorithms.opd import OnPolicyDistillationLoss
-from ludic.training.algorithms.reinforce import ReinforceLoss
-from ludic.training.algorithms.reinforce_baseline import ReinforceBaselineLoss
-from ludic.training.algorithms.sapo import SAPOLoss
-from ludic.training.algorithms.sft import MaskedCausalLMCrossEntropyLoss
-from ludic.training.losses.aggregation import (
-    Aggregation,
-    Constant,
-    GroupMean,
-    SequenceMean,
-    TokenMean,
+from ludic.training.algorithms.cispo import CISPOLoss as CISPOLoss
+from ludic.training.algorithms.gmpo import GMPOLoss as GMPOLoss
+from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss as TokenClippedSurrogateLoss
+from ludic.training.algorithms.gspo import (
+    SequenceClippedSurrogateLoss as SequenceClippedSurrogateLoss,
 )
-from ludic.training.losses.composite import CompositeLoss, EntropyBonus
-from ludic.training.losses.corrections import CorrectedLoss, MaskedImportance, TruncatedImportance
-from ludic.training.losses.kl import TokenKLLoss
-from ludic.training.types import Loss, LossBatch, LossStats, Stat, TokenLogProbs
+from ludic.training.algorithms.opd import OnPolicyDistillationLoss as OnPolicyDistillationLoss
+from ludic.training.algorithms.reinforce import ReinforceLoss as ReinforceLoss
+from ludic.training.algorithms.reinforce_baseline import (
+    ReinforceBaselineLoss as ReinforceBaselineLoss,
+)
+from ludic.training.algorithms.sapo import SAPOLoss as SAPOLoss
+from ludic.training.algorithms.sft import (
+    MaskedCausalLMCrossEntropyLoss as MaskedCausalLMCrossEntropyLoss,
+)
+from ludic.training.losses.aggregation import Aggregation as Aggregation
+from ludic.training.losses.aggregation import Constant as Constant
+from ludic.training.losses.aggregation import GroupMean as GroupMean
+from ludic.training.losses.aggregation import SequenceMean as SequenceMean
+from ludic.training.losses.aggregation import TokenMean as TokenMean
+from ludic.training.losses.composite import CompositeLoss as CompositeLoss
+from ludic.training.losses.composite import EntropyBonus as EntropyBonus
+from ludic.training.losses.composite import TokenKLLoss as TokenKLLoss
+from ludic.training.losses.corrections import CorrectedLoss as CorrectedLoss
+from ludic.training.losses.corrections import MaskedImportance as MaskedImportance
+from ludic.training.losses.corrections import TruncatedImportance as TruncatedImportance
+from ludic.training.types import Loss as Loss
+from ludic.training.types import LossBatch as LossBatch
+from ludic.training.types import LossStats as LossStats
+from ludic.training.types import Stat as Stat
+from ludic.training.types import TokenLogProbs as TokenLogProbs
 
 GSPOLoss = SequenceClippedSurrogateLoss
-
-__all__ = [
-    "Aggregation",
-    "CISPOLoss",
-    "CompositeLoss",
-    "Constant",
-    "CorrectedLoss",
-    "EntropyBonus",
-    "GMPOLoss",
-    "GSPOLoss",
-    "GroupMean",
-    "Loss",
-    "LossBatch",
-    "LossStats",
-    "MaskedCausalLMCrossEntropyLoss",
-    "MaskedImportance",
-    "OnPolicyDistillationLoss",
-    "ReinforceBaselineLoss",
-    "ReinforceLoss",
-    "SAPOLoss",
-    "SequenceClippedSurrogateLoss",
-    "SequenceMean",
-    "Stat",
-    "TokenClippedSurrogateLoss",
-    "TokenKLLoss",
-    "TokenLogProbs",
-    "TokenMean",
-    "TruncatedImportance",
-]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ludic.errors import ConfigError, NotTrainableError
@@ -104,14 +105,14 @@ def drop_zero_variance_groups(batch: SAWBatch) -> SAWBatch:
     """Drops groups whose weights are all 0: they have no gradient, but would count in the
     normalisers. The drops are counted in turns, in `meta["dropped"]["zero_variance_group"]`."""
     alive = {item.group_id for item in batch.items if any(span.weight for span in item.turns)}
-    kept = [item for item in batch.items if item.group_id in alive or item.group_id is None]
-    if len(kept) == len(batch.items):
+    items = [item for item in batch.items if item.group_id in alive or item.group_id is None]
+    if len(items) == len(batch.items):
         return batch
     dropped = Counter(batch.meta.get("dropped", {}))
     dropped["zero_variance_group"] += len(turn_weights(batch)) - len(
-        turn_weights(replace(batch, items=tuple(kept)))
+        turn_weights(replace(batch, items=tuple(items)))
     )
-    return make_batch(kept, {**batch.meta, "dropped": dict(dropped)})
+    return make_batch(items, {**batch.meta, "dropped": dict(dropped)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ def _backwards(batch: SAWBatch) -> Iterator[tuple[int, TurnSpan]]:
     """Spans from the last turn to the first; those of one turn in reverse order."""
     spans = [(p, span) for p, item in enumerate(batch.items) for span in item.turns]
     # A stable sort read backwards: within one turn, later spans come first.
-    ordered = sorted(spans, key=lambda found: found[1].turn_index)
+    ordered = sorted(spans, key=lambda placed: placed[1].turn_index)
     return reversed(ordered)
 
 

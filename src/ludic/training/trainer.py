@@ -16,31 +16,40 @@ import torch
 from torch import nn
 
 from ludic.distributed.interfaces import PolicyPublisher
-from ludic.errors import ConfigError, NonFiniteError
-from ludic.precision import check_precision, float32_products
+from ludic.errors import ConfigError, NonFiniteError, TrainingError
+from ludic.plumbing.precision import check_precision, float32_products
 from ludic.rollouts.token_log import TokenLog
 from ludic.saw.items import SAWBatch
 from ludic.sharding.weights import ModelWeights
 from ludic.sharding.world import World, work_on
-from ludic.training.algorithm import RLAlgorithm, one_algorithm
-from ludic.training.batching.ahead import SamplingAhead
-from ludic.training.batching.intake import BatchesEnded, Intake, only_batches_end
-from ludic.training.checkpoints.checkpoint import Checkpointer
-from ludic.training.checkpoints.contents import TrainerState
+from ludic.training.algorithm import RLAlgorithm, Stateful, one_algorithm
+from ludic.training.batching.intake import BatchesEnded, Intake
+from ludic.training.batching.source import GivesBatches, SamplingAhead, as_source
+from ludic.training.checkpoint import Checkpointer
+from ludic.training.checkpoint_contents import TrainerState
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.loggers import Logger, MetricLog
-from ludic.training.metrics.perf import PerfMeter
-from ludic.training.metrics.publish_log import PublishLog
+from ludic.training.metrics.perf import PerfMeter, PublishLog, Workload
 from ludic.training.metrics.stats import StatBuffer, batch_metrics, over_steps
-from ludic.training.metrics.workload import Workload
-from ludic.training.stateful import Commits, KeepsRecord
-from ludic.training.types import BatchSource, Evaluates, Stateful, WorksAhead
+from ludic.training.types import Evaluates
 from ludic.training.update.checks import check_packing, check_split
-from ludic.training.update.optimizer import MasterAdamW, clipped
-from ludic.training.update.passes import Passes, mean_kl, mini_batches, pick, score_batch
-from ludic.training.update.policy import Policy, attention_cost
-from ludic.training.update.schedule import curve, describe_change, learning_rate
-from ludic.training.update.score_record import ScoreRecord
+from ludic.training.update.optimizer import (
+    MasterAdamW,
+    clipped,
+    curve,
+    describe_change,
+    learning_rate,
+)
+from ludic.training.update.passes import (
+    Passes,
+    ScoreRecord,
+    mean_kl,
+    mini_batches,
+    pick,
+    score_batch,
+)
+from ludic.training.update.planning import attention_cost
+from ludic.training.update.policy import Policy
 from ludic.workers.deadlines import bounded
 
 if TYPE_CHECKING:
@@ -68,7 +77,7 @@ class Trainer:
         *,
         model: nn.Module,
         algo: RLAlgorithm | None = None,
-        batch_source: BatchSource | None,
+        batch_source: GivesBatches | None,
         publisher: PolicyPublisher | None = None,
         cfg: TrainerConfig | None = None,
         loggers: Sequence[Logger] = (),
@@ -81,22 +90,15 @@ class Trainer:
         token_log: TokenLog | None = None,
     ) -> None:
         self.cfg = cfg = cfg or TrainerConfig()
-        self.algo = algo = one_algorithm(algo, batch_source)
+        source = None if batch_source is None else as_source(batch_source)
+        self.algo = algo = one_algorithm(algo, source.algorithm if source else None)
         self._source_name = type(batch_source).__name__  # for errors: not that of a wrapper
-        if cfg.overlap and not (batch_source is None or isinstance(batch_source, WorksAhead)):
-            batch_source = SamplingAhead(batch_source)
-        self.model, self.source, self.publisher = model, batch_source, publisher
+        if cfg.overlap and source is not None and not source.works_ahead:
+            source = SamplingAhead(source)
+        self.model, self.source, self.publisher = model, source, publisher
         self._weights_are_shared = publisher is not None and publisher.shares_weights
         check_precision(cfg.precision, model, "TrainerConfig")
-        self.policy = Policy(
-            model,
-            attention=cfg.attention,
-            gradient_checkpointing=cfg.gradient_checkpointing,
-            compile_layers=cfg.compile,
-            precision=cfg.precision,
-            head_kernels=cfg.head_kernels,
-            graphs=cfg.graphs and mesh is None,
-        )
+        self.policy = Policy.of_config(model, cfg, graphs=cfg.graphs and mesh is None)
         cost = attention_cost(model)
         device = next(model.parameters()).device
         if device.type != "meta":
@@ -112,9 +114,9 @@ class Trainer:
         self.world = World.of(mesh, next(model.parameters()).device)
         with float32_products(cfg.precision):
             check_packing(self.policy, self.world.device, cfg.max_seq_len)
-        if self.world.leads and batch_source is None:
+        if self.world.leads and source is None:
             raise ConfigError("rank 0 needs a batch source")
-        if self.world.size > 1 and isinstance(batch_source, WorksAhead) and not cfg.overlap:
+        if self.world.size > 1 and source and source.works_ahead and not cfg.overlap:
             raise ConfigError("on several ranks a source that works ahead needs overlap=True")
         self.optimizer = MasterAdamW(model.named_parameters(), cfg)
         self.passes = Passes(self.policy, algo.loss, cfg, self.world, cost)
@@ -124,8 +126,8 @@ class Trainer:
         self.log = MetricLog(loggers, cfg.run_dir, algo.name, writes=self.world.leads)
         self.perf = PerfMeter(model, self.world)
         self._stateful: dict[str, Stateful] = {**(stateful or {}), "algorithm": algo}
-        if isinstance(batch_source, Stateful):
-            self._stateful["batch_source"] = batch_source
+        if source is not None:
+            self._stateful["batch_source"] = source
         self._checkpoints = (
             Checkpointer(cfg.checkpoint, self.world, tokenizer) if cfg.checkpoint else None
         )
@@ -165,7 +167,7 @@ class Trainer:
             if self._checkpoints and self._checkpoints.last_step != self.step:
                 await self._save()
         finally:
-            if isinstance(self.source, WorksAhead):
+            if self.source is not None:
                 await self.source.drop_ahead()
             if self._checkpoints is not None:
                 await self._run(self._checkpoints.finish)
@@ -191,19 +193,30 @@ class Trainer:
         await self._publish()
         self._started = True
 
-    @only_batches_end
     async def train_step(self) -> Metrics:
         """One batch: as many optimizer steps as the settings say, one publish, one log line.
 
         Raises `StopAsyncIteration` where the batch source has no more, and only there.
         """
+        try:
+            return await self._train_step()
+        except BatchesEnded:
+            raise
+        except StopAsyncIteration as exc:
+            raise TrainingError(
+                f"StopAsyncIteration({exc}) in the middle of a step, not from the batch source: an "
+                "evaluation, a callback or another part of the run called `anext` on an iterator "
+                "that has ended. Catch it there, or give `anext` a default"
+            ) from exc
+
+    async def _train_step(self) -> Metrics:
         await self.start()
         clock = self.perf.clock()
         self._states_before_ahead = None
         batch = await self.intake.next_batch(self.source, self.version)
         clock.lap("perf/wait_for_batch_s")
         last = self._goal is not None and self.step + 1 >= self._goal
-        if isinstance(self.source, WorksAhead) and not last:
+        if self.source is not None and self.source.works_ahead and not last:
             self._states_before_ahead = deepcopy(self._states())
             self.source.start_ahead()
         parts = await self._run(mini_batches, batch, self.cfg, step=self.step)
@@ -305,7 +318,7 @@ class Trainer:
 
     async def _settle(self) -> None:
         """Waits until no batch is being made, on every rank."""
-        if isinstance(self.source, WorksAhead):
+        if self.source is not None:
             await bounded(
                 self.source.settle(),
                 "the batch that is made ahead",
@@ -352,7 +365,7 @@ class Trainer:
             self._states_before_ahead or self._states(),
         )
         save = functools.partial(self._checkpoints.save, self.model, self.optimizer, state)
-        if isinstance(self.source, Commits):
+        if self.source is not None:
             heard = functools.partial(self.source.committed, state.parts["batch_source"])
             save = functools.partial(save, then=heard)
         await self._run(save)
@@ -362,7 +375,7 @@ class Trainer:
     async def _flush_record(self) -> None:
         error: Exception | None = None
         try:
-            if isinstance(self.source, KeepsRecord):
+            if self.source is not None:
                 await self.source.flush_record()
             if self.token_log is not None:
                 await self.token_log.flush_async()

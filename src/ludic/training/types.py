@@ -15,9 +15,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ludic.saw.credit import CreditAssigner as CreditAssigner
-from ludic.saw.items import BatchCounts, SAWBatch
+from ludic.saw.items import BatchCounts
+from ludic.training.algorithm import Stateful as Stateful
+from ludic.training.batching.source import BatchSource as BatchSource
+from ludic.training.batching.source import WorksAhead as WorksAhead
 from ludic.training.preprocess import PreprocessFn as PreprocessFn
-from ludic.training.stateful import Stateful as Stateful
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,44 +136,6 @@ def parts_of(loss: Loss) -> Iterator[Loss]:
     yield loss
     for part in loss.parts if isinstance(loss, HasParts) else ():
         yield from parts_of(part)
-
-
-@runtime_checkable
-class BatchSource(Protocol):
-    """Where macro-batches come from: items with their credit.
-
-    A source does not apply the algorithm's preprocess: the trainer does, to every batch. A source
-    that can be resumed is also `Stateful`, one that assigns credit by an algorithm is a
-    `HasAlgorithm`, one that works while the trainer does is a `WorksAhead`, one that keeps a
-    record on disk is a `KeepsRecord`, and one that must know what is safely trained on a `Commits`.
-    """
-
-    async def next_batch(self) -> SAWBatch:
-        """The next macro-batch. Raises `StopAsyncIteration` when there are no more."""
-        ...
-
-
-@runtime_checkable
-class WorksAhead(BatchSource, Protocol):
-    """A batch source that makes the next batch while the trainer trains on this one.
-
-    The trainer promises three things. It calls `start_ahead` only if it will train on another
-    batch. It awaits `settle` before it changes weights that a sampler shares, and before an update
-    ends. And a checkpoint has every part's state from before `start_ahead`, so that a resumed run
-    makes that batch again.
-    """
-
-    def start_ahead(self) -> None:
-        """Starts the batch that the next call of `next_batch` returns."""
-        ...
-
-    async def settle(self) -> None:
-        """Returns once no batch is in progress; `next_batch` raises its error, if any."""
-        ...
-
-    async def drop_ahead(self) -> None:
-        """Cancels and forgets the batch that was started."""
-        ...
 
 
 class Report(Protocol):

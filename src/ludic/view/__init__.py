@@ -1,5 +1,3 @@
 """What a run looks like in a browser: `view(folders)`, or the command `ludic view`."""
 
-from ludic.view.server import view
-
-__all__ = ["view"]
+from ludic.view.server import view as view

@@ -26,13 +26,19 @@ except ImportError as exc:
 from ludic.errors import LudicError
 from ludic.view import queries
 from ludic.view.curves import STAGES, CurveStore
-from ludic.view.evaluations import compared, figures, read_report
 from ludic.view.export import rollout_html
 from ludic.view.folders import Folders, QueryError, RunPlace, state_of
-from ludic.view.groups import group_page
 from ludic.view.index import Indexes, RunIndex
-from ludic.view.overview import card, details, differing, fingerprint
-from ludic.view.rollout_page import rollout_page
+from ludic.view.overview import (
+    card,
+    compared,
+    details,
+    differing,
+    figures,
+    fingerprint,
+    read_report,
+)
+from ludic.view.rollout_page import group_page, rollout_page
 from ludic.view.security import LOOPBACK, Guard
 from ludic.view.token_text import TokenizerStore
 
@@ -144,10 +150,10 @@ class View:
         run = self._run(request)
         with self.indexes.of(run).reading() as db:
             rows = db.execute("SELECT coalesce(sum(rows), 0) FROM files").fetchone()[0]
-            known = self._facets.get(run.path)
-            if known is None or known[0] != rows:
-                known = self._facets[run.path] = (rows, queries.facets(db))
-        return known[1]
+            cached = self._facets.get(run.path)
+            if cached is None or cached[0] != rows:
+                cached = self._facets[run.path] = (rows, queries.facets(db))
+        return cached[1]
 
     def histogram(self, request: Request) -> Any:
         """Rewards over updates."""
@@ -268,8 +274,8 @@ def _answer(work: Callable[[Request], T], request: Request) -> tuple[T | None, s
 
 def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
     def work(request: Request) -> tuple[bytes, int]:
-        found, wrong, status = _answer(lambda asked: dumped(answer(asked)), request)
-        return (dumped({"error": wrong}) if found is None else found), status
+        body, wrong, status = _answer(lambda asked: dumped(answer(asked)), request)
+        return (dumped({"error": wrong}) if body is None else body), status
 
     async def handle(request: Request) -> Response:
         body, status = await run_in_threadpool(work, request)
@@ -302,12 +308,12 @@ def _export(view: View) -> Callable[[Request], Any]:
 def _static() -> Iterable[Route]:
     """One route per file of the front end: no path is ever looked up."""
     folder = files("ludic.view") / "static"
-    found = [("", folder)]
-    while found:
-        prefix, place = found.pop()
+    folders = [("", folder)]
+    while folders:
+        prefix, place = folders.pop()
         for entry in place.iterdir():
             if entry.is_dir():
-                found.append((f"{prefix}{entry.name}/", entry))
+                folders.append((f"{prefix}{entry.name}/", entry))
                 continue
             name = f"/{prefix}{entry.name}"
             kind = _KINDS.get(Path(name).suffix) or mimetypes.guess_type(name)[0] or "text/plain"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
@@ -90,12 +89,12 @@ class CurveStore:
 
     def keys(self, run: RunPlace) -> dict[str, float]:
         """The names of a run's metrics, with their last values."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         with self._lock:
             for prefix in STAGES:
                 for key, value in self._of(run, prefix).last.items():
-                    found[prefix + key] = value
-        return found
+                    values[prefix + key] = value
+        return values
 
     def progress(self, run: RunPlace) -> dict[str, Any]:
         """How many lines there are, how many could not be read, whether the last one is cut, and
@@ -161,17 +160,9 @@ def thinned(steps: Iterable[float], values: Iterable[float], most: int) -> list[
     count = len(steps)
     if count <= most:
         return [[s, v, v, v] for s, v in zip(steps, values, strict=True)]
-    found = []
+    points = []
     for number in range(most):
         a, b = number * count // most, (number + 1) * count // most
         part = values[a:b]
-        found.append([steps[b - 1], math.fsum(part) / len(part), min(part), max(part)])
-    return found
-
-
-def size_of(path: Path) -> int:
-    """The size of a file, 0 where there is none."""
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
+        points.append([steps[b - 1], math.fsum(part) / len(part), min(part), max(part)])
+    return points

@@ -59,8 +59,8 @@ class RunPlace:
 
     def rollout_files(self) -> list[Path]:
         """The files of rollouts, those of the reinforcement first."""
-        found = _rollouts_in(self.path / "rollouts") + _rollouts_in(self.path)
-        return [path for path in found if ".tokens." not in path.name]
+        files = _rollouts_in(self.path / "rollouts") + _rollouts_in(self.path)
+        return [path for path in files if ".tokens." not in path.name]
 
     def token_files(self) -> list[Path]:
         """The files with what the trainer made of tokens."""
@@ -99,32 +99,32 @@ class Folders:
 
     def run(self, name: str) -> RunPlace:
         """The run of that name."""
-        found = self._found.get(name) or self.runs().get(name)
-        if found is None:
+        place = self._found.get(name) or self.runs().get(name)
+        if place is None:
             raise ViewError(f"there is no run {name!r} in the folders that are shown")
-        return found
+        return place
 
     def _scan(self) -> None:
-        found: dict[str, RunPlace] = {}
+        places: dict[str, RunPlace] = {}
         problems: list[str] = []
         for root in self.roots:
             if not root.is_dir():
                 problems.append(f"{root} is not a folder")
                 continue
-            before = len(found)
+            before = len(places)
             for path in _runs_below(root.resolve(), problems):
                 inside = path.relative_to(root.resolve())
                 name = root.name if path == root.resolve() else inside.as_posix()
                 number = 2
                 unique = name or "run"
-                while unique in found:
+                while unique in places:
                     unique, number = f"{name}~{number}", number + 1
-                found[unique] = RunPlace(unique, path, root.resolve())
-            if len(found) == before:
+                places[unique] = RunPlace(unique, path, root.resolve())
+            if len(places) == before:
                 problems.append(
                     f"{root} holds no run: a run's folder has a run.json or a metrics.jsonl"
                 )
-        self._found, self.problems, self._scanned = found, problems, time.monotonic()
+        self._found, self.problems, self._scanned = places, problems, time.monotonic()
 
 
 def confined(path: Path, root: Path) -> Path:

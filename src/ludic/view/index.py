@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ludic.view.blocks import Block, Damage, whole_blocks
+from ludic.plumbing.text import clean_text
+from ludic.rollouts.lines import Block, Damage, whole_blocks
 from ludic.view.folders import RunPlace, ViewError
 from ludic.view.rows import COLUMNS, NewerSchemaError, rollout_columns, trained_columns
 
@@ -121,7 +121,7 @@ class RunIndex:
             return added
 
     def _sources(self, db: sqlite3.Connection) -> list[_Source]:
-        found: list[_Source] = []
+        sources: list[_Source] = []
         for kind, paths in (
             ("rollouts", self.run.rollout_files()),
             ("tokens", self.run.token_files()),
@@ -132,17 +132,17 @@ class RunIndex:
                 except ViewError as exc:
                     self._note(db, path.name, 0, str(exc))
                     continue
-                found.append(_Source(real, kind, path.relative_to(self.run.path).as_posix()))
+                sources.append(_Source(real, kind, path.relative_to(self.run.path).as_posix()))
         db.commit()
-        return found
+        return sources
 
     def _was_rewritten(self, db: sqlite3.Connection, source: _Source) -> bool:
-        known = db.execute(
+        indexed = db.execute(
             "SELECT inode, size, tail FROM files WHERE name = ?", (source.name,)
         ).fetchone()
-        if known is None:
+        if indexed is None:
             return False
-        inode, size, tail = known
+        inode, size, tail = indexed
         try:
             now = source.path.stat()
             if now.st_ino != inode or now.st_size < size:
@@ -221,9 +221,9 @@ class RunIndex:
                 self._note(db, source.name, block.start, f"line {place + 1} of a block: {exc}")
                 continue
             last += 1
-            stored = tuple(map(_storable, values))
+            stored = tuple(clean_text(v) if isinstance(v, str) else v for v in values)
             rows.append((last, number, place, stem, *stored))
-            words.append((last, _storable(text)))
+            words.append((last, clean_text(text)))
             facets["source", stem] += 1
             facets.update((name, stored[at]) for name, at in _COUNTED if stored[at])
             facets.update(("component", name) for name in json.loads(stored[_PARTS] or "{}"))
@@ -306,16 +306,6 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _storable(value: Any) -> Any:
-    """Text without halves of surrogate pairs, which no UTF-8 has."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return value.encode("utf-8", "replace").decode()
-    return value
-
-
 class Indexes:
     """The indexes of all runs, brought up to date by one thread while somebody looks."""
 
@@ -341,10 +331,6 @@ class Indexes:
         if new:
             self._wake.set()
         return index
-
-    def known(self, run: RunPlace) -> RunIndex | None:
-        """The index of a run, if somebody asked for it before; it is not watched for that."""
-        return self._indexes.get(run.path)
 
     def close(self) -> None:
         """Ends the thread, after the rows that it is at."""

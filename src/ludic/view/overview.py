@@ -1,13 +1,17 @@
-"""Runs at a glance: state, progress, headline figures, and the settings in which they differ."""
+"""Runs at a glance: state, progress, headline figures, the settings in which they differ, and the
+reports of their evaluations."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from re import fullmatch
 from typing import Any
 
+from ludic.errors import LudicError
+from ludic.eval.report import EpisodeResult, EvalReport, leading_tests
 from ludic.runs.settings.run import SCHEMA
 from ludic.view.curves import CurveStore
 from ludic.view.folders import RunPlace, ViewError, state_of
@@ -80,7 +84,7 @@ def differing(cards: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def flattened(config: Any, prefix: str = "") -> dict[str, Any]:
     """Nested tables as one, with dotted keys; a list that is not of tables stays one value."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     items: Iterable[tuple[str, Any]] = ()
     if isinstance(config, dict):
         items = config.items()
@@ -89,22 +93,22 @@ def flattened(config: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in items:
         tables = isinstance(value, list) and value and all(isinstance(v, dict) for v in value)
         if (isinstance(value, dict) and value) or tables:
-            found |= flattened(value, f"{prefix}{key}.")
+            flat |= flattened(value, f"{prefix}{key}.")
         else:
-            found[prefix + key] = value
-    return found
+            flat[prefix + key] = value
+    return flat
 
 
 def fingerprint(paths: Iterable[Path]) -> str:
     """Changes whenever one of the files does."""
-    found = []
+    parts = []
     for path in paths:
         try:
             stat = path.stat()
-            found.append(f"{stat.st_size:x}.{stat.st_mtime_ns:x}")
+            parts.append(f"{stat.st_size:x}.{stat.st_mtime_ns:x}")
         except OSError:
-            found.append("-")
-    return "/".join(found)
+            parts.append("-")
+    return "/".join(parts)
 
 
 def _metric_problems(run: RunPlace, progress: Mapping[str, Any], state: str) -> Iterator[str]:
@@ -127,10 +131,10 @@ def _saved_step(run: RunPlace) -> int | None:
         if not pointer.is_file():
             return None
         with pointer.open("rb") as file:
-            found = fullmatch(rb"step-(\d{1,12})", file.read(64).strip())
+            match = fullmatch(rb"step-(\d{1,12})", file.read(64).strip())
     except (OSError, ViewError):
         return None
-    return int(found[1]) if found else None
+    return int(match[1]) if match else None
 
 
 def _headline(summary: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -160,3 +164,95 @@ def _read(run: RunPlace, name: str, problems: list[str]) -> dict[str, Any]:
         problems.append(str(exc))
         return {}
     return data if isinstance(data, dict) else {}
+
+
+MOST_EPISODES = 2000
+
+
+def read_report(run: RunPlace, name: str) -> EvalReport:
+    """A report of the run; its name must be one that the run has."""
+    if name not in run.reports():
+        raise ViewError(f"{run.name} has no evaluation {name!r}")
+    data = run.read_json(f"eval/{name}.json")
+    try:
+        return EvalReport.from_dict(data)
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ViewError(f"eval/{name}.json is not a report of this version: {exc!r}") from exc
+
+
+def figures(report: EvalReport) -> dict[str, Any]:
+    """The report's figures with their intervals."""
+    lead, rates = report.headline, report.rates()
+    if lead.kind == "outcome":
+        rates = {lead.key: lead.of(report), **rates}
+        rates.pop("success", None)  # which is the same here
+    return {
+        "name": report.name,
+        "episodes": len(report.by_episode()),
+        "headline": lead.key,
+        "reward": asdict(report.reward),
+        "rates": {name: asdict(rate) for name, rate in rates.items()},
+        "envs": {
+            env: {"rate": lead.is_rate, **asdict(lead.of(part))}
+            for env, part in report.envs().items()
+        },
+    }
+
+
+def compared(a: EvalReport, b: EvalReport) -> dict[str, Any]:
+    """Both reports, the paired test where they have the same seeds, and every pair of episodes,
+    those that differ most first."""
+    test, why = {}, None
+    try:
+        test = {
+            name: {**asdict(result.difference), "p": result.p_value}
+            for name, result in leading_tests(a, b).items()
+        }
+    except LudicError as exc:
+        why = str(exc)
+    pairs = _pairs(a, b)
+    pairs.sort(key=lambda pair: -abs(pair["difference"] or 0))
+    return {
+        "a": figures(a),
+        "b": figures(b),
+        "test": test,
+        "why_not": why,
+        "pairs": pairs[:MOST_EPISODES],
+        "total": len(pairs),
+        "better": sum((p["difference"] or 0) > 0 for p in pairs),
+        "worse": sum((p["difference"] or 0) < 0 for p in pairs),
+    }
+
+
+def _pairs(a: EvalReport, b: EvalReport) -> list[dict[str, Any]]:
+    left, right = _by_seed(a), _by_seed(b)
+    pairs = []
+    for key in dict.fromkeys([*left, *right]):
+        x, y = left.get(key), right.get(key)
+        pairs.append(
+            {
+                "seed": None if key[0] is None else str(key[0]),
+                "agent": key[1],
+                "a": _shown(x),
+                "b": _shown(y),
+                "difference": y.reward - x.reward if x and y else None,
+            }
+        )
+    return pairs
+
+
+def _by_seed(report: EvalReport) -> dict[tuple[int | None, str, int], EpisodeResult]:
+    seen: dict[tuple[int | None, str], int] = {}
+    episodes = {}
+    for episode in report.episodes:
+        key = (episode.env_seed, episode.agent_id)
+        episodes[(*key, seen.get(key, 0))] = episode
+        seen[key] = seen.get(key, 0) + 1
+    return episodes
+
+
+def _shown(episode: EpisodeResult | None) -> dict[str, Any] | None:
+    if episode is None:
+        return None
+    names = ("reward", "success", "outcome", "turns", "tokens", "error", "truncation")
+    return {name: getattr(episode, name) for name in names} | {"task": episode.task_key}

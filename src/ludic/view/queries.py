@@ -86,14 +86,14 @@ def search_words(text: str) -> str:
     """What a person typed, as a query of FTS5: all of the words, the last one as far as it is
     typed; a part in quotation marks as it stands."""
     parts = re.findall(r'"([^"]*)"|(\S+)', text.replace("\0", " ")[:500])
-    found = []
+    terms = []
     for number, (quoted, word) in enumerate(parts):
         piece = (quoted or word).replace('"', "").strip()
         if not any(c.isalnum() for c in piece):
             continue  # nothing of it is in the index
         last = number == len(parts) - 1 and word and not text.endswith(" ")
-        found.append(f'"{piece}"' + ("*" if last else ""))
-    return " AND ".join(found)
+        terms.append(f'"{piece}"' + ("*" if last else ""))
+    return " AND ".join(terms)
 
 
 def page(
@@ -117,7 +117,7 @@ def page(
 
 def with_weights(db: sqlite3.Connection, rows: list[sqlite3.Row]) -> list[dict[str, Any]]:
     """The rows as JSON, each with what the trainer made of it."""
-    found = []
+    shown_rows = []
     for row in rows:
         shown = {k: row[k] for k in row.keys() if k not in ("block", "line")}  # noqa: SIM118
         shown["components"] = json.loads(row["components"]) if row["components"] else {}
@@ -125,22 +125,22 @@ def with_weights(db: sqlite3.Connection, rows: list[sqlite3.Row]) -> list[dict[s
             "SELECT avg(weight), count(*), max(upd) FROM trained WHERE rollout = ?", (row["id"],)
         ).fetchone()
         shown |= {"weight": weight, "trained": count > 0, "trained_at": updates}
-        found.append(shown)
-    return found
+        shown_rows.append(shown)
+    return shown_rows
 
 
 def facets(db: sqlite3.Connection) -> dict[str, Any]:
     """What there is to filter by: the values of each column, with how many rollouts have them."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for column in _FACETS:
         rows = db.execute(
             "SELECT value, count FROM facets WHERE name = ? ORDER BY count DESC LIMIT ?",
             (column, _MOST_VALUES),
         )
-        found[column] = [[value, count] for value, count in rows]
+        values[column] = [[value, count] for value, count in rows]
     names = db.execute("SELECT value FROM facets WHERE name = 'component' ORDER BY rowid")
     trained = db.execute("SELECT 1 FROM trained LIMIT 1").fetchone() is not None
-    return found | {"components": [name for (name,) in names][:_MOST_VALUES], "trained": trained}
+    return values | {"components": [name for (name,) in names][:_MOST_VALUES], "trained": trained}
 
 
 def histogram(

@@ -1,19 +1,19 @@
-"""One rollout, whole: what was said, what happened, and every token with its credit."""
+"""One rollout, whole: what was said, what happened, and every token with its credit; and the
+attempts of a group beside each other."""
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ludic.errors import LudicError
-from ludic.rollouts.lines import parse_line
+from ludic.rollouts.lines import parse_line, read_block
 from ludic.rollouts.storage import rollout_from_row
 from ludic.rollouts.stored_prompts import shared_length
 from ludic.rollouts.token_log import TrainedTokens, trained_tokens
 from ludic.types import AgentStep, EnvironmentStep, Rollout
-from ludic.view.blocks import read_block
 from ludic.view.folders import RunPlace, ViewError
 from ludic.view.queries import members
 from ludic.view.token_text import TokenTexts
@@ -141,7 +141,7 @@ def _tokens(
     versions: list[int] | None = None
     if trace.version_spans:
         versions = [s.version for s in trace.version_spans for _ in range(s.end - s.start)]
-    found: dict[str, Any] = {
+    tokens: dict[str, Any] = {
         "prompt": list(trace.prompt_token_ids),
         "repeated": shared_length(before, trace.prompt_token_ids),
         "completion": list(trace.completion_token_ids),
@@ -152,7 +152,7 @@ def _tokens(
     for record in trained:
         place = record.at(step.turn_index, prompt, count)
         if place is not None and count:
-            found |= {
+            tokens |= {
                 "trained": True,
                 "update": record.update,
                 "weights": record.weights[place].tolist(),
@@ -160,7 +160,7 @@ def _tokens(
                 "entropies": record.entropies[place].tolist(),
             }
             break
-    return found
+    return tokens
 
 
 def _environment(step: EnvironmentStep) -> dict[str, Any]:
@@ -179,3 +179,80 @@ def _environment(step: EnvironmentStep) -> dict[str, Any]:
         "stepped": step.stepped,
         "info": dict(step.info),
     }
+
+
+MOST_ATTEMPTS = 32
+_LONGEST = 20_000
+
+
+def group_page(run: RunPlace, db: sqlite3.Connection, group: str) -> dict[str, Any]:
+    """The attempts with their turns; `parting` is the first turn in which they are not all the
+    same, by role."""
+    rows = members(db, "grp", group, MOST_ATTEMPTS)
+    if not rows:
+        raise ViewError(f"there is no group {group!r} in {run.name}")
+    attempts = []
+    for row in rows:
+        rollout = read_rollout(run, db, row["id"])
+        attempts.append({**row, "turns_shown": _turns(rollout), "first": _first(rollout)})
+    parting: dict[str, int | None] = {}
+    for role in dict.fromkeys(row["agent"] for row in rows):
+        texts = [
+            [turn["text"] for turn in attempt["turns_shown"]]
+            for attempt in attempts
+            if attempt["agent"] == role
+        ]
+        parting[role] = _parting(texts)
+        for attempt in attempts:
+            if attempt["agent"] == role:
+                _mark_common(attempt["turns_shown"], texts)
+    return {"group": group, "attempts": attempts, "parting": parting}
+
+
+def _turns(rollout: Rollout) -> list[dict[str, Any]]:
+    shown = []
+    for turn in rollout.turns():
+        text = "\n".join(step.message["content"] for step in turn.agent_steps)
+        step: EnvironmentStep | None = turn.env_step
+        shown.append(
+            {
+                "turn": turn.index,
+                "text": text[:_LONGEST],
+                "cut": len(text) > _LONGEST,
+                "calls": [
+                    call["function"]["name"]
+                    for s in turn.agent_steps
+                    for call in s.message.get("tool_calls", ())
+                ],
+                "action": step.action if step else None,
+                "parse_error": bool(step and step.info.get("parse_error")),
+                "next_obs": step.next_obs[:_LONGEST] if step else None,
+                "reward": turn.reward,
+                "common": 0,
+            }
+        )
+    return shown
+
+
+def _first(rollout: Rollout) -> str:
+    """What the agent was shown before its first words."""
+    for step in rollout.agent_steps:
+        users = [m["content"] for m in step.new_messages if m["role"] != "system"]
+        return "\n".join(users)[:_LONGEST]
+    return ""
+
+
+def _parting(texts: Sequence[Sequence[str]]) -> int | None:
+    for number in range(max(map(len, texts), default=0)):
+        if len({each[number] if number < len(each) else None for each in texts}) > 1:
+            return number
+    return None
+
+
+def _mark_common(turns: list[dict[str, Any]], texts: Sequence[Sequence[str]]) -> None:
+    """Says how many characters of each turn all attempts begin it with, up to where they part."""
+    for number, turn in enumerate(turns):
+        others = [each[number] for each in texts if number < len(each)]
+        turn["common"] = min(shared_length(others[0], other) for other in others)
+        if len(set(others)) > 1 or len(others) < len(texts):
+            break

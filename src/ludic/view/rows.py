@@ -117,11 +117,11 @@ def rollout_columns(line: bytes) -> tuple[tuple[Any, ...], str]:
             components[name] = components.get(name, 0.0) + value
         failures += bool(step.info.parse_error)
         outcome, last_obs = step.info.result, step.next_obs
-    found = _STEP.match(row.episode_id)
+    numbered = _STEP.match(row.episode_id)
     finite = {k: v for k, v in components.items() if math.isfinite(v)}
     values = (
         *(row.id, row.episode_id, row.agent_id, row.group_id, row.task_key, row.parent_id),
-        *(row.env, int(found[1]) + 1 if found else None, row.total_reward, row.num_turns),
+        *(row.env, int(numbered[1]) + 1 if numbered else None, row.total_reward, row.num_turns),
         *(row.num_tokens, row.terminated, row.truncated, row.truncation_reason, row.error),
         None if outcome is None else str(outcome)[:200],
         json.dumps(finite) if finite else None,

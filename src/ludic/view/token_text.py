@@ -77,9 +77,9 @@ def _byte_characters() -> dict[int, str]:
     """The characters by which byte-level tokenizers write bytes: printable ones stand for
     themselves, the others for a code point from 256 on."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    found = {byte: chr(byte) for byte in plain}
-    others = (byte for byte in range(256) if byte not in found)
-    return found | {byte: chr(256 + number) for number, byte in enumerate(others)}
+    characters = {byte: chr(byte) for byte in plain}
+    others = (byte for byte in range(256) if byte not in characters)
+    return characters | {byte: chr(256 + number) for number, byte in enumerate(others)}
 
 
 class TokenizerStore:

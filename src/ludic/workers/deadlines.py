@@ -1,8 +1,9 @@
-"""Deadlines for code that awaits: `asyncio.timeout` at a tenth of its price.
+"""Deadlines for code that awaits: `asyncio.timeout` at a fifth of its price among many episodes.
 
 An episode has several deadlines at any moment, and hardly any of them ever comes. `asyncio` sets
 and cancels a timer for each. Here the deadlines of one event loop share one timer, set for the
 earliest of them: whoever comes with a later one only adds itself to a set, and leaves it again.
+Alone in its loop, a deadline sets the timer itself and costs two thirds of `asyncio.timeout`.
 """
 
 from __future__ import annotations

@@ -4,11 +4,9 @@ asked for, a bare `BaseException`. It costs what that code was called for, and n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from ludic.errors import LudicError
-from ludic.text import error_text
+from ludic.plumbing.text import error_text
 
 
 def is_for_us(error: BaseException) -> bool:
@@ -23,14 +21,18 @@ def is_for_us(error: BaseException) -> bool:
     return task is not None and task.cancelling() > 0
 
 
-@contextmanager
-def contained(kind: type[LudicError], whom: str) -> Iterator[None]:
+class contained:
     """Raises what is neither an `Exception` nor meant for us as an error of that kind."""
-    try:
-        yield
-    except Exception:
-        raise
-    except BaseException as error:
-        if is_for_us(error):
-            raise
-        raise kind(f"{whom} raised {error_text(error)}") from error
+
+    __slots__ = ("_kind", "_whom")
+
+    def __init__(self, kind: type[LudicError], whom: str) -> None:
+        self._kind, self._whom = kind, whom
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None or isinstance(error, Exception) or is_for_us(error):
+            return
+        raise self._kind(f"{self._whom} raised {error_text(error)}") from error

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ludic.agents.programs.api_requests import ApiError
+from ludic.agents.programs.chat_api import ApiError
 from ludic.errors import DeadlineError, InferenceError, QueueFullError
 from ludic.inference import HFChatTemplate
 from ludic.inference.local import LocalChatClient

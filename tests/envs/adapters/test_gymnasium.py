@@ -11,7 +11,7 @@ import pytest
 from ludic.envs import SingleAgentEnv, TicTacToeEnv, build_env
 from ludic.envs.adapters.gymnasium import GymnasiumEnv
 from ludic.errors import ConfigError, EnvError
-from ludic.lazy import stored_names
+from ludic.plumbing.lazy import stored_names
 from ludic.types import EnvSpec, Info, StepOutcome
 from tests.envs.adapters.playing import alone
 

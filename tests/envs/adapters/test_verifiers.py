@@ -14,8 +14,8 @@ from ludic.errors import ConfigError, EnvError
 from ludic.inference import HFChatTemplate
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.interaction import RunSpec, SingleAgentSyncProtocol
-from ludic.lazy import stored_names
 from ludic.parsers import text_parser
+from ludic.plumbing.lazy import stored_names
 from ludic.types import EnvSpec
 from tests.agents.scripted import scripted_agent, tool_call
 from tests.envs.adapters.playing import alone

@@ -217,20 +217,16 @@ def python_tool(report: Report) -> None:
     report.take("python", said, given)
 
 
-def run_episodes(kind: str, rounds: int) -> Report:
+def run_episodes(rounds: int) -> Report:
     """So many rounds of all four modes, on one worker for programs and one for judging."""
     os.environ["LUDIC_TEST_CANARY"] = canary("host")
     report = Report()
-    sandbox = {
-        "warm": lambda: BubblewrapSandbox(),
-        "cold": lambda: BubblewrapSandbox(warm=False),
-    }[kind]
     before = dict(tools._pools)
-    pool = Recording(sandbox, workers=1)
+    pool = Recording(BubblewrapSandbox, workers=1)
     with pool:
         tools._pools[os.getpid(), "bubblewrap"] = pool
         try:
-            judge = Judge(pool, make_verifier("exact"), LIMITS, kind)
+            judge = Judge(pool, make_verifier("exact"), LIMITS, "bubblewrap")
             for _ in range(rounds):
                 stdio(judge, pool, report, checker=False)
                 functions(judge, report)
@@ -251,4 +247,4 @@ def worker_pids(pool: SandboxPool) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(vars(run_episodes(sys.argv[1], int(sys.argv[2])))))
+    print(json.dumps(vars(run_episodes(int(sys.argv[1])))))

@@ -30,7 +30,7 @@ from ludic.envs.code_exec import (
     make_verifier,
 )
 from ludic.envs.code_exec.sandbox import Role
-from ludic.envs.code_exec.sandbox.worker_sandbox import WorkerSandbox
+from ludic.envs.code_exec.sandbox.worker import WorkerSandbox
 from tests.envs.code_exec.test_pool import below, eventually
 
 pytestmark = [pytest.mark.integration]
@@ -331,7 +331,7 @@ def test_a_worker_outlives_a_program_that_ended_before_it_was_killed(one: Sandbo
             assert program.receive_line(60) == b"1\n"
             assert worker._program is not None
             ended = select.poll()
-            ended.register(worker._program, select.POLLHUP)
+            ended.register(worker._program._end, select.POLLHUP)
             assert ended.poll(60_000)
             assert program.kill().status is RunStatus.OK
         assert cast(WorkerSandbox, sandbox)._worker is worker

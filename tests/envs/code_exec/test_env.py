@@ -18,11 +18,11 @@ from ludic.envs.code_exec import (
     StdioTask,
     extract_code,
 )
-from ludic.envs.code_exec.cache import fingerprint
-from ludic.envs.code_exec.sandbox import detect
+from ludic.envs.code_exec.judge import fingerprint
+from ludic.envs.code_exec.sandbox import pool as sandbox_pool
 from ludic.envs.code_exec.tasks import humaneval_task, mbpp_task, stdio_task
 from ludic.errors import ConfigError, EnvError, UnknownNameError
-from ludic.lazy import stored_names
+from ludic.plumbing.lazy import stored_names
 from ludic.registry import list_envs, make_env
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest
 from ludic.types import StepOutcome
@@ -257,7 +257,7 @@ async def test_a_sandbox_that_is_missing_stops_the_run_with_its_name(
     def missing() -> bool:
         raise SandboxUnavailableError("no bwrap here")
 
-    monkeypatch.setattr(detect, "check_bubblewrap", missing)
+    monkeypatch.setattr(sandbox_pool, "check_bubblewrap", missing)
     monkeypatch.setattr("ludic.envs.code_exec.sandbox.pool._shared", {})
     with pytest.raises(SandboxUnavailableError, match=r"no bwrap here.*asked for by name"):
         await rollouts([RIGHT])

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ludic.envs.code_exec.sandbox import Limits, RunStatus, SandboxError, SandboxPool
-from ludic.envs.code_exec.sandbox.worker_sandbox import WorkerSandbox
+from ludic.envs.code_exec.sandbox.worker import WorkerSandbox
 from ludic.errors import ConfigError, DeadlineError
 
 pytestmark = [

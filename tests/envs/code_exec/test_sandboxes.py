@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from ludic.envs.code_exec.sandbox import (
-    BubblewrapSandbox,
     Limits,
     PlainSandbox,
     RunStatus,
@@ -113,15 +112,6 @@ def test_programs_get_the_plain_python_without_our_packages(pool: SandboxPool) -
         b"import sys\ntry:\n    import ludic\nexcept ImportError:\n    print(sys.version_info[:2])"
     )
     assert pool.run({"main.py": look}, MAIN).stdout.decode() == f"{sys.version_info[:2]}\n"
-
-
-@pytest.mark.sandbox
-def test_a_cold_sandbox_gives_the_same() -> None:
-    with BubblewrapSandbox(warm=False) as sandbox:
-        for _ in range(2):
-            result = sandbox.run({"main.py": b"import os; print(os.listdir('/tmp'))"}, MAIN)
-            assert result.status is RunStatus.OK
-            assert b"main.py" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Environments in a process of their own: only JSON crosses over, and a kill is a kill."""
+"""Environments in a process of their own: only plain values cross over, and a kill is a kill."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from ludic.envs import EnvRunner, LudicEnv, ProcessEnv, TicTacToeEnv, build_env
-from ludic.envs.running.processes import EnvProcesses
+from ludic.envs.running.process import EnvProcesses
 from ludic.errors import ConfigError, DeadlineError, EnvError
 from ludic.registry import register_env, stored_names, unregister_env
 from ludic.rewards import make_rewards
 from ludic.rollouts import ProtocolSpec, RolloutEngine, RolloutRequest
 from ludic.types import EnvSpec, StepOutcome
-from ludic.workers.json_process import ChildError, JsonProcess
+from ludic.workers.child_process import ChildError, ChildProcess
 from ludic.workers.threads import EnvThreads
 from tests.agents.scripted import scripted_runtime
 from tests.envs.odd_envs import CountEnv, ProcessAsyncEnv, ProcessCountEnv, ProcessOddEnv
@@ -57,7 +57,7 @@ async def gone(pid: int) -> None:
 
 
 def echo_pid(setup: Any) -> Any:
-    """The child of the JsonProcess tests."""
+    """The child of the ChildProcess tests."""
 
     def answer(message: Any) -> Any:
         if message == "sleep":
@@ -290,9 +290,9 @@ class HereEnv(CountEnv):
         return StepOutcome(str(os.getpid()), 0.0, terminated=True)
 
 
-class TestJsonProcess:
+class TestChildProcess:
     def test_questions_are_answered_in_another_process(self) -> None:
-        process = JsonProcess(f"{__name__}:echo_pid", {"a": 1}, name="echo")
+        process = ChildProcess(f"{__name__}:echo_pid", {"a": 1}, name="echo")
         answer = process.ask([1, "é", None], timeout_s=60)
         assert answer["pid"] != os.getpid()
         assert (answer["setup"], answer["message"]) == ({"a": 1}, [1, "é", None])
@@ -300,7 +300,7 @@ class TestJsonProcess:
         process.close()
 
     def test_a_late_answer_is_a_deadline_error_and_kills(self) -> None:
-        process = JsonProcess(f"{__name__}:echo_pid", None, name="echo")
+        process = ChildProcess(f"{__name__}:echo_pid", None, name="echo")
         pid = process.ask("hello", timeout_s=60)["pid"]
         with pytest.raises(DeadlineError, match="an answer from echo"):
             process.ask("sleep", timeout_s=0.1)
@@ -310,15 +310,14 @@ class TestJsonProcess:
         assert not is_running(pid)
 
     def test_it_ends_when_the_parent_goes_away(self) -> None:
-        process = JsonProcess(f"{__name__}:echo_pid", None, name="echo")
+        process = ChildProcess(f"{__name__}:echo_pid", None, name="echo")
         pid = process.ask("hello", timeout_s=60)["pid"]
-        assert process._child.stdin is not None
-        process._child.stdin.close()
+        process._frames.close()
         asyncio.run(gone(pid))
         process.close()
 
     def test_a_factory_that_is_not_there_is_said(self) -> None:
-        process = JsonProcess("ludic.envs.running.process:no_such", None, name="nothing")
+        process = ChildProcess("ludic.envs.running.process:no_such", None, name="nothing")
         with pytest.raises(ChildError, match="no_such"):
             process.ask("hello", timeout_s=60)
         process.close()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from ludic.envs import EnvRunner, LudicEnv
 from ludic.errors import ConfigError, DeadlineError, EnvError
@@ -192,8 +192,9 @@ class TestDeadlines:
         assert env.closed == 1
 
     async def test_after_a_deadline_the_runner_only_closes(self) -> None:
-        runner = EnvRunner(AsyncHangingEnv(), step_timeout_s=0.01)
+        runner = EnvRunner(AsyncHangingEnv(), step_timeout_s=60)
         await runner.reset(0)
+        runner.step_timeout_s = 0.01
         with pytest.raises(DeadlineError):
             await runner.step({"agent": "x"})
         with pytest.raises(EnvError, match="make a new"):
@@ -334,7 +335,7 @@ class TestContract:
             await runner.step({"a": "x"})
 
     async def test_everybody_hears_their_own_ending(self) -> None:
-        lost = dataclasses.replace(OVER, reward=-1.0)
+        lost = structs.replace(OVER, reward=-1.0)
         runner = await after_reset(AnyEnv(steps=[{"a": OVER, "b": lost}]))
         assert await runner.step({"a": "x"}) == {"a": OVER, "b": lost}
         assert runner.done

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ludic.inference.local.arena import KVShape, SlotMemory
-from ludic.inference.local.cpu.eager_scheduler import EagerScheduler
+from ludic.inference.local.eager import EagerScheduler
 from ludic.inference.local.prefix_store import PrefixStore, key_of_ids
 from ludic.inference.local.scheduler import Outcome, Work
 from ludic.inference.local.sequence import Sequence

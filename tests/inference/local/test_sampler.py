@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludic.inference.local import LocalChatClient
-from ludic.inference.local.noise import keyed_uniform, noise_key
 from ludic.inference.local.sampler import (
     SamplingRows,
     _block,
@@ -22,6 +21,7 @@ from ludic.inference.local.sampler import (
     truncate,
 )
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
+from ludic.seeding import keyed_uniform, noise_key
 from tests.inference.local.asking import ask_all, request
 
 

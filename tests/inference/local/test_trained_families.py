@@ -118,9 +118,10 @@ def test_a_window_that_only_the_mask_knows_is_refused(
         LocalChatClient(model, tokenizer, **mode)
 
 
-def test_a_window_beyond_the_context_hides_nothing(tokenizer: Any) -> None:
+async def test_a_window_beyond_the_context_hides_nothing(tokenizer: Any) -> None:
     model = built(FAMILIES["mistral"], SMALL | {"sliding_window": 4096})
-    LocalChatClient(model, tokenizer)._thread.close()
+    async with LocalChatClient(model, tokenizer):
+        pass
 
 
 def test_a_layer_that_biases_its_attention_is_refused(tokenizer: Any) -> None:

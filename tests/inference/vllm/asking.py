@@ -13,7 +13,7 @@ import torch
 from ludic.distributed.publisher import PublishSettings
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
-from ludic.inference.vllm.replica import Replica
+from ludic.inference.vllm.servers import Replica
 from ludic.types import ChatResponse, TokenTrace
 
 PROMPT = tuple(range(60, 80))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ludic.distributed.in_vllm.plain_layers import why_rebuild
+from ludic.distributed.in_vllm.served_model import why_rebuild
 from ludic.distributed.in_vllm.worker import WorkerExtension
 
 

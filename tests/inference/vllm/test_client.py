@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from transformers import Qwen2ForCausalLM
 
 from ludic.distributed.publisher import BroadcastPolicyPublisher
@@ -15,8 +16,8 @@ from ludic.errors import ConfigError, DeadlineError, InferenceError, RequestReje
 from ludic.inference.sampling import ReturnSpec
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.inference.vllm.extensions import VLLMExtensions
 from ludic.inference.vllm.server import VLLMServer, free_port
+from ludic.inference.vllm.wire import VLLMExtensions
 from ludic.types import FinishReason
 from tests.inference.vllm.asking import (
     PROMPT,
@@ -95,7 +96,9 @@ async def test_a_stop_id_ends_the_completion_and_stays_in_it(client: VLLMChatCli
     assert stopped.finish_reason is FinishReason.STOP
     # The same through the field for whatever only vLLM knows.
     extensions = VLLMExtensions(extra_body_overrides={"stop_token_ids": [whole[2]]}).to_mapping()
-    again = await client.complete_tokens(replace(request(max_tokens=6), extensions=extensions))
+    again = await client.complete_tokens(
+        structs.replace(request(max_tokens=6), extensions=extensions)
+    )
     assert trace_of(again).completion_token_ids == whole[:3]
 
 

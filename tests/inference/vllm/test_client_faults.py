@@ -21,8 +21,8 @@ from ludic.inference.client import ChatClient, VersionedClient
 from ludic.inference.retries import Backoff
 from ludic.inference.sampling import ReturnSpec
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.inference.vllm.extensions import VLLMExtensions
 from ludic.inference.vllm.server import free_port
+from ludic.inference.vllm.wire import VLLMExtensions
 from ludic.types import VersionSpan
 from tests.inference.vllm.asking import request, trace_of
 from tests.inference.vllm.fake_server import FakeVLLM, failing, hanging
@@ -61,7 +61,7 @@ async def test_every_sampling_setting_is_sent_so_that_no_default_sneaks_in(
 
 
 async def test_extensions_reach_the_right_place(client: VLLMChatClient, fake: FakeVLLM) -> None:
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     overrides = {"min_tokens": 2, "priority": 3, "sampling_params": {"top_k": 5}}
     extensions = VLLMExtensions(extra_body_overrides=overrides, max_think_tokens=64)

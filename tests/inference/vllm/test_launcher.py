@@ -16,7 +16,7 @@ import pytest
 
 from ludic.distributed.in_vllm import plugin
 from ludic.errors import ConfigError, InferenceError, MissingExtraError
-from ludic.inference.vllm import names
+from ludic.inference.vllm import flags
 from ludic.inference.vllm import server as vllm_server
 from ludic.inference.vllm.server import (
     ServerSettings,
@@ -80,15 +80,15 @@ def test_the_entry_point_that_is_made_is_the_one_that_is_declared(repo_root: Pat
 
     project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
     declared = project["entry-points"]["vllm.general_plugins"]
-    assert declared == {names.BACKEND: names.PLUGIN}
+    assert declared == {flags.BACKEND: flags.PLUGIN}
 
 
 def test_every_name_that_vllm_is_given_leads_to_our_code() -> None:
-    module, _, function = names.PLUGIN.partition(":")
+    module, _, function = flags.PLUGIN.partition(":")
     assert callable(getattr(importlib.import_module(module), function))
-    module, _, name = names.WORKER_EXTENSION.rpartition(".")
+    module, _, name = flags.WORKER_EXTENSION.rpartition(".")
     extension = getattr(importlib.import_module(module), name)
-    for method in (names.RECEIPT, names.ADAPTER_LIMITS, names.ADAPTER_RECEIPT):
+    for method in (flags.RECEIPT, flags.ADAPTER_LIMITS, flags.ADAPTER_RECEIPT):
         assert callable(getattr(extension, method))
 
 
@@ -110,7 +110,7 @@ def test_the_plugin_registers_an_engine_that_is_there(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.factory", factory)
     plugin.register()
     plugin.register()
-    module, engine = registered[names.BACKEND]
+    module, engine = registered[flags.BACKEND]
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None

@@ -18,7 +18,7 @@ from transformers import Qwen2ForCausalLM
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.distributed.vllm.planes import BroadcastPlane, SharedMemoryPlane, Shipment
 from ludic.distributed.vllm.shared_memory import shared_folder
-from ludic.distributed.vllm.trainer_checks import TrainerChecks
+from ludic.distributed.vllm.weights_payload import TrainerChecks
 from ludic.errors import DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient

@@ -14,8 +14,8 @@ import pytest
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.errors import InferenceError, PublishError
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.inference.vllm.replica import Replica
 from ludic.inference.vllm.server import VLLMServer
+from ludic.inference.vllm.servers import Replica
 from ludic.sharding.weights import ModelWeights
 from ludic.types import TokenTrace
 from tests.inference.vllm.asking import (

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from ludic.errors import ConfigError, RequestRejectedError, UnknownNameError
 from ludic.inference import HermesToolParser, HFChatTemplate
@@ -25,7 +26,7 @@ from ludic.interaction.base import Runtime
 from ludic.rollouts import ProtocolSpec, RolloutEngine, RolloutWriter
 from ludic.rollouts.episode_runner import EpisodeRunner
 from ludic.rollouts.processes import WorkerPool, pool
-from ludic.rollouts.processes.description import described, made
+from ludic.rollouts.processes.messages import described, made
 from ludic.types import EnvironmentStep, Message, Rollout
 from tests.inference.local.asking import until
 from tests.rollouts.processes import worlds
@@ -105,7 +106,7 @@ async def test_the_engine_in_this_process_serves_them_without_a_task_for_each() 
     model, tokenizer = tiny_model(max_position_embeddings=512), tiny_tokenizer()
     asked = [request(num_episodes=12)]
     protocol = ProtocolSpec("single_agent", {"parser": "text"})
-    asked = [replace(r, protocol=protocol) for r in asked]
+    asked = [structs.replace(r, protocol=protocol) for r in asked]
     async with (
         WorkerPool(1) as workers,
         LocalChatClient(model, tokenizer, max_slots=4, max_queue=3) as client,
@@ -113,7 +114,7 @@ async def test_the_engine_in_this_process_serves_them_without_a_task_for_each() 
         played_with = Runtime(client, template(), "tiny")
         sampling = SamplingConfig(max_tokens=6)
         played_with = replace(
-            played_with, inference=replace(played_with.inference, sampling=sampling)
+            played_with, inference=structs.replace(played_with.inference, sampling=sampling)
         )
         runs = []
         for where in (None, workers):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ludic.errors import ConfigError
-from ludic.runs.execution.ranks import check_ranks
+from ludic.runs.ranks import check_ranks
 from ludic.runs.settings import parse_run
 from ludic.sharding.ranks import Launched, launched, tells_of_failure
 
@@ -39,7 +39,7 @@ LOCAL = '[env]\nkind = "tic_tac_toe"\n[model]\ndevice = "cpu"\n'
 
 
 def test_the_in_process_engine_is_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ludic.runs.execution.ranks.check_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr("ludic.runs.ranks.check_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match=r'on 2 ranks .* set inference.backend = "vllm"'):
         check_ranks(parse_run(LOCAL), TWO)
@@ -59,7 +59,7 @@ def test_on_cpus_the_in_process_engine_has_a_copy() -> None:
 def test_each_rank_has_its_gpu(
     monkeypatch: pytest.MonkeyPatch, device: str, gpus: int, said: str
 ) -> None:
-    monkeypatch.setattr("ludic.runs.execution.ranks.check_device", lambda _: torch.device(device))
+    monkeypatch.setattr("ludic.runs.ranks.check_device", lambda _: torch.device(device))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(ConfigError, match=said):
         check_ranks(parse_run(RUN), TWO)

@@ -13,8 +13,8 @@ from ludic.distributed.local import LocalCopyPublisher
 from ludic.errors import ConfigError
 from ludic.inference import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
-from ludic.runs.execution import gathered
-from ludic.runs.execution.gathered import NoSampler, gathered_copy, samples
+from ludic.runs import ranks
+from ludic.runs.ranks import NoSampler, gathered_copy, samples
 from ludic.runs.settings import parse_run
 from ludic.sharding.ranks import Launched
 from ludic.sharding.weights import ModelWeights
@@ -117,7 +117,7 @@ async def test_without_a_sampler_asking_is_an_error() -> None:
 
 
 def test_a_model_that_is_not_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathered, "MOST_PARAMETERS", 1000)
+    monkeypatch.setattr(ranks, "MOST_PARAMETERS", 1000)
     with pytest.raises(ConfigError, match="up to 1,000 parameters"):
         gathered_copy(tiny_model())
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from ludic.errors import ConfigError
-from ludic.runs.storage.lock import FILE, locked
+from ludic.runs.storage.folder import LOCK, locked
 
 HOLD = """
 import pathlib, sys, time
-from ludic.runs.storage.lock import locked
+from ludic.runs.storage.folder import locked
 with locked(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
@@ -48,18 +48,18 @@ def test_the_lock_of_a_killed_process_is_taken(tmp_path: Path) -> None:
         holder.send_signal(signal.SIGKILL)
         holder.communicate(timeout=60)
     with locked(tmp_path):
-        assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
 def written(folder: Path, **facts: object) -> None:
     holder = {"pid": 7, "host": platform.node(), "boot": "before", "since": "2026-01-01 00:00:00"}
-    (folder / FILE).write_text(json.dumps({**holder, **facts}))
+    (folder / LOCK).write_text(json.dumps({**holder, **facts}))
 
 
 def test_a_lock_from_before_a_reboot_is_taken(tmp_path: Path) -> None:
     written(tmp_path)
     with locked(tmp_path):
-        assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
 def test_a_lock_of_another_host_holds_and_says_what_to_do(tmp_path: Path) -> None:
@@ -69,11 +69,11 @@ def test_a_lock_of_another_host_holds_and_says_what_to_do(tmp_path: Path) -> Non
         locked(tmp_path),
     ):
         pass
-    assert json.loads((tmp_path / FILE).read_text())["host"] == "elsewhere"
+    assert json.loads((tmp_path / LOCK).read_text())["host"] == "elsewhere"
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "[]", "{}"])
 def test_a_lock_file_that_says_nothing_holds_nothing(tmp_path: Path, text: str) -> None:
-    (tmp_path / FILE).write_text(text)
+    (tmp_path / LOCK).write_text(text)
     with locked(tmp_path):
         pass

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from ludic.errors import BatchError, CheckpointError, ConfigError, NotTrainableError
 from ludic.inference.tiny import tiny_model
@@ -32,14 +33,14 @@ from ludic.training import (
     make_sft,
 )
 from ludic.training.batching.replay_buffer import StoredGroup
-from ludic.training.batching.staleness import ANY_AGE
+from ludic.training.batching.source import ANY_AGE
 from tests.training.synthetic import SyntheticSource, reinforce, synthetic_batch
 
 
 def of_version(item: SAWItem, version: int) -> SAWItem:
     tokens = int(np.count_nonzero(item.action_mask))
     versions = np.full(tokens, version, dtype=np.int64)
-    return replace(item, attachments=replace(item.attachments, versions=versions))
+    return structs.replace(item, attachments=structs.replace(item.attachments, versions=versions))
 
 
 class Versioned(SyntheticSource):
@@ -88,7 +89,7 @@ async def test_a_stored_group_is_whole_and_as_it_was_sampled() -> None:
         for name in groups(batch):
             members = [i for i in batch.items if i.group_id == name]
             assert {i.meta.get(ANY_AGE, False) for i in members} == {name in first}
-            found = plain(replace(i, meta={}) for i in members)
+            found = plain(structs.replace(i, meta={}) for i in members)
             replayed += name in first
             assert first.setdefault(name, found) == found
     assert replayed == 15
@@ -219,7 +220,9 @@ async def test_what_cannot_be_corrected_is_refused() -> None:
         async def next_batch(self) -> SAWBatch:
             batch = await super().next_batch()
             return make_batch(
-                replace(i, attachments=replace(i.attachments, behavior_logprobs=None))
+                structs.replace(
+                    i, attachments=structs.replace(i.attachments, behavior_logprobs=None)
+                )
                 for i in batch.items
             )
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from ludic.errors import BatchError, ConfigError, DeadlineError, NotTrainableError, UnknownNameError
 from ludic.inference.client import TokenCompletionRequest

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from ludic.errors import CheckpointError, DamagedCheckpointError
 from ludic.inference.tiny import tiny_model
-from ludic.training.batching.ahead import SamplingAhead
+from ludic.training import checkpoint_contents
 from ludic.training.batching.scoring import ScoredBatchSource
-from ludic.training.checkpoints import state_shards
-from ludic.training.checkpoints.contents import TrainerState, load_checkpoint
+from ludic.training.batching.source import SamplingAhead
+from ludic.training.checkpoint_contents import TrainerState, load_checkpoint
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.trainer import Trainer
 from ludic.training.types import WorksAhead
@@ -399,7 +399,7 @@ def test_a_full_disk_is_an_error_and_the_last_good_checkpoint_stays(
         Path(path).write_bytes(Path(path).read_bytes()[:10])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(state_shards, "save_file", full)
+    monkeypatch.setattr(checkpoint_contents, "save_file", full)
     with pytest.raises(CheckpointError, match=r"No space left.*step-00000002"):
         trainer.train_sync(2)
     trainer.close()
@@ -422,7 +422,7 @@ def test_a_disk_that_hangs_is_an_error_at_the_deadline(
         answers.wait()
         real_save_file(tensors, path, **kwargs)
 
-    monkeypatch.setattr(state_shards, "save_file", hangs)
+    monkeypatch.setattr(checkpoint_contents, "save_file", hangs)
     says = r"waited 0\.2 s .*ck, and the disk has not answered"
     try:
         with pytest.raises(CheckpointError, match=says):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ludic.errors import CheckpointError, DamagedCheckpointError
-from ludic.training.checkpoints.contents import TrainerState, verify_checkpoint
+from ludic.training.checkpoint_contents import TrainerState, verify_checkpoint
 from tests.training.checkpoints.test_checkpoint import make, run
 
 

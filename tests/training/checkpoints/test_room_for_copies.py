@@ -12,8 +12,8 @@ import torch
 
 from ludic.runs.assemble import trainer_config
 from ludic.runs.settings import check_run
-from ludic.training.checkpoints import checkpoint, contents
-from ludic.training.checkpoints.contents import TrainerState, has_room_for, verify_checkpoint
+from ludic.training import checkpoint, checkpoint_contents
+from ludic.training.checkpoint_contents import TrainerState, has_room_for, verify_checkpoint
 from tests.training.checkpoints.test_checkpoint import make, run
 
 
@@ -26,7 +26,7 @@ def test_a_gpu_needs_a_quarter_more_than_the_copies(
     monkeypatch: pytest.MonkeyPatch, free: int, fits: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1000))
-    monkeypatch.setattr(contents, "local_rows", lambda tensor: (tensor, None, ()))
+    monkeypatch.setattr(checkpoint_contents, "local_rows", lambda tensor: (tensor, None, ()))
     # 60 and 40 bytes.
     tensors: list[Any] = [
         SimpleNamespace(is_cuda=True, device="cuda", numel=lambda n=n: n, element_size=lambda: 4)

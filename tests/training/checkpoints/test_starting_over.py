@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ludic.checksums import file_checksum
 from ludic.errors import CheckpointError, DamagedCheckpointError
 from ludic.inference.tiny import tiny_model
-from ludic.training.checkpoints.checkpoint import Checkpointer
-from ludic.training.checkpoints.contents import TrainerState, verify_checkpoint
+from ludic.plumbing.files import file_checksum
+from ludic.training.checkpoint import Checkpointer
+from ludic.training.checkpoint_contents import TrainerState, verify_checkpoint
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.update.optimizer import MasterAdamW
 from tests.training.checkpoints.test_checkpoint import assert_equal, make, run
@@ -67,10 +67,10 @@ def test_without_resume_a_run_keeps_its_own_checkpoints_and_the_earlier_ones(
 def test_without_resume_a_run_that_saves_nothing_leaves_nothing_to_resume(tmp_path: Path) -> None:
     run(make(tmp_path), 2)
     begun = make(tmp_path, resume=False)
-    begun._resume()
+    asyncio.run(begun.start())
     begun.close()
     fresh = make(tmp_path)
-    fresh._resume()
+    asyncio.run(fresh.start())
     assert fresh.step == 0
     fresh.close()
 
@@ -104,7 +104,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     after = torch.rand(4)
     resumed = make(tmp_path)
     torch.manual_seed(6)
-    resumed._resume()
+    asyncio.run(resumed.start())
     resumed.close()
     assert torch.equal(torch.rand(4), after)
 
@@ -153,7 +153,7 @@ def test_latest_is_the_newest_where_the_pointer_is_gone_or_nonsense(tmp_path: Pa
     pointer.unlink()
     assert checkpoints.latest() == tmp_path / "ck/step-00000003"
     resumed = make(tmp_path)
-    resumed._resume()
+    asyncio.run(resumed.start())
     resumed.close()
     assert resumed.step == 3
     assert Checkpointer(CheckpointConfig(tmp_path / "none")).latest() is None

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ludic.errors import CheckpointError
 from ludic.sharding.world import World
-from ludic.training.checkpoints import state_shards
-from ludic.training.checkpoints.state_shards import describe_shards, load_tensors, write_shard
+from ludic.training import checkpoint_contents
+from ludic.training.checkpoint_contents import describe_shards, load_tensors, write_shard
 
 WHOLE = {
     "matrix": torch.arange(21.0).view(7, 3),
@@ -31,7 +31,9 @@ def rows_of(tensor: Tensor, rank: int, size: int) -> tuple[Tensor | None, int | 
 
 
 def shard(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
-    monkeypatch.setattr(state_shards, "local_rows", lambda tensor: rows_of(tensor, rank, size))
+    monkeypatch.setattr(
+        checkpoint_contents, "local_rows", lambda tensor: rows_of(tensor, rank, size)
+    )
 
 
 def written(folder: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> dict[str, Any]:

@@ -12,10 +12,9 @@ import torch
 from ludic.inference.tiny import tiny_model
 from ludic.sharding.fsdp import init_mesh
 from ludic.sharding.world import World
-from ludic.training.checkpoints import checkpoint
-from ludic.training.checkpoints.checkpoint import Checkpointer
-from ludic.training.checkpoints.contents import TrainerState, verify_checkpoint
-from ludic.training.checkpoints.state_shards import write_shard
+from ludic.training import checkpoint
+from ludic.training.checkpoint import Checkpointer
+from ludic.training.checkpoint_contents import TrainerState, verify_checkpoint, write_shard
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.update.optimizer import MasterAdamW
 

@@ -32,8 +32,7 @@ from ludic.training import (
     TokenMean,
 )
 from ludic.training.losses.aggregation import Aggregation, token_mean
-from ludic.training.losses.composite import with_entropy
-from ludic.training.losses.kl import with_kl
+from ludic.training.losses.composite import with_entropy, with_kl
 from ludic.training.losses.policy_ratio import check_bounds, check_clip
 from ludic.training.types import Loss, TokenLogProbs
 from tests.oracles import objectives

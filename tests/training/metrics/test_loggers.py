@@ -21,8 +21,8 @@ from ludic.training.metrics.loggers import (
     TensorBoardLogger,
     TrackioLogger,
     WandbLogger,
+    sparkline,
 )
-from ludic.training.metrics.loggers.rich_live import sparkline
 
 STEP = {"train/step": 3.0, "train/loss": 0.25, "perf/step_s": 1.5}
 

@@ -10,7 +10,7 @@ import torch
 from ludic.inference.tiny import tiny_model
 from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
-from ludic.training.update.budget import MOST, USUAL, activation_bytes, default_budget
+from ludic.training.update.planning import MOST, USUAL, activation_bytes, default_budget
 
 SMOLLM2 = {"num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536}
 

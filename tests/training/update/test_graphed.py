@@ -69,7 +69,7 @@ def test_padding_changes_neither_values_nor_gradients(share: bool) -> None:
     expected = gradients(policy)
     policy.zero_grad()
 
-    sizes = Sizes.of(micro).roomy()
+    sizes = Sizes.of(micro).rounded_up()
     assert sizes is not None
     assert sizes.tokens > len(micro.input_ids)
     padded = policy.score(pad(micro, sizes), entropy=True)
@@ -303,7 +303,7 @@ def test_large_micro_batches_and_truncated_sampling_are_left_to_the_caller() -> 
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_roomy_sizes_fit_what_they_were_made_for(data: st.DataObject) -> None:
+def test_rounded_up_sizes_fit_what_they_were_made_for(data: st.DataObject) -> None:
     whole = data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=600))
     own = [data.draw(st.integers(1, n)) for n in whole[:20]] + whole[20:]
     shares = own != whole
@@ -315,11 +315,11 @@ def test_roomy_sizes_fit_what_they_were_made_for(data: st.DataObject) -> None:
         sum(whole) if shares else 0,
         max(whole) if shares else 0,
     )
-    roomy = sizes.roomy()
-    if roomy is None:  # rare, and then the pass is launched
+    rounded = sizes.rounded_up()
+    if rounded is None:  # rare, and then the pass is launched
         return
-    rows, tokens, keys = roomy.padding(sizes) or (0, 0, 0)
-    assert sizes.tokens + tokens == roomy.tokens
-    assert sizes.sequences + rows == roomy.sequences
-    assert keys in (0, roomy.keys - sizes.keys)
-    assert roomy.tokens <= 1.25 * (sizes.tokens + roomy.sequences) + 16
+    rows, tokens, keys = rounded.padding(sizes) or (0, 0, 0)
+    assert sizes.tokens + tokens == rounded.tokens
+    assert sizes.sequences + rows == rounded.sequences
+    assert keys in (0, rounded.keys - sizes.keys)
+    assert rounded.tokens <= 1.25 * (sizes.tokens + rounded.sequences) + 16

@@ -19,8 +19,13 @@ from ludic.sharding.weights import ModelWeights
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.trainer import Trainer
 from ludic.training.update import optimizer as optimizer_module
-from ludic.training.update.optimizer import MasterAdamW, dithered
-from ludic.training.update.schedule import curve, describe_change, learning_rate
+from ludic.training.update.optimizer import (
+    MasterAdamW,
+    curve,
+    describe_change,
+    dithered,
+    learning_rate,
+)
 from tests.training.synthetic import RecordingPublisher, SyntheticSource, reinforce
 
 

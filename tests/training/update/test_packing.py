@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from ludic.errors import BatchError, CreditError
 from ludic.inference.tiny import tiny_model
@@ -268,7 +269,7 @@ def test_ids_that_sampling_kept_are_those_of_each_token_and_none_means_all() -> 
 
 
 def bad(item: SAWItem, **changes: object) -> SAWBatch:
-    return SAWBatch((replace(item, **changes),), BatchCounts(1, 1, 1, 1))  # type: ignore[arg-type]
+    return SAWBatch((replace(item, **changes),), BatchCounts(1, 1, 1, 1))
 
 
 def test_bad_samples_are_named() -> None:
@@ -323,7 +324,7 @@ def test_log_probs_that_only_some_samples_have_are_an_error_before_any_packing(n
     batch = synthetic_batch(2, 2)
     values = [np.full(int(item.action_mask.sum()), -1.0, np.float32) for item in batch.items]
     first, second = batch.items
-    has = replace(first, attachments=replace(first.attachments, **{name: values[0]}))  # type: ignore[arg-type]
+    has = replace(first, attachments=replace(first.attachments, **{name: values[0]}))
     lacks = replace(second, attachments=replace(second.attachments, **{name: None}))
     with pytest.raises(BatchError, match=rf"sample 1 \(rollout '2-r1'.* has no {name}"):
         lay_out(make_batch([has, lacks]))

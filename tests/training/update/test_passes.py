@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,8 +19,8 @@ from ludic.saw.items import SAWBatch
 from ludic.sharding.world import World
 from ludic.training.algorithms.grpo import make_grpo
 from ludic.training.config import TrainerConfig
+from ludic.training.metrics.perf import Workload
 from ludic.training.metrics.stats import StatBuffer
-from ludic.training.metrics.workload import Workload
 from ludic.training.types import Loss, Scope, TokenLogProbs
 from ludic.training.update.layout import Layout, lay_out
 from ludic.training.update.optimizer import MasterAdamW

@@ -12,25 +12,23 @@ import torch
 
 from ludic.errors import ConfigError
 from ludic.inference.tiny import tiny_model
+from ludic.plumbing.model_parts import config_facts
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
-from ludic.sharding.model_parts import config_facts
 from ludic.sharding.world import World
 from ludic.training import Trainer, TrainerConfig, make_reinforce
 from ludic.training.types import Scope
 from ludic.training.update import attention as attention_module
+from ludic.training.update import logprobs as logprobs_module
 from ludic.training.update import policy as policy_module
+from ludic.training.update.attention import forget_longer_rows, rope_threshold
 from ludic.training.update.checks import check_packing, check_split
 from ludic.training.update.layout import lay_out
-from ludic.training.update.logprobs import LogitRule
+from ludic.training.update.logprobs import LogitRule, logit_rule
 from ludic.training.update.packing import pack
 from ludic.training.update.passes import score_layout
-from ludic.training.update.planning import plan_micro_batches
-from ludic.training.update.policy import (
-    Policy,
-    attention_cost,
-    logit_rule,
-)
+from ludic.training.update.planning import attention_cost, plan_micro_batches
+from ludic.training.update.policy import Policy
 from tests.training.synthetic import synthetic_batch
 from tools.families import tiny
 
@@ -112,7 +110,7 @@ def test_a_soft_cap_that_is_not_known_is_seen_however_small_the_logits(
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(0.01)  # type: ignore[operator]
     check_split(model, CPU)
-    monkeypatch.setattr(policy_module, "_SOFT_CAPS", ())
+    monkeypatch.setattr(logprobs_module, "_SOFT_CAPS", ())
     with pytest.raises(ConfigError, match=r"something to the head's logits"):
         check_split(model, CPU)
 
@@ -223,7 +221,7 @@ def test_a_stretched_rotary_embedding_is_taken_back_for_every_kind_of_layer() ->
     for kind, value in (("full", 7.0), ("sliding", 3.0)):
         rotary.register_buffer(f"{kind}_inv_freq", torch.tensor([value]))
         setattr(rotary, f"{kind}_original_inv_freq", torch.tensor([1.0]))
-    policy_module.forget_longer_rows(rotary)
+    forget_longer_rows(rotary)
     assert rotary.full_max_seq_len_cached == 8
     buffers = dict(rotary.named_buffers())
     assert buffers["full_inv_freq"].item() == 1.0
@@ -325,7 +323,7 @@ def test_entropies_and_logits_come_where_they_are_asked_for() -> None:
 def test_the_shortest_length_that_changes_a_rotary_embedding_counts(
     facts: dict[str, Any], threshold: int | None
 ) -> None:
-    found = policy_module._rope_threshold(facts)
+    found = rope_threshold(facts)
     assert found == threshold if threshold is not None else found > 10**9
 
 

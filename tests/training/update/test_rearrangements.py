@@ -9,13 +9,13 @@ tokens that rows begin with computed for each or once.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from ludic.inference.tiny import tiny_model

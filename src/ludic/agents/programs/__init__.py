@@ -1,9 +1,5 @@
 """Agents that are programs: a server for them to ask, and what becomes of their requests."""
 
-from ludic.lazy import late_names
+from ludic.plumbing.lazy import late_names
 
-__getattr__, __all__ = late_names(__name__, __file__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = late_names(__name__, __file__)

@@ -24,10 +24,10 @@ from ludic.errors import AgentError, ConfigError, DeadlineError
 from ludic.inference.client import ChatClient
 from ludic.inference.sampling import InferenceSpec
 from ludic.inference.templates.chat_template import ChatTemplate
-from ludic.lazy import names_are_stored
 from ludic.parsers import Parser
+from ludic.plumbing.lazy import names_are_stored
+from ludic.plumbing.text import clean_text, error_text
 from ludic.registry import PROGRAMS
-from ludic.text import clean_text, error_text
 from ludic.types import AgentStep, Message, TruncationReason
 from ludic.workers.escapes import is_for_us
 from ludic.workers.threads import shared_threads
@@ -214,12 +214,12 @@ class ProgramAgent(Agent):
         if result.timed_out:
             return DeadlineError("its end", self.label, self.timeout_s)
         why = f"; the backend had failed: {result.failures[-1]}" if result.failures else ""
-        said = f": {result.stderr.strip()[-500:]}" if result.stderr.strip() else ""
+        output = f": {result.stderr.strip()[-500:]}" if result.stderr.strip() else ""
         if not result.steps:
-            ended = f"it ended with status {result.status}{said}{why}"
+            ended = f"it ended with status {result.status}{output}{why}"
             return AgentError(f"{self.label} got no answer from the model; {ended}")
         if result.status != 0:
-            return AgentError(f"{self.label} ended with status {result.status}{said}{why}")
+            return AgentError(f"{self.label} ended with status {result.status}{output}{why}")
         return None
 
     async def _run_command(self, task: str, url: str, key: str) -> Ended:
@@ -253,21 +253,21 @@ class ProgramAgent(Agent):
         async def answer() -> Any:
             if inspect.iscoroutinefunction(function):
                 return await call()
-            found = await shared_threads().run(
+            result = await shared_threads().run(
                 call, what="its end", whom=self.label, timeout_s=self.timeout_s
             )
-            return await found if inspect.isawaitable(found) else found
+            return await result if inspect.isawaitable(result) else result
 
         try:
             async with asyncio.timeout(self.timeout_s) as over:
-                said = await answer()
+                answered = await answer()
         except BaseException as exc:
             if is_for_us(exc):
                 raise
             if over.expired() or isinstance(exc, DeadlineError):
                 return Ended(None, "", "")
             return Ended(1, "", error_text(exc))
-        return Ended(0, "" if said is None else clean_text(str(said)), "")
+        return Ended(0, "" if answered is None else clean_text(str(answered)), "")
 
 
 def _check_command(command: Sequence[str], cwd: str | None, path: str) -> None:
@@ -277,8 +277,8 @@ def _check_command(command: Sequence[str], cwd: str | None, path: str) -> None:
         raise ConfigError(f"cwd = {cwd!r}: there is no such folder")
     program = command[0]
     if os.sep in program:
-        found = os.access(Path(cwd or ".", program), os.X_OK)
+        exists = os.access(Path(cwd or ".", program), os.X_OK)
     else:
-        found = shutil.which(program, path=path) is not None
-    if not found:
+        exists = shutil.which(program, path=path) is not None
+    if not exists:
         raise ConfigError(f"command = {list(command)}: there is no program {program!r}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ludic.agents.programs.api_requests import ApiError, read_request
+from ludic.agents.programs.chat_api import ApiError, read_request
 from ludic.agents.programs.session import Repetition, Session
 from ludic.errors import ConfigError
 

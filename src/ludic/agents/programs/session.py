@@ -14,13 +14,14 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+from msgspec.structs import replace
+
 from ludic.agents.model_calls import ModelCall, ModelCaller
-from ludic.agents.programs.api_answers import Answer, answer_of
-from ludic.agents.programs.api_requests import ApiError, ChatRequest
+from ludic.agents.programs.chat_api import Answer, ApiError, ChatRequest, answer_of
 from ludic.errors import (
     ConfigError,
     DeadlineError,
@@ -284,13 +285,13 @@ class Session(ModelCaller):
 
 
 def _as_api_error(exc: Exception) -> ApiError:
-    said = f"{type(exc).__name__}: {exc}"
+    text = f"{type(exc).__name__}: {exc}"
     if isinstance(exc, TemplateError | ConfigError | RequestRejectedError):
         return ApiError(400, str(exc))
     if isinstance(exc, QueueFullError):
-        return ApiError(429, said, code="rate_limit_exceeded")
+        return ApiError(429, text, code="rate_limit_exceeded")
     if isinstance(exc, DeadlineError):
-        return ApiError(504, said, code="timeout")
+        return ApiError(504, text, code="timeout")
     if isinstance(exc, EngineClosedError):
-        return ApiError(503, said)
-    return ApiError(502 if isinstance(exc, LudicError) else 500, said)
+        return ApiError(503, text)
+    return ApiError(502 if isinstance(exc, LudicError) else 500, text)

@@ -1,1 +1,1 @@
-"""What runs inside vLLM's processes; it finds this by the names in `ludic.inference.vllm.names`."""
+"""What runs inside vLLM's processes; it finds this by the names in `ludic.inference.vllm.flags`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ludic.inference.vllm.names import BACKEND
+from ludic.inference.vllm.flags import BACKEND
 
 
 def register() -> None:

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ludic.distributed.in_vllm.checkpoint_shapes import (
+from ludic.distributed.in_vllm.served_model import (
     checkpoint_shapes,
     same_under_other_names,
+    why_rebuild,
 )
-from ludic.distributed.in_vllm.plain_layers import why_rebuild
-from ludic.distributed.vllm.broadcast_group import BroadcastGroup
 from ludic.distributed.vllm.checksums import receipt
 from ludic.distributed.vllm.ipc_handles import open_tensors
+from ludic.distributed.vllm.planes import BroadcastGroup
 from ludic.distributed.vllm.shared_memory import open_shared
 from ludic.errors import MissingExtraError
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ludic.distributed.vllm.checksums import receipt
 from ludic.distributed.vllm.placement import Place
-from ludic.inference.vllm.names import BACKEND
+from ludic.inference.vllm.flags import BACKEND
 
 
 class WorkerExtension:

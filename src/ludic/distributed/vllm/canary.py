@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ludic.distributed.interfaces import WeightsOfModel
-from ludic.sharding.model_parts import base_causal_lm
+from ludic.plumbing.model_parts import base_causal_lm, vocabulary_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def canary_tokens(model: nn.Module, length: int = 24) -> tuple[int, ...]:
     """
     device = next(model.parameters()).device
     chances = torch.Generator().manual_seed(0)
-    ids = [7 % vocabulary_of(model)]
+    ids = [7 % vocabulary_size(base_causal_lm(model))]
     for _ in range(length - 1):
         logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits
         probabilities = logits[0, -1].double().softmax(-1).cpu()
@@ -104,12 +104,6 @@ def prompt_logprobs(model: nn.Module, tokens: Sequence[int]) -> list[float]:
             model.train()
     scores = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
     return [float(s) for s in scores]
-
-
-def vocabulary_of(model: nn.Module) -> int:
-    """How many ids the model embeds."""
-    causal: Any = base_causal_lm(model)
-    return int(causal.get_input_embeddings().weight.shape[0])
 
 
 def is_sharded(model: nn.Module) -> bool:

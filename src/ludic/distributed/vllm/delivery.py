@@ -1,9 +1,15 @@
-"""What the two kinds of publish have in common, and the few steps in which they differ."""
+"""One publish on its way: its steps, each server during it, and how long its parts took.
+
+Whole weights and adapters have this in common; `Delivery` and `Payload` say where they differ.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -11,11 +17,175 @@ from torch import Tensor, nn
 
 from ludic.distributed.interfaces import Weights
 from ludic.distributed.vllm.canary import Canary
-from ludic.distributed.vllm.server_update import ServerUpdate
-from ludic.distributed.vllm.timing import PublishTimes, together
-from ludic.errors import PublishError
+from ludic.errors import DeadlineError, InferenceError, LudicError, PublishError
+from ludic.inference.http import UnreachableError
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.inference.vllm.replica import Replica
+from ludic.inference.vllm.servers import Replica
+
+ORDER = (
+    *("gather", "prepare", "greet", "finite", "checksums", "own_canary", "join"),
+    *("write", "room", "load", "start", "stage", "compare", "sample"),
+    *("pause", "apply", "reset", "resume", "canary"),
+    *("worker_stage", "worker_checksums", "worker_apply"),
+)
+
+
+class PublishTimes:
+    """Seconds by the name of a stage. Stages may overlap, so they need not add up. Threads may time
+    stages too, each its own ones."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds what its body takes, even when that raises."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+    def slowest(self, others: Iterable[Mapping[str, float]], prefix: str = "") -> None:
+        """Takes over the stages of those who worked side by side: of each, the longest."""
+        for seconds in others:
+            for name, took in seconds.items():
+                key = prefix + name
+                self.seconds[key] = max(self.seconds.get(key, 0.0), took)
+
+    def in_order(self) -> dict[str, float]:
+        """The stages in the order in which they begin, those of the workers last."""
+        places = {name: place for place, name in enumerate(ORDER)}
+        return dict(sorted(self.seconds.items(), key=lambda s: places.get(s[0], len(ORDER))))
+
+
+async def together(steps: Iterable[Coroutine[Any, Any, Any] | asyncio.Future[Any]]) -> None:
+    """Runs the steps side by side; the first failure cancels the others and is raised."""
+    tasks = [asyncio.ensure_future(step) for step in steps]
+    if not tasks:
+        return
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+PATIENCE_S = 10.0
+
+
+class ServerUpdate(ABC):
+    """Tells one server what to do, step by step, and remembers how far it came.
+
+    A server that no longer answers is lost, and so is one that was out of rotation and refuses:
+    neither keeps the others from being updated. Any other refusal is raised. All of it happens in
+    one event loop; two servers' steps run side by side, two steps of one server never do.
+    """
+
+    def __init__(
+        self, client: VLLMChatClient, replica: Replica, timeout_s: float, patience_s: float
+    ) -> None:
+        self.client, self.replica = client, replica
+        self.timeout_s, self.patience_s = timeout_s, patience_s
+        self.was_out = replica.out
+        self.lost = False
+        self.times = PublishTimes()
+        self._asked: tuple[str, float] | None = None
+        """What it was asked for and has not answered, and since when."""
+
+    @abstractmethod
+    async def examine(self) -> None:
+        """Raises unless the server can be updated; its facts are known."""
+
+    async def greet(self) -> None:
+        """Finds out whether the server is there and can be updated."""
+        replica = self.replica
+        try:
+            with self.times.timed("greet"):
+                # One that was away may be another by now.
+                if replica.facts is None or replica.lost or replica.out is not None:
+                    await self.client.relearn(replica, self.patience_s)
+                await self.examine()
+        except (UnreachableError, DeadlineError) as exc:
+            self.lose(f"it did not answer when a publish began: {exc}")
+        except LudicError as exc:
+            if self.was_out is None:
+                raise
+            self.lose(str(exc))
+
+    async def step(
+        self, name: str, what: str, work: Callable[[], Awaitable[Any]], *, asks: bool = True
+    ) -> None:
+        """Does one step unless the server is lost. `asks`: the step waits for the server's answer,
+        and for nobody else."""
+        if self.lost:
+            return
+        self._asked = (what, _now()) if asks else None
+        try:
+            with self.times.timed(name):
+                await work()
+        except LudicError as exc:
+            if isinstance(exc, UnreachableError) and exc.status is None:
+                self.lose(f"it went away when it was to {what}: {exc}")
+            elif self.was_out is not None:
+                self.lose(f"it was to be brought back, and did not {what}: {exc}")
+            elif isinstance(exc, InferenceError):
+                raise await self.explained(what, exc) from exc
+            else:
+                raise
+        self._asked = None  # not so where the step was cancelled: see `lose_if_hung`
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the server serves the model."""
+        facts = self.replica.facts
+        return self.client.model or (facts.models[0] if facts is not None else "")
+
+    async def explained(self, what: str, refusal: InferenceError) -> LudicError:
+        """The error that a refusal is raised as."""
+        return PublishError(f"{self.replica.url} did not {what}: {refusal}")
+
+    def lose(self, why: str) -> None:
+        """Takes the server out of rotation: nobody can say which weights it has."""
+        self.lost = True
+        self.replica.out = why
+
+    def lose_if_hung(self) -> None:
+        """For when the deadline has passed: loses the server if that is what was waited for, and
+        it was not asked only a moment ago."""
+        if self._asked is None or self.lost:
+            return
+        what, since = self._asked
+        waited = _now() - since
+        if waited >= self.patience_s:
+            self.lose(f"it was to {what}, and had not answered after {waited:.3g} s")
+
+    async def ask(
+        self,
+        path: str,
+        body: Any = None,
+        seconds: float | None = None,
+        *,
+        method: str = "POST",
+        plain: bool = False,
+    ) -> Any:
+        """One exchange over the server's control routes."""
+        limit = self.timeout_s if seconds is None else seconds
+        return await self.client.control(
+            self.replica, method, path, body=body, timeout_s=limit, plain=plain
+        )
+
+    async def call_workers(self, method: str, seconds: float | None = None) -> list[Any]:
+        """What each worker returns from a method of the worker extension."""
+        return list((await self.ask("/collective_rpc", {"method": method}, seconds))["results"])
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
 
 Server = TypeVar("Server", bound=ServerUpdate)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from ludic.envs.adapters.packages import load_package
+from ludic.envs.adapters import load_package
 from ludic.envs.env import LudicEnv
 from ludic.envs.running.outcomes import checked_opening, checked_outcomes
 from ludic.errors import ConfigError

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from ludic.envs.adapters.packages import load_package, plain, refuse_stored
+from ludic.envs.adapters import load_package, plain, refuse_stored
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, EnvError
-from ludic.lazy import resolve
+from ludic.plumbing.lazy import resolve
 from ludic.types import Action, Info, Obs, StepOutcome
 
 ObservationFunction: TypeAlias = Callable[[Any, Mapping[str, Any]], str]
@@ -178,14 +178,14 @@ def without_colours(text: str, *, mark: bool) -> str:
     >>> without_colours("\\x1b[41mS\\x1b[0mFF\\x1b[34;1mB\\x1b[0m", mark=True)
     '[S]FFB(blue)'
     """
-    while mark and (found := _COLOURED.search(text)):
-        codes = [int(code) for code in found[1].split(";") if code]
+    while mark and (coloured := _COLOURED.search(text)):
+        codes = [int(code) for code in coloured[1].split(";") if code]
         if any(40 <= code % 60 < 48 for code in codes):
-            said = f"[{found[2]}]"
+            marked = f"[{coloured[2]}]"
         else:
             colour = next((_COLOURS[c % 10] for c in codes if 30 <= c % 60 < 38), "")
-            said = f"{found[2]}({colour})" if colour else found[2]
-        text = text[: found.start()] + said + text[found.end() :]
+            marked = f"{coloured[2]}({colour})" if colour else coloured[2]
+        text = text[: coloured.start()] + marked + text[coloured.end() :]
     return _ESCAPE.sub("", text)
 
 

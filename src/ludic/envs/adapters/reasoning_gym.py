@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from ludic.envs.adapters import load_package
 from ludic.envs.adapters.episode_random import EpisodeRandom, give_own_random
-from ludic.envs.adapters.packages import load_package
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, EnvError, UnknownNameError
 from ludic.seeding import derive_seed

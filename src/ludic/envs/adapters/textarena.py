@@ -11,8 +11,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, Literal
 
+from ludic.envs.adapters import load_package, plain
 from ludic.envs.adapters.episode_random import EpisodeRandom, give_own_random
-from ludic.envs.adapters.packages import load_package, plain
 from ludic.envs.env import LudicEnv
 from ludic.errors import ConfigError, EnvError, UnknownNameError
 from ludic.types import AgentID, Info, Obs, StepOutcome

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
-from ludic.envs.adapters.packages import load_package, plain, refuse_stored
+from ludic.envs.adapters import load_package, plain, refuse_stored
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, EnvError
 from ludic.seeding import derive_seed
 from ludic.types import Action, Info, Obs, StepOutcome
-from ludic.workers.background_loop import BackgroundLoop
+from ludic.workers.threads import BackgroundLoop
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
 _CUT = ("max_turns_reached", "prompt_too_long", "timeout_reached")
@@ -265,8 +265,8 @@ def _calls_in(text: str, types: Any) -> list[Any]:
     calls: list[Any] = []
     for number, raw in enumerate(_CALL.findall(text)):
         try:
-            said = json.loads(raw)
-            name, arguments = str(said["name"]), json.dumps(said.get("arguments") or {})
+            decoded = json.loads(raw)
+            name, arguments = str(decoded["name"]), json.dumps(decoded.get("arguments") or {})
         except (ValueError, TypeError, KeyError):
             name, arguments = "unreadable", raw
         calls.append(types.ToolCall(id=f"call_{number}", name=name, arguments=arguments))

@@ -1,58 +1,28 @@
 """Environments that reward working programs, and the sandboxes that the programs run in."""
 
-from ludic.envs.code_exec.cache import ResultCache
-from ludic.envs.code_exec.calculator import calculator
-from ludic.envs.code_exec.env import CodeExecEnv
-from ludic.envs.code_exec.judge import Judge, Outcome, Verdict
-from ludic.envs.code_exec.sandbox import (
-    BubblewrapSandbox,
-    Limits,
-    PlainSandbox,
-    RunResult,
-    RunStatus,
-    Sandbox,
-    SandboxError,
-    SandboxPool,
-    SandboxUnavailableError,
-    make_sandbox,
-    shared_pool,
-)
-from ludic.envs.code_exec.tasks import (
-    ADAPTERS,
-    CodeTask,
-    FunctionTask,
-    IOCase,
-    StdioTask,
-    extract_code,
-)
-from ludic.envs.code_exec.tools import PythonTool
-from ludic.envs.code_exec.verifiers import Verifier, make_verifier
-
-__all__ = [
-    "ADAPTERS",
-    "BubblewrapSandbox",
-    "CodeExecEnv",
-    "CodeTask",
-    "FunctionTask",
-    "IOCase",
-    "Judge",
-    "Limits",
-    "Outcome",
-    "PlainSandbox",
-    "PythonTool",
-    "ResultCache",
-    "RunResult",
-    "RunStatus",
-    "Sandbox",
-    "SandboxError",
-    "SandboxPool",
-    "SandboxUnavailableError",
-    "StdioTask",
-    "Verdict",
-    "Verifier",
-    "calculator",
-    "extract_code",
-    "make_sandbox",
-    "make_verifier",
-    "shared_pool",
-]
+from ludic.envs.code_exec.env import CodeExecEnv as CodeExecEnv
+from ludic.envs.code_exec.judge import Judge as Judge
+from ludic.envs.code_exec.judge import Outcome as Outcome
+from ludic.envs.code_exec.judge import ResultCache as ResultCache
+from ludic.envs.code_exec.judge import Verdict as Verdict
+from ludic.envs.code_exec.sandbox import BubblewrapSandbox as BubblewrapSandbox
+from ludic.envs.code_exec.sandbox import Limits as Limits
+from ludic.envs.code_exec.sandbox import PlainSandbox as PlainSandbox
+from ludic.envs.code_exec.sandbox import RunResult as RunResult
+from ludic.envs.code_exec.sandbox import RunStatus as RunStatus
+from ludic.envs.code_exec.sandbox import Sandbox as Sandbox
+from ludic.envs.code_exec.sandbox import SandboxError as SandboxError
+from ludic.envs.code_exec.sandbox import SandboxPool as SandboxPool
+from ludic.envs.code_exec.sandbox import SandboxUnavailableError as SandboxUnavailableError
+from ludic.envs.code_exec.sandbox import make_sandbox as make_sandbox
+from ludic.envs.code_exec.sandbox import shared_pool as shared_pool
+from ludic.envs.code_exec.tasks import ADAPTERS as ADAPTERS
+from ludic.envs.code_exec.tasks import CodeTask as CodeTask
+from ludic.envs.code_exec.tasks import FunctionTask as FunctionTask
+from ludic.envs.code_exec.tasks import IOCase as IOCase
+from ludic.envs.code_exec.tasks import StdioTask as StdioTask
+from ludic.envs.code_exec.tasks import extract_code as extract_code
+from ludic.envs.code_exec.tools import PythonTool as PythonTool
+from ludic.envs.code_exec.tools import calculator as calculator
+from ludic.envs.code_exec.verifiers import Verifier as Verifier
+from ludic.envs.code_exec.verifiers import make_verifier as make_verifier

@@ -6,8 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ludic.envs.code_exec.cache import ResultCache
-from ludic.envs.code_exec.judge import Judge, Verdict
+from ludic.envs.code_exec.judge import Judge, ResultCache, Verdict
 from ludic.envs.code_exec.sandbox import (
     DEFAULT_SANDBOX,
     Limits,
@@ -20,7 +19,7 @@ from ludic.envs.code_exec.verifiers import Verifier, make_verifier
 from ludic.envs.dataset_rows import DatasetRows, Row, load_rows
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, EnvError
-from ludic.lazy import names_are_stored
+from ludic.plumbing.lazy import names_are_stored
 from ludic.seeding import derive_seed
 from ludic.types import Action, Info, Obs, StepOutcome
 

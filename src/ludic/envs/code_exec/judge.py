@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any, Generic, TypeVar
 
-from ludic.envs.code_exec.cache import ResultCache, fingerprint
 from ludic.envs.code_exec.function_tests import run_function_tests
-from ludic.envs.code_exec.program_text import text_of
-from ludic.envs.code_exec.sandbox import Limits, RunResult, RunStatus, SandboxPool
+from ludic.envs.code_exec.sandbox import Limits, RunResult, RunStatus, SandboxPool, text_of
 from ludic.envs.code_exec.tasks import CodeTask, FunctionTask, StdioTask, extract_code
 from ludic.envs.code_exec.verifiers import (
     CheckerTimeoutError,
@@ -19,6 +22,7 @@ from ludic.envs.code_exec.verifiers import (
 )
 
 _SHOWN = 1500
+T = TypeVar("T")
 
 
 class Outcome(StrEnum):
@@ -50,6 +54,46 @@ class Verdict:
     @property
     def compiles(self) -> bool:
         return self.outcome not in (Outcome.NO_COMPILE, Outcome.NO_CODE, Outcome.TOO_LONG)
+
+
+class ResultCache(Generic[T]):
+    """The last `max_entries` results. Any thread may use it.
+
+    Two threads with the same question may both work on it; the answer is the same. What raises
+    (a sandbox that failed) leaves nothing behind.
+    """
+
+    def __init__(self, max_entries: int = 16384) -> None:
+        self.max_entries = max_entries
+        self.hits = self.misses = 0
+        self._lock = threading.Lock()
+        self._results: OrderedDict[bytes, T] = OrderedDict()
+
+    def get(
+        self, key: bytes, work: Callable[[], T], keep: Callable[[T], bool] = lambda result: True
+    ) -> T:
+        """What `work()` returned for this key before, or returns now; remembered if `keep`."""
+        with self._lock:
+            if key in self._results:
+                self._results.move_to_end(key)
+                self.hits += 1
+                return self._results[key]
+            self.misses += 1
+        result = work()
+        if not keep(result):
+            return result
+        with self._lock:
+            self._results[key] = result
+            while len(self._results) > self.max_entries:
+                self._results.popitem(last=False)
+        return result
+
+    def clear(self) -> None:
+        with self._lock:
+            self._results.clear()
+
+    def __len__(self) -> int:
+        return len(self._results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +235,8 @@ def _lasts(verdict: Verdict) -> bool:
 
 
 def _first_failure(errors: Sequence[str | None]) -> tuple[int, str]:
-    for number, error in enumerate(errors, start=1):
-        if error is not None:
-            return number, error
-    return len(errors) + 1, ""
+    failures = ((n, error) for n, error in enumerate(errors, start=1) if error is not None)
+    return next(failures, (len(errors) + 1, ""))
 
 
 def _all_passed(total: int) -> str:
@@ -209,3 +251,8 @@ def _failure(result: RunResult, where: str) -> tuple[Outcome, str]:
         said = text_of(result.stderr, _SHOWN)
         return Outcome.CRASHED, f"Exit status {result.exit_code} in {where}.\n{said}".rstrip()
     return Outcome.CRASHED, f"Ended in {where}: it went beyond its limit ({result.status})."
+
+
+def fingerprint(*parts: Any) -> bytes:
+    """A key for JSON-like parts: the same parts, and no others, give the same."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()

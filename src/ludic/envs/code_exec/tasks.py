@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from ludic.envs.dataset_rows import Row
 from ludic.errors import EnvError
-from ludic.naming import Entry, Registry
+from ludic.plumbing.naming import Entry, Registry
 
 
 @dataclass(frozen=True, slots=True)

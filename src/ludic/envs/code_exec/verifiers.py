@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ludic.envs.code_exec.program_text import text_of
-from ludic.envs.code_exec.sandbox import Limits, RunResult, SandboxPool
+from ludic.envs.code_exec.sandbox import Limits, RunResult, SandboxPool, text_of
 from ludic.errors import ConfigError, EnvError, UnknownNameError
 
 
@@ -26,41 +25,39 @@ class Verifier(Protocol):
     def __call__(self, pool: SandboxPool, stdin: str, expected: str, output: bytes) -> bool: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ExactVerifier:
-    """The very same bytes."""
+class _ByFields:
+    """Verifiers with the same fields judge alike."""
+
+    __slots__ = ()
 
     @property
     def fingerprint(self) -> str:
         return repr(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ExactVerifier(_ByFields):
+    """The very same bytes."""
 
     def __call__(self, pool: SandboxPool, stdin: str, expected: str, output: bytes) -> bool:
         return output == expected.encode()
 
 
 @dataclass(frozen=True, slots=True)
-class WhitespaceVerifier:
+class WhitespaceVerifier(_ByFields):
     """The same words in the same lines: spaces between them, spaces at the end of a line, and
     empty lines at the end do not count."""
-
-    @property
-    def fingerprint(self) -> str:
-        return repr(self)
 
     def __call__(self, pool: SandboxPool, stdin: str, expected: str, output: bytes) -> bool:
         return _lines(output.decode("utf-8", "replace")) == _lines(expected)
 
 
 @dataclass(frozen=True, slots=True)
-class FloatVerifier:
+class FloatVerifier(_ByFields):
     """The same words, where two numbers are the same within a relative or absolute tolerance."""
 
     rel: float = 1e-6
     abs: float = 1e-9
-
-    @property
-    def fingerprint(self) -> str:
-        return repr(self)
 
     def __call__(self, pool: SandboxPool, stdin: str, expected: str, output: bytes) -> bool:
         found, wanted = _lines(output.decode("utf-8", "replace")), _lines(expected)
@@ -81,7 +78,7 @@ class FloatVerifier:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckerVerifier:
+class CheckerVerifier(_ByFields):
     """A Python program that decides: for tasks with several right answers.
 
     It finds `input.txt`, `expected.txt` and `output.txt` in its folder, and accepts with exit
@@ -92,10 +89,6 @@ class CheckerVerifier:
 
     program: str
     limits: Limits = field(default_factory=Limits)
-
-    @property
-    def fingerprint(self) -> str:
-        return repr(self)
 
     def __call__(self, pool: SandboxPool, stdin: str, expected: str, output: bytes) -> bool:
         files = {

@@ -7,10 +7,12 @@ import numbers
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from ludic.errors import EnvError, SerializationError
-from ludic.frozen import changed
-from ludic.text import clean_json, clean_text
-from ludic.types import AgentID, Info, Obs, StepOutcome, check_json
+from ludic.plumbing.records import json_copy
+from ludic.plumbing.text import clean_text
+from ludic.types import AgentID, Info, Obs, StepOutcome
 
 
 class _Broken(Exception):
@@ -117,7 +119,7 @@ def _checked(agent: AgentID, outcome: StepOutcome) -> StepOutcome:
             if type(value) is not float or not abs(value) <= _LARGEST_REWARD:
                 value = _number(agent, f"reward component {part!r}", value)
             parts[clean_text(part)] = value
-    return changed(outcome, **changes)
+    return replace(outcome, **changes)
 
 
 _LARGEST_REWARD = 1e300
@@ -153,13 +155,12 @@ def _told(agent: AgentID, obs: Any, info: Any) -> tuple[Obs, Info]:
     if type(info) is not dict and not isinstance(info, Mapping):
         raise _Broken(f"gave agent {agent!r} an info that is {_kind(info)}; give a dict")
     try:
-        check_json(info, "info")
+        return clean_text(obs), json_copy(info, "info")
     except SerializationError as exc:
         raise _Broken(
             f"gave agent {agent!r} facts that could not be stored: {exc}; give plain numbers, "
             "strings, lists and dicts"
         ) from exc
-    return clean_text(obs), clean_json(info)
 
 
 def _check_known(agent: Any, agent_ids: Sequence[AgentID]) -> None:

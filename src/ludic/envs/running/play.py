@@ -9,8 +9,8 @@ from typing import Any, TextIO
 
 from ludic.envs.env import LudicEnv
 from ludic.envs.running.runner import EnvRunner
+from ludic.plumbing.text import visible
 from ludic.types import StepOutcome
-from ludic.visible import visible
 
 
 def play_by_hand(

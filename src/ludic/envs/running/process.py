@@ -1,21 +1,36 @@
-"""An environment in a separate process, which can be killed when it hangs."""
+"""Environments in separate processes, which can be killed when they hang.
+
+Starting a Python costs more than most episodes. A process builds an environment, plays it, closes
+it, and is then kept for the next one of the same kind. It is given up instead when anything went
+wrong in it, or when the environment left threads or processes behind.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import inspect
 import json
+import os
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from ludic.envs.env import LudicEnv
-from ludic.envs.running.processes import shared_processes
 from ludic.errors import ConfigError, DeadlineError, EnvError
-from ludic.lazy import resolve
-from ludic.registry import ENVS, make_env, names_are_stored
+from ludic.plumbing.given import place_of
+from ludic.plumbing.lazy import resolve
+from ludic.registry import ENVS, make_env, names_are_stored, stored_names
 from ludic.types import AgentID, EnvSpec, Info, Obs, StepOutcome
-from ludic.workers.json_process import ChildError, JsonProcess
+from ludic.workers.child_process import Answerer, ChildError, ChildProcess
 
 _CLOSE_S = 30.0
+_OUTCOME = tuple(inspect.signature(StepOutcome).parameters)
+MAX_IDLE = 64
+"""How many processes are kept while no environment needs them."""
 
+Surroundings: TypeAlias = tuple[Any, ...]
 EnvFactory = Callable[..., LudicEnv[Any, Any, Any]]
 
 
@@ -45,7 +60,7 @@ def build_env(
 class ProcessEnv(LudicEnv[AgentID, Obs, str]):
     """Stands for an environment that is built and run in another process.
 
-    Only JSON crosses over: the spec's arguments, actions, and outcomes. The child imports the
+    Only plain values cross over: the spec's arguments, actions, and outcomes. The child imports the
     factory (by default the one registered as `spec.kind`) by its module and name, so that one
     made in a notebook or as a lambda cannot be isolated. A process is started, or taken from an
     environment that was closed, with the first `reset`; a runner's deadline kills it. What the
@@ -75,7 +90,7 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
                 f"environment {spec.kind!r} cannot run in a separate process: its arguments "
                 f"must be JSON ({error})"
             ) from error
-        self._process: JsonProcess | None = None
+        self._process: ChildProcess | None = None
         self._closed = self._killed = self._failed = False
         self._state: Mapping[str, Any] = {}
 
@@ -95,9 +110,7 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
         if self._closed:
             raise EnvError(f"environment {self.name} was closed, or killed: make a new one")
         if self._process is None:
-            self._process = shared_processes().take(
-                self._setup["factory"], name=f"environment {self.name}"
-            )
+            self._process = _shared.take(self._setup["factory"], name=f"environment {self.name}")
             if self._killed:  # from another thread, while it was starting
                 self.kill()
             self._exchange({"call": "build", **self._setup})
@@ -132,11 +145,11 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
         if process is None:
             return
         if not (self._killed or self._failed) and self._is_left_clean(process):
-            shared_processes().bring_back(self._setup["factory"], process)
+            _shared.bring_back(self._setup["factory"], process)
         else:
             process.close()
 
-    def _is_left_clean(self, process: JsonProcess) -> bool:
+    def _is_left_clean(self, process: ChildProcess) -> bool:
         try:
             return process.ask({"call": "close"}, timeout_s=_CLOSE_S, what="close") is True
         except (ChildError, DeadlineError):
@@ -166,16 +179,147 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
 
 
 def _reference(kind: str, factory: EnvFactory) -> str:
-    module = getattr(factory, "__module__", None)
-    name = getattr(factory, "__qualname__", None)
-    reference = f"{module}:{name}"
-    try:
-        found = module not in (None, "__main__") and resolve(reference) is factory
-    except (ImportError, AttributeError):
-        found = False
-    if not found:
+    if (place := place_of(factory)) is None:
         raise ConfigError(
             f"environment {kind!r} cannot run in a separate process: another process cannot "
             f"import {factory!r}; define it at the top of a module that can be imported"
         )
-    return reference
+    return place
+
+
+class EnvProcesses:
+    """The idle processes, by what they serve. Any thread may take one or bring one back."""
+
+    def __init__(self, max_idle: int = MAX_IDLE) -> None:
+        self.max_idle = max_idle
+        self._lock = threading.Lock()
+        self._idle: list[tuple[Surroundings, ChildProcess]] = []  # the longest unused first
+
+    def take(self, factory: str, *, name: str) -> ChildProcess:
+        """A process that has served this factory before and is alive; else a new one."""
+        wanted = _surroundings(factory)
+        dead = []
+        try:
+            with self._lock:
+                for place in reversed(range(len(self._idle))):
+                    surroundings, process = self._idle[place]
+                    if surroundings == wanted:
+                        del self._idle[place]
+                        if process.is_alive:
+                            process.name = name
+                            return process
+                        dead.append(process)
+        finally:
+            for process in dead:
+                process.close()
+        return ChildProcess(f"{__name__}:serve_envs", None, name=name)
+
+    def bring_back(self, factory: str, process: ChildProcess) -> None:
+        """Keeps a process whose environment was closed and left nothing behind."""
+        with self._lock:
+            self._idle.append((_surroundings(factory), process))
+            spare = self._idle[: max(len(self._idle) - self.max_idle, 0)]
+            del self._idle[: len(spare)]
+        for _, unused in spare:
+            unused.close()
+
+    def close(self) -> None:
+        """Ends all that are idle."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for _, process in idle:
+            process.close()
+
+
+def _surroundings(factory: str) -> Surroundings:
+    """What a new process would be started with: where that differs, an old one is another."""
+    environment = tuple(sorted(os.environ.items()))
+    return (factory, os.getpid(), os.getcwd(), tuple(sys.path), environment)
+
+
+_shared = EnvProcesses()
+"""The processes that all environments of this program share."""
+atexit.register(_shared.close)
+
+
+def serve_envs(_: None) -> Answerer:
+    """The child's half: builds an environment, answers for it, closes it, and takes the next."""
+    served: _Served | None = None
+    home = os.getcwd()
+
+    def answer(message: Mapping[str, Any]) -> Any:
+        nonlocal served
+        if message["call"] == "build":
+            served = _Served(message)
+            return None
+        assert served is not None
+        if message["call"] == "close":
+            served.close()
+            served = None
+            return os.getcwd() == home and _left_nothing_behind()
+        return served.answer(message)
+
+    return answer
+
+
+class _Served:
+    """One environment, and the event loop of its `async` methods."""
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        with stored_names(setup["stored"]):
+            env: LudicEnv[Any, Any, Any] = resolve(setup["factory"])(**setup["kwargs"])
+        self._env = env
+        self._loop = asyncio.new_event_loop()
+
+    def answer(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        env = self._env
+        if message["call"] == "reset":
+            value = self._finish(env.reset(seed=message["seed"]))
+            value = {agent: list(opening) for agent, opening in dict(value).items()}
+        else:
+            outcomes = dict(self._finish(env.step(message["actions"])))
+            value = {agent: _fields(outcome) for agent, outcome in outcomes.items()}
+        return {"value": value, "state": _state(env)}
+
+    def close(self) -> None:
+        self._finish(self._env.close())  # type: ignore[func-returns-value]
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    def _finish(self, value: Any) -> Any:
+        return self._loop.run_until_complete(_wait(value)) if inspect.isawaitable(value) else value
+
+
+async def _wait(value: Any) -> Any:
+    return await value
+
+
+def _left_nothing_behind() -> bool:
+    """Whether no child process is left, and no thread that would keep a program from ending."""
+    main = threading.main_thread()
+    if any(not thread.daemon and thread is not main for thread in threading.enumerate()):
+        return False
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass  # it had ended
+    except ChildProcessError:
+        return True
+    return False
+
+
+def _fields(outcome: Any) -> Mapping[str, Any]:
+    if not isinstance(outcome, StepOutcome):
+        raise TypeError(f"step returned a {type(outcome).__name__} instead of a StepOutcome")
+    return {name: getattr(outcome, name) for name in _OUTCOME}
+
+
+def _state(env: LudicEnv[Any, Any, Any]) -> Mapping[str, Any]:
+    return {
+        "agent_ids": list(env.agent_ids),
+        "active_agents": list(env.active_agents),
+        "current_obs": dict(env.current_obs()),
+        "sysprompts": {agent: env.suggested_sysprompt(agent) for agent in env.agent_ids},
+        "task_key": env.task_key(),
+        "accepts_partial_actions": bool(env.accepts_partial_actions),
+    }

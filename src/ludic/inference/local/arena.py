@@ -12,11 +12,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ludic.inference.local.transfer import to_device
+
+def to_device(
+    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | NDArray[Any],
+    device: torch.device,
+    dtype: torch.dtype = torch.long,
+) -> Tensor:
+    """The values as a tensor; on a GPU without waiting for the copy, or for the work before it."""
+    host = torch.as_tensor(values, dtype=dtype)
+    return host if device.type != "cuda" else host.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,25 +12,19 @@ from torch import Tensor, nn
 from ludic.errors import ConfigError
 from ludic.inference.local import attention
 from ludic.inference.local.arena import KVShape, SlotMemory
-from ludic.inference.local.cpu.eager import EagerRunner
-from ludic.inference.local.cpu.eager_scheduler import EagerScheduler
-from ludic.inference.local.cpu.row_sizes import (
-    candidate_sizes,
-    equal_row_sizes,
-    with_random_values,
-)
-from ludic.inference.local.forward import Forward
-from ludic.inference.local.gpu.device_batch import DeviceBatch
+from ludic.inference.local.eager import EagerRunner, EagerScheduler
+from ludic.inference.local.family_check import check_known_attention, check_same_logits
+from ludic.inference.local.gpu.device_batch import DeviceBatch, GraphCache
 from ludic.inference.local.gpu.fused_layer import fused_layers
-from ludic.inference.local.gpu.graphs import GraphCache
 from ludic.inference.local.gpu.kept_tokens import KeptTokens
 from ludic.inference.local.gpu.pipelined import PipelinedScheduler
 from ludic.inference.local.gpu.prefill import Prefill
-from ludic.inference.local.module.family_check import check_known_attention, check_same_logits
-from ludic.inference.local.module.view import check_servable, module_view
 from ludic.inference.local.prefix_store import PrefixStore
+from ludic.inference.local.row_sizes import candidate_sizes, equal_row_sizes, with_random_values
 from ludic.inference.local.scheduler import Scheduler
-from ludic.inference.local.sizes import cache_tokens, context_tokens, kv_shape, text_config
+from ludic.inference.local.sizes import cache_tokens, context_tokens, kv_shape
+from ludic.inference.local.view import Forward, check_servable, module_view
+from ludic.plumbing.model_parts import text_config
 
 _log = logging.getLogger("ludic.inference")
 _FAST_STEP_ROWS = 512

@@ -14,23 +14,18 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from ludic.errors import (
-    ConfigError,
-    DeadlineError,
-    PublishError,
-    QueueFullError,
-)
+from ludic.errors import ConfigError, DeadlineError, PublishError, QueueFullError
 from ludic.inference.client import TokenCompletionRequest, Waiter
+from ludic.inference.local.admission import QueueGate, checked_prompt, completion_limit
 from ludic.inference.local.build import build_scheduler
+from ludic.inference.local.copies import Shadow
 from ludic.inference.local.engine_thread import EngineThread, Pause, call_in
-from ludic.inference.local.module.base_model import base_causal_lm
-from ludic.inference.local.module.shadow import Shadow
-from ludic.inference.local.module.view import active_dropout, check_adapters, may_drop
-from ludic.inference.local.noise import noise_key
-from ludic.inference.local.queue_gate import QueueGate
-from ludic.inference.local.request_check import checked_prompt, completion_limit
 from ludic.inference.local.sequence import Sequence
-from ludic.precision import Precision, check_precision, float32_products
+from ludic.inference.local.view import check_adapters
+from ludic.inference.retries import within
+from ludic.plumbing.model_parts import active_dropout, base_causal_lm, may_drop
+from ludic.plumbing.precision import Precision, check_precision, float32_products
+from ludic.seeding import noise_key
 from ludic.types import ChatResponse
 from ludic.workers.deadlines import deadline
 
@@ -65,7 +60,7 @@ class LocalChatClient:
             old ones first, or "continue" under the new ones, with a version span of their own.
         request_timeout_s: the deadline of a request that names none.
         version: the policy version of the weights as they are.
-        precision: in what the trainer computes (see `ludic.precision`), or None: the weights' type,
+        precision: in what the trainer computes, or None: the weights' type,
             with torch's switches as they are. With "mixed", requests are sampled from a bfloat16
             copy of the float32 weights, which is renewed at the end of each `updating()`.
         pipelined: whether the host stays a step behind the device, with CUDA graphs where there
@@ -229,13 +224,9 @@ class LocalChatClient:
         pause = Pause(self._on_update == "finish", on_ready)
         self._thread.pause(pause)
         try:
-            try:
-                async with asyncio.timeout(seconds):
-                    await ready
-            except TimeoutError:
-                raise DeadlineError(
-                    "requests in flight to end before an update", "LocalChatClient", seconds
-                ) from None
+            what = "requests in flight to end before an update"
+            async with within(seconds, what, "LocalChatClient"):
+                await ready
             # One holder at a time: the engine grants the next pause after this one's release, and
             # `_holder` is None again by then.
             self._holder = held = object()
@@ -325,13 +316,8 @@ class LocalChatClient:
                 f"{self._gate.places} requests wait already (max_queue): ask again later, or "
                 'set on_full="wait"'
             )
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._gate.enter()
-        except TimeoutError:
-            raise DeadlineError(
-                "a place in the queue", "the in-process engine", timeout_s
-            ) from None
+        async with within(timeout_s, "a place in the queue", "the in-process engine"):
+            await self._gate.enter()
 
     def _foreign(self, params: Mapping[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Those of `params` that are not the module's own tensors, all checked to fit, each with

@@ -13,10 +13,10 @@ import torch
 
 from ludic.errors import EngineClosedError, PublishError
 from ludic.inference.client import Waiter
-from ludic.inference.local.queue_gate import QueueGate
+from ludic.inference.local.admission import QueueGate
 from ludic.inference.local.scheduler import Scheduler
 from ludic.inference.local.sequence import Sequence
-from ludic.precision import Precision, float32_products
+from ludic.plumbing.precision import Precision, float32_products
 
 
 @dataclass(eq=False, slots=True)

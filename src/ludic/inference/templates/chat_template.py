@@ -7,16 +7,13 @@ tokenizer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from ludic.frozen import quick
+from ludic.plumbing.records import Record
 from ludic.types import ChatResponse, Fork, Message, TokenTrace, ToolCall
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class ParsedCompletion:
+class ParsedCompletion(Record, frozen=True):
     """A completion read as the assistant's message. Malformed tool calls are reported in
     `tool_call_errors`, one sentence each, and never guessed."""
 

@@ -2,36 +2,87 @@
 
 How `extend` works. The conversation is rendered to text, which is cheap, and compared with the
 text of the previous prompt and of what was sampled; only what is new is tokenised. Where the
-template closes an assistant message is established once per role that follows it.
+template closes an assistant message is established once per role that follows it. White space where
+a template may trim or set its own (the ends of a message, and next to the tags of thinking and of
+tool calls) makes no difference. Any other does.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, cast
 
 from ludic.errors import ConfigError, TemplateError
-from ludic.frozen import quick
 from ludic.inference.templates.chat_template import ParsedCompletion
-from ludic.inference.templates.guarding import MessageGuard
 from ludic.inference.templates.jinja import JinjaTemplate
-from ludic.inference.templates.openings import Openings, spelling
-from ludic.inference.templates.probes import Closing, TemplateProbes
-from ludic.inference.templates.respelling import fork_of_history, fork_of_message, same_message
-from ludic.inference.templates.token_codec import TokenCodec, unguard
-from ludic.inference.templates.tool_parsers import (
-    HermesToolParser,
-    JSONToolParser,
-    ToolParser,
-)
+from ludic.inference.templates.probes import Closing, MessageGuard, TemplateProbes
+from ludic.inference.templates.token_codec import TokenCodec, literal_pattern, unguard
+from ludic.inference.templates.tool_parsers import HermesToolParser, JSONToolParser, ToolParser
+from ludic.plumbing.records import Record
 from ludic.registry import list_tool_parsers
 from ludic.types import ChatResponse, Fork, ForkReason, Message, TokenTrace, ToolCall
+
+THINK_CLOSE = "</think>"
+# Nothing between the tags may open another block: that keeps it linear in the text's length.
+_THINKING = re.compile(r"<think>[^<]*+(?:<(?!/?think>)[^<]*+)*+</think>\s*")
+
+
+def same_message(sampled: str, spelled: str, markers: Sequence[str]) -> bool:
+    """Whether the two differ in nothing but white space at their ends and around `markers`."""
+    if sampled == spelled:
+        return True
+    return _trimmed(sampled, tuple(markers)) == _trimmed(spelled, tuple(markers))
+
+
+def fork_of_history(previous: str, now: str) -> Fork:
+    """Why the text of the earlier prompt is no longer the beginning of the conversation's."""
+    if THINK_CLOSE in previous and without_thinking(now).startswith(
+        without_thinking(previous).rstrip()
+    ):
+        return Fork(ForkReason.THINKING_STRIPPED, "the thinking of an earlier message is left out")
+    return Fork(
+        ForkReason.TEMPLATE_NOT_EXTENSIBLE,
+        f"the template spells the earlier messages differently now: {_difference(previous, now)}",
+    )
+
+
+def fork_of_message(sampled: str, spelled: str, message: Message) -> Fork:
+    """Why the sampled message is spelled differently."""
+    detail = _difference(sampled, spelled)
+    if sampled.count(THINK_CLOSE) > spelled.count(THINK_CLOSE):
+        return Fork(ForkReason.THINKING_STRIPPED, detail)
+    if message.get("tool_calls"):
+        return Fork(ForkReason.TOOL_CALL_RERENDERED, detail)
+    return Fork(ForkReason.CONTENT_RERENDERED, detail)
+
+
+def without_thinking(text: str) -> str:
+    """The text without its closed blocks of thinking and the white space after them."""
+    return _THINKING.sub("", text)
+
+
+def _trimmed(text: str, markers: tuple[str, ...]) -> list[str]:
+    return [part.strip() for part in _splitter(markers).split(text)]
+
+
+@lru_cache(maxsize=64)
+def _splitter(markers: tuple[str, ...]) -> re.Pattern[str]:
+    # In parentheses, so that the markers themselves are part of what is compared.
+    return re.compile(f"({literal_pattern(markers).pattern})")
+
+
+def _difference(first: str, second: str, around: int = 24) -> str:
+    first, second = unguard(first), unguard(second)
+    limit = min(len(first), len(second))
+    at = next((i for i in range(limit) if first[i] != second[i]), limit)
+    return f"{first[at : at + around]!r} became {second[at : at + around]!r} at character {at}"
+
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -42,9 +93,7 @@ NO_TOOLS = (
 _REMEMBERED_CHARS = 64_000_000
 
 
-@quick
-@dataclass(frozen=True, slots=True)
-class _Rendered:
+class _Rendered(Record, frozen=True):
     """A prompt that was made before: from which messages and tools, and its text (guarded)."""
 
     messages: tuple[Message, ...]
@@ -96,7 +145,6 @@ class HFChatTemplate:
         self._lock, self._choosing = threading.Lock(), threading.Lock()
         self._remembered: OrderedDict[int, _Rendered] = OrderedDict()  # by the hash of the ids
         self._remembered_chars = 0
-        self._openings: Openings[tuple[tuple[int, ...], _Rendered]] = Openings()
         self._probes = TemplateProbes(self._plain, self._with_tools, self.codec)
         eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
         self._end_ids = self.codec.special_ids.union(eos)
@@ -149,16 +197,10 @@ class HFChatTemplate:
     def render(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """The prompt for the next assistant message. Raises `TemplateError` for messages that the
         template cannot spell, and for tools that it would not show."""
-        key = None if tools else spelling(messages)
-        if (found := self._openings.find(key)) is not None:
-            self._remember(*found)
-            return list(found[0])
         guarded = self._guard.messages(messages)
         text = self._text(guarded, tools)
         ids = self.codec.encode(text)
-        made = tuple(ids), _Rendered(tuple(messages), guarded, tools, text)
-        self._remember(*made)
-        self._openings.keep(key, made)
+        self._remember(tuple(ids), _Rendered(tuple(messages), guarded, tools, text))
         return ids
 
     def extend(

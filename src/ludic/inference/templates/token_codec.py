@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import Any
 
 from ludic.errors import TemplateError
-from ludic.inference.templates.ascii_words import AsciiWords
 
 GUARD = "\ufdd0"
 """Marks text that only looks like a special token. A code point that Unicode keeps for internal
@@ -56,14 +55,10 @@ class TokenCodec:
             re.compile(f"({self.special_pattern.pattern})").split if specials else lambda t: [t]
         )
         self._literal_backend: Any = None
-        self._ascii: AsciiWords | None = None
         self._anchor = ""
         self._cached_piece = lru_cache(maxsize=_CACHED_PIECES)(self._encode_piece)
         self._cached_text = lru_cache(maxsize=_CACHED_PIECES)(self._decode)
         self._whole = not self._pieces_are_exact()
-        self._ascii = None if self._anchor else AsciiWords.of(self._backend)
-        plain = [t.content for t in added.values() if not t.special]
-        self._has_added = literal_pattern(plain).search if plain else None
         # What a group of episodes hears next is often the same.
         self._kept_ids = lru_cache(maxsize=_CACHED_PIECES)(lambda text: tuple(self._encode(text)))
 
@@ -123,8 +118,6 @@ class TokenCodec:
     def _encode_piece(self, piece: str, first: bool) -> Sequence[int]:
         if GUARD in piece:
             return array("q", _ids(self._literal(), unguard(piece)))
-        if self._ascii and piece.isascii() and not (self._has_added and self._has_added(piece)):
-            return array("q", self._ascii.encode(piece))
         if first or not self._anchor:
             return array("q", _ids(self._backend, piece))
         # Some tokenizers mark the beginning of a text: put a special token there and drop it.

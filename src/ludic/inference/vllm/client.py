@@ -7,27 +7,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from ludic.errors import (
-    ConfigError,
-    InferenceError,
-    PublishError,
-    RequestRejectedError,
-)
+from ludic.errors import ConfigError, InferenceError, PublishError, RequestRejectedError
 from ludic.inference.addresses import split_user, without_user
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.http import Connections, UnreachableError, ask
 from ludic.inference.retries import Backoff, within
-from ludic.inference.vllm.replica import (
-    Replica,
-    ServerFacts,
-    Serving,
-)
-from ludic.inference.vllm.rotation import VLLMServers
-from ludic.inference.vllm.wire import (
-    completions_body,
-    generate_body,
-    read_answer,
-)
+from ludic.inference.vllm.servers import Replica, ServerFacts, Serving, VLLMServers
+from ludic.inference.vllm.wire import completions_body, generate_body, read_answer
 from ludic.types import ChatResponse, FinishReason
 
 

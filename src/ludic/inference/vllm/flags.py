@@ -1,4 +1,9 @@
-"""Which vLLM there is, and the flags and the environment that its server needs for training."""
+"""Which vLLM there is, and the flags, the environment and the names that its server needs.
+
+vLLM takes no objects, so it finds Ludic's code inside its processes by name. That code needs torch
+and vLLM and lives in a higher layer (`ludic.distributed.in_vllm`); this file is the only place that
+names it. A test holds that every name leads somewhere.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from ludic.errors import ConfigError, MissingExtraError
-from ludic.inference.vllm.names import BACKEND, PLUGIN, WORKER_EXTENSION
+
+PLUGIN = "ludic.distributed.in_vllm.plugin:register"
+"""The entry point in vLLM's group `vllm.general_plugins`, as `pyproject.toml` declares it."""
+WORKER_EXTENSION = "ludic.distributed.in_vllm.worker.WorkerExtension"
+"""The class that `--worker-extension-cls` adds to vLLM's workers."""
+BACKEND = "ludic"
+"""The weight transfer engine that the plugin registers."""
+
+# Methods of the worker extension, for `/collective_rpc`.
+RECEIPT = "ludic_receipt"
+ADAPTER_LIMITS = "ludic_adapter_limits"
+ADAPTER_RECEIPT = "ludic_adapter_receipt"
+PLACE = "ludic_place"
+
 
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _ASK_VERSION = """

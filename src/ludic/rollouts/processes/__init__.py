@@ -1,5 +1,3 @@
 """Episodes in processes of their own, for runs that Python holds up."""
 
-from ludic.rollouts.processes.pool import WorkerPool
-
-__all__ = ["WorkerPool"]
+from ludic.rollouts.processes.pool import WorkerPool as WorkerPool

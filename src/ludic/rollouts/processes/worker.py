@@ -1,7 +1,7 @@
-"""A process that plays episodes: `python -m ludic.rollouts.processes.worker FD`.
+"""A process that plays episodes: `python -m ludic.rollouts.processes.worker MODULE… FD`.
 
-It samples nothing itself: its clients ask the process that started it. It ends when the socket
-with that number does.
+It samples nothing itself: its clients ask the process that started it. It imports the modules
+first, and ends when the socket with that number does.
 """
 
 from __future__ import annotations
@@ -14,23 +14,38 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from itertools import count
 from typing import Any, TypeVar
 
 from ludic.agents.mcp import tool_servers
-from ludic.errors import DeadlineError, LudicError, NotTrainableError, SerializationError
-from ludic.frozen import changed
+from ludic.errors import (
+    ConfigError,
+    DeadlineError,
+    LudicError,
+    NotTrainableError,
+    SerializationError,
+)
 from ludic.inference.client import TokenCompletionRequest
+from ludic.plumbing.records import changed
+from ludic.plumbing.text import error_text, words_of
 from ludic.rollouts.episode_runner import EpisodeRunner
-from ludic.rollouts.planning import PlannedEpisode
-from ludic.rollouts.processes.channel import Channel, Message, raised_error, sent_error
-from ludic.rollouts.processes.description import made
+from ludic.rollouts.processes import messages
+from ludic.rollouts.processes.messages import (
+    made,
+    pack,
+    pack_exactly,
+    raised_error,
+    sent_error,
+    unpack,
+)
+from ludic.rollouts.requests import PlannedEpisode
 from ludic.rollouts.storage import rollout_line
-from ludic.text import error_text, words_of
-from ludic.types import ChatResponse, from_json, to_json
+from ludic.types import ChatResponse
 from ludic.workers.deadlines import deadline
+from ludic.workers.frames import Channel
 
 T = TypeVar("T")
 
@@ -71,19 +86,19 @@ class Worker:
     """Plays what it is sent, all at the same time."""
 
     def __init__(self) -> None:
-        self.channel = Channel(self._take, self._end)
         self._ended = asyncio.Event()
-        self._runners: dict[int, EpisodeRunner] = {}
-        self._unreadable: dict[int, str] = {}
+        self._channel = Channel(messages.ToWorker, self._take, self._ended.set)
+        self._runners: dict[int, EpisodeRunner | ConfigError] = {}
         self._specs: dict[bytes, Any] = {}
         self._episodes: dict[int, asyncio.Task[None]] = {}
         self._numbers = count()
         self._asked: dict[int, asyncio.Future[ChatResponse]] = {}
 
-    async def work(self, end: socket.socket) -> None:
+    async def work(self, end: socket.socket, modules: Sequence[str]) -> None:
         """Until the other end is gone."""
         async with tool_servers():
-            await self.channel.open(end)
+            await self._channel.open(end)
+            self._channel.put(messages.Ready(0, _imported(modules)))
             await self._ended.wait()
             if left := list(self._episodes.values()):
                 for task in left:
@@ -98,7 +113,7 @@ class Worker:
         self._asked[number] = answer
         answer.add_done_callback(lambda done: self._forget(number, done))
         try:
-            self.channel.put("ask", number, client, to_json(request))
+            self._channel.put(messages.Ask(number, client, pack(request)))
         except SerializationError as exc:
             answer.set_exception(exc)
         return answer
@@ -106,76 +121,61 @@ class Worker:
     def _forget(self, number: int, answer: asyncio.Future[ChatResponse]) -> None:
         del self._asked[number]
         if answer.cancelled():
-            self.channel.put("withdraw", number)
+            self._channel.put(messages.Cancel(number))
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: messages.Message) -> None:
         match message:
-            case ("answer", number, response):
-                if (answer := self._asked.get(number)) is not None and not answer.done():
-                    try:
-                        answer.set_result(from_json(ChatResponse, response))
-                    except LudicError as exc:  # it costs the episode that asked
-                        answer.set_exception(exc)
-            case ("play", number, runner, episode, max_steps, encode):
-                try:
-                    planned = self._planned(episode)
-                except LudicError as exc:
-                    self.channel.put("lost", number, f"it cannot be read there: {words_of(exc)}")
+            case messages.Answer(number, response, error):
+                if (answer := self._asked.get(number)) is None or answer.done():
                     return
-                task = asyncio.ensure_future(self._play(number, runner, planned, max_steps, encode))
+                try:
+                    if error is not None:
+                        raise raised_error(error)
+                    answer.set_result(unpack(ChatResponse, response))
+                except LudicError as exc:  # it costs the episode that asked
+                    answer.set_exception(exc)
+            case messages.Play(number):
+                task = asyncio.ensure_future(self._play(message))
                 self._episodes[number] = task
                 task.add_done_callback(lambda _: self._episodes.pop(number))
-            case ("error", number, kind, text):
-                if (answer := self._asked.get(number)) is not None and not answer.done():
-                    answer.set_exception(raised_error(kind, text))
-            case ("stop", number):
+            case messages.Cancel(number):
                 if (stopped := self._episodes.get(number)) is not None:
                     stopped.cancel()
-            case ("runner", number, data):
+            case messages.Runner(number, description):
                 try:
-                    self._runners[number] = made(data, partial(RemoteClient, self))
+                    self._runners[number] = made(description, partial(RemoteClient, self))
                 except Exception as exc:  # what is not to be imported here, for one
-                    self._unreadable[number] = error_text(exc)
-            case ("begin", modules):
-                self._begin(modules)
+                    self._runners[number] = ConfigError(
+                        f"what episodes are played with cannot be made there: {error_text(exc)}"
+                    )
 
-    def _begin(self, modules: tuple[str, ...]) -> None:
-        for module in modules:
+    async def _play(self, play: messages.Play) -> None:
+        doing = "it cannot be read there"
+        try:
+            episode = self._planned(play.episode)
             try:
-                import_module(module)
-            except Exception as exc:
-                text = f"{module!r} cannot be imported: {error_text(exc)}"
-                self.channel.put("broken", text)
+                rollouts = await self._runner(play.runner).run(episode, play.max_steps)
+            except Exception as exc:  # of configuration: nothing else comes out of a runner
+                self._channel.put(messages.Played(play.number, error=sent_error(exc)))
                 return
-        # An episode makes much garbage and no circles: what is here by now is here to stay.
-        gc.freeze()
-        gc.set_threshold(50_000, 20, 50)
-        self.channel.put("ready")
-
-    async def _play(
-        self, number: int, runner: int, episode: PlannedEpisode, max_steps: int, encode: bool
-    ) -> None:
-        if runner in self._unreadable:
-            why = f"what episodes are played with cannot be made there: {self._unreadable[runner]}"
-            self.channel.put("failed", number, "ConfigError", why)
-            return
-        if self._runners[runner].specs > _KEPT_SPECS:
-            self._runners[runner] = self._runners[runner].afresh()
-        try:
-            rollouts = await self._runners[runner].run(episode, max_steps)
-        except Exception as exc:  # of configuration: nothing else comes out of a runner
-            self.channel.put("failed", number, *sent_error(exc))
-            return
-        try:
-            sent = [to_json(rollout) for rollout in rollouts]
-            lines = [rollout_line(rollout) for rollout in rollouts] if encode else []
-            self.channel.put("played", number, sent, lines)
+            doing = "what it recorded cannot be sent"
+            lines = [rollout_line(rollout) for rollout in rollouts] if play.encode else []
+            sent = [pack_exactly(rollout) for rollout in rollouts]
+            self._channel.put(messages.Played(play.number, sent, lines))
         except SerializationError as exc:
-            self.channel.put("lost", number, f"what it recorded cannot be sent: {words_of(exc)}")
+            self._channel.put(messages.Played(play.number, lost=f"{doing}: {words_of(exc)}"))
 
-    def _planned(self, episode: str) -> PlannedEpisode:
+    def _runner(self, number: int) -> EpisodeRunner:
+        runner = self._runners[number]
+        if isinstance(runner, ConfigError):
+            raise runner
+        if runner.specs > _KEPT_SPECS:
+            self._runners[number] = runner = runner.afresh()
+        return runner
+
+    def _planned(self, data: bytes) -> PlannedEpisode:
         """The episode, with the same specs as others that are alike: what they name is kept."""
-        planned = from_json(PlannedEpisode, episode)
+        planned = unpack(PlannedEpisode, data)
         request = planned.request
         env, protocol = self._alike(request.env), self._alike(request.protocol)
         inference = None if request.inference is None else self._alike(request.inference)
@@ -185,11 +185,21 @@ class Worker:
     def _alike(self, spec: T) -> T:
         if len(self._specs) > _KEPT_SPECS:
             self._specs.clear()
-        found: T = self._specs.setdefault(to_json(spec), spec)
-        return found
+        same: T = self._specs.setdefault(pack(spec), spec)
+        return same
 
-    def _end(self) -> None:
-        self._ended.set()
+
+def _imported(modules: Sequence[str]) -> str | None:
+    """Imports what names stand for; returns what is wrong with it."""
+    for module in modules:
+        try:
+            import_module(module)
+        except Exception as exc:
+            return f"{module!r} cannot be imported: {error_text(exc)}"
+    # An episode makes much garbage and no circles: what is here by now is here to stay.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+    return None
 
 
 def _end_with(parent: int) -> None:
@@ -200,11 +210,11 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-async def _main(number: int) -> None:
+async def _main(modules: Sequence[str], number: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which is for the process that started this one
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    await Worker().work(socket.socket(fileno=number))
+    await Worker().work(socket.socket(fileno=number), modules)
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(int(sys.argv[1])))
+    asyncio.run(_main(sys.argv[1:-1], int(sys.argv[-1])))

@@ -18,12 +18,17 @@ from ludic.inference.tiny import tiny_tokenizer
 from ludic.interaction import Runtime
 from ludic.pipeline.actor import Accepts, ActorConfig, ActorReport, only, run_pipeline_actor
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutRequest
-from ludic.runs.episodes import bring_in, rollout_engine, runtime_of, with_template
-from ludic.runs.execution.needs import check_needs
+from ludic.runs.episodes import (
+    check_needs,
+    import_user_modules,
+    rollout_engine,
+    runtime_of,
+    with_template,
+)
 from ludic.runs.pipeline.address import find_pipeline, read_run, section_of
 from ludic.runs.settings import RunConfig
+from ludic.runs.settings.base import read_key
 from ludic.runs.settings.paths import earlier_run
-from ludic.runs.settings.servers import read_key
 from ludic.runs.storage.folder import RunFolder
 from ludic.seeding import derive_seed
 
@@ -39,7 +44,7 @@ async def act_for(
 ) -> ActorReport:
     """Works for a run (its folder, file or name) until it ends, or a signal says to stop."""
     config, modules, folder = read_run(run, overrides)
-    bring_in(config, modules)
+    import_user_modules(config, modules)
     pipeline = find_pipeline(config, folder, url)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -81,12 +86,12 @@ async def _opened(
 ) -> AsyncIterator[tuple[Runtime, ChatClient | None]]:
     """What to play with, and the client that follows the trainer's policies, if it is ours."""
     if config.inference.backend == "local":
-        from ludic.runs.assemble import open_policy
+        from ludic.runs.run import Run
 
         # The trainer's files have the adapter merged into the weights.
         plain = config.model.model_copy(update={"lora": None})
-        async with open_policy(config.model_copy(update={"model": plain})) as policy:
-            yield policy.runtime, policy.runtime.client
+        async with Run.open_policy(config.model_copy(update={"model": plain})) as opened:
+            yield opened.runtime, opened.client
         return
     addresses = servers or config.inference.servers
     if not addresses:
@@ -106,7 +111,7 @@ async def _opened(
         others = {}
         if config.player:
             from ludic.runs.episodes import inference_spec
-            from ludic.runs.players.seats import OtherPlayers
+            from ludic.runs.players.models import OtherPlayers
 
             players = OtherPlayers(config, ours, inference_spec(config, trained_on=False))
             await stack.enter_async_context(players)

@@ -124,9 +124,8 @@ def where_it_stands(config: RunConfig, folder: Path) -> str:
     elif (folder / FILE).is_file():
         return "it is in its reinforcement, with its actors"
     elif last_step(folder / "checkpoints" / "rl") < config.training.steps:
-        return (
-            "it is before its reinforcement, or was stopped in it (`ludic train --resume` goes on)"
-        )
+        what = "it is before its reinforcement, or was stopped in it"
+        return f"{what} (`ludic train --resume` resumes it)"
     else:
         return "it is in the evaluation after its reinforcement: its actors have left"
     return f"it is in {what}, and its actors come with the reinforcement"

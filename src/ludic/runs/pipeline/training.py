@@ -1,4 +1,4 @@
-"""The trainer's side of a run over Redis: its server, its seat, its actors."""
+"""The trainer's side of a run over Redis: its server, its lease, its actors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ludic.pipeline import (
     PipelineConfig,
     PipelinePublisher,
     PolicyFolder,
-    TrainerSeat,
+    TrainerLease,
 )
 from ludic.pipeline.local_redis import dismiss, end_with_us
 from ludic.rollouts import Curriculum
@@ -53,14 +53,14 @@ _SAY_EVERY_S = 60.0
 
 
 class RunPipeline:
-    """Entered: Redis, the trainer's seat and the actors are there; left, all of them have ended."""
+    """Entered: Redis, the trainer's lease and the actors are there; left, all have ended."""
 
     def __init__(self, config: RunConfig, folder: Path, client: Callable[[], ChatClient]) -> None:
         self.config, self.folder, self._client = config, folder, client
         self.section = section_of(config)
         self.batches: PipelineBatchSource | None = None
         self._redis: LocalRedis | None = None
-        self._seat: TrainerSeat | None = None
+        self._lease: TrainerLease | None = None
         self._policies: Path | None = None
         self._actors: dict[str, subprocess.Popen[bytes]] = {}
         self._watchers: dict[str, subprocess.Popen[bytes]] = {}
@@ -70,10 +70,10 @@ class RunPipeline:
         self._ended: str | None = None
 
     @property
-    def seat(self) -> TrainerSeat:
-        if self._seat is None:
+    def lease(self) -> TrainerLease:
+        if self._lease is None:
             raise ConfigError("a run over Redis has its source and trainer once it goes")
-        return self._seat
+        return self._lease
 
     async def __aenter__(self) -> Self:
         try:
@@ -110,13 +110,13 @@ class RunPipeline:
             chosen = section.policy_folder
             self._policies = Path(chosen) if chosen else memory if local else self.folder / "policy"
         write_address(self.folder, pipeline)
-        self._seat = TrainerSeat(
+        self._lease = TrainerLease(
             pipeline,
             lease_s=section.lease_s,
             fingerprint=fingerprint(self.config),
             max_bytes=section.max_bytes,
         )
-        self._seat.open()
+        self._lease.acquire()
         for number in range(1, section.actors + 1):
             self._start(f"actor-{number}")
         where = "its own Redis" if self._redis is not None else pipeline.shown
@@ -129,7 +129,7 @@ class RunPipeline:
         """Returns the run's batches."""
         training, section = self.config.training, self.section
         source = PipelineBatchSource(
-            seat=self.seat,
+            lease=self.lease,
             request_fn=curriculum,
             algorithm=algorithm,
             rollouts_per_update=training.rollouts_per_update,
@@ -150,7 +150,7 @@ class RunPipeline:
     def publisher(self, inner: PolicyPublisher | None) -> PipelinePublisher:
         """Returns what also reaches the actors."""
         folder = None if self._policies is None else PolicyFolder(self._policies)
-        return PipelinePublisher(self.seat, inner, folder)
+        return PipelinePublisher(self.lease, inner, folder)
 
     def _alarm(self) -> None:
         if self._failure is not None:
@@ -178,7 +178,7 @@ class RunPipeline:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a Ctrl-C is for the trainer, which ends them in order
-                env={**environment_alone(), URL_VARIABLE: self.seat.config.url},
+                env={**environment_alone(), URL_VARIABLE: self.lease.config.url},
             )
         self._actors[name] = process
         self._watchers[name] = end_with_us(process.pid)
@@ -196,7 +196,7 @@ class RunPipeline:
             if time.monotonic() - said > _SAY_EVERY_S:
                 said = time.monotonic()
                 with suppress(PipelineError):
-                    say(await asyncio.to_thread(lambda: read_status(self.seat.store).line()))
+                    say(await asyncio.to_thread(lambda: read_status(self.lease.store).line()))
 
     def _ended_alone(self, name: str, status: int) -> None:
         log = actor_log(self.folder, name)
@@ -219,8 +219,8 @@ class RunPipeline:
             )
 
     def _close(self) -> None:
-        if self._seat is not None:
-            self._seat.close(self._ended)
+        if self._lease is not None:
+            self._lease.close(self._ended)
         for process in self._actors.values():
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from fnmatch import fnmatchcase
@@ -15,17 +14,18 @@ import torch
 from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.precision import Precision
+from ludic.plumbing.files import replacing
+from ludic.plumbing.precision import Precision
 from ludic.registry import ALGORITHMS
+from ludic.runs.episodes import TEACHER, teacher_name, teachers_by_env
 from ludic.runs.model import precision_of
-from ludic.runs.players.loading import (
+from ludic.runs.players.models import (
     check_other,
     check_vocabulary,
     client_of,
     load_other,
     served_name,
 )
-from ludic.runs.requests import TEACHER, teacher_name, teachers_by_env
 from ludic.runs.settings import OtherModelSection, RunConfig, TeacherSection
 from ludic.saw.items import SAWItem
 from ludic.training import RLAlgorithm
@@ -40,7 +40,7 @@ from ludic.training.batching.scoring import (
     TeacherScorer,
     TokenScores,
 )
-from ludic.training.losses.kl import TokenKLLoss
+from ludic.training.losses.composite import TokenKLLoss
 from ludic.training.preprocess import KLInReward, steps_of
 from ludic.training.types import parts_of
 
@@ -142,12 +142,9 @@ class StartScores:
         trained = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
         if not self._file.is_file():
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._file.with_name(f".{os.getpid()}.{self._file.name}")
-            save_file(
-                {n: p.detach().to("cpu", copy=True).contiguous() for n, p in trained.items()},
-                temporary,
-            )
-            os.replace(temporary, self._file)
+            own = {n: p.detach().to("cpu", copy=True).contiguous() for n, p in trained.items()}
+            with replacing(self._file) as temporary:
+                save_file(own, temporary)
         weights = load_file(self._file)
         if weights.keys() != trained.keys():
             raise CheckpointError(f"{self._file} holds the weights of another model")

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from random import Random
 from typing import Any, TypeAlias
 
-from ludic.arguments import misfit, nearest
 from ludic.errors import ConfigError, RolloutError
-from ludic.given import given, is_given
 from ludic.inference import HFChatTemplate, ScriptedChatClient
 from ludic.interaction import Runtime
-from ludic.lazy import resolve
+from ludic.plumbing.arguments import misfit, nearest
+from ludic.plumbing.files import replacing
+from ludic.plumbing.given import given, is_given
+from ludic.plumbing.lazy import resolve
 from ludic.rollouts import FixedMix, RolloutWriter
-from ludic.runs.episodes import inference_spec, rollout_engine, tool_parser_of
-from ludic.runs.requests import requests_of
+from ludic.runs.episodes import inference_spec, requests_of, rollout_engine, tool_parser_of
 from ludic.runs.results.terminal import episodes_bar
 from ludic.runs.settings import RunConfig
 from ludic.seeding import derive_seed
@@ -89,11 +88,9 @@ async def write_lessons(config: RunConfig, tokenizer: Any, path: Path) -> None:
     failed = [rollout.error for rollout in rollouts if rollout.error is not None]
     if len(failed) == len(rollouts):
         raise RolloutError(f"every episode of the teacher failed, the first with: {failed[0]}")
-    temporary = path.with_name(f"{os.getpid()}-{path.name}")
-    with RolloutWriter(temporary) as writer:
+    with replacing(path) as temporary, RolloutWriter(temporary) as writer:
         for rollout in rollouts:
             writer.write(rollout)
-    os.replace(temporary, path)
 
 
 class _Overheard(HFChatTemplate):

@@ -1,17 +1,25 @@
 """The model card: what was trained, on what, how it went, and with which versions.
 
-It follows from the run folder alone, so that pushing the same run again changes nothing.
+It follows from the run folder alone, so that pushing the same run again changes nothing. It names
+none of this machine's folders, servers and keys.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from ludic.errors import ConfigError
 from ludic.eval import Estimate, EvalReport, Headline, headline_of
-from ludic.runs.publishing.facts import RunFacts
-from ludic.runs.results.summary import outcomes_of
+from ludic.runs.evaluation import read_report
+from ludic.runs.results.summary import outcomes_of, read_curve
+from ludic.runs.settings import check_run
+from ludic.runs.storage.folder import RunFolder
 
 _LOAD_MODEL = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -149,3 +157,104 @@ def _versions(facts: RunFacts) -> list[str]:
         lines.append(f"Commit {git['commit'][:12]}{', with changes' * bool(git['dirty'])}")
     lines = [f"- {line}" for line in lines if line]
     return ["## Versions", "\n".join(lines)] if lines else []
+
+
+STAGES = ("before", "after_sft", "after_rl")
+_PRIVATE = {"servers", "server", "publish_address", "publish_port", "vllm_python", "folder"}
+_PRIVATE |= {"api_key_env", "api_key_file", "machine", "run_file_folder"}
+_PATH = re.compile(r"(?:~|(?<![\w.:/<-]))/(?:[^\s:=,\"']+/)*([^\s:=,\"'/]+)/?")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run as its card states it."""
+
+    name: str
+    settings: Mapping[str, Any]
+    """All of them, as in the run folder's `run.json`."""
+    origin: Mapping[str, Any]
+    reports: Mapping[str, EvalReport] = field(default_factory=dict)
+    rewards: tuple[float, ...] = ()
+    """The mean reward of each update."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    earlier: bool = False
+    """Whether the published checkpoint is not the run's last."""
+
+    @staticmethod
+    def of(folder: RunFolder, which: str | None = None) -> RunFacts:
+        """Reads a run folder, of which `run.json` and `metrics.jsonl` suffice, for `which` of its
+        models. What a run that was stopped did not come to is left out, as is what came after the
+        cold start if that is published."""
+        summary = folder.read_json("summary.json") if folder.has("summary.json") else {}
+        stages = STAGES[:2] if which == "sft" else STAGES
+        there = {s: folder.evals / f"{s}.json" for s in stages}
+        _, rewards = read_curve(folder.metrics, "train/reward_mean")
+        _, tokens = read_curve(folder.metrics, "train/completion_tokens")
+        _, elapsed = read_curve(folder.metrics, "perf/elapsed_s")
+        figures: dict[str, float] = {"updates": len(rewards)}
+        if rewards:
+            figures["mean reward, first ten updates"] = fmean(rewards[:10])
+            figures["mean reward, last ten updates"] = fmean(rewards[-10:])
+        if tokens:
+            figures["completion tokens"] = sum(tokens)
+        if elapsed:
+            figures["seconds of training"] = elapsed[-1]
+        settings = folder.read_json("run.json")
+        return RunFacts(
+            name=str(settings.get("run", {}).get("name", folder.path.name)),
+            settings=in_public(settings),
+            origin=in_public(folder.read_json("origin.json")) if folder.has("origin.json") else {},
+            reports={s: read_report(path) for s, path in there.items() if path.is_file()},
+            rewards=tuple(rewards),
+            figures=figures,
+            warnings=tuple(summary.get("warnings", ())),
+        )
+
+    @property
+    def base_model(self) -> str | None:
+        """The model that was trained, if it is one of the hub."""
+        return hub_name(str(self.settings["model"].get("name", "")))
+
+    def chosen(self) -> dict[str, Any]:
+        """Returns the settings that are not the defaults."""
+        usual = check_run({"env": {"kind": "usual"}}).plain()
+        env = [{k: v for k, v in e.items() if v not in (None, {})} for e in self.settings["env"]]
+        return {**_different(self.settings, usual), "env": env}
+
+
+def hub_name(name: str) -> str | None:
+    """Returns the name if it can be one on the hub."""
+    return name if _HUB_NAME.fullmatch(name) and not Path(name).exists() else None
+
+
+def in_public(value: Any) -> Any:
+    """Returns settings without addresses, folders and the places of keys; a path is its last
+    part."""
+    if isinstance(value, Mapping):
+        return {k: in_public(v) for k, v in value.items() if k not in _PRIVATE}
+    if isinstance(value, (list, tuple)):
+        return [in_public(item) for item in value]
+    if isinstance(value, str):
+        return "a server" if value.startswith(("http://", "https://")) else _PATH.sub(r"\1", value)
+    return value
+
+
+def _different(said: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in said.items():
+        if key == "schema" or value in (None, usual.get(key)):
+            continue
+        if isinstance(value, Mapping) and isinstance(usual.get(key), Mapping):
+            if inner := _different(value, usual[key]):
+                found[key] = inner
+        else:
+            found[key] = value
+    return found
+
+
+def check_repo(repo: str) -> None:
+    """Raises if a name cannot be one on the hub."""
+    if not _HUB_NAME.fullmatch(repo):
+        raise ConfigError(f"{repo!r} is no name on the hub: give owner/name")

@@ -1,4 +1,4 @@
-"""The upload: a revision on the hub has all of a package's files, or is as it was before.
+"""The upload: a revision on the hub has all files of a push, or is as it was before.
 
 One commit brings them all. A revision that is new is made last: the commit goes to a branch under
 another name, and then the revision begins at that commit.
@@ -7,16 +7,20 @@ another name, and then the revision begins at that commit.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ludic.errors import HubError
-from ludic.runs.publishing.package import Package
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+
+Files: TypeAlias = Mapping[str, Path | bytes]
+"""The files of a revision by their names there; small ones are held, large ones are read from where
+they lie."""
 
 TIMEOUT_S = 300.0
 """For one connection, one answer, or one block of an upload."""
@@ -33,9 +37,9 @@ class Pushed:
 
 
 def upload(
-    package: Package, repo: str, *, revision: str = "main", private: bool = False, message: str
+    files: Files, repo: str, *, revision: str = "main", private: bool = False, message: str
 ) -> Pushed:
-    """Makes `revision` of the repository hold the package and nothing else, and returns what is
+    """Makes `revision` of the repository hold `files` and nothing else, and returns what is
     there. The repository is created if it is missing. The token is the client's: `HF_TOKEN`, or the
     one of `hf auth login`. Raises `HubError`; a push that failed can be repeated."""
     from huggingface_hub import HfApi
@@ -53,16 +57,16 @@ def upload(
             raise HubError(f"{revision!r} is a tag of {repo}, which stays as it is: name a branch")
         branches = {branch.name: branch.target_commit for branch in refs.branches}
         if revision in branches:
-            commit = _commit(api, package, repo, revision, message)
+            commit = _commit(api, files, repo, revision, message)
             changed = commit != branches[revision]
         else:
-            commit, changed = _new_revision(api, package, repo, revision, message, branches), True
+            commit, changed = _new_revision(api, files, repo, revision, message, branches), True
     return Pushed(f"{api.endpoint}/{repo}/tree/{revision}", commit, changed)
 
 
 def _new_revision(
     api: HfApi,
-    package: Package,
+    files: Files,
     repo: str,
     revision: str,
     message: str,
@@ -73,7 +77,7 @@ def _new_revision(
         api.delete_branch(repo, branch=temporary)
     api.create_branch(repo, branch=temporary)
     try:
-        commit = _commit(api, package, repo, temporary, message)
+        commit = _commit(api, files, repo, temporary, message)
         api.create_branch(repo, branch=revision, revision=commit)
     finally:
         with suppress(Exception):  # what went wrong before says more
@@ -81,16 +85,16 @@ def _new_revision(
     return commit
 
 
-def _commit(api: HfApi, package: Package, repo: str, branch: str, message: str) -> str:
-    """Commits the package onto a branch, unless somebody else did so in between."""
+def _commit(api: HfApi, files: Files, repo: str, branch: str, message: str) -> str:
+    """Commits the files onto a branch, unless somebody else did so in between."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     there = api.model_info(repo, revision=branch)
     names = {str(file.rfilename) for file in there.siblings or ()}
-    stale = sorted(names - package.files.keys() - _SERVERS_OWN)
+    stale = sorted(names - files.keys() - _SERVERS_OWN)
     operations: list[Any] = [
         CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
-        for name, content in package.files.items()
+        for name, content in files.items()
     ]
     operations += [CommitOperationDelete(path_in_repo=name) for name in stale]
     done = api.create_commit(
@@ -149,7 +153,7 @@ def _because(status: int | None, repo: str, revision: str, said: str) -> str:
         409: f"another change of {repo} came in between: push again",
         412: f"another change of {revision!r} came in between: push again",
         413: "the hub refuses files of this size",
-        429: "the hub wants fewer requests: push again later",
+        429: "the hub limits the rate of requests: push again later",
     }
     if status is not None and status >= 500:
         why = f"the hub failed with status {status}: push again later"

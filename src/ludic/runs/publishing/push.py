@@ -1,12 +1,22 @@
-"""`ludic.push`: a run's model on the hub, or the folder that would be uploaded."""
+"""`ludic.push`: the files of a run's model on the hub, or in the folder that would be uploaded."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from ludic.runs.publishing.hub import Pushed, upload
-from ludic.runs.publishing.package import packed
+from ludic.errors import CheckpointError, ConfigError
+from ludic.runs.locate import check_given
+from ludic.runs.publishing.card import RunFacts, check_repo, hub_name, model_card
+from ludic.runs.publishing.hub import Files, Pushed, upload
+from ludic.runs.settings.paths import split_run
+from ludic.runs.storage.folder import RunFolder
 
 
 def push_run(
@@ -21,9 +31,9 @@ def push_run(
     """Publishes the model of a run folder (`FOLDER`, `FOLDER:sft`, `FOLDER:step-40`), or a folder
     that holds a model or an adapter, as `revision` of `repo` on the hub."""
     options: dict[str, Any] = {"merged": merged, "base_model": base_model}
-    with packed(str(run), repo, revision=revision, **options) as package:
+    with packed(str(run), repo, revision=revision, **options) as files:
         message = f"Push of {Path(str(run)).name} by Ludic"
-        return upload(package, repo, revision=revision, private=private, message=message)
+        return upload(files, repo, revision=revision, private=private, message=message)
 
 
 def write_push(
@@ -37,6 +47,137 @@ def write_push(
 ) -> list[str]:
     """Writes what `push_run` would upload to a new folder, and returns the names of the files."""
     options: dict[str, Any] = {"merged": merged, "base_model": base_model}
-    with packed(str(run), repo, revision=revision, **options) as package:
-        package.write(Path(folder))
-        return list(package.files)
+    with packed(str(run), repo, revision=revision, **options) as files:
+        folder = Path(folder)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"{folder} exists already: name another with --out")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            if isinstance(content, bytes):
+                (folder / name).write_bytes(content)
+            else:
+                shutil.copyfile(content, folder / name)
+        return list(files)
+
+
+_NAMES = ("_name_or_path", "name_or_path")
+
+
+@contextmanager
+def packed(
+    run: str,
+    repo: str,
+    *,
+    revision: str = "main",
+    merged: bool = False,
+    base_model: str | None = None,
+) -> Iterator[Files]:
+    """Yields the files for a run folder (`FOLDER`, `FOLDER:sft`, `FOLDER:step-40`) or for a folder
+    that holds a model or an adapter. `merged`: the whole model with its adapter merged in, which is
+    kept on disk for as long as this is open. `base_model` is what an adapter belongs to, if the
+    run does not name it by its name on the hub."""
+    check_repo(repo)
+    path, which = split_run(run)
+    facts, folder = None, None
+    if (Path(path) / "run.json").is_file() or which is not None:
+        folder = RunFolder.open(path)
+        model = folder.weights(which)
+        facts = replace(RunFacts.of(folder, which), earlier=model != folder.weights())
+    else:
+        model = Path(path)
+    _check_whole(model, run)
+    is_adapter = (model / "adapter_config.json").is_file()
+    checkpoint = f"{model.parent.parent.name}/{model.parent.name}" if folder else None
+    with TemporaryDirectory(prefix="ludic-push-") as temporary:
+        if merged:
+            if folder is None or not is_adapter:
+                raise ConfigError(f"--merged is for the run folder of an adapter, and {run} is not")
+            model, is_adapter = _merge(folder, model, Path(temporary)), False
+        files: dict[str, Path | bytes] = {p.name: p for p in sorted(model.iterdir()) if _kept(p)}
+        base = base_model or (facts.base_model if facts else None)
+        if is_adapter:
+            files["adapter_config.json"], base = _adapter_config(model, base)
+        for name in ("config.json", "tokenizer_config.json"):
+            if name in files:
+                files[name] = _without_paths(model / name)
+        card = model_card(
+            facts,
+            repo,
+            revision=revision,
+            adapter=is_adapter,
+            base_model=base,
+            checkpoint=checkpoint,
+        )
+        files["README.md"] = card.encode()
+        if facts is not None:
+            files["ludic_run.json"] = _json({"settings": facts.settings, "origin": facts.origin})
+        yield dict(sorted(files.items()))
+
+
+def _check_whole(model: Path, run: str) -> None:
+    """Raises if the folder holds no model, or if the checkpoint it belongs to is damaged."""
+    if not model.is_dir():
+        raise ConfigError(f"{run} is neither a run folder nor a folder with a model")
+    manifest = model.parent / "manifest.json"
+    if manifest.is_file() and model.name == "model":
+        from ludic.training.checkpoint_contents import verify_checkpoint
+
+        verify_checkpoint(model.parent)
+    names = {path.name for path in model.iterdir()}
+    if not names & {"config.json", "adapter_config.json"}:
+        raise ConfigError(f"{model} holds no model: it has neither config.json nor an adapter's")
+    if not any(name.endswith(".safetensors") for name in names):
+        raise CheckpointError(f"{model} holds no weights in safetensors")
+    if "tokenizer_config.json" not in names:
+        raise ConfigError(
+            f"{model} has no tokenizer: save it there, with "
+            f"tokenizer.save_pretrained({str(model)!r})"
+        )
+
+
+def _kept(path: Path) -> bool:
+    """Whether a file is published: no card that others wrote, nothing hidden, no pickles."""
+    hidden = path.name.startswith(".") or path.suffix in (".bin", ".pt", ".pth", ".pkl")
+    return path.is_file() and not hidden and path.name != "README.md"
+
+
+def _adapter_config(model: Path, base: str | None) -> tuple[bytes, str]:
+    """The adapter's configuration with the name of what it belongs to, which others can load."""
+    config = json.loads((model / "adapter_config.json").read_text(encoding="utf-8"))
+    found = base or hub_name(str(config.get("base_model_name_or_path") or ""))
+    if found is None:
+        raise ConfigError(
+            f"the adapter in {model} belongs to a model that is not on the hub: name the one that "
+            "it belongs to with --base-model OWNER/NAME, or publish both as one with --merged"
+        )
+    config["base_model_name_or_path"] = found
+    return _json(config), found
+
+
+def _without_paths(path: Path) -> bytes:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for key in _NAMES:
+        if isinstance(config.get(key), str) and hub_name(config[key]) is None:
+            config[key] = Path(config[key]).name
+    return _json(config)
+
+
+def _merge(folder: RunFolder, weights: Path, target: Path) -> Path:
+    """Saves the policy as one model, computed as its publisher does: out of place, in float32."""
+    from ludic.runs.episodes import import_user_modules
+    from ludic.runs.model import build_model
+    from ludic.runs.vllm_backend import save_for_vllm
+    from ludic.training.model_files import no_progress_bar
+
+    config = folder.config(["model.device=cpu"])
+    import_user_modules(config, folder.modules)
+    check_given(config, str(folder.path))
+    model, tokenizer = build_model(config, weights)
+    with no_progress_bar():
+        save_for_vllm(model, target, merged=True)
+        tokenizer.save_pretrained(target)
+    return target
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

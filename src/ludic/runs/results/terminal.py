@@ -17,10 +17,10 @@ from rich.text import Text
 
 from ludic.eval import Estimate, EvalReport, Headline, headline_of
 from ludic.eval import episodes_bar as eval_bar
+from ludic.plumbing.text import visible
 from ludic.rollouts.progress import ProgressCallback
 from ludic.runs.results.summary import Curve, outcomes_of, smoothed
 from ludic.types import AgentStep, Rollout, ToolCall
-from ludic.visible import visible
 
 
 class PlainConsole(Console):

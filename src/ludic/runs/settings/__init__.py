@@ -4,50 +4,20 @@
 `ConfigError` that names the key, the nearest right one, and the line.
 """
 
-from ludic.runs.settings.base import Arguments, PartSection, Section
-from ludic.runs.settings.curriculum import CurriculumSection, StageSection
-from ludic.runs.settings.inference import InferenceSection, SamplingSection
-from ludic.runs.settings.model import LoraSection, ModelSection
-from ludic.runs.settings.others import (
-    OtherModelSection,
-    PlayerSection,
-    ReferenceSection,
-    TeacherSection,
-)
-from ludic.runs.settings.parts import AlgorithmSection, EnvSection, ProtocolSection
-from ludic.runs.settings.pipeline import PipelineSection
-from ludic.runs.settings.reading import apply_override, check_run, load_run, override_key, parse_run
-from ludic.runs.settings.run import SCHEMA, LoggingSection, RunConfig, RunSection
-from ludic.runs.settings.stages import EvalSection, SFTSection, TrainingSection
-
-__all__ = [
-    "SCHEMA",
-    "AlgorithmSection",
-    "Arguments",
-    "CurriculumSection",
-    "EnvSection",
-    "EvalSection",
-    "InferenceSection",
-    "LoggingSection",
-    "LoraSection",
-    "ModelSection",
-    "OtherModelSection",
-    "PartSection",
-    "PipelineSection",
-    "PlayerSection",
-    "ProtocolSection",
-    "ReferenceSection",
-    "RunConfig",
-    "RunSection",
-    "SFTSection",
-    "SamplingSection",
-    "Section",
-    "StageSection",
-    "TeacherSection",
-    "TrainingSection",
-    "apply_override",
-    "check_run",
-    "load_run",
-    "override_key",
-    "parse_run",
-]
+from ludic.runs.settings.base import Section as Section
+from ludic.runs.settings.inference import InferenceSection as InferenceSection
+from ludic.runs.settings.inference import SamplingSection as SamplingSection
+from ludic.runs.settings.parts import EnvSection as EnvSection
+from ludic.runs.settings.parts import ModelSection as ModelSection
+from ludic.runs.settings.parts import OtherModelSection as OtherModelSection
+from ludic.runs.settings.parts import PlayerSection as PlayerSection
+from ludic.runs.settings.parts import TeacherSection as TeacherSection
+from ludic.runs.settings.reading import apply_override as apply_override
+from ludic.runs.settings.reading import check_run as check_run
+from ludic.runs.settings.reading import load_run as load_run
+from ludic.runs.settings.reading import override_key as override_key
+from ludic.runs.settings.reading import parse_run as parse_run
+from ludic.runs.settings.run import EvalSection as EvalSection
+from ludic.runs.settings.run import PipelineSection as PipelineSection
+from ludic.runs.settings.run import RunConfig as RunConfig
+from ludic.runs.settings.run import TrainingSection as TrainingSection

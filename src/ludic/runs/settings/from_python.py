@@ -1,19 +1,27 @@
-"""A run from Python: arguments and objects become the tables that a run file would have."""
+"""A run from Python: arguments and objects become the tables that a run file would have.
+
+Where a run file names a part, a script may give the part itself. It is recorded by its name if it
+is built in, as it was made if a preset or a built-in parser made it, by its place if it can be
+imported, and otherwise as an object, which is given again when the run is resumed.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct, structs
 from pydantic import BaseModel
 
-from ludic.arguments import unknown_argument
 from ludic.errors import ConfigError
-from ludic.given import PREFIX, is_given, place_of, recipe_of, unplaced_name
+from ludic.plumbing.arguments import unknown_argument
+from ludic.plumbing.given import is_given, place_of, recipe_of, unplaced_name
+from ludic.plumbing.lazy import resolve
 from ludic.registry import (
     AGENTS,
     ALGORITHMS,
@@ -25,15 +33,17 @@ from ludic.registry import (
     LOGGERS,
     PARSERS,
     PROTOCOLS,
-    Registry,
 )
+from ludic.runs.settings.paths import resolve_paths
+from ludic.runs.settings.reading import check_run
+from ludic.runs.settings.run import RunConfig
 from ludic.types import EnvSpec, ProtocolSpec
 
-SECTIONS = (
-    *("run", "model", "inference", "env", "protocol", "algorithm"),
-    *("reference", "teacher", "player", "curriculum", "training", "pipeline"),
-    *("sft", "eval", "logging"),
+REGISTRIES = (
+    *(AGENTS, ALGORITHMS, BOTS, CONTEXTS, CORRECTIONS),
+    *(ENVS, FILTERS, LOGGERS, PARSERS, PROTOCOLS),
 )
+SECTIONS = [name for name in RunConfig.model_fields if name != "schema_version"]
 SHORTCUTS = {
     "parser": ("protocol", "kwargs", "parser"),
     "steps": ("training", "steps"),
@@ -41,225 +51,192 @@ SHORTCUTS = {
     "seed": ("run", "seed"),
     "name": ("run", "name"),
 }
+PARTS = (
+    *("env", "model", "algorithm", "parser", "protocol", "reference", "teacher", "player"),
+    *("training", "sft", "eval"),
+)
+"""The arguments that may hold Python objects, and are given again when the run is resumed."""
 
-PARTS = {"agent": AGENTS, "bot": BOTS, "context": CONTEXTS}
-"""Arguments of a protocol or a seat that name a part."""
+
+def read_arguments(arguments: Mapping[str, Any]) -> tuple[RunConfig, dict[str, Any]]:
+    """Returns the configuration that a run's arguments stand for, and the objects among them."""
+    tables = Tables(arguments)
+    resolve_paths(tables.data, Path.cwd())
+    return check_run(tables.data, source="the run"), tables.objects
+
+
+def given_again(config: RunConfig, parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the objects of a recorded run by their recorded names, from parts that are given
+    again where they stood."""
+    for name in parts:
+        if name not in PARTS:
+            raise ConfigError(
+                f"{name}= cannot be given here: the run has it in its folder; give only parts that "
+                f"were Python objects ({', '.join(PARTS)})"
+            )
+    tables = Tables(parts)
+    objects: dict[str, Any] = {}
+    for path, name in given_names(config.plain()).items():
+        again = _at(tables.data, path)
+        if again is None:
+            continue  # whoever needs it says so
+        if is_given(again):
+            objects[name] = tables.objects[again]
+        elif isinstance(again, str) and (":" in again or path.startswith(("env.", "eval.env."))):
+            objects[name] = resolve(again) if ":" in again else ENVS.get(again)
+        else:
+            raise ConfigError(f"{path} was a Python object: give it again, and not {again!r}")
+    return objects
+
+
+def script_folder() -> Path:
+    """Returns the folder of the running script, whose modules a run may name; in a notebook, the
+    working directory."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(script).resolve().parent if script else Path.cwd()
 
 
 class Tables:
-    """The tables of a run, and the objects among its parts that have no name to be recorded by."""
+    """The tables of a run, from its sections and shortcuts, and the objects that have no name to be
+    recorded by. A shortcut goes before its section."""
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.data: dict[str, Any] = {}
         self.objects: dict[str, Any] = {}
-
-    def put(self, **arguments: Any) -> None:
-        """Takes a run's sections and shortcuts; a shortcut goes before its section."""
-        for name, value in arguments.items():
-            if value is None:
-                continue
-            if name in SECTIONS:
-                self.data[name] = self._section(name, value)
-        for name, path in SHORTCUTS.items():
-            if (value := arguments.get(name)) is not None:
-                table = self.data
-                for key in path[:-1]:
-                    table = table.setdefault(key, {})
-                table[path[-1]] = self._parser(value) if name == "parser" else value
-        unknown = arguments.keys() - set(SECTIONS) - set(SHORTCUTS)
-        if unknown:
+        stated = {name: value for name, value in arguments.items() if value is not None}
+        if unknown := stated.keys() - {*SECTIONS, *SHORTCUTS}:
             raise ConfigError(f"a run: {unknown_argument(min(unknown), [*SHORTCUTS, *SECTIONS])}")
+        for name in stated.keys() & set(SECTIONS):
+            self.data[name] = self._section(name, stated[name])
+        for name, (*tables, key) in SHORTCUTS.items():
+            if name in stated:
+                table = self.data
+                for step in tables:
+                    table = table.setdefault(step, {})
+                table[key] = self._parser(stated[name]) if name == "parser" else stated[name]
 
     def _section(self, name: str, value: Any) -> Any:
         match name:
             case "env":
                 return self._envs(value)
             case "model":
-                return self._model(value)
+                return self._model(name, "name", value)
+            case "reference":
+                return self._model(name, "model", value)
+            case "teacher" | "player":
+                several = value if isinstance(value, list) else [value]
+                return [self._model(name, "model", one) for one in several]
             case "algorithm":
                 return self._algorithm(value)
-            case "protocol":
-                return self._protocol(value)
-            case "reference":
-                return self._other(name, value)
-            case "teacher" | "player":
-                return [
-                    self._other(name, v) for v in (value if isinstance(value, list) else [value])
-                ]
-        table = _table(name, value)
-        if name == "training" and table.get("filters"):
-            table["filters"] = [self._filter(entry) for entry in table["filters"]]
-        if name == "logging" and table.get("loggers"):
-            table["loggers"] = [self._logger(entry) for entry in table["loggers"]]
-        if name == "sft" and callable(table.get("teacher")):
-            table["teacher"] = self._named(table["teacher"])
-        if name == "eval":
-            if table.get("env"):
-                table["env"] = self._envs(table["env"])
-            if table.get("protocol"):
-                table["protocol"] = self._protocol(table["protocol"])
+            case "protocol" if isinstance(value, str) or callable(value):
+                value = {"kind": value}
+            case "eval" if isinstance(value, Mapping):
+                parts = {k: self._section(k, value[k]) for k in ("env", "protocol") if value.get(k)}
+                value = {**value, **parts}
+            case "logging" if isinstance(value, Mapping):
+                for logger in value.get("loggers") or ():
+                    if hasattr(logger, "log") and not isinstance(logger, type):
+                        raise ConfigError(
+                            f"logging.loggers: {logger!r} is a logger already: give its class, or "
+                            "a function that makes one for each stage; or set run.loggers = "
+                            "[logger] before run.go()"
+                        )
+        return self._table(name, value)
+
+    def _table(self, name: str, value: Any) -> dict[str, Any]:
+        table = self._plain(value)
+        if not isinstance(table, dict):
+            raise ConfigError(f"{name}={value!r}: give a dict of its settings")
         return table
+
+    def _plain(self, value: Any) -> Any:
+        """Returns a setting as a run file has it, with names in the place of objects."""
+        value = _described(value)
+        if isinstance(value, Mapping):
+            return {
+                str(key): self._parser(item) if key == "parser" else self._plain(item)
+                for key, item in value.items()
+            }
+        if isinstance(value, list):
+            return [self._plain(item) for item in value]
+        return self._named(value) if callable(value) else value
 
     def _envs(self, value: Any) -> list[dict[str, Any]]:
         """A class, a factory, a name, a spec or a table; or several, as a list (of those, or of
         pairs with a weight) or as a mapping to weights."""
         if isinstance(value, Mapping) and "kind" not in value:
             value = list(value.items())
-        several = isinstance(value, list)
-        found = []
-        for entry in value if several else [value]:
-            env, weight = entry if isinstance(entry, tuple) else (entry, None)
-            table = self._env(env)
-            found.append(table if weight is None else {**table, "weight": weight})
-        return found
+        pairs = [
+            entry if isinstance(entry, tuple) else (entry, None)
+            for entry in (value if isinstance(value, list) else [value])
+        ]
+        return [
+            self._env(env) | ({} if weight is None else {"weight": weight}) for env, weight in pairs
+        ]
 
     def _env(self, env: Any) -> dict[str, Any]:
-        if isinstance(env, str):
-            return {"kind": env}
-        if isinstance(env, EnvSpec):
-            env = {"kind": env.kind, "kwargs": dict(env.kwargs)}
-        elif isinstance(env, partial) and not env.args:
-            env = {"kind": env.func, "kwargs": dict(env.keywords)}
-        elif not isinstance(env, Mapping | BaseModel):
-            if not callable(env):
-                raise ConfigError(
-                    f"env={env!r} is no environment to make: give its class, a function that "
-                    "returns one, a name, an EnvSpec, or a list of those"
-                )
-            env = {"kind": env}
-        table = _table("env", env)
-        kind, kwargs = table.get("kind"), table.get("kwargs") or {}
-        if kwargs and not _is_json(kwargs):
-            make = kind if callable(kind) else ENVS.get(str(kind))
-            table |= {"kind": self._give(partial(make, **kwargs), make), "kwargs": {}}
-        elif callable(kind):
-            table["kind"] = self._named(kind, ENVS)
-        return table
-
-    def _model(self, value: Any) -> dict[str, Any]:
-        if isinstance(value, tuple):
-            return {"name": self._pair(value)}
-        if isinstance(value, str | Path):
-            return {"name": str(value)}
-        table = _table("model", value)
-        if isinstance(table.get("name"), tuple):
-            table["name"] = self._pair(table["name"])
-        return table
-
-    def _other(self, name: str, value: Any) -> dict[str, Any]:
-        """Another model: its name, a loaded pair, or a table."""
-        if isinstance(value, str | Path) and str(value).startswith(("http://", "https://")):
-            return {"server": str(value)}
-        named = isinstance(value, str | Path | tuple)
-        table: dict[str, Any] = {"model": value} if named else _table(name, value)
-        if isinstance(table.get("model"), tuple):
-            table["model"] = self._pair(table["model"])
-        elif isinstance(table.get("model"), Path):
-            table["model"] = str(table["model"])
-        return table
-
-    def _filter(self, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return self._part(value, FILTERS)
-        return (place_of(value) or self._give(value, value)) if callable(value) else value
-
-    def _logger(self, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return self._part(value, LOGGERS)
-        if hasattr(value, "log") and not isinstance(value, type):
+        if isinstance(env, partial) and not env.args:
+            table: Any = {"kind": env.func, "kwargs": env.keywords}
+        elif isinstance(env, str) or callable(env):
+            table = {"kind": env}
+        else:
+            table = _described(env)
+        if not isinstance(table, Mapping):
             raise ConfigError(
-                f"logging.loggers: {value!r} is a logger already: give its class, or a function "
-                "that makes one for each stage; or set run.loggers = [logger] before run.go()"
+                f"env={env!r} is no environment to make: give its class, a function that "
+                "returns one, a name, an EnvSpec, or a list of those"
             )
-        return self._named(value, LOGGERS) if callable(value) else value
+        kind, kwargs = table.get("kind"), table.get("kwargs") or {}
+        if not _is_json(kwargs):
+            make = kind if callable(kind) else ENVS.get(str(kind))
+            return {**table, "kind": self._give(partial(make, **kwargs), make), "kwargs": {}}
+        return {**table, "kind": self._named(kind)} if callable(kind) else dict(table)
 
-    def _correction(self, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return self._part(value, CORRECTIONS)
-        if not is_dataclass(value) or isinstance(value, type):
-            return value
-        arguments = {field.name: getattr(value, field.name) for field in fields(value)}
-        kind = self._named(type(value), CORRECTIONS)
-        return {"kind": kind, **{k: v for k, v in arguments.items() if v is not None}}
-
-    def _pair(self, value: tuple[Any, ...]) -> str:
-        if len(value) != 2 or not hasattr(value[0], "parameters"):
-            raise ConfigError("model=(…): a loaded model is given as the pair (model, tokenizer)")
-        return self._give(value, value[0])
+    def _model(self, name: str, key: str, value: Any) -> dict[str, Any]:
+        """A model: its name, a loaded pair or a table; if it is not trained, also an address."""
+        if isinstance(value, str | Path | tuple):
+            is_address = key == "model" and str(value).startswith(("http://", "https://"))
+            value = {"server" if is_address else key: value}
+        pair = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(pair, tuple):
+            if len(pair) != 2 or not hasattr(pair[0], "parameters"):
+                raise ConfigError(
+                    "model=(…): a loaded model is given as the pair (model, tokenizer)"
+                )
+            value = {**value, key: self._give(pair, pair[0])}
+        return self._table(name, value)
 
     def _algorithm(self, value: Any) -> dict[str, Any]:
-        if isinstance(value, str):
-            return {"name": value}
+        if isinstance(value, Mapping):
+            rest = {key: item for key, item in value.items() if key != "name"}
+            named = self._algorithm(value["name"]) if "name" in value else {}
+            return named | self._table("algorithm", rest)
         if recipe := recipe_of(value):
             name, kwargs = recipe
-            kwargs = {key: _plain(argument) for key, argument in kwargs.items()}
+            kwargs = {key: _described(argument) for key, argument in kwargs.items()}
             if _is_json(kwargs):
                 return {"name": name, "kwargs": kwargs}
         if hasattr(value, "credit_assigner"):
             return {"name": self._give(lambda: value, value)}
-        if callable(value):
-            return {"name": self._named(value, ALGORITHMS)}
-        if isinstance(value, Mapping) and "name" in value:
-            rest = {k: v for k, v in value.items() if k != "name"}
-            table = self._algorithm(value["name"]) | _table("algorithm", rest)
-        else:
-            table = _table("algorithm", value)
-        if table.get("corrections"):
-            table["corrections"] = [self._correction(c) for c in table["corrections"]]
-        return table
-
-    def _protocol(self, value: Any) -> dict[str, Any]:
-        if isinstance(value, str):
-            return {"kind": value}
-        if isinstance(value, ProtocolSpec):
-            value = {"kind": value.kind, "kwargs": dict(value.kwargs)}
-        elif callable(value) and not isinstance(value, Mapping):
-            value = {"kind": value}
-        table = self._part(_table("protocol", value), PROTOCOLS)
-        if table.get("kwargs"):
-            table["kwargs"] = self._agent(table["kwargs"])
-        return table
-
-    def _agent(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a protocol or a seat, with names in the place of objects."""
-        found = dict(options)
-        for key, value in options.items():
-            if key == "parser":
-                found[key] = self._parser(value)
-            elif key == "tools":
-                found[key] = [self._named(tool) if callable(tool) else tool for tool in value]
-            elif key in ("seats", "sub_agents"):
-                found[key] = {name: self._agent(seat) for name, seat in value.items()}
-            elif key == "context" and isinstance(value, Mapping):
-                found[key] = self._part(value, CONTEXTS)
-            elif key in PARTS and callable(value):
-                found[key] = self._named(value, PARTS[key])
-            elif callable(value):
-                found[key] = self._named(value)
-        return found
+        if isinstance(value, str) or callable(value):
+            return {"name": self._plain(value)}
+        return self._table("algorithm", value)
 
     def _parser(self, value: Any) -> Any:
         if isinstance(value, list | tuple):
             return [self._parser(part) for part in value]
-        if isinstance(value, Mapping):
-            return self._part(value, PARSERS)
         if not callable(value):
-            return value
+            return self._plain(value)
         if recipe := recipe_of(value):
             name, kwargs = recipe
             if name == "compose":
                 return [self._parser(part) for part in kwargs["parsers"]]
-            return {"kind": name, **{key: _plain(argument) for key, argument in kwargs.items()}}
+            return {"kind": name, **{key: _described(item) for key, item in kwargs.items()}}
         return {"kind": self._give(lambda: value, value)}
 
-    def _part(self, table: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
-        """A table with a "kind", by name."""
-        kind = table.get("kind")
-        return {**table, "kind": self._named(kind, registry)} if callable(kind) else dict(table)
-
-    def _named(self, thing: Any, registry: Registry | None = None) -> str:
-        builtin = registry.builtin_name(thing) if registry is not None else None
-        return builtin or place_of(thing) or self._give(thing, thing)
+    def _named(self, thing: Any) -> str:
+        names = (registry.builtin_name(thing) for registry in REGISTRIES)
+        return next(filter(None, names), None) or place_of(thing) or self._give(thing, thing)
 
     def _give(self, thing: Any, called: Any) -> str:
         """Keeps an object, and returns its name: that of `called`, numbered if it is taken."""
@@ -276,18 +253,15 @@ def given_names(data: Any, path: str = "") -> dict[str, str]:
     """Returns where in a run's tables objects without a name stand: their paths, and names."""
     if is_given(data):
         return {path: data}
-    items: Sequence[tuple[Any, Any]] = ()
-    if isinstance(data, Mapping):
-        items = list(data.items())
-    elif isinstance(data, list):
-        items = list(enumerate(data))
-    found: dict[str, str] = {}
-    for key, value in items:
-        found |= given_names(value, f"{path}.{key}" if path else str(key))
-    return found
+    if isinstance(data, list):
+        data = dict(enumerate(data))
+    names: dict[str, str] = {}
+    for key, value in data.items() if isinstance(data, Mapping) else ():
+        names |= given_names(value, f"{path}.{key}" if path else str(key))
+    return names
 
 
-def at(data: Any, path: str) -> Any:
+def _at(data: Any, path: str) -> Any:
     """Returns what stands at `a.0.b` of a run's tables; None where there is nothing."""
     for key in path.split("."):
         try:
@@ -297,44 +271,31 @@ def at(data: Any, path: str) -> Any:
     return data
 
 
-def key_of(name: str) -> str:
-    """The part of a name that seeds may depend on: the same for an object as for its place."""
-    return name.removeprefix(PREFIX)
-
-
-def _table(name: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, BaseModel):
-        return value.model_dump(by_alias=True, exclude_unset=True)
-    if is_dataclass(value) and not isinstance(value, type):
-        return _changed(value)
-    if isinstance(value, Mapping):
-        return {str(key): _setting(setting) for key, setting in value.items()}
-    raise ConfigError(f"{name}={value!r}: give a dict of its settings")
-
-
-def _changed(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass (a `TrainerConfig`, a `SamplingConfig`) that were set."""
-    stated = {field.name: getattr(value, field.name) for field in fields(value)}
-    return {f.name: stated[f.name] for f in fields(value) if stated[f.name] != f.default}
-
-
-def _setting(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "coefficients"):
-        return value if isinstance(value, EnvSpec | ProtocolSpec) else _changed(value)
-    if isinstance(value, Mapping):
-        return dict(value)  # a shortcut may be put into it
-    return str(value) if isinstance(value, Path) else value
-
-
-def _plain(value: Any) -> Any:
-    """A preset's argument as JSON: an aggregation by its name, a tuple as a list."""
+def _described(value: Any) -> Any:
+    """Returns what a run file has in the place of an object that says all about itself: a section,
+    a spec, an aggregation, a correction, the settings of a trainer, a path."""
     if isinstance(value, tuple):
         return list(value)
-    if hasattr(value, "coefficients") and is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, BaseModel):
+        return value.model_dump(by_alias=True, exclude_unset=True)
+    if isinstance(value, EnvSpec | ProtocolSpec):
+        return {"kind": value.kind, "kwargs": dict(value.kwargs)}
+    if isinstance(value, Struct):
+        defaults = {field.name: field.default for field in structs.fields(value)}
+        return {k: v for k, v in structs.asdict(value).items() if v != defaults[k]}
+    if not is_dataclass(value) or callable(value):
+        return value
+    if hasattr(value, "coefficients"):
         from ludic.training.losses.aggregation import describe_aggregation
 
         return describe_aggregation(value)
-    return value
+    stated = {field.name: getattr(value, field.name) for field in fields(value)}
+    if hasattr(value, "factors"):
+        kind = CORRECTIONS.builtin_name(type(value)) or place_of(type(value))
+        return {"kind": kind, **{key: item for key, item in stated.items() if item is not None}}
+    return {f.name: stated[f.name] for f in fields(value) if stated[f.name] != f.default}
 
 
 def _is_json(value: Any) -> bool:

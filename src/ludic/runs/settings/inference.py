@@ -8,12 +8,11 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, ValidationInfo, field_validator, model_validator
 
 from ludic.distributed.vllm.placement import PlaneName
-from ludic.runs.settings.base import Arguments, Section
-from ludic.runs.settings.servers import Address, KeyedSection
+from ludic.runs.settings.base import Address, Arguments, KeyedSection, Section
 
 
 class SamplingSection(Section):
-    """As in `SamplingConfig`; the defaults may be trained on. A completion ends with a text in
+    """As in `SamplingConfig`; the defaults can be trained on. A completion ends with a text in
     `stop` or a token in `stop_token_ids`, or as the model ends it."""
 
     temperature: float = Field(default=1.0, ge=0)

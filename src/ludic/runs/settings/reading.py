@@ -10,12 +10,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ludic.arguments import near_names
 from ludic.errors import ConfigError
-from ludic.runs.settings.base import Section, section_of
+from ludic.plumbing.arguments import near_names
+from ludic.runs.settings.base import Section, check_no_secrets, section_of
 from ludic.runs.settings.paths import resolve_paths
 from ludic.runs.settings.run import SCHEMA, RunConfig
-from ludic.runs.settings.servers import check_no_secrets
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -1,19 +1,193 @@
-"""The whole run."""
+"""The stages of a run, and the whole run."""
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
+from ludic.pipeline.ledger import Bounds
+from ludic.pipeline.reading import StalePolicy
+from ludic.rollouts import LostMemberPolicy, RolloutEngine
 from ludic.runs.settings.base import Arguments, Section
-from ludic.runs.settings.curriculum import CurriculumSection
 from ludic.runs.settings.inference import InferenceSection
-from ludic.runs.settings.model import ModelSection
-from ludic.runs.settings.others import Players, ReferenceSection, Teachers
-from ludic.runs.settings.parts import AlgorithmSection, Envs, ProtocolSection
-from ludic.runs.settings.pipeline import PipelineSection
-from ludic.runs.settings.stages import EvalSection, SFTSection, TrainingSection
+from ludic.runs.settings.parts import (
+    AlgorithmSection,
+    CurriculumSection,
+    Envs,
+    ModelSection,
+    Players,
+    ProtocolSection,
+    ReferenceSection,
+    Teachers,
+)
+from ludic.training.batching.replay_buffer import ReplayBufferSource
+from ludic.training.config import (
+    AttentionKind,
+    CheckpointConfig,
+    HeadKernels,
+    Schedule,
+    TrainerConfig,
+)
+
+TRAINER: dict[str, Any] = {field.name: field.default for field in fields(TrainerConfig)}
+CHECKPOINTS: dict[str, Any] = {field.name: field.default for field in fields(CheckpointConfig)}
+ENGINE: dict[str, Any] = {
+    name: argument.default for name, argument in inspect.signature(RolloutEngine).parameters.items()
+}
+REPLAY: dict[str, Any] = {
+    name: argument.default
+    for name, argument in inspect.signature(ReplayBufferSource).parameters.items()
+}
+"""What these classes do by default, and so a run."""
+
+
+class ReplayBufferSection(Section):
+    """Also train on groups of earlier updates, next to the `rollouts_per_update` new episodes:
+    they are `share` of the batch's groups, and at most `max_age` policy versions old. They
+    are drawn uniformly, or with a `half_life` with probabilities that halve for every so many
+    versions of age."""
+
+    share: float = Field(default=REPLAY["share"], gt=0, lt=1)
+    max_age: int = Field(default=REPLAY["max_age"], ge=1)
+    half_life: float | None = Field(default=REPLAY["half_life"], gt=0)
+
+
+class TrainingSection(Section):
+    """The optimisation, and the episodes that each step trains on. `max_steps`,
+    `concurrency` and the deadlines hold for all episodes of the run, those of its evaluation and
+    its teacher too. With `workers`, the episodes that are trained on are played in so many further
+    processes, for environments that compute much and runs that Python holds up; what is sampled
+    stays the same. `lost_member` is what becomes of a group when one of its episodes fails.
+    `filters` leave turns out of the training: a name (`"drop_truncated"`), a table with its `kind`
+    and arguments (`{ kind = "drop_overlong", max_seq_len = 512 }`), or a function of a sample
+    (`"module:function"`). With `dynamic_sampling`, groups without variance in their rewards are
+    dropped and others sampled in their place, in at most that many rounds in all. `max_lag` is how
+    many updates old a sample may be: of interest with `overlap` (one) or `[pipeline]`. With
+    `past_opponents`, a seat of a game of several is taken, in `past_share` of the episodes, by one
+    of that many earlier policies, the last of those at every `checkpoint_every` steps. On several
+    ranks (`torchrun -m ludic train …`) none waits longer than `rank_timeout_s` for the others; it
+    must be more than rank 0 takes for a batch or an evaluation."""
+
+    steps: int = Field(default=100, ge=0)
+    rollouts_per_update: int = Field(default=64, ge=1)
+    max_steps: int = Field(default=16, ge=1)
+    concurrency: int = Field(default=64, ge=1)
+    workers: int = Field(default=0, ge=0)
+    step_timeout_s: float = Field(default=ENGINE["step_timeout_s"], gt=0)
+    episode_timeout_s: float = Field(default=ENGINE["episode_timeout_s"], gt=0)
+    lost_member: LostMemberPolicy = ENGINE["lost_member"]
+    learning_rate: float = Field(default=TRAINER["learning_rate"], gt=0)
+    betas: tuple[float, float] = TRAINER["betas"]
+    eps: float = Field(default=TRAINER["eps"], ge=0)
+    warmup_steps: int = Field(default=TRAINER["warmup_steps"], ge=0)
+    schedule: Schedule = TRAINER["schedule"]
+    final_lr_ratio: float = Field(default=TRAINER["final_lr_ratio"], ge=0, le=1)
+    weight_decay: float = Field(default=TRAINER["weight_decay"], ge=0)
+    # inf: no clipping
+    max_grad_norm: float = Field(default=TRAINER["max_grad_norm"], gt=0, allow_inf_nan=True)
+    micro_token_budget: int | None = Field(default=TRAINER["micro_token_budget"], ge=1)
+    max_seq_len: int = Field(default=TRAINER["max_seq_len"], ge=2)
+    mini_batches: int = Field(default=TRAINER["mini_batches"], ge=1)
+    epochs: int = Field(default=TRAINER["epochs"], ge=1)
+    overlap: bool = TRAINER["overlap"]
+    max_lag: int = Field(default=TRAINER["max_lag"], ge=0)
+    attention: AttentionKind = TRAINER["attention"]
+    gradient_checkpointing: bool = TRAINER["gradient_checkpointing"]
+    compile: bool = TRAINER["compile"]
+    head_kernels: HeadKernels = TRAINER["head_kernels"]
+    graphs: bool = TRAINER["graphs"]
+    max_nonfinite_steps: int = Field(default=TRAINER["max_nonfinite_steps"], ge=0)
+    batch_timeout_s: float = Field(default=TRAINER["batch_timeout_s"], gt=0)
+    publish_timeout_s: float = Field(default=TRAINER["publish_timeout_s"], gt=0)
+    rank_timeout_s: float = Field(default=7200.0, gt=0)
+    checkpoint_every: int = Field(default=CHECKPOINTS["every"], ge=0)
+    keep_checkpoints: int = Field(default=CHECKPOINTS["keep"], ge=1)
+    filters: list[str | Arguments] = []
+    dynamic_sampling: int = Field(default=0, ge=0)
+    replay_buffer: ReplayBufferSection | None = None
+    past_opponents: int = Field(default=0, ge=0)
+    past_share: float = Field(default=0.5, ge=0, le=1)
+
+
+class SFTSection(Section):
+    """Supervised steps before RL: on the rows of a file (`data`), or on episodes
+    that a scripted teacher plays (`teacher = "module:function"`, a function of the observation,
+    a `random.Random` and optionally the `history`). `aggregation` is as among an algorithm's
+    arguments."""
+
+    data: str | None = None
+    teacher: str | None = None
+    examples: int = Field(default=1000, ge=1)
+    steps: int = Field(default=100, ge=0)
+    batch_size: int = Field(default=64, ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    aggregation: str | Arguments = "token_mean"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SFTSection:
+        if (self.data is None) == (self.teacher is None):
+            raise ValueError("give either a file as `data` or a function as `teacher`")
+        return self
+
+
+class EvalSection(Section):
+    """Held-out episodes; `every = 0` evaluates only at the stages' ends. `env` and `protocol` are
+    those of the training unless given: a player that learns from itself is measured against
+    others. `outcomes` are the endings to report, as the environment calls them, the one that
+    counts first: its rate is the headline. For an environment without endings of its own, an
+    episode succeeds by a reward above `success_above`; without that, the mean reward leads."""
+
+    env: Envs = []
+    protocol: ProtocolSection | None = None
+    outcomes: list[str] = []
+    success_above: float | None = None
+    episodes: int = Field(default=400, ge=1)
+    every: int = Field(default=0, ge=0)
+    seed: int = 1_000_003
+    samples_per_task: int = Field(default=1, ge=1)
+    temperature: float | None = Field(default=None, ge=0)
+
+
+def _redis(address: str) -> str:
+    if not address.startswith(("redis://", "rediss://", "unix://")):
+        raise ValueError("the URL of a Redis begins with redis://, rediss:// or unix://")
+    return address
+
+
+class PipelineSection(Section):
+    """RL in several processes: actors that sample, and a trainer, joined by Redis. `ludic
+    train RUN --async` is this table with its defaults. Without a `url`, a Redis is started for
+    the run; a URL with a password is in the environment variable `url_env`. `name` is that of the
+    run's keys; left out, it is that of its folder. `actors` are started with the trainer; more may
+    join from anywhere with `ludic actor`. With `stale = "wait"`, actors wait so that no sample is
+    older than `training.max_lag` updates; with `"drop"` and `"correct"` they run ahead, and what is
+    older is dropped and its prompt put back, or trained on with the loss's corrections. Batches
+    have groups in the order of their requests (`in_order`), or as they arrive. At most `max_groups`
+    groups and about `max_bytes` are between actors and trainer. After `lease_s` without a word, an
+    actor's work is given to another. `policy_folder` is where actors that sample in-process find
+    the weights; it must be one that they share."""
+
+    actors: int = Field(default=2, ge=0)
+    url: Annotated[str, AfterValidator(_redis)] | None = None
+    url_env: str | None = None
+    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._+-]+$", max_length=200)
+    stale: StalePolicy = "wait"
+    in_order: bool = True
+    max_groups: int | None = Field(default=None, ge=1)
+    max_bytes: int = Field(default=Bounds().bytes, ge=1)
+    lease_s: float = Field(default=15.0, gt=0)
+    patience_s: float = Field(default=300.0, gt=0)
+    policy_folder: str | None = None
+
+    @model_validator(mode="after")
+    def _one_address(self) -> PipelineSection:
+        if self.url is not None and self.url_env is not None:
+            raise ValueError("give url or url_env, not both")
+        return self
+
 
 SCHEMA = 1
 

@@ -8,10 +8,12 @@ rollouts/         every episode, compressed, and what the trainer made of its to
 checkpoints/      resumable state; `latest` names the newest whole one
 eval/             reports, one file per stage
 summary.json      the figures at the end
+.lock             which process trains it
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -19,12 +21,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ludic.errors import ConfigError
 from ludic.inference.addresses import without_user
+from ludic.plumbing.files import replacing
 from ludic.runs.machine import gpu_name, installed
 from ludic.runs.settings import RunConfig, apply_override, check_run
 
@@ -152,12 +156,10 @@ class RunFolder:
     def write_json(self, name: str, value: Mapping[str, Any]) -> Path:
         """Writes a JSON file atomically, and returns its path."""
         target = self.path / name
-        temporary = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-            os.replace(temporary, target)
+            with replacing(target) as temporary:
+                temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
         except OSError as exc:
-            temporary.unlink(missing_ok=True)
             raise ConfigError(f"cannot write {target}: {exc.strerror}") from exc
         return target
 
@@ -192,3 +194,64 @@ def _git_state() -> dict[str, Any] | None:
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+LOCK = ".lock"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Locks the folder, or raises a `ConfigError` that names the process that has it locked.
+
+    The kernel releases the lock of a process that ended, however it ended. A holder on another
+    host may be out of the kernel's sight, so there the file's content counts, unless it was
+    written before a reboot of this host.
+    """
+    path = folder / LOCK
+    with path.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{_who(folder, _read(file))}: wait until it ends") from None
+        holder, me = _read(file), _me()
+        if holder and holder.get("boot") != me["boot"] and holder.get("host") != me["host"]:
+            raise ConfigError(
+                f"{_who(folder, holder)}, where it cannot be seen from here: if it has ended, "
+                f"remove {path}"
+            )
+        _write(file, json.dumps(me))
+        try:
+            yield
+        finally:
+            _write(file, "")
+
+
+def _me() -> dict[str, Any]:
+    boot = ""
+    with suppress(OSError):  # not on every system
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    return {"pid": os.getpid(), "host": platform.node(), "boot": boot, "since": since}
+
+
+def _who(folder: Path, holder: dict[str, Any]) -> str:
+    found = "process {pid} on host {host} since {since}"
+    who = found.format_map(holder) if holder else "another process"
+    return f"{folder} is being trained by {who}"
+
+
+def _read(file: TextIO) -> dict[str, Any]:
+    """Returns what the holder wrote: nothing if it released the lock, or is only taking it."""
+    file.seek(0)
+    try:
+        holder = json.loads(file.read())
+        return holder if {"pid", "host", "since"} <= holder.keys() else {}
+    except (ValueError, AttributeError):
+        return {}
+
+
+def _write(file: TextIO, text: str) -> None:
+    file.seek(0)
+    file.truncate()
+    file.write(text)
+    file.flush()

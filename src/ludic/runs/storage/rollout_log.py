@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ludic.plumbing.files import replacing
 from ludic.rollouts import RolloutWriter
 from ludic.rollouts.lines import CutFileWarning, keep_lines
 from ludic.runs.storage.folder import RunFolder
@@ -31,9 +31,8 @@ def keep_tokenizer(folder: RunFolder, tokenizer: Any) -> None:
     target = folder.rollouts / "tokenizer.json"
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and not target.exists():
-        temporary = target.with_name(f".{os.getpid()}-{target.name}")
-        temporary.write_text(backend.to_str(), encoding="utf-8")
-        os.replace(temporary, target)
+        with replacing(target) as temporary:
+            temporary.write_text(backend.to_str(), encoding="utf-8")
 
 
 def open_rollout_log(

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ludic.registry import ALGORITHMS, list_algorithms, register_algorithm
+from ludic.registry import ALGORITHMS
+from ludic.registry import list_algorithms as list_algorithms
+from ludic.registry import register_algorithm as register_algorithm
 
 if TYPE_CHECKING:
     from ludic.training.algorithm import RLAlgorithm
-
-__all__ = ["list_algorithms", "make_algorithm", "register_algorithm"]
 
 
 def make_algorithm(name: str, **kwargs: Any) -> RLAlgorithm:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.credit_assignment.returns import GroupNormalizedReturn
-from ludic.training.losses.composite import with_entropy
-from ludic.training.losses.kl import with_kl
+from ludic.training.losses.composite import with_entropy, with_kl
 from ludic.training.losses.policy_ratio import PolicyLoss
 
 

@@ -40,18 +40,8 @@ def row_messages(row: Mapping[str, Any], where: str) -> tuple[list[Message], int
     if "messages" in row:
         return _messages(row["messages"], where), 0
     if "prompt" in row and "completion" in row:
-        prompt, completion = row["prompt"], row["completion"]
-        before = (
-            [Message(role="user", content=prompt)]
-            if isinstance(prompt, str)
-            else _messages(prompt, where)
-        )
-        after = (
-            [Message(role="assistant", content=completion)]
-            if isinstance(completion, str)
-            else _messages(completion, where)
-        )
-        return before + after, len(before)
+        prompt = _spoken(row["prompt"], "user", where)
+        return prompt + _spoken(row["completion"], "assistant", where), len(prompt)
     raise SerializationError(
         f"{where}: has {sorted(row)}; a row needs 'messages', or 'prompt' and 'completion', or a "
         "stored rollout: map it with row_fn"
@@ -148,6 +138,13 @@ def _spelled_by_itself(
     if not isinstance(template, SpellsAnswers) or message.get("tool_calls"):
         return None
     return TokenTrace(prompt, template.encode_answer(message["content"]))
+
+
+def _spoken(value: Any, role: Literal["user", "assistant"], where: str) -> list[Message]:
+    """Text that `role` says, or the messages themselves."""
+    return (
+        [Message(role=role, content=value)] if isinstance(value, str) else _messages(value, where)
+    )
 
 
 def _messages(value: Any, where: str) -> list[Message]:

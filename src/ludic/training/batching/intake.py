@@ -2,54 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any
 
-from ludic.errors import BatchError, TrainingError
+from msgspec.structs import replace
+
+from ludic.errors import BatchError
+from ludic.saw.building import UNKNOWN_VERSION
 from ludic.saw.codec import batch_from_dict, batch_to_dict
-from ludic.saw.items import SAWBatch
+from ludic.saw.items import SAWBatch, SAWItem
 from ludic.saw.overlong import LOST_MEMBER, drop_overlong_episodes, longest
 from ludic.sharding.world import World
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.batching.staleness import check_lag
+from ludic.training.batching.source import ANY_AGE, BatchSource
 from ludic.training.config import TrainerConfig
-from ludic.training.types import BatchSource
 from ludic.workers.deadlines import bounded
 
 _MAX_EMPTY_BATCHES = 8
 _log = logging.getLogger("ludic.training")
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class BatchesEnded(StopAsyncIteration):
     """The batch source has no more batches. Only its own `next_batch` can say so: any other
     `StopAsyncIteration` is an iterator that ran out unnoticed in somebody's code."""
-
-
-def only_batches_end(
-    step: Callable[P, Coroutine[Any, Any, T]],
-) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Makes every `StopAsyncIteration` that leaves `step` an error, but for the source's own."""
-
-    @functools.wraps(step)
-    async def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return await step(*args, **kwargs)
-        except BatchesEnded:
-            raise
-        except StopAsyncIteration as exc:
-            raise TrainingError(
-                f"StopAsyncIteration({exc}) in the middle of a step, not from the batch source: an "
-                "evaluation, a callback or another part of the run called `anext` on an iterator "
-                "that has ended. Catch it there, or give `anext` a default"
-            ) from exc
-
-    return checked
 
 
 class Intake:
@@ -120,8 +97,8 @@ class Intake:
     def _without_overlong(self, batch: SAWBatch) -> SAWBatch:
         """The batch without episodes that are too long to train on, before they count anywhere.
         The first time it is said; after that the log's `train/overlong_episodes` says it."""
-        kept = drop_overlong_episodes(batch, self.max_seq_len)
-        episodes = kept.meta.get("overlong_episodes", 0)
+        trainable = drop_overlong_episodes(batch, self.max_seq_len)
+        episodes = trainable.meta.get("overlong_episodes", 0)
         if episodes and not self._warned:
             self._warned = True
             _log.warning(
@@ -131,4 +108,35 @@ class Intake:
                 " shown (max_tool_chars, inference.max_context_tokens)",
                 *(episodes, self.max_seq_len, longest(batch), batch.meta[LOST_MEMBER]),
             )
-        return kept
+        return trainable
+
+
+def lag_of(item: SAWItem, version: int) -> int:
+    """How many versions the item's oldest token is behind `version`. A newer one, of a trainer that
+    was lost, counts as not behind at all, and so does one whose version was not recorded."""
+    versions = item.attachments.versions
+    if versions is None or not versions.size:
+        return 0
+    oldest = int(versions.min())
+    if oldest == UNKNOWN_VERSION:
+        recorded = versions[versions != UNKNOWN_VERSION]
+        oldest = int(recorded.min()) if recorded.size else version
+    return max(version - oldest, 0)
+
+
+def check_lag(batch: SAWBatch, version: int, max_lag: int | None) -> None:
+    """Raises `BatchError` if a token is more than `max_lag` versions behind `version`."""
+    if max_lag is None:
+        return
+    lags = [(lag_of(i, version), i.rollout_id) for i in batch.items if not i.meta.get(ANY_AGE)]
+    late = [lag for lag in lags if lag[0] > max_lag]
+    if not late:
+        return
+    lag, rollout_id = max(late, key=lambda entry: entry[0])
+    raise BatchError(
+        f"rollout {rollout_id!r} has tokens of policy version {version - lag}, and version "
+        f"{version} would be trained on them: {lag} versions old, over max_lag={max_lag} (so are "
+        f"{len(late)} of the batch's {len(batch.items)} samples). Let the source work less far "
+        "ahead, give the trainer the publisher that tells the sampler of each version, or raise "
+        "max_lag; TrainerConfig(max_lag=None) sets no bound"
+    )

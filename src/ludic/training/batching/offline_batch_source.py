@@ -6,18 +6,13 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from ludic.errors import (
-    BatchError,
-    CheckpointError,
-    ConfigError,
-    MissingExtraError,
-    SerializationError,
-)
+from ludic.errors import BatchError, CheckpointError, ConfigError, SerializationError
 from ludic.inference.templates.chat_template import ChatTemplate
 from ludic.rollouts.lines import CutFileWarning, parse_line, read_lines
 from ludic.rollouts.storage import rollout_from_row
@@ -31,7 +26,7 @@ from ludic.saw.overlong import LOST_MEMBER
 from ludic.seeding import derive_seed
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.demonstrations import TrainOn, rollout_from_messages, row_messages
-from ludic.training.batching.staleness import batch_of_any_age
+from ludic.training.batching.source import BatchSource, batch_of_any_age
 from ludic.training.credit_assignment.returns import ConstantCredit
 from ludic.types import Rollout, RolloutStepKey
 
@@ -39,7 +34,8 @@ Row: TypeAlias = Mapping[str, Any]
 Data: TypeAlias = "str | Path | Sequence[Row] | Sequence[Rollout] | Sequence[Path] | Sequence[str]"
 
 
-class OfflineBatchSource:
+@dataclass(eq=False, repr=False)
+class OfflineBatchSource(BatchSource):
     """Batches of stored data, in an order that is shuffled anew each epoch.
 
     `data` is a JSONL file (or several; `.zst` and `.gz` too), a Hugging Face dataset, any sequence
@@ -55,61 +51,38 @@ class OfflineBatchSource:
     nobody wrote by hand, it leaves out the episode instead, and counts it.
     """
 
-    def __init__(
-        self,
-        data: Data,
-        *,
-        chat_template: ChatTemplate | None = None,
-        algorithm: RLAlgorithm | None = None,
-        batch_size: int | None = None,
-        batch_tokens: int | None = None,
-        epochs: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        row_fn: Callable[[Any], Row] | None = None,
-        train_on: TrainOn = "all",
-        sample_filter: SampleFilter | None = None,
-        merge: bool = True,
-        lost_member: LostMember = "drop_group",
-        overlong: Literal["refuse", "drop"] = "refuse",
-    ) -> None:
-        if (batch_size is None) == (batch_tokens is None):
+    data: Data
+    _: KW_ONLY
+    chat_template: ChatTemplate | None = None
+    algorithm: RLAlgorithm | None = None
+    batch_size: int | None = None
+    batch_tokens: int | None = None
+    epochs: int | None = None
+    shuffle: bool = True
+    seed: int = 0
+    row_fn: Callable[[Any], Row] | None = None
+    train_on: TrainOn = "all"
+    sample_filter: SampleFilter | None = None
+    merge: bool = True
+    lost_member: LostMember = "drop_group"
+    overlong: Literal["refuse", "drop"] = "refuse"
+    epoch: int = field(default=0, init=False)
+    position: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if (self.batch_size is None) == (self.batch_tokens is None):
             raise ConfigError("OfflineBatchSource: set either batch_size or batch_tokens")
-        for name, value in (
-            ("batch_size", batch_size),
-            ("batch_tokens", batch_tokens),
-            ("epochs", epochs),
-        ):
+        for name in ("batch_size", "batch_tokens", "epochs"):
+            value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"OfflineBatchSource: {name}={value}: must be at least 1")
-        if train_on not in ("all", "last"):
-            raise ConfigError(f"train_on={train_on!r}: must be 'all' or 'last'")
-        self.chat_template = chat_template
-        self.algorithm = algorithm
-        self.batch_size, self.batch_tokens = batch_size, batch_tokens
-        self.epochs, self.shuffle, self.seed = epochs, shuffle, seed
-        self.row_fn = row_fn
-        self.train_on: TrainOn = train_on
-        self.sample_filter, self.merge, self.lost_member = sample_filter, merge, lost_member
-        self.overlong = overlong
-        self._rows = _load(data)
+        if self.train_on not in ("all", "last"):
+            raise ConfigError(f"train_on={self.train_on!r}: must be 'all' or 'last'")
+        self._rows = _load(self.data)
         if not len(self._rows):
             raise ConfigError("OfflineBatchSource: the data holds no rows")
         self._units = self._find_units()
         self._order_of: tuple[int, Sequence[int]] | None = None
-        self.epoch = 0
-        self.position = 0
-
-    @classmethod
-    def from_hub(cls, name: str, *, split: str = "train", **options: Any) -> OfflineBatchSource:
-        """From a dataset on the Hugging Face Hub. `dataset_options` go to `load_dataset`, all other
-        options to this class."""
-        try:
-            from datasets import load_dataset
-        except ImportError as exc:
-            raise MissingExtraError("datasets", "datasets") from exc
-        dataset_options = options.pop("dataset_options", {})
-        return cls(load_dataset(name, split=split, **dataset_options), **options)
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -119,6 +92,7 @@ class OfflineBatchSource:
         """The next rows as a batch. A batch never crosses the end of an epoch, so the last one may
         be smaller."""
         began, drops = self.epoch, Counter[str]()
+        credit = self.algorithm.credit_assigner if self.algorithm else ConstantCredit()
         while True:
             if self.epochs is not None and self.epoch >= self.epochs:
                 raise StopAsyncIteration(f"{self.epochs} epochs are over")
@@ -129,7 +103,7 @@ class OfflineBatchSource:
                 meta[LOST_MEMBER] = self.lost_member
             batch = batch_from_rollouts(
                 self._take(),
-                self._credit(),
+                _RowWeighted(credit),
                 sample_filter=self.sample_filter,
                 merge=self.merge,
                 lost_member=self.lost_member,
@@ -228,10 +202,6 @@ class OfflineBatchSource:
         items = build_items(rollouts, credit, merge=self.merge, sample_filter=self.sample_filter)
         return sum(len(item.input_ids) for item in items)
 
-    def _credit(self) -> CreditAssigner:
-        given = ConstantCredit() if self.algorithm is None else self.algorithm.credit_assigner
-        return _RowWeighted(given)
-
     def state_dict(self) -> Mapping[str, Any]:
         """The position, and what identifies the data and its order."""
         return {
@@ -254,15 +224,15 @@ class OfflineBatchSource:
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
 
+@dataclass(frozen=True, slots=True)
 class _RowWeighted:
     """Credit times the row's weight."""
 
-    def __init__(self, credit: CreditAssigner) -> None:
-        self._credit = credit
+    credit: CreditAssigner
 
     def compute(self, rollouts: Sequence[Rollout]) -> Mapping[RolloutStepKey, float]:
         weights = {r.id: w for r in rollouts if (w := r.meta.get("weight")) is not None}
-        credit = self._credit.compute(rollouts)
+        credit = self.credit.compute(rollouts)
         if not weights:
             return credit
         return {key: value * weights.get(key[0], 1.0) for key, value in credit.items()}

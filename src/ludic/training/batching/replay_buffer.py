@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -19,12 +19,8 @@ from ludic.saw.codec import item_from_dict, item_to_dict
 from ludic.saw.items import SAWBatch, SAWItem
 from ludic.saw.statistics import item_statistics
 from ludic.seeding import derive_seed
-from ludic.training.algorithm import HasAlgorithm, RLAlgorithm
-from ludic.training.batching.staleness import of_any_age
-from ludic.training.stateful import Commits, KeepsRecord, Stateful
-
-if TYPE_CHECKING:
-    from ludic.training.types import BatchSource
+from ludic.training.algorithm import RLAlgorithm
+from ludic.training.batching.source import GivesBatches, WrappedSource, of_any_age
 
 
 @dataclass(frozen=True)
@@ -38,14 +34,14 @@ class StoredGroup:
     @cached_property
     def versions(self) -> tuple[int, int]:
         """The oldest and the newest policy among its tokens."""
-        found = [item.attachments.versions for item in self.items]
-        known = [v for v in found if v is not None and (v != UNKNOWN_VERSION).all()]
-        if len(known) < len(found):
+        versions = [item.attachments.versions for item in self.items]
+        recorded = [v for v in versions if v is not None and (v != UNKNOWN_VERSION).all()]
+        if len(recorded) < len(versions):
             raise NotTrainableError(
                 f"group {self.name!r} does not say which policy version sampled it, and a replay "
                 "buffer bounds the age of samples by that: use a client that reports versions"
             )
-        return min(int(v.min()) for v in known), max(int(v.max()) for v in known)
+        return min(int(v.min()) for v in recorded), max(int(v.max()) for v in recorded)
 
     @cached_property
     def packed(self) -> str:
@@ -60,7 +56,7 @@ class StoredGroup:
         return cls(name, tuple(map(item_from_dict, items)))
 
 
-class ReplayBufferSource:
+class ReplayBufferSource(WrappedSource):
     """Adds groups of earlier batches to every batch of `source`.
 
     A batch has all the new groups, and so many stored ones that they are `share` of it, or as many
@@ -76,7 +72,7 @@ class ReplayBufferSource:
 
     def __init__(
         self,
-        source: BatchSource,
+        source: GivesBatches,
         *,
         share: float = 0.5,
         max_age: int = 4,
@@ -89,16 +85,11 @@ class ReplayBufferSource:
             raise ConfigError(f"ReplayBufferSource(max_age={max_age}): must be >= 1")
         if half_life is not None and not half_life > 0:
             raise ConfigError(f"ReplayBufferSource(half_life={half_life}): must be above 0")
-        self.source = source
+        super().__init__(source)
         self.share, self.max_age, self.half_life, self.seed = share, max_age, half_life, seed
         self.step = 0
         self._stored: tuple[StoredGroup, ...] = ()
         self._needs_behavior = _compares_with_sampler(self.algorithm)
-
-    @property
-    def algorithm(self) -> RLAlgorithm | None:
-        """The algorithm of the wrapped source."""
-        return self.source.algorithm if isinstance(self.source, HasAlgorithm) else None
 
     async def next_batch(self) -> SAWBatch:
         """The next batch of the wrapped source and the stored groups that are drawn for it."""
@@ -108,10 +99,10 @@ class ReplayBufferSource:
         new = _grouped(batch.items)
         self._check(new)
         newest = max(g.versions[1] for g in (*new, *self._stored))
-        kept = [g for g in self._stored if newest - g.versions[0] <= self.max_age]
+        young = [g for g in self._stored if newest - g.versions[0] <= self.max_age]
         wanted = round(len(new) * self.share / (1 - self.share))
-        drawn = self._drawn(kept, wanted, newest)
-        self._stored = (*kept, *new)
+        drawn = self._drawn(young, wanted, newest)
+        self._stored = (*young, *new)
         self.step += 1
         items = [*batch.items, *(of_any_age(item) for group in drawn for item in group.items)]
         meta = {
@@ -125,21 +116,21 @@ class ReplayBufferSource:
             meta |= {"replay_age_mean": sum(ages) / len(ages), "replay_age_max": max(ages)}
         return make_batch(items, meta)
 
-    def _drawn(self, kept: Sequence[StoredGroup], wanted: int, newest: int) -> list[StoredGroup]:
+    def _drawn(self, groups: Sequence[StoredGroup], wanted: int, newest: int) -> list[StoredGroup]:
         """Those that come first if each waits an exponential time at a rate equal to its weight,
         which is a weighted draw without replacement; returned in the order of storing."""
         rng = Random(derive_seed(self.seed, "replay buffer", self.step))
         waits: list[float] = []
-        for group in kept:
+        for group in groups:
             halvings = (newest - group.versions[0]) / self.half_life if self.half_life else 0.0
             waits.append(rng.expovariate(1.0) * 2.0 ** min(halvings, 1000.0))
-        first = sorted(range(len(kept)), key=waits.__getitem__)[:wanted]
-        return [kept[place] for place in sorted(first)]
+        first = sorted(range(len(groups)), key=waits.__getitem__)[:wanted]
+        return [groups[place] for place in sorted(first)]
 
     def _check(self, new: Sequence[StoredGroup]) -> None:
-        known = {group.name for group in self._stored}
+        stored = {group.name for group in self._stored}
         for group in new:
-            if group.name in known:
+            if group.name in stored:
                 raise BatchError(
                     f"group {group.name!r} is in the replay buffer already: every group, and every "
                     "rollout without one, needs its own id for the whole run"
@@ -152,34 +143,23 @@ class ReplayBufferSource:
                     "ReturnSpec(logprobs=True), or leave the replay buffer out"
                 )
 
-    async def flush_record(self) -> None:
-        """Flushes the record of the wrapped source."""
-        if isinstance(self.source, KeepsRecord):
-            await self.source.flush_record()
-
     def state_dict(self) -> Mapping[str, Any]:
         """The stored groups, the number of the next batch, and the state of the wrapped source."""
         return {
             "step": self.step,
             "stored": [group.packed for group in self._stored],
-            "source": self.source.state_dict() if isinstance(self.source, Stateful) else None,
+            **super().state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues where `state_dict` was taken."""
         try:
-            step, source = int(state["step"]), state["source"]
+            step, _ = int(state["step"]), state["source"]
             stored = tuple(map(StoredGroup.unpacked, state["stored"]))
         except (KeyError, TypeError, ValueError, zlib.error, LudicError) as exc:
             raise CheckpointError(f"not the state of a ReplayBufferSource: {exc!r}") from exc
-        if isinstance(self.source, Stateful) and source is not None:
-            self.source.load_state_dict(source)
+        super().load_state_dict(state)
         self.step, self._stored = step, stored
-
-    def committed(self, state: Mapping[str, Any]) -> None:
-        """Tells the wrapped source."""
-        if isinstance(self.source, Commits) and state["source"] is not None:
-            self.source.committed(state["source"])
 
 
 def _grouped(items: Sequence[SAWItem]) -> list[StoredGroup]:

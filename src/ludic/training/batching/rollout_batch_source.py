@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from msgspec.structs import replace
 
 from ludic.errors import CheckpointError, ConfigError, RolloutError
 from ludic.rollouts.curricula import Curriculum
 from ludic.rollouts.engine import RolloutEngine
 from ludic.rollouts.progress import Budget, ProgressCallback
-from ludic.rollouts.requests import RolloutRequest
+from ludic.rollouts.requests import (
+    GRPORequestStrategy,
+    IdentityStrategy,
+    RequestStrategy,
+    RolloutRequest,
+)
 from ludic.rollouts.storage import BufferedWriter, RolloutWriterLike
-from ludic.rollouts.strategies import RequestStrategy
 from ludic.saw.assembly import batch_from_rollouts
 from ludic.saw.filters import SampleFilter
 from ludic.saw.grouping import settle_groups
 from ludic.saw.items import SAWBatch
 from ludic.saw.overlong import LOST_MEMBER
 from ludic.seeding import derive_seed
-from ludic.training.algorithm import RLAlgorithm
-from ludic.training.batching.requests import RequestFeed, RequestFn
+from ludic.training.algorithm import RLAlgorithm, Stateful
+from ludic.training.batching.source import BatchSource
 from ludic.types import Rollout
+
+Requests: TypeAlias = Sequence[RolloutRequest]
+RequestFn: TypeAlias = Callable[..., Requests | Awaitable[Requests]]
+"""`fn(step)` or `fn()`. One that remembers what it returned is also `Stateful`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,55 +48,43 @@ class DynamicSampling:
             raise ConfigError(f"DynamicSampling.max_rounds={self.max_rounds}: must be >= 1")
 
 
-class RolloutBatchSource:
+@dataclass(eq=False, repr=False, kw_only=True)
+class RolloutBatchSource(BatchSource):
     """Rolls out requests and makes one batch per call of `next_batch`.
 
     `request_fn` is a function of the step or without arguments, or a `Curriculum`. Where dynamic
     sampling asks a function again, that counts as a step: it is given a number that it was not
-    given before, so that the prompts are new. Without a
-    `request_strategy`, requests become groups of the algorithm's group size; requests that already
-    have a `group_id` stay as they are. `rollouts_per_update` is the number of episodes per batch
-    (each gives one rollout per agent). The `budget` is for the whole run: when it is spent,
-    `next_batch` raises `StopAsyncIteration`. Seeds are derived from the engine's seed and the step.
+    given before, so that the prompts are new. Without a `request_strategy`, requests become groups
+    of the algorithm's group size; requests that already have a `group_id` stay as they are.
+    `rollouts_per_update` is the number of episodes per batch (each gives one rollout per agent).
+    The `budget` is for the whole run: when it is spent, `next_batch` raises `StopAsyncIteration`.
+    Seeds are derived from the engine's seed and the step.
     """
 
-    def __init__(
-        self,
-        *,
-        engine: RolloutEngine,
-        request_fn: RequestFn | Curriculum,
-        algorithm: RLAlgorithm,
-        max_steps: int = 100,
-        concurrency: int = 8,
-        request_strategy: RequestStrategy | None = None,
-        sample_filter: SampleFilter | None = None,
-        merge: bool = True,
-        writer: RolloutWriterLike | None = None,
-        rollouts_per_update: int | None = None,
-        resample: DynamicSampling | None = None,
-        budget: Budget | None = None,
-        max_empty_batches: int = 8,
-        on_progress: ProgressCallback | None = None,
-    ) -> None:
-        self.engine = engine
-        self.algorithm = algorithm
-        self.max_steps = max_steps
-        self.concurrency = concurrency
-        self.sample_filter = sample_filter
-        self.merge = merge
-        self.writer = writer
-        self.rollouts_per_update = rollouts_per_update
-        self.resample = resample
-        self.budget = budget or Budget()
-        self.max_empty_batches = max_empty_batches
-        self.on_progress = on_progress
-        self.step = 0
-        self._draws = 0
-        """How often requests were asked for: once for each round of each step."""
-        self._episodes = 0
-        self._tokens = 0
-        self._feed = RequestFeed(request_fn, algorithm, request_strategy, rollouts_per_update)
-        if resample is not None and (algorithm.group_size or self._feed.strategy.group_size) == 1:
+    engine: RolloutEngine
+    request_fn: RequestFn | Curriculum
+    algorithm: RLAlgorithm
+    max_steps: int = 100
+    concurrency: int = 8
+    request_strategy: RequestStrategy | None = None
+    sample_filter: SampleFilter | None = None
+    merge: bool = True
+    writer: RolloutWriterLike | None = None
+    rollouts_per_update: int | None = None
+    resample: DynamicSampling | None = None
+    budget: Budget | None = None
+    max_empty_batches: int = 8
+    on_progress: ProgressCallback | None = None
+    step: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._limits = self.budget or Budget()
+        self._draws = self._episodes = self._tokens = 0  # a draw is a round of a step
+        self._feed = RequestFeed(
+            self.request_fn, self.algorithm, self.request_strategy, self.rollouts_per_update
+        )
+        group_size = self.algorithm.group_size or self._feed.strategy.group_size
+        if self.resample is not None and group_size == 1:
             raise ConfigError("DynamicSampling needs groups: give a GRPORequestStrategy")
 
     async def next_batch(self) -> SAWBatch:
@@ -95,10 +94,10 @@ class RolloutBatchSource:
 
     async def _sample(self, drops: Counter[str]) -> SAWBatch:
         if self._spent():
-            raise StopAsyncIteration(f"the budget is spent: {self.budget}")
-        kept, sampled, rounds = await self._rollouts(drops)
+            raise StopAsyncIteration(f"the budget is spent: {self._limits}")
+        rollouts, sampled, rounds = await self._rollouts(drops)
         batch = batch_from_rollouts(
-            kept,
+            rollouts,
             self.algorithm.credit_assigner,
             sample_filter=self.sample_filter,
             merge=self.merge,
@@ -122,18 +121,18 @@ class RolloutBatchSource:
         if self.resample is None:
             return sampled, sampled, 1
         wanted = len(_groups(sampled))
-        kept = self._with_variance(sampled, drops)
+        varied = self._with_variance(sampled, drops)
         rounds = 1
-        while len(_groups(kept)) < wanted and rounds < self.resample.max_rounds:
+        while len(_groups(varied)) < wanted and rounds < self.resample.max_rounds:
             if self._spent():
                 break
             draw = self._draws + rounds
-            requests = await self._feed.next(draw, wanted - len(_groups(kept)))
-            found = await self._round(requests, rounds)
-            kept += self._with_variance(found, drops)
-            sampled += found
+            requests = await self._feed.next(draw, wanted - len(_groups(varied)))
+            fresh = await self._round(requests, rounds)
+            varied += self._with_variance(fresh, drops)
+            sampled += fresh
             rounds += 1
-        return kept, sampled, rounds
+        return varied, sampled, rounds
 
     def _with_variance(self, rollouts: Sequence[Rollout], drops: Counter[str]) -> list[Rollout]:
         """The rollouts of complete groups in which some role's rewards differ; the others are
@@ -161,7 +160,7 @@ class RolloutBatchSource:
         expanded = self._feed.expand(requests, f"{prefix}/")
         if number == 0:
             self._check_count(expanded)
-        left = self.budget.max_episodes
+        left = self._limits.max_episodes
         rollouts = await self.engine.generate_rollouts(
             expanded,
             self.max_steps,
@@ -172,7 +171,7 @@ class RolloutBatchSource:
             writer=self.writer,
         )
         if not rollouts:
-            raise StopAsyncIteration(f"the budget has no room for another group: {self.budget}")
+            raise StopAsyncIteration(f"the budget has no room for another group: {self._limits}")
         self._episodes += len({r.episode_id for r in rollouts})
         self._tokens += sum(r.num_tokens for r in rollouts)
         self._feed.report(rollouts)
@@ -187,7 +186,7 @@ class RolloutBatchSource:
             )
 
     def _spent(self) -> bool:
-        tokens, episodes = self.budget.max_tokens, self.budget.max_episodes
+        tokens, episodes = self._limits.max_tokens, self._limits.max_episodes
         return (tokens is not None and self._tokens >= tokens) or (
             episodes is not None and self._episodes >= episodes
         )
@@ -240,3 +239,103 @@ async def first_filled(
 
 def _groups(rollouts: Sequence[Rollout]) -> set[str | None]:
     return {r.group_id for r in rollouts}
+
+
+class RequestFeed:
+    """Requests from a function or a curriculum, through one interface, and their groups.
+
+    A curriculum is asked for the number needed and told the outcomes. A function that takes an
+    argument is given the step; any other is called without one. Without a `strategy`, requests
+    become groups of the algorithm's size, and those that have a `group_id` stay as they are.
+    """
+
+    def __init__(
+        self,
+        source: RequestFn | Curriculum,
+        algorithm: RLAlgorithm,
+        strategy: RequestStrategy | None,
+        rollouts_per_update: int | None,
+    ) -> None:
+        self.source = source
+        self.strategy = choose_strategy(strategy, algorithm)
+        self._keeps_groups = strategy is None
+        count, size = rollouts_per_update, self.strategy.group_size
+        if count is not None:
+            algorithm.check_rollouts_per_update(count)
+            if count % size:
+                raise ConfigError(
+                    f"rollouts_per_update={count} is not a multiple of the request strategy's "
+                    f"group_size={size}: a batch holds whole groups"
+                )
+            count //= size
+        self.count = count
+        self._curriculum = source if isinstance(source, Curriculum) else None
+        if self._curriculum is not None:
+            if count is None:
+                raise ConfigError(
+                    "a curriculum needs to know how many requests to make: set rollouts_per_update"
+                )
+        elif not callable(source):
+            raise ConfigError(f"request_fn={source!r} is neither a function nor a Curriculum")
+        else:
+            self._takes_step = _takes_argument(source)
+
+    async def next(self, step: int, count: int | None = None) -> list[RolloutRequest]:
+        """The requests of `step`; at most `count` of them, if given."""
+        if self._curriculum is not None:
+            wanted = self.count if count is None else count
+            assert wanted is not None
+            return list(self._curriculum.next_requests(wanted))
+        assert callable(self.source)
+        given = self.source(step) if self._takes_step else self.source()
+        requests = list(await given if inspect.isawaitable(given) else given)
+        if not requests:
+            raise ConfigError(f"request_fn gave no requests for step {step}")
+        return requests if count is None else requests[:count]
+
+    def expand(self, requests: Requests, prefix: str) -> list[RolloutRequest]:
+        """The requests of whole groups; the groups' names begin with `prefix`."""
+        strategy = self.strategy
+        if self._keeps_groups and all(r.group_id is not None for r in requests):
+            strategy = IdentityStrategy()
+        return strategy.expand(requests, prefix=prefix)
+
+    def report(self, rollouts: Sequence[Rollout]) -> None:
+        """Tells the curriculum how it went."""
+        if self._curriculum is not None:
+            self._curriculum.report(rollouts)
+
+    def state_dict(self) -> Mapping[str, Any] | None:
+        return dict(self.source.state_dict()) if isinstance(self.source, Stateful) else None
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        if isinstance(self.source, Stateful) == (state is None):
+            raise CheckpointError(
+                "the checkpoint and this run's request_fn do not match: one of them has a state "
+                "and the other has none; resume with the request_fn that the run began with"
+            )
+        if isinstance(self.source, Stateful) and state is not None:
+            self.source.load_state_dict(state)
+
+
+def choose_strategy(strategy: RequestStrategy | None, algorithm: RLAlgorithm) -> RequestStrategy:
+    """The given strategy, checked against the algorithm's group size; without one, the strategy
+    that the algorithm needs."""
+    size = algorithm.group_size
+    if strategy is None:
+        return IdentityStrategy() if size is None else GRPORequestStrategy(size)
+    if size is not None and strategy.group_size not in (1, size):
+        raise ConfigError(
+            f"the request strategy makes groups of {strategy.group_size}, and the algorithm "
+            f"compares groups of {size}: give both the same group_size"
+        )
+    return strategy
+
+
+def _takes_argument(function: Callable[..., Any]) -> bool:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        return False
+    return any(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)

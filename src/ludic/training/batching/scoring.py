@@ -12,21 +12,20 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from ludic.errors import BatchError, ConfigError, DeadlineError, NotTrainableError, UnknownNameError
 from ludic.inference.client import ChatClient, TokenCompletionRequest
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
-from ludic.precision import Precision, check_precision, float32_products
+from ludic.plumbing.precision import Precision, check_precision, float32_products
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
-from ludic.training.algorithm import HasAlgorithm, RLAlgorithm
-from ludic.training.stateful import Commits, KeepsRecord
-from ludic.training.types import BatchSource, Stateful
+from ludic.training.batching.source import GivesBatches, WrappedSource
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,7 +82,7 @@ class LocalScores:
         return await asyncio.to_thread(self._score, items)
 
     def _score(self, items: Sequence[SAWItem]) -> Scores:
-        from ludic.inference.local.module.view import active_dropout
+        from ludic.plumbing.model_parts import active_dropout
         from ludic.sharding.world import World
         from ludic.training.update.layout import lay_out
         from ludic.training.update.passes import score_layout
@@ -144,8 +143,8 @@ class ClientScores:
 
     async def _score(self, item: SAWItem) -> NDArray[np.float32]:
         where = f"rollout {item.rollout_id!r}"
-        kept = item.attachments.kept_token_ids
-        if kept is not None and any(len(ids) for ids in kept):
+        kept_ids = item.attachments.kept_token_ids
+        if kept_ids is not None and any(len(ids) for ids in kept_ids):
             raise NotTrainableError(
                 f"{where} was sampled with truncation, which a server cannot reproduce: use a "
                 "LocalScores, or sample without top-p, top-k and min-p"
@@ -174,16 +173,16 @@ class ClientScores:
                 response = await self.client.complete_tokens(request)
         except TimeoutError as exc:
             raise DeadlineError(f"the scores of {where}", repr(self.model), self.timeout_s) from exc
-        found = response.info.get("prompt_logprobs")
-        if found is None or len(found) != len(ids):
-            got = "none" if found is None else len(found)
+        scores = response.info.get("prompt_logprobs")
+        if scores is None or len(scores) != len(ids):
+            got = "none" if scores is None else len(scores)
             raise BatchError(
                 f"{where}: {got} prompt log-probs for {len(ids)} tokens; the client must answer "
                 'ReturnSpec(prompt_logprobs=True) in info["prompt_logprobs"]'
             )
         if last is not None:
-            found = [*found, last]
-        values = [found[position] for position in actions]
+            scores = [*scores, last]
+        values = [scores[position] for position in actions]
         if any(value is None for value in values):
             raise BatchError(f"{where}: an action token came back without a log-prob")
         return np.array(values, dtype=np.float32)
@@ -223,8 +222,8 @@ class RoutedScores:
             places.setdefault(name, []).append(position)
         scores: Scores = [np.empty(0, dtype=np.float32)] * len(items)
         for name, members in places.items():
-            found = await self.models[name].logprobs([items[m] for m in members])
-            for member, values in zip(members, found, strict=True):
+            answers = await self.models[name].logprobs([items[m] for m in members])
+            for member, values in zip(members, answers, strict=True):
                 scores[member] = values
         return scores
 
@@ -269,17 +268,12 @@ class BatchScorer(Protocol):
     async def score(self, batch: SAWBatch) -> SAWBatch: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredBatchSource:
+class ScoredBatchSource(WrappedSource):
     """Applies scorers to every batch of a source; it can be resumed if that source can."""
 
-    source: BatchSource
-    scorers: Sequence[BatchScorer]
-
-    @property
-    def algorithm(self) -> RLAlgorithm | None:
-        """The algorithm of the wrapped source."""
-        return self.source.algorithm if isinstance(self.source, HasAlgorithm) else None
+    def __init__(self, source: GivesBatches, scorers: Sequence[BatchScorer]) -> None:
+        super().__init__(source)
+        self.scorers = scorers
 
     async def next_batch(self) -> SAWBatch:
         """The next batch of the wrapped source, with its scores."""
@@ -287,22 +281,3 @@ class ScoredBatchSource:
         for scorer in self.scorers:
             batch = await scorer.score(batch)
         return batch
-
-    async def flush_record(self) -> None:
-        """Flushes the record of the wrapped source."""
-        if isinstance(self.source, KeepsRecord):
-            await self.source.flush_record()
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """The state of the wrapped source."""
-        return {"source": self.source.state_dict() if isinstance(self.source, Stateful) else None}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the wrapped source."""
-        if isinstance(self.source, Stateful) and state["source"] is not None:
-            self.source.load_state_dict(state["source"])
-
-    def committed(self, state: Mapping[str, Any]) -> None:
-        """Tells the wrapped source."""
-        if isinstance(self.source, Commits) and state["source"] is not None:
-            self.source.committed(state["source"])

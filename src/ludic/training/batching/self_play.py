@@ -8,7 +8,6 @@ pool.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -17,11 +16,12 @@ from random import Random
 from typing import Any, Self
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.interaction import Runtime
-from ludic.precision import Precision
+from ludic.plumbing.files import replacing
 from ludic.rollouts import RolloutRequest
 from ludic.rollouts.curricula import seeded
 from ludic.seeding import derive_seed
@@ -82,7 +82,7 @@ class SelfPlay:
         kwargs = dict(request.protocol.kwargs)
         opponent = {"client": past_name(taken)}
         kwargs["seats"] = {**kwargs.get("seats", {}), self._seats[seat]: opponent}
-        return replace(
+        return structs.replace(
             request,
             protocol=ProtocolSpec(request.protocol.kind, kwargs),
             meta={**request.meta, OPPONENT: self.slots[taken]},
@@ -104,7 +104,8 @@ class PastPolicies:
 
     What it holds at a step depends only on the step. The trained weights of every snapshot are in
     `folder`/step-N, so that a resumed run meets the same opponents as one that was never
-    interrupted. It needs memory for `size` more copies of the model.
+    interrupted. It needs memory for `size` more copies of the model. `client_options` go to the
+    `LocalChatClient` of each.
     """
 
     def __init__(
@@ -116,10 +117,7 @@ class PastPolicies:
         *,
         size: int,
         every: int,
-        max_slots: int = 64,
-        max_context_tokens: int | None = None,
-        deterministic: bool | None = None,
-        precision: Precision | None = None,
+        **client_options: Any,
     ) -> None:
         if size < 1 or every < 1:
             raise ConfigError(f"PastPolicies(size={size}, every={every}): both must be >= 1")
@@ -129,15 +127,7 @@ class PastPolicies:
         self._size, self._every = size, every
         self._copies = [copy.deepcopy(model).eval() for _ in range(size)]
         self._clients = [
-            LocalChatClient(
-                module,
-                tokenizer,
-                max_slots=max_slots,
-                max_context_tokens=max_context_tokens,
-                deterministic=deterministic,
-                precision=precision,
-            )
-            for module in self._copies
+            LocalChatClient(module, tokenizer, **client_options) for module in self._copies
         ]
         self._holds: list[int | None] = [None] * size
         self.runtimes: Mapping[str, Runtime] = {
@@ -178,12 +168,8 @@ class PastPolicies:
 
         path = self._file(step)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{os.getpid()}.{path.name}")
-        try:
+        with replacing(path) as temporary:
             save_file(_trained(self._model), temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
 
     async def _load(self, slot: int, step: int) -> None:
         if self._holds[slot] == step:

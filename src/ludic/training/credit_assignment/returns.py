@@ -25,18 +25,18 @@ def turn_rewards(rollout: Rollout) -> list[tuple[int, float]]:
 
     What was heard outside of any turn counts to the turn before it, or to the first one.
     """
-    found: list[tuple[int, float]] = []
+    turns: list[tuple[int, float]] = []
     early = 0.0
     for turn in rollout.turns():
         if turn.agent_steps:
-            found.append((turn.index, turn.reward + early))
+            turns.append((turn.index, turn.reward + early))
             early = 0.0
-        elif found:
-            found[-1] = (found[-1][0], found[-1][1] + turn.reward)
+        elif turns:
+            turns[-1] = (turns[-1][0], turns[-1][1] + turn.reward)
         else:
             early += turn.reward
-    _sum(rollout, [reward for _, reward in found])
-    return found
+    _sum(rollout, [reward for _, reward in turns])
+    return turns
 
 
 def rollout_return(rollout: Rollout) -> float:

@@ -11,7 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from msgspec import structs
+
 from ludic.errors import CheckpointError, ConfigError, CreditError
+from ludic.rollouts.curricula import DrawnTasks
+from ludic.rollouts.requests import RolloutRequest
 from ludic.training.credit_assignment.returns import Credit, rollout_return, spread
 from ludic.types import Rollout
 
@@ -88,12 +92,12 @@ class BetaTracker:
                     "rescale the rewards, or use another algorithm"
                 )
             rewards.setdefault(task_key, []).append(reward)
-        for task_key, found in rewards.items():
+        for task_key, rewards_here in rewards.items():
             belief = self._belief(task_key)
             rate = self._rate(belief)
-            total = math.fsum(found)
+            total = math.fsum(rewards_here)
             belief.alpha = rate * belief.alpha + total
-            belief.beta = rate * belief.beta + len(found) - total
+            belief.beta = rate * belief.beta + len(rewards_here) - total
             belief.drift_seen = self._drift
 
     def observe_drift(self, kl: float) -> None:
@@ -181,11 +185,11 @@ class TrackedAdvantage:
 
     def _mapped(self, rollout: Rollout) -> float:
         """The return's place between the lowest and the highest, which rounding may not leave."""
-        (low, high), found = self.returns, rollout_return(rollout)
-        place = (found - low) / (high - low)
+        (low, high), total = self.returns, rollout_return(rollout)
+        place = (total - low) / (high - low)
         if not -1e-9 <= place <= 1 + 1e-9:
             raise CreditError(
-                f"rollout {rollout.id!r} has a return of {found:g}, outside [{low:g}, {high:g}], "
+                f"rollout {rollout.id!r} has a return of {total:g}, outside [{low:g}, {high:g}], "
                 "in which its value is tracked: set make_spo(returns=(low, high)), in a run "
                 "file algorithm.kwargs.returns, to the lowest and highest possible return"
             )
@@ -204,3 +208,32 @@ class TrackedAdvantage:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.tracker.load_state_dict(state)
+
+
+class UncertainTasks(DrawnTasks):
+    """SPO's curriculum: draws tasks ∝ √(v̂(1 − v̂)) + `eps`, where v̂ is the tracker's value of the
+    task, so that those with the least certain outcome come most often.
+
+    Pass it the tracker of `make_spo`, which the algorithm's credit updates and saves. Every request
+    has its task's name as `task_key`.
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[str, RolloutRequest],
+        tracker: BetaTracker,
+        *,
+        eps: float = 0.05,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            {name: structs.replace(t, task_key=name) for name, t in tasks.items()}, seed
+        )
+        if not eps > 0:
+            raise ConfigError(f"UncertainTasks(eps={eps}): must be > 0")
+        self._tracker, self._eps = tracker, eps
+
+    def probabilities(self) -> Mapping[str, float]:
+        names = list(self._tasks)
+        weights = self._tracker.sampling_weights(names, self._eps)
+        return dict(zip(names, weights, strict=True))

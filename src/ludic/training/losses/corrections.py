@@ -21,8 +21,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ludic.arguments import nearest
 from ludic.errors import ConfigError, NotTrainableError
+from ludic.plumbing.arguments import nearest
 from ludic.training.losses.aggregation import sequences
 from ludic.training.losses.composite import SCOPES, widest
 from ludic.training.losses.policy_ratio import check_bounds, exp_bounded, mean_over
@@ -111,8 +111,8 @@ class MaskedImportance:
 def _check_choice(correction: object, name: str, choices: Sequence[str]) -> None:
     value = getattr(correction, name)
     if value not in choices:
-        said = f"{type(correction).__name__}({name}={value!r})"
-        raise ConfigError(f"{said}: no such {name}{nearest(str(value), choices)}")
+        given = f"{type(correction).__name__}({name}={value!r})"
+        raise ConfigError(f"{given}: no such {name}{nearest(str(value), choices)}")
 
 
 def _stats(

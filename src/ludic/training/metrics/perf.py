@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 
+from ludic.distributed.interfaces import PublishReport
+from ludic.plumbing.model_parts import base_causal_lm, config_facts, head_of
 from ludic.saw.items import SAWBatch
-from ludic.sharding.model_parts import base_causal_lm, config_facts, head_of
 from ludic.sharding.world import World
-from ludic.training.metrics.workload import Workload
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "A100": 312e12, "L40S": 362e12}
 """Dense bfloat16 operations per second, from the makers' data sheets."""
@@ -116,3 +118,53 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What computing rows together takes: `size` in the budget's tokens, `cost` in time; the tokens
+    that are computed, and the pairs of tokens that meet in attention, twice."""
+
+    size: int = 0
+    cost: float = 0.0
+    tokens: int = 0
+    pairs: int = 0
+
+    def __add__(self, other: Workload) -> Workload:
+        return Workload(
+            self.size + other.size,
+            self.cost + other.cost,
+            self.tokens + other.tokens,
+            self.pairs + other.pairs,
+        )
+
+
+_log = logging.getLogger("ludic.training")
+_FIGURES = {"stall_s": "perf/publish_stall_s", "canary_max": "perf/publish_canary_max"}
+
+
+class PublishLog:
+    """Warns of every server that goes out of rotation, and says when it is back."""
+
+    def __init__(self) -> None:
+        self._lost: dict[str, str] = {}
+
+    def take(self, report: PublishReport | None) -> dict[str, float]:
+        """The report's figures under their metrics' names; a publisher may have none to give."""
+        if report is None:
+            return {}
+        details = report.details
+        lost = {str(url): str(why) for url, why in dict(details.get("lost", {})).items()}
+        for url in lost.keys() - self._lost.keys():
+            _log.warning(
+                "version %d is without %s, which is out of rotation: %s. The next publish tries it "
+                "again",
+                report.version,
+                url,
+                lost[url],
+            )
+        for url in self._lost.keys() - lost.keys():
+            _log.warning("version %d: %s is back in rotation", report.version, url)
+        self._lost = lost
+        figures = {name: float(details[key]) for key, name in _FIGURES.items() if key in details}
+        return figures | ({"perf/servers_lost": float(len(lost))} if "lost" in details else {})

@@ -108,10 +108,10 @@ def policy_stats(policy: TokenLogProbs, batch: LossBatch, version: int) -> dict[
     if policy.entropy is not None:
         stats["entropy"] = Stat.mean(policy.entropy)
     if batch.versions is not None:
-        known = batch.versions != UNKNOWN_VERSION
+        recorded = batch.versions != UNKNOWN_VERSION
         age = (version - batch.versions).clamp(min=0).float()  # newer ones are of a lost attempt
-        stats["staleness_mean"] = Stat((age * known).sum(), known.sum())
-        stats["staleness_max"] = Stat.max(age.where(known, -torch.inf))
+        stats["staleness_mean"] = Stat((age * recorded).sum(), recorded.sum())
+        stats["staleness_max"] = Stat.max(age.where(recorded, -torch.inf))
     if batch.behavior_logprobs is not None:
         # Where an update has several steps, only the proximal log-probs are from its start.
         ours = batch.proximal_logprobs

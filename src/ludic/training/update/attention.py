@@ -7,7 +7,8 @@ sequence boundaries go to a packed kernel, all others (a sampler's) to what was 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
@@ -99,6 +100,38 @@ def restore_attention(model: nn.Module) -> None:
     name = getattr(config, "_attn_implementation", None)
     if name is not None and name.startswith(PREFIX):
         config._attn_implementation = name.removeprefix(PREFIX)
+
+
+def forget_longer_rows(model: nn.Module) -> None:
+    """Takes a "dynamic" rotary embedding, which stays as stretched as its longest row was, back to
+    where it began; one that differs between kinds of layers, for each of them."""
+    rotary: Any
+    for rotary in model.modules():
+        kinds = getattr(rotary, "rope_type", None)
+        by_prefix = (
+            {f"{layer}_": kind for layer, kind in kinds.items()}
+            if isinstance(kinds, dict)
+            else {"": kinds}
+        )
+        for prefix, kind in by_prefix.items():
+            if kind == "dynamic":
+                original = getattr(rotary, f"{prefix}original_inv_freq")
+                device = getattr(rotary, f"{prefix}inv_freq").device
+                setattr(rotary, f"{prefix}inv_freq", original.to(device))
+                setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
+
+
+def rope_threshold(facts: Mapping[str, Any]) -> int:
+    """The length above which the rotary embedding changes."""
+    rope = facts.get("rope_parameters") or {}
+    kinds = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
+    lengths = [sys.maxsize]
+    for kind in kinds:
+        if kind.get("rope_type") == "longrope":
+            lengths.append(kind["original_max_position_embeddings"])
+        elif kind.get("rope_type") == "dynamic":
+            lengths.append(facts["max_position_embeddings"])
+    return min(lengths)
 
 
 def packed_arguments(

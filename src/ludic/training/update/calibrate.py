@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ludic.errors import ConfigError, OutOfMemoryError
-from ludic.precision import float32_products
+from ludic.plumbing.model_parts import base_causal_lm, vocabulary_size
+from ludic.plumbing.precision import float32_products
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
-from ludic.sharding.model_parts import base_causal_lm, vocabulary_size
 from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.stats import StatBuffer
@@ -71,14 +71,7 @@ def calibrate(
             f"calibrate measures a GPU's memory, and the model is on {device}: on a CPU, choose "
             "micro_token_budget by hand"
         )
-    policy = Policy(
-        model,
-        attention=cfg.attention,
-        gradient_checkpointing=cfg.gradient_checkpointing,
-        compile_layers=cfg.compile,
-        precision=cfg.precision,
-        head_kernels=cfg.head_kernels,
-    )
+    policy = Policy.of_config(model, cfg)
     if mesh is not None:
         from ludic.sharding.fsdp import shard_policy
 

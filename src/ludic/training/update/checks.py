@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from ludic.errors import ConfigError
-from ludic.precision import sampling_dtype
-from ludic.saw.batch import make_batch
-from ludic.saw.items import SAWItem
-from ludic.sharding.model_parts import (
+from ludic.plumbing.model_parts import (
     backbone_of,
     base_causal_lm,
     config_facts,
     head_of,
     vocabulary_size,
 )
-from ludic.training.update.attention import CannotPack
+from ludic.plumbing.precision import sampling_dtype
+from ludic.saw.batch import make_batch
+from ludic.saw.items import SAWItem
+from ludic.training.update.attention import CannotPack, forget_longer_rows
 from ludic.training.update.layout import lay_out
-from ludic.training.update.logprobs import LogitRule
-from ludic.training.update.packing import pack
-from ludic.training.update.policy import Policy, forget_longer_rows, logit_rule
+from ludic.training.update.logprobs import LogitRule, logit_rule
+from ludic.training.update.packing import MicroBatch, pack
+from ludic.training.update.policy import Policy
 
 _log = logging.getLogger("ludic.training")
 _LARGEST_LOGIT = 100.0
@@ -151,12 +151,10 @@ def _leak(policy: Policy, device: torch.device, longest: int) -> str | None:
     packed, shifted, *alone = (
         pack(layout, indices).to(device) for indices in ((0, 1), (2, 1), (0,), (1,), (3,))
     )
-    try:
-        found, beside_another = (policy.score(rows).logprobs for rows in (packed, shifted))
-    except torch.OutOfMemoryError:
-        raise
-    except _FAILURES as exc:
-        return f"{type(exc).__name__}: {exc}"
+    scores = _scores(policy, packed, shifted)
+    if isinstance(scores, str):
+        return scores
+    together, beside_another = scores
     policy.packs = False
     own_first, own_second, own_longer = (policy.score(row).logprobs for row in alone)
     policy.packs = True
@@ -168,11 +166,11 @@ def _leak(policy: Policy, device: torch.device, longest: int) -> str | None:
         else sampling_dtype(policy.precision)
     )
     eps = max(torch.finfo(dtype).eps, 1e-3)
-    apart = _mean_gap(found, torch.cat([own_first, own_second]))
+    apart = _mean_gap(together, torch.cat([own_first, own_second]))
     if apart > 8 * max(eps, rounding):
         return f"packing changes their log-probs by {apart:.2g} on average"
     # The same shapes and the same second row: only what the first row says is another.
-    leaked = _mean_gap(found[first - 1 :], beside_another[first - 1 :])
+    leaked = _mean_gap(together[first - 1 :], beside_another[first - 1 :])
     if leaked > max(eps, 3 * rounding):
         return f"packed, a row's log-probs change by {leaked:.2g} with what stands before it"
     if why := _wrongly_shared(policy, ids[1], device, eps, rounding):
@@ -195,23 +193,29 @@ def _wrongly_shared(
         row[-own] = first
     layout = lay_out(make_batch(map(_item, rows)))
     whole = policy.score(pack(layout, (0, 1)).to(device)).logprobs
+    shared = (pack(layout, pair, share=True).to(device) for pair in ((0, 1), (2, 1)))
+    scores = _scores(policy, *shared)
+    if isinstance(scores, str):
+        return scores
+    sharing, beside_another = scores
+    apart = _mean_gap(sharing, whole)
+    if apart > 8 * max(eps, rounding):
+        return f"sharing changes their log-probs by {apart:.2g} on average"
+    second = len(ids) - 1
+    leaked = _mean_gap(sharing[second:], beside_another[second:])
+    if leaked > max(eps, 3 * rounding):
+        return f"a row's log-probs change by {leaked:.2g} with the end of another"
+    return None
+
+
+def _scores(policy: Policy, *micro_batches: MicroBatch) -> list[Tensor] | str:
+    """The log-probs of each; where the model cannot compute them, why."""
     try:
-        found, beside_another = (
-            policy.score(pack(layout, pair, share=True).to(device)).logprobs
-            for pair in ((0, 1), (2, 1))
-        )
+        return [policy.score(micro).logprobs for micro in micro_batches]
     except torch.OutOfMemoryError:
         raise
     except _FAILURES as exc:
         return f"{type(exc).__name__}: {exc}"
-    apart = _mean_gap(found, whole)
-    if apart > 8 * max(eps, rounding):
-        return f"sharing changes their log-probs by {apart:.2g} on average"
-    second = len(ids) - 1
-    leaked = _mean_gap(found[second:], beside_another[second:])
-    if leaked > max(eps, 3 * rounding):
-        return f"a row's log-probs change by {leaked:.2g} with the end of another"
-    return None
 
 
 def _mean_gap(a: Tensor, b: Tensor) -> float:

@@ -4,6 +4,12 @@ A graph works on buffers of fixed sizes. So a micro-batch is padded to a graph's
 sequences of padding that no other sequence sees, and with action tokens whose gradient is zero.
 Values and gradients are those of the micro-batch alone.
 
+Where it stops: a pass of over `_PER_LAYER` x layers / parameters tokens takes longer to compute
+than to launch, and is launched. That is 22,000 tokens for SmolLM2-135M, whose forward and backward
+passes took 0.07 s an update instead of 0.16 to 0.20 on an H200 (benchmarks/README.md); 4,900 for
+Qwen2.5-0.5B, 1,800 for 1.5B and 370 for 7B. Micro-batches are larger than that unless the batch is
+small, so models from half a billion parameters on rarely come here, and nothing is lost there.
+
 All graphs share one memory pool and one set of gradients, so between a forward pass and its
 backward pass no other may run; one that does is noticed (`_Replay`). A graph reads the weights
 where they lay when it was captured: weights that moved make every graph stale.
@@ -19,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ludic.cuda_graphs import capture
+from ludic.plumbing.cuda_graphs import capture
 from ludic.training.update.packing import MicroBatch
 from ludic.training.update.sharing import SharedKeys
 
@@ -80,7 +86,7 @@ class Sizes(NamedTuple):
             fits &= tokens <= keys <= rows * self.most_keys
         return (rows, tokens, keys) if fits else None
 
-    def roomy(self) -> Sizes | None:
+    def rounded_up(self) -> Sizes | None:
         """Sizes that this one and others like it fit; None if none were found."""
         longest, most_keys = (-(-n // _BLOCK) * _BLOCK for n in (self.longest, self.most_keys))
         rows, tokens, keys = 1, self.tokens, self.keys
@@ -103,7 +109,7 @@ class Sizes(NamedTuple):
             keys = self.keys + found.tokens - self.tokens
         return None
 
-    def wastes_little(self, inner: Sizes) -> bool:
+    def is_close_fit(self, inner: Sizes) -> bool:
         """Whether padding `inner` to these sizes costs less than launching it, and no new graph."""
         return self.tokens <= 3 * inner.tokens and self.actions <= 3 * inner.actions + _BLOCK
 
@@ -197,15 +203,15 @@ class PassGraphs:
 
     def _find(self, sizes: Sizes) -> _Pass | None:
         for own, known in self.passes.items():
-            if own.wastes_little(sizes) and own.padding(sizes) is not None:
+            if own.is_close_fit(sizes) and own.padding(sizes) is not None:
                 self.passes[own] = self.passes.pop(own)  # the last one used is the last to go
                 return known
-        roomy = sizes.roomy()
-        if roomy is None:
+        rounded = sizes.rounded_up()
+        if rounded is None:
             return None
         if len(self.passes) >= _MOST_GRAPHS:
             del self.passes[next(iter(self.passes))]
-        return self.passes.setdefault(roomy, _Pass(self, roomy))
+        return self.passes.setdefault(rounded, _Pass(self, rounded))
 
     def may_capture(self, took: int) -> bool:
         """Whether a pass that took so much memory when it was launched may be captured now."""

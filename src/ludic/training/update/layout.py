@@ -11,16 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.errors import BatchError
-from ludic.frozen import quick
+from ludic.plumbing.records import Record
 from ludic.saw.batch import completed, group_key
 from ludic.saw.items import BatchCounts, SAWBatch, SAWItem
 from ludic.saw.ragged import bounds
 from ludic.training.update.sharing import RowOrder
 
 
-@quick
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedItem:
+class PackedItem(Record, frozen=True, eq=False):
     """An item made ready: unmasked tokens only, and its action tokens' turns in batch numbers."""
 
     input_ids: NDArray[np.int64]

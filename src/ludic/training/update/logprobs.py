@@ -7,7 +7,7 @@ backward pass recomputes each chunk's logits, so that never more than one chunk 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
@@ -37,6 +37,24 @@ class LogitRule:
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
+
+
+_MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
+def logit_rule(facts: Mapping[str, Any]) -> LogitRule:
+    """What the family does to its logits, as far as its configuration says; `check_split` sees
+    whether that is all."""
+    family = facts.get("model_type") or ""
+    scale = float(facts.get("logits_scaling") or 1.0)
+    if not family.startswith("hyperclovax"):  # the others divide by it
+        scale = 1.0 / scale
+    if family != "mpt":  # which has the field and never looks at it
+        for name in _MULTIPLIERS:
+            scale *= float(facts.get(name) or 1.0)
+    caps = [facts[name] for name in _SOFT_CAPS if facts.get(name)]
+    return LogitRule(scale, float(caps[0]) if caps else None)
 
 
 def chunk_tokens(vocab: int, device: torch.device) -> int:

@@ -10,26 +10,59 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ludic.errors import OutOfMemoryError
-from ludic.precision import float32_products
+from ludic.plumbing.model_parts import base_causal_lm
+from ludic.plumbing.precision import float32_products
+from ludic.rollouts.token_log import TokenLog, UpdateTokens
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch
 from ludic.seeding import derive_seed
-from ludic.sharding.model_parts import base_causal_lm
 from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
 from ludic.training.losses.policy_ratio import MAX_LOG_RATIO
+from ludic.training.metrics.perf import Workload
 from ludic.training.metrics.stats import StatBuffer, policy_stats
-from ludic.training.metrics.workload import Workload
 from ludic.training.types import Loss, Stat, TokenLogProbs
-from ludic.training.update.budget import default_budget
 from ludic.training.update.layout import Layout, lay_out
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.packing import MicroBatch, pack
-from ludic.training.update.planning import Cost, plan_micro_batches, workload
+from ludic.training.update.planning import Cost, default_budget, plan_micro_batches, workload
 from ludic.training.update.policy import Policy
-from ludic.training.update.score_record import ScoreRecord
+
+
+class ScoreRecord:
+    """Collects the scores of a batch, micro-batch by micro-batch, where they were computed.
+
+    Nothing is copied to the host before `write`, so that no pass has to wait.
+    """
+
+    def __init__(self, batch: SAWBatch) -> None:
+        self.batch = batch
+        self._found: list[tuple[Sequence[int], Tensor]] = []
+
+    def add(self, items: Sequence[int], scored: TokenLogProbs) -> None:
+        """Takes the scores of some of the batch's items, in this order."""
+        logprobs, entropy = scored.logprobs, scored.entropy
+        if entropy is None:
+            entropy = torch.full_like(logprobs, torch.nan)
+        self._found.append((items, torch.stack([logprobs, entropy]).detach().float()))
+
+    def write(self, log: TokenLog | None, update: int, world: World) -> None:
+        """Gathers the ranks' scores, and hands them to `log` where there is one."""
+        items = self.batch.items
+        places = np.concatenate([[0], np.cumsum([item.turns[-1].end for item in items])])
+        values = torch.zeros(2, int(places[-1]), device=world.device)
+        for members, scores in self._found:
+            where = np.concatenate([np.arange(places[i], places[i + 1]) for i in members])
+            values[:, torch.from_numpy(where).to(values.device)] = scores
+        if world.group is not None:
+            dist.all_reduce(values, group=world.group)
+        if log is not None:
+            logprobs, entropies = values.cpu().numpy()
+            log.write(UpdateTokens(update, items, logprobs, entropies))
+
 
 Plan = list[tuple[tuple[int, ...], bool]]
 """One rank's micro-batches, and whether each counts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -15,26 +15,27 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ludic.inference.local.module.view import active_dropout
-from ludic.precision import Precision, autocast, sampling_dtype
-from ludic.sharding.model_parts import (
+from ludic.plumbing.model_parts import (
+    active_dropout,
     backbone_of,
     base_causal_lm,
     config_facts,
     decoder_layers,
     head_of,
 )
-from ludic.training.config import AttentionKind, HeadKernels
+from ludic.plumbing.precision import Precision, autocast, sampling_dtype
+from ludic.training.config import AttentionKind, HeadKernels, TrainerConfig
 from ludic.training.types import TokenLogProbs
-from ludic.training.update.attention import CannotPack, PackedAttention, packed_arguments
-from ludic.training.update.graphed import PassGraphs
-from ludic.training.update.logprobs import (
-    LogitRule,
-    action_logits,
-    token_logprobs,
+from ludic.training.update.attention import (
+    CannotPack,
+    PackedAttention,
+    forget_longer_rows,
+    packed_arguments,
+    rope_threshold,
 )
+from ludic.training.update.graphed import PassGraphs
+from ludic.training.update.logprobs import action_logits, logit_rule, token_logprobs
 from ludic.training.update.packing import MicroBatch
-from ludic.training.update.planning import Cost
 from ludic.training.update.sharing import gather
 
 _log = logging.getLogger("ludic.training")
@@ -68,7 +69,7 @@ class Policy(nn.Module):
         self.precision, self.head_kernels = precision, head_kernels
         causal = base_causal_lm(model)
         facts = config_facts(causal)
-        self.rule, self.rope_threshold = logit_rule(facts), _rope_threshold(facts)
+        self.rule, self.rope_threshold = logit_rule(facts), rope_threshold(facts)
         self._attention = PackedAttention(causal, attention)
         try:
             self._attention.enable()
@@ -81,6 +82,19 @@ class Policy(nn.Module):
         elif graphs and self._has_graphs(attention):
             layers = len(decoder_layers(model))
             self.graphs = PassGraphs(self._logprobs_and_entropies, model, layers, capture=True)
+
+    @classmethod
+    def of_config(cls, model: nn.Module, cfg: TrainerConfig, *, graphs: bool = False) -> Policy:
+        """The policy that a trainer with these settings updates."""
+        return cls(
+            model,
+            attention=cfg.attention,
+            gradient_checkpointing=cfg.gradient_checkpointing,
+            compile_layers=cfg.compile,
+            precision=cfg.precision,
+            head_kernels=cfg.head_kernels,
+            graphs=graphs,
+        )
 
     def _has_graphs(self, attention: AttentionKind) -> bool:
         """Whether a pass takes nothing from the host but what its tensors say: with the kernel for
@@ -194,65 +208,6 @@ class Policy(nn.Module):
     ) -> TokenLogProbs:
         """`forward`, with names."""
         return TokenLogProbs(*self(micro, entropy, logits))
-
-
-_MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-
-
-def logit_rule(facts: Mapping[str, Any]) -> LogitRule:
-    """What the family does to its logits, as far as its configuration says; `check_split` sees
-    whether that is all."""
-    family = facts.get("model_type") or ""
-    scale = float(facts.get("logits_scaling") or 1.0)
-    if not family.startswith("hyperclovax"):  # the others divide by it
-        scale = 1.0 / scale
-    if family != "mpt":  # which has the field and never looks at it
-        for name in _MULTIPLIERS:
-            scale *= float(facts.get(name) or 1.0)
-    caps = [facts[name] for name in _SOFT_CAPS if facts.get(name)]
-    return LogitRule(scale, float(caps[0]) if caps else None)
-
-
-def forget_longer_rows(model: nn.Module) -> None:
-    """Takes a "dynamic" rotary embedding, which stays as stretched as its longest row was, back to
-    where it began; one that differs between kinds of layers, for each of them."""
-    rotary: Any
-    for rotary in model.modules():
-        kinds = getattr(rotary, "rope_type", None)
-        by_prefix = (
-            {f"{layer}_": kind for layer, kind in kinds.items()}
-            if isinstance(kinds, dict)
-            else {"": kinds}
-        )
-        for prefix, kind in by_prefix.items():
-            if kind == "dynamic":
-                original = getattr(rotary, f"{prefix}original_inv_freq")
-                device = getattr(rotary, f"{prefix}inv_freq").device
-                setattr(rotary, f"{prefix}inv_freq", original.to(device))
-                setattr(rotary, f"{prefix}max_seq_len_cached", rotary.original_max_seq_len)
-
-
-def _rope_threshold(facts: Mapping[str, Any]) -> int:
-    """The length above which the rotary embedding changes."""
-    rope = facts.get("rope_parameters") or {}
-    kinds = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
-    lengths = [sys.maxsize]
-    for kind in kinds:
-        if kind.get("rope_type") == "longrope":
-            lengths.append(kind["original_max_position_embeddings"])
-        elif kind.get("rope_type") == "dynamic":
-            lengths.append(facts["max_position_embeddings"])
-    return min(lengths)
-
-
-def attention_cost(model: nn.Module) -> Cost:
-    """How attention compares with the rest of the arithmetic, for balancing micro-batches."""
-    causal = base_causal_lm(model)
-    facts = config_facts(causal)
-    layers, width = (facts.get(k) or 0 for k in ("num_hidden_layers", "hidden_size"))
-    parameters = sum(p.numel() for p in causal.parameters())
-    return Cost(layers * width / max(parameters, 1))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ludic.inference.local import LocalChatClient
-from ludic.inference.local.gpu.graphs import GraphCache
+from ludic.inference.local.gpu.device_batch import GraphCache
 from tests.inference.local.asking import request
 
 

@@ -12,14 +12,12 @@ import torch.nn.functional as F
 
 from ludic.inference.local import LocalChatClient, build, sizes
 from ludic.inference.local.attention import register, rotate
-from ludic.inference.local.forward import Forward
-from ludic.inference.local.gpu.adapter import Adapter
-from ludic.inference.local.gpu.fused_layer import FusedLayer, fused_layers
-from ludic.inference.local.module.family_check import through_slots
-from ludic.inference.local.module.view import module_view
-from ludic.inference.local.noise import keyed_uniform
+from ludic.inference.local.family_check import through_slots
+from ludic.inference.local.gpu.fused_layer import Adapter, FusedLayer, fused_layers
 from ludic.inference.local.sampler import draw
+from ludic.inference.local.view import Forward, module_view
 from ludic.inference.sampling import ReturnSpec
+from ludic.seeding import keyed_uniform
 from tests.inference.local.asking import ask_all, plain_logprobs, request
 from tests.inference.local.test_families import family
 

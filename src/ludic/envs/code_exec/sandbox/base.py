@@ -11,10 +11,10 @@ folder, and nothing that it does is seen by the next. Whatever a program does is
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
 from ludic.errors import ConfigError, EnvError
@@ -123,6 +123,24 @@ class RunResult:
         return self.status is RunStatus.WALL_TIME and self.cpu_s <= 0.9 * self.wall_s
 
 
+def text_of(data: bytes, last: int | None = None) -> str:
+    """Output as text, or its `last` characters; what is no UTF-8 is replaced."""
+    text = data.decode("utf-8", "replace").strip()
+    return text if last is None else text[-last:]
+
+
+def text_of_line(line: bytes) -> str | None:
+    """The text of a line that is one JSON string; None for anything else. A string has no depth,
+    and a character that cannot be encoded (half of a pair) becomes a question mark."""
+    if not (line.startswith(b'"') and line.endswith(b"\n")):
+        return None
+    try:
+        text = json.loads(line)
+    except ValueError:
+        return None
+    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None
+
+
 class Program(Protocol):
     """A program that runs while one talks to it."""
 
@@ -176,9 +194,4 @@ class Sandbox(Protocol):
         ...
 
     def __enter__(self) -> Sandbox: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...

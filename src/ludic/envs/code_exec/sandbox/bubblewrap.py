@@ -15,7 +15,8 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,13 +29,13 @@ from ludic.envs.code_exec.sandbox.base import (
 from ludic.envs.code_exec.sandbox.cgroups import Cgroup
 from ludic.envs.code_exec.sandbox.inside import LOADER, sources
 from ludic.envs.code_exec.sandbox.seccomp import build_filter
-from ludic.envs.code_exec.sandbox.unprivileged import interpreter, readable_by_all, spare_user
-from ludic.envs.code_exec.sandbox.worker_process import (
+from ludic.envs.code_exec.sandbox.worker import (
     BOOTSTRAP,
     WORKER_ENVIRONMENT,
     WorkerProcess,
+    WorkerSandbox,
+    probe,
 )
-from ludic.envs.code_exec.sandbox.worker_sandbox import WorkerSandbox, probe
 
 FOLDER = "/tmp"
 """Where a program starts, and the only place that it can write to."""
@@ -42,15 +43,19 @@ FOLDER = "/tmp"
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": FOLDER, "LANG": "C.UTF-8"}
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _ETC = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
+_OWN_RANGE, _PER_PROCESS = 1_800_000_000, 64
+_NOBODY = 65534
+
+_counter = count()
 
 
 class BubblewrapSandbox(WorkerSandbox):
-    """A sandbox that holds: see the module. With `warm=False`, every program pays for a start."""
+    """A sandbox that holds: see the module."""
 
     name: ClassVar[str] = "bubblewrap"
 
-    def __init__(self, *, warm: bool = True) -> None:
-        super().__init__(warm=warm)
+    def __init__(self) -> None:
+        super().__init__()
         self._cgroup: Cgroup | None = None
         self._kills = 0
 
@@ -134,6 +139,45 @@ def launched(
     }
     start = f"{LOADER}\nload({modules!r})\nsys.modules[{list(modules)[-1]!r}].main()\n"
     return [interpreter().executable, "-I", "-S", "-c", start, json.dumps(settings)]
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """The Python that programs run with: where it is, and what must be readable for it."""
+
+    executable: str
+    prefix: str
+
+
+def spare_user() -> int | None:
+    """A user id that owns nothing, one per worker. None where this process is not root, or only
+    in a user namespace without other users: it is then an ordinary user outside."""
+    if os.geteuid() != 0:
+        return None
+    wanted = _OWN_RANGE + os.getpid() % 4_194_304 * _PER_PROCESS + next(_counter) % _PER_PROCESS
+    ranges = [
+        tuple(map(int, line.split()))
+        for line in Path("/proc/self/uid_map").read_text().splitlines()
+    ]
+    for uid in (wanted, _NOBODY):
+        if any(first <= uid < first + length for first, _, length in ranges):
+            return uid
+    return None
+
+
+def interpreter() -> Interpreter:
+    """The Python that this one's virtual environment was made from: without its packages."""
+    executable = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+    return Interpreter(executable, os.path.realpath(sys.base_prefix))
+
+
+def readable_by_all(path: str) -> bool:
+    """Whether any user can get to `path`: every folder above it can be passed."""
+    place = Path(path)
+    try:
+        return all(folder.stat().st_mode & 0o001 for folder in (place, *place.parents))
+    except OSError:
+        return False
 
 
 def find_bubblewrap() -> str:

@@ -16,11 +16,14 @@ from contextlib import suppress
 from typing import ClassVar
 
 from ludic.envs.code_exec.sandbox.base import SandboxUnavailableError
-from ludic.envs.code_exec.sandbox.bubblewrap import launched
+from ludic.envs.code_exec.sandbox.bubblewrap import (
+    interpreter,
+    launched,
+    readable_by_all,
+    spare_user,
+)
 from ludic.envs.code_exec.sandbox.seccomp import build_filter
-from ludic.envs.code_exec.sandbox.unprivileged import interpreter, readable_by_all, spare_user
-from ludic.envs.code_exec.sandbox.worker_process import BOOTSTRAP, WorkerProcess
-from ludic.envs.code_exec.sandbox.worker_sandbox import WorkerSandbox
+from ludic.envs.code_exec.sandbox.worker import BOOTSTRAP, WorkerProcess, WorkerSandbox
 
 WARNING = (
     "the sandbox 'plain' is a subprocess with limits: programs can read every file that their user "
@@ -33,8 +36,8 @@ class PlainSandbox(WorkerSandbox):
 
     name: ClassVar[str] = "plain"
 
-    def __init__(self, *, warm: bool = True) -> None:
-        super().__init__(warm=warm)
+    def __init__(self) -> None:
+        super().__init__()
         self._folder: str | None = None
 
     def start_worker(self) -> WorkerProcess:

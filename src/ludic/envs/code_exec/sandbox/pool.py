@@ -1,4 +1,4 @@
-"""Several sandboxes at once: as many as there is work for, up to a bound, and kept warm.
+"""Sandboxes by name, and several at once: as many as there is work for, up to a bound.
 
 What may happen at the same time: any number of threads ask; `_state` guards who holds what. A
 sandbox belongs to exactly one lease from the moment it is handed out until it comes back. One that
@@ -20,13 +20,61 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeVar
 
-from ludic.envs.code_exec.sandbox.base import Limits, RunResult, Sandbox, SandboxError
-from ludic.envs.code_exec.sandbox.detect import DEFAULT_SANDBOX, make_sandbox
-from ludic.errors import ConfigError, DeadlineError
+from ludic.envs.code_exec.sandbox.base import (
+    Limits,
+    RunResult,
+    Sandbox,
+    SandboxError,
+    SandboxUnavailableError,
+)
+from ludic.envs.code_exec.sandbox.bubblewrap import (
+    BubblewrapSandbox,
+    bubblewrap_version,
+    check_bubblewrap,
+)
+from ludic.envs.code_exec.sandbox.cgroups import writable_parent
+from ludic.envs.code_exec.sandbox.plain import PlainSandbox
+from ludic.errors import ConfigError, DeadlineError, UnknownNameError
 
 T = TypeVar("T")
 Role = Literal["program", "judge"]
 """Whose code a sandbox runs: anybody's, or only that of the task's author."""
+
+DEFAULT_SANDBOX = "bubblewrap"
+SANDBOXES: dict[str, type[BubblewrapSandbox] | type[PlainSandbox]] = {
+    "bubblewrap": BubblewrapSandbox,
+    "plain": PlainSandbox,
+}
+
+
+def make_sandbox(name: str = DEFAULT_SANDBOX) -> Sandbox:
+    """The sandbox of that name, and never another; `SandboxUnavailableError` if it cannot run."""
+    check_sandbox(name)
+    return SANDBOXES[name]()
+
+
+def check_sandbox(name: str = DEFAULT_SANDBOX) -> None:
+    """Raises `SandboxUnavailableError` if this machine cannot run the sandbox of that name."""
+    if name not in SANDBOXES:
+        raise UnknownNameError("sandbox", name, SANDBOXES)
+    try:
+        if name == "bubblewrap":
+            check_bubblewrap()
+    except SandboxUnavailableError as error:
+        raise SandboxUnavailableError(
+            f"{error}. Nothing weaker is used in its place; a plain subprocess with limits has to "
+            "be asked for by name: sandbox = 'plain'"
+        ) from error
+
+
+def describe_sandbox() -> tuple[str, str | None]:
+    """For the doctor: which sandbox programs run in here, and what to do if it is none."""
+    try:
+        check_bubblewrap()
+    except SandboxUnavailableError as error:
+        return "missing", f"{error}; a plain subprocess is used only if asked for by name"
+    counted = "cgroups" if writable_parent() is not None else "a watch over the process tree"
+    return f"bubblewrap {bubblewrap_version()}, memory by {counted}", None
 
 
 class SandboxPool:

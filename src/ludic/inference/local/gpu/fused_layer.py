@@ -14,8 +14,17 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ludic.inference.local.attention import AttentionCall, current_layout
-from ludic.inference.local.gpu.adapter import Adapter
 from ludic.inference.local.gpu.layouts import HALF
+
+
+class Adapter(NamedTuple):
+    """A low-rank addition to a matrix: `scale * up @ down`. The shapes are [rank, inner] for `down`
+    and [width, rank] for `up`."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose layers are: norm, attention with half-split rotary embedding, add, norm, gated

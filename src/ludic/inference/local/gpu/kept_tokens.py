@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ludic.inference.local.arena import Arena
-from ludic.inference.local.transfer import to_device
+from ludic.inference.local.arena import Arena, to_device
 
 Places: TypeAlias = NDArray[np.int64]
 """Where in the block a sequence's tokens are, in their order."""

@@ -26,15 +26,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ludic.inference.local.arena import SlotMemory
+from ludic.inference.local.arena import SlotMemory, to_device
 from ludic.inference.local.gpu.device_batch import DeviceBatch
 from ludic.inference.local.gpu.kept_tokens import KeptTokens, Places
-from ludic.inference.local.gpu.prefill import MAX_TOKENS, Prefill
-from ludic.inference.local.outcomes import draw_outcomes
+from ludic.inference.local.gpu.prefill import Prefill
 from ludic.inference.local.prefix_store import PrefixStore
+from ludic.inference.local.sampler import draw_outcomes
 from ludic.inference.local.scheduler import Outcome, Scheduler, Work, chunks
 from ludic.inference.local.sequence import Sequence
-from ludic.inference.local.transfer import to_device
+from ludic.inference.local.sizes import MAX_TOKENS
 
 _JOIN_AFTER_STEPS = 12
 """A prompt waits at most so many decode steps for others to be computed with it."""

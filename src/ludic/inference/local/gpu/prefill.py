@@ -10,16 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludic.inference.local.arena import Arena
-from ludic.inference.local.forward import Forward
-from ludic.inference.local.gpu.device_batch import length_buckets
-from ludic.inference.local.gpu.graphs import GraphCache
+from ludic.inference.local.arena import Arena, to_device
+from ludic.inference.local.gpu.device_batch import GraphCache, length_buckets
 from ludic.inference.local.gpu.layouts import RectangleLayout
 from ludic.inference.local.scheduler import Work
-from ludic.inference.local.transfer import to_device
+from ludic.inference.local.sizes import MAX_TOKENS
+from ludic.inference.local.view import Forward
 
-MAX_TOKENS = 32_768
-"""The most tokens of one forward pass."""
 _GRAPH_TOKENS = 8192
 """Up to so many tokens a pass is bound by launches, and worth a graph."""
 

@@ -1,11 +1,16 @@
-"""The supervisor: one process per program, which starts it, watches its limits, and says its end.
+"""The template, and the supervisors that are forks of it: one process per program.
 
-It is a fork of the template, reads one request from its own socket, and ends with its program; so
-whatever it holds belongs to that program alone. Frames on the socket are one byte for the kind,
-four for the length, and the content. From the host come `R` (the request: a JSON header with its
-length, then the contents of the files and of standard input), `I` (more input), `E` (no more input)
-and `K` (end the program). Back go `O` with output of an interactive program, and at the end one `D`
-(a header, standard output and standard error) or `X` (the sandbox failed).
+The template has never seen a request. Over its control socket come its settings, once, and then one
+byte per program with a descriptor: the socket over which the host sends that program to a fork. So
+no content of anybody's is ever in its memory, its frames or its descriptors.
+
+A supervisor reads one request from its own socket, starts the program, watches its limits, says how
+it ended, and ends with it; so whatever it holds belongs to that program alone. Frames on the socket
+are four bytes for the length of the rest, one for the kind, and the content. From the host come `R`
+(the request: a JSON header with its length, then the contents of the files and of standard input),
+`I` (more input), `E` (no more input) and `K` (end the program). Back go `O` with output of an
+interactive program, and at the end one `D` (a header, standard output and standard error) or `X`
+(the sandbox failed).
 
 Nothing here waits for the host while a program runs: what cannot be sent is kept, a bounded
 amount of it, and the program is not read from until there is room.
@@ -13,11 +18,13 @@ amount of it, and the program is not read from until there is room.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -50,9 +57,8 @@ class Channel:
         self._buffer = bytearray()
 
     def put(self, kind: bytes, *parts: bytes) -> None:
-        self.unsent += kind + sum(map(len, parts)).to_bytes(4, "big")
-        for part in parts:
-            self.unsent += part
+        size = 1 + sum(map(len, parts))
+        self.unsent += b"".join((size.to_bytes(4, "big"), kind, *parts))
 
     def write(self) -> None:
         """Sends what fits."""
@@ -78,12 +84,12 @@ class Channel:
 
     def frame(self) -> tuple[bytes, bytes] | None:
         """The next whole frame, if it is there."""
-        if len(self._buffer) < 5:
+        if len(self._buffer) < 4:
             return None
-        end = 5 + int.from_bytes(self._buffer[1:5], "big")
+        end = 4 + int.from_bytes(self._buffer[:4], "big")
         if len(self._buffer) < end:
             return None
-        kind, content = bytes(self._buffer[:1]), bytes(self._buffer[5:end])
+        kind, content = bytes(self._buffer[4:5]), bytes(self._buffer[5:end])
         del self._buffer[:end]
         return kind, content
 
@@ -158,7 +164,7 @@ class Running:
         while self.status is None and self.stopped is None:
             now = time.monotonic()
             if now >= deadline:
-                self.stopped = "wall"
+                self.stopped = "wall_time"
             elif now >= look:
                 look = now + self._look()
             self._poll(max(0.0, min(deadline, look) - now))
@@ -260,7 +266,7 @@ class Running:
         elif found["tasks"] - 1 > self.limits["processes"]:  # its init is not its own
             self.stopped = "processes"
         elif found["cpu"] > self.limits["cpu_s"]:
-            self.stopped = "cpu"
+            self.stopped = "cpu_time"
         return self.look_s
 
     def _end(self) -> None:
@@ -338,3 +344,39 @@ def supervise(settings: Mapping[str, Any], fd: int) -> NoReturn:
             empty(settings["folder"])
         channel.flush()
     os._exit(0)
+
+
+def main(settings: Mapping[str, Any]) -> NoReturn:
+    """The template: forks until nobody asks any more. It ends when its host does."""
+    control = socket.socket(fileno=os.dup(0))
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1):
+        os.dup2(null, fd)
+    os.close(null)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    confine.prctl(confine.PR_SET_DUMPABLE, 0)
+    confine.prctl(confine.PR_SET_CHILD_SUBREAPER, 1)
+    gc.collect()
+    gc.freeze()  # else the collector of every fork copies all of its pages
+    control.sendall(b"H")
+    try:
+        while True:
+            asked, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            if not asked:
+                break
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            if os.fork() == 0:
+                control.close()
+                supervise(settings, descriptors[0])
+            os.close(descriptors[0])
+    except BaseException as error:  # the host reads it, and counts the worker as broken
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+    finally:
+        if settings["mode"] == "plain":
+            with suppress(Exception):
+                tree.kill()
+                empty(settings["folder"])
+                os.rmdir(settings["folder"])
+        os._exit(0)

@@ -5,38 +5,17 @@ compute in float32 and round once, where a module rounds after each operation. T
 trainer's weights where they lie: nothing is packed or copied.
 """
 
-from ludic.inference.local.gpu.kernels.adapters import add_low_rank
-from ludic.inference.local.gpu.kernels.attention import (
-    attend_rows,
-    rotary_tables,
-    rotate_and_store,
-)
-from ludic.inference.local.gpu.kernels.early import can_be_early
-from ludic.inference.local.gpu.kernels.products import (
-    MAX_ADAPTED_ELEMENTS,
-    MAX_PROJECT_ROWS,
-    MAX_SPLIT_ELEMENTS,
-    gated,
-    project,
-    rms_norm,
-    silu_times,
-    split_product,
-)
-from ludic.inference.local.gpu.kernels.sampling import draw_and_carry_on
-
-__all__ = [
-    "MAX_ADAPTED_ELEMENTS",
-    "MAX_PROJECT_ROWS",
-    "MAX_SPLIT_ELEMENTS",
-    "add_low_rank",
-    "attend_rows",
-    "can_be_early",
-    "draw_and_carry_on",
-    "gated",
-    "project",
-    "rms_norm",
-    "rotary_tables",
-    "rotate_and_store",
-    "silu_times",
-    "split_product",
-]
+from ludic.inference.local.gpu.kernels.adapters import add_low_rank as add_low_rank
+from ludic.inference.local.gpu.kernels.attention import attend_rows as attend_rows
+from ludic.inference.local.gpu.kernels.attention import rotary_tables as rotary_tables
+from ludic.inference.local.gpu.kernels.attention import rotate_and_store as rotate_and_store
+from ludic.inference.local.gpu.kernels.early import can_be_early as can_be_early
+from ludic.inference.local.gpu.kernels.products import MAX_ADAPTED_ELEMENTS as MAX_ADAPTED_ELEMENTS
+from ludic.inference.local.gpu.kernels.products import MAX_PROJECT_ROWS as MAX_PROJECT_ROWS
+from ludic.inference.local.gpu.kernels.products import MAX_SPLIT_ELEMENTS as MAX_SPLIT_ELEMENTS
+from ludic.inference.local.gpu.kernels.products import gated as gated
+from ludic.inference.local.gpu.kernels.products import project as project
+from ludic.inference.local.gpu.kernels.products import rms_norm as rms_norm
+from ludic.inference.local.gpu.kernels.products import silu_times as silu_times
+from ludic.inference.local.gpu.kernels.products import split_product as split_product
+from ludic.inference.local.gpu.kernels.sampling import draw_and_carry_on as draw_and_carry_on

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ludic.inference.local.gpu.adapter import Adapter
+from ludic.inference.local.gpu.fused_layer import Adapter
 from ludic.inference.local.gpu.kernels.early import (
     call_up,
     launch_options,

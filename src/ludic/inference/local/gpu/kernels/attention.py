@@ -7,11 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ludic.inference.local.gpu.kernels.early import (
-    launch_options,
-    let_next_begin,
-    wait_for_others,
-)
+from ludic.inference.local.gpu.kernels.early import launch_options, let_next_begin, wait_for_others
 
 _BLOCK_BYTES = 1 << 16
 _LOG2_E = tl.constexpr(1.4426950408889634)

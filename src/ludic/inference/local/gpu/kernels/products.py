@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ludic.inference.local.gpu.adapter import Adapter
+from ludic.inference.local.gpu.fused_layer import Adapter
 from ludic.inference.local.gpu.kernels.adapters import low_rank, plus_low_rank, up_tile_of
 from ludic.inference.local.gpu.kernels.early import (
     call_up,

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ludic.inference.local.noise import GOLDEN, MIX_1, MIX_2
 from ludic.inference.local.sampler import BELOW_ONE
+from ludic.seeding import GOLDEN, MIX_1, MIX_2
 
 _SAMPLE_BLOCK = 2048
 

@@ -1,0 +1,144 @@
+"""`ludic eval`, `play`, `generate` and `replay`: episodes without training."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ludic.cli.arguments import ANY_RUN, AnyRun, Overrides
+from ludic.errors import ConfigError
+
+
+def evaluate(
+    run: Annotated[str | None, ANY_RUN] = None,
+    overrides: Overrides = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="Two reports, or run folders, to compare seed by seed."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the report here, as JSON.")] = None,
+    pass_at: Annotated[
+        list[int] | None, typer.Option(min=1, help="Also pass@k, for this k; may be repeated.")
+    ] = None,
+) -> None:
+    """Play held-out episodes and report rates with intervals, or compare two reports."""
+    from ludic.eval import report_table
+    from ludic.runs.playing import evaluate_run
+    from ludic.runs.results.terminal import console, say
+
+    if compare is not None:
+        _compare(*compare)
+        return
+    if run is None:
+        raise ConfigError("name a run folder, a run file or a built-in run; or use --compare A B")
+    if output is not None:
+        _check_output(output)
+    report = asyncio.run(evaluate_run(run, overrides or []))
+    console.print(report_table([report]))
+    if output is not None:
+        output.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+        say(f"wrote {output}")
+    for k in pass_at or []:
+        say(f"pass@{k}: {report.pass_at(k)}")
+
+
+def _check_output(path: Path) -> None:
+    """Raises where no file can be written, before episodes are played for it."""
+    if path.is_dir():
+        raise ConfigError(f"--output {path} is a folder: name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--output {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--output {path} cannot be written: permission denied")
+
+
+def _compare(a: Path, b: Path) -> None:
+    from ludic.eval import report_table
+    from ludic.eval.report import leading_tests
+    from ludic.runs.evaluation import read_report
+    from ludic.runs.results.terminal import console, say
+
+    reports = [read_report(a), read_report(b)]
+    console.print(report_table(reports))
+    for name, result in leading_tests(*reports).items():
+        d = result.difference
+        say(
+            f"{name}: B - A = {d.value:+.3f} [{d.low:+.3f}, {d.high:+.3f}], "
+            f"paired permutation test p = {result.p_value:.4f}"
+        )
+
+
+def play(
+    env: Annotated[str, typer.Argument(help="An environment's name, or a run folder.")],
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="key=value, for the environment.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Watch the model of this run folder play.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The episode's seed.")] = 0,
+) -> None:
+    """Play an environment yourself, or watch a model play it."""
+    from rich.text import Text
+
+    from ludic.envs import build_env
+    from ludic.envs.running.play import play_by_hand
+    from ludic.runs.playing import env_to_play, watch
+    from ludic.runs.results.terminal import episode_text, say
+
+    spec = env_to_play(env, settings or [])
+    if model is None:
+        raise SystemExit(play_by_hand(build_env(spec), seed=seed))
+    rollouts = asyncio.run(watch(spec, str(model), seed=seed))
+    for rollout in rollouts:
+        say(Text(str(rollout.agent_id), "bold") if len(rollouts) > 1 else "")
+        say(episode_text(rollout))
+
+
+def generate(
+    run: AnyRun,
+    overrides: Overrides = None,
+    output: Annotated[Path, typer.Option(help="The file to write.")] = Path("rollouts.jsonl.zst"),
+    episodes: Annotated[int, typer.Option(help="How many episodes to play.")] = 256,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(help="success, complete or parsed; may be repeated. All must hold."),
+    ] = None,
+) -> None:
+    """Write rollouts that pass a filter, as data for `ludic sft`."""
+    from ludic.runs.playing import generate_file
+    from ludic.runs.results.terminal import say
+
+    counts = asyncio.run(
+        generate_file(run, overrides or [], output=output, episodes=episodes, keep=keep or [])
+    )
+    dropped = ", ".join(f"{n} {reason}" for reason, n in counts.items() if reason != "kept")
+    say(
+        f"wrote {counts['kept']} of {counts.total()} rollouts to {output}"
+        + (f"; dropped: {dropped}" if dropped else "")
+    )
+
+
+def replay(
+    rollouts: Annotated[Path, typer.Argument(help="A file of rollouts.")],
+    limit: Annotated[int, typer.Option(min=1, help="At most this many episodes.")] = 100,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Also sample again with this run folder's model, token by token."),
+    ] = None,
+) -> None:
+    """Run recorded episodes again and report the first divergence."""
+    from ludic.runs.playing import replay_file
+    from ludic.runs.results.terminal import say
+
+    result = asyncio.run(replay_file(rollouts, limit=limit, model=model, on_divergence=say))
+    what = f"{result.steps} steps" + (f", {result.tokens} tokens" if model else "")
+    say(f"{result.same} of {result.episodes} episodes are the same again ({what} compared)")
+    if result.others:
+        say(f"{result.others} episodes were played with other models too, and cannot be run again")
+    raise SystemExit(1 if result.diverged else 0)

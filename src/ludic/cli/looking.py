@@ -1,0 +1,85 @@
+"""`ludic doctor`, `calibrate`, `envs`, `algorithms` and `view`: what is there, and how it is."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ludic.cli.arguments import ANY_RUN, Overrides, RunFile
+
+
+def doctor(
+    run: Annotated[str | None, ANY_RUN] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Check the machine and, for a run, that sampler and trainer agree."""
+    from rich.table import Table
+
+    from ludic.runs.doctor import examine_run
+    from ludic.runs.machine import check_machine
+    from ludic.runs.results.terminal import console, say
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for fact in check_machine():
+        table.add_row(fact.name, fact.found, fact.remedy or "")
+    console.print(table)
+    if run is None:
+        return
+    report = asyncio.run(examine_run(run, overrides or []))
+    say(f"\nlog-probs, trainer against sampler:\n\n{report.table()}")
+    over = sum(not row.ok for row in report.rows)
+    if over:
+        say(f"\n{over} over the budget: this sampler is not the policy that would be trained")
+        raise SystemExit(1)
+    say("\nall is well")
+
+
+def calibrate(run: RunFile, overrides: Overrides = None) -> None:
+    """Find the largest training.micro_token_budget that fits this machine."""
+    from ludic.runs.gpu_share import calibrate_run
+    from ludic.runs.results.terminal import say
+
+    calibration, gib = calibrate_run(run, overrides or []), 2**30
+    found, share = calibration.found, calibration.gpu_memory
+    sampling = (
+        f", and sampling takes {found.reserved_bytes / gib:.1f}" if found.reserved_bytes else ""
+    )
+    say(
+        f"training.micro_token_budget={found.micro_token_budget}"
+        + (f" inference.vllm.gpu_memory={share}" if share is not None else "")
+        + f": the peak is {found.peak_bytes / gib:.1f} of {found.total_bytes / gib:.1f} GiB"
+        + sampling
+    )
+
+
+def envs() -> None:
+    """List the available environments."""
+    from ludic.registry import list_envs
+    from ludic.runs.results.terminal import print_names
+
+    print_names(list_envs())
+
+
+def algorithms() -> None:
+    """List the available algorithms."""
+    from ludic.registry import list_algorithms
+    from ludic.runs.results.terminal import print_names
+
+    print_names(list_algorithms())
+
+
+def view(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Run folders, or folders with runs in them.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 0,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = True,
+) -> None:
+    """Look at runs in a browser: curves, rollouts token by token, groups, evaluations."""
+    from ludic.view import view as show
+
+    show(folders or [], host=host, port=port, open_browser=open_browser, say=typer.echo)

@@ -1,1 +1,0 @@
-"""Publishing a LoRA adapter alone: each version a folder that servers load beside the others."""

@@ -1,1 +1,0 @@
-"""Publishing whole weights: staged beside the old ones, checked, and applied in a short pause."""

@@ -1,1 +1,0 @@
-"""The built-in question sets as environments."""

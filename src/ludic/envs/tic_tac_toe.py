@@ -1,0 +1,370 @@
+"""Tic-Tac-Toe: the rules and perfect play, an environment for one agent against a seeded opponent,
+one for two agents against each other, and a teacher.
+
+A board is a string of nine cells, row by row: "X", "O" or ".". X always begins.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from functools import cache
+from random import Random
+from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
+
+from ludic.envs.env import LudicEnv
+from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.errors import ConfigError, EnvError
+from ludic.seeding import derive_seed
+from ludic.types import Action, Info, Obs, StepOutcome
+
+Mark: TypeAlias = Literal["X", "O"]
+Board: TypeAlias = str
+
+EMPTY: Final[Board] = "........."
+CELLS: Final = ("A1", "B1", "C1", "A2", "B2", "C2", "A3", "B3", "C3")
+"""Column A to C, row 1 to 3, in the board's order."""
+
+LINES: Final = (
+    (0, 1, 2), (3, 4, 5), (6, 7, 8),
+    (0, 3, 6), (1, 4, 7), (2, 5, 8),
+    (0, 4, 8), (2, 4, 6),
+)  # fmt: skip
+
+_PLACES: Final = {name: place for place, name in enumerate(CELLS)}
+_CORNERS = ("A1", "C1", "A3", "C3")
+
+Opponent = Literal["random", "perfect", "mixed"]
+
+_RULES = (
+    "You play Tic-Tac-Toe as {mark}. X moves first. Three in a row, column or diagonal win. "
+    "Columns are A, B, C and rows are 1, 2, 3. Answer with one free cell, such as B2."
+)
+
+
+def other(mark: Mark) -> Mark:
+    return "O" if mark == "X" else "X"
+
+
+def to_move(board: Board) -> Mark:
+    """Whose turn it is: X begins, then they alternate."""
+    return "X" if board.count("X") == board.count("O") else "O"
+
+
+def free_cells(board: Board) -> tuple[int, ...]:
+    return tuple(place for place, mark in enumerate(board) if mark == ".")
+
+
+def winner(board: Board) -> Mark | None:
+    for a, b, c in LINES:
+        if board[a] != "." and board[a] == board[b] == board[c]:
+            return "X" if board[a] == "X" else "O"
+    return None
+
+
+def is_over(board: Board) -> bool:
+    return winner(board) is not None or "." not in board
+
+
+def play(board: Board, place: int) -> Board:
+    """The board after the player to move marks the free cell `place`."""
+    return board[:place] + to_move(board) + board[place + 1 :]
+
+
+def read_cell(text: str) -> int | None:
+    """The place of the cell that a text names ("B2", in either case), or None."""
+    return _PLACES.get(text.strip().upper()) if len(text) < 100 else None
+
+
+def draw(board: Board) -> str:
+    """The board with the names of its columns and rows, short enough for a small model."""
+    rows = (f"{1 + row} " + " ".join(board[3 * row : 3 * row + 3]) for row in range(3))
+    return "  A B C\n" + "\n".join(rows)
+
+
+@cache
+def value(board: Board) -> int:
+    """What the position is worth to the player to move, under perfect play of both.
+
+    Positive is a win, negative a loss, 0 a draw; sooner wins and later losses are worth more.
+    """
+    if winner(board) is not None:
+        return -1 - board.count(".")
+    if "." not in board:
+        return 0
+    return max(-value(play(board, place)) for place in free_cells(board))
+
+
+@cache
+def best_cells(board: Board) -> tuple[int, ...]:
+    """The moves that keep the position's value, in the board's order."""
+    best = value(board)
+    return tuple(place for place in free_cells(board) if -value(play(board, place)) == best)
+
+
+class TicTacToeEnv(SingleAgentEnv):
+    """The agent plays against a built-in opponent, whose moves come from the seed.
+
+    The action is the name of a free cell ("B2"). Anything else is an illegal move: it earns
+    `illegal_reward` and leaves the board as it is; the game then ends, or, with
+    `illegal_ends=False`, the agent moves again.
+
+    Args:
+        opponent: "random" moves anywhere, "perfect" never loses, "mixed" plays a perfect move
+            with probability `perfect_prob` and a random one otherwise.
+        mark: The agent's mark; "random" lets the seed choose. X begins.
+    """
+
+    blocking: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        opponent: Opponent = "random",
+        perfect_prob: float = 0.5,
+        mark: Mark | Literal["random"] = "X",
+        win_reward: float = 1.0,
+        draw_reward: float = 0.0,
+        loss_reward: float = -1.0,
+        illegal_reward: float = -1.0,
+        illegal_ends: bool = True,
+    ) -> None:
+        _check_choice("TicTacToeEnv", "opponent", opponent, get_args(Opponent))
+        _check_choice("TicTacToeEnv", "mark", mark, ("X", "O", "random"))
+        if not 0 <= perfect_prob <= 1:
+            raise ConfigError(f"TicTacToeEnv(perfect_prob={perfect_prob!r}): must be in [0, 1]")
+        self._perfect_prob = {"random": 0.0, "perfect": 1.0, "mixed": perfect_prob}[opponent]
+        self._mark_choice = mark
+        self._rewards = {"win": win_reward, "draw": draw_reward, "loss": loss_reward}
+        self._illegal_reward = illegal_reward
+        _check_rewards(self, illegal=illegal_reward, **self._rewards)
+        self._illegal_ends = illegal_ends
+        self._mark: Mark = "X"
+        self._board: Board = EMPTY
+        self._random = Random(0)
+        self._over = True
+
+    @property
+    def return_range(self) -> tuple[float, float]:
+        """The lowest and the highest return of an episode."""
+        return _return_range(self._rewards, self._illegal_reward, self._illegal_ends)
+
+    @property
+    def mark(self) -> Mark:
+        """The agent's mark in this episode."""
+        return self._mark
+
+    @property
+    def board(self) -> Board:
+        """The nine cells, row by row: "X", "O" or "."."""
+        return self._board
+
+    def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
+        if seed is None:
+            seed = secrets.randbits(63)
+        if self._mark_choice == "random":
+            self._mark = "X" if derive_seed(seed, "mark") % 2 else "O"
+        else:
+            self._mark = self._mark_choice
+        self._random = Random(derive_seed(seed, "opponent"))
+        self._board = EMPTY
+        self._over = False
+        if self._mark == "O":
+            self._opponent_moves()
+        return self.env_current_obs(), {"mark": self._mark, "board": self._board}
+
+    def env_step(self, action: Action) -> StepOutcome:
+        if self._over:
+            raise EnvError("TicTacToeEnv was stepped after the game ended: reset it first")
+        place = read_cell(action)
+        if place is None or self._board[place] != ".":
+            return self._illegal(action, place)
+        self._board = play(self._board, place)
+        if not is_over(self._board):
+            self._opponent_moves()
+        if not is_over(self._board):
+            return StepOutcome(self.env_current_obs(), 0.0, info={"board": self._board})
+        self._over = True
+        result = _result_for(self._mark, self._board)
+        return StepOutcome(
+            self.env_current_obs(),
+            self._rewards[result],
+            terminated=True,
+            info={"board": self._board, "result": result},
+        )
+
+    def env_current_obs(self) -> Obs:
+        return _view(self._mark, self._board)
+
+    def suggested_sysprompt(self, agent_id: str) -> str | None:
+        # The mark is in every observation: with "random" it differs between episodes.
+        return _RULES.replace("as {mark}", "against an opponent")
+
+    def _opponent_moves(self) -> None:
+        # One draw decides who moves and one decides where, whatever the opponent: runs that
+        # differ only in `perfect_prob` stay comparable.
+        perfect = self._random.random() < self._perfect_prob
+        cells = best_cells(self._board) if perfect else free_cells(self._board)
+        self._board = play(self._board, cells[int(self._random.random() * len(cells))])
+
+    def _illegal(self, action: Action, place: int | None) -> StepOutcome:
+        self._over = self._illegal_ends
+        info: dict[str, Any] = {"board": self._board, "illegal_move": True}
+        if self._over:
+            info["result"] = "illegal"
+        return StepOutcome(
+            _complaint(action, place, self._mark, self._board, self._over),
+            self._illegal_reward,
+            terminated=self._over,
+            info=info,
+        )
+
+
+class TwoPlayerTicTacToeEnv(LudicEnv[Mark, Obs, Action]):
+    """Two agents, "X" and "O", take turns. Both hear the end, each with its own reward.
+
+    Who moved hears nothing more until the other has moved. An illegal move earns its player
+    `illegal_reward`; it ends the game, which the other then gets `draw_reward` for, or, with
+    `illegal_ends=False`, the player moves again.
+    """
+
+    blocking: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        win_reward: float = 1.0,
+        draw_reward: float = 0.0,
+        loss_reward: float = -1.0,
+        illegal_reward: float = -1.0,
+        illegal_ends: bool = True,
+    ) -> None:
+        self._rewards = {"win": win_reward, "draw": draw_reward, "loss": loss_reward}
+        self._illegal_reward = illegal_reward
+        _check_rewards(self, illegal=illegal_reward, **self._rewards)
+        self._illegal_ends = illegal_ends
+        self._board: Board = EMPTY
+        self._over = True
+
+    @property
+    def return_range(self) -> tuple[float, float]:
+        """The lowest and the highest return of an episode, for either agent."""
+        return _return_range(self._rewards, self._illegal_reward, self._illegal_ends)
+
+    @property
+    def agent_ids(self) -> Sequence[Mark]:
+        return ("X", "O")
+
+    @property
+    def active_agents(self) -> Sequence[Mark]:
+        return () if self._over else (to_move(self._board),)
+
+    @property
+    def board(self) -> Board:
+        """The nine cells, row by row: "X", "O" or "."."""
+        return self._board
+
+    def reset(self, *, seed: int | None = None) -> Mapping[Mark, tuple[Obs, Info]]:
+        self._board = EMPTY
+        self._over = False
+        return {"X": (_view("X", EMPTY), {}), "O": ("X moves first.", {})}
+
+    def step(self, actions: Mapping[Mark, Action]) -> Mapping[Mark, StepOutcome]:
+        if self._over:
+            raise EnvError("TwoPlayerTicTacToeEnv was stepped after the game ended: reset it first")
+        mover = to_move(self._board)
+        action = actions[mover]
+        place = read_cell(action)
+        if place is None or self._board[place] != ".":
+            return self._illegal(mover, action, place)
+        self._board = play(self._board, place)
+        self._over = is_over(self._board)
+        if not self._over:
+            info = {"board": self._board}
+            return {
+                mover: StepOutcome("", 0.0, info=info),
+                other(mover): StepOutcome(_view(other(mover), self._board), 0.0, info=info),
+            }
+        return {mark: self._end(mark, _result_for(mark, self._board)) for mark in self.agent_ids}
+
+    def current_obs(self) -> Mapping[Mark, Obs]:
+        return {mark: _view(mark, self._board) for mark in self.agent_ids}
+
+    def suggested_sysprompt(self, agent_id: Mark) -> str | None:
+        return _RULES.format(mark=agent_id)
+
+    def _end(self, mark: Mark, result: Literal["win", "draw", "loss"]) -> StepOutcome:
+        return StepOutcome(
+            _view(mark, self._board),
+            self._rewards[result],
+            terminated=True,
+            info={"board": self._board, "result": result},
+        )
+
+    def _illegal(
+        self, mover: Mark, action: Action, place: int | None
+    ) -> Mapping[Mark, StepOutcome]:
+        self._over = self._illegal_ends
+        obs = _complaint(action, place, mover, self._board, self._over)
+        info: dict[str, Any] = {"board": self._board, "illegal_move": True}
+        if not self._over:
+            return {mover: StepOutcome(obs, self._illegal_reward, info=info)}
+        info["result"] = "illegal"
+        told = StepOutcome(
+            f"{mover} made an illegal move. The game is void.",
+            self._rewards["draw"],
+            terminated=True,
+            info={"board": self._board, "result": "void"},
+        )
+        mine = StepOutcome(obs, self._illegal_reward, terminated=True, info=info)
+        return {mover: mine, other(mover): told}
+
+
+def _result_for(mark: Mark, board: Board) -> Literal["win", "draw", "loss"]:
+    won = winner(board)
+    return "draw" if won is None else "win" if won == mark else "loss"
+
+
+def _view(mark: Mark, board: Board) -> Obs:
+    if is_over(board):
+        closing = {"win": "You win.", "draw": "Draw.", "loss": "You lose."}
+        return f"You are {mark}.\n{draw(board)}\n{closing[_result_for(mark, board)]}"
+    free = " ".join(CELLS[place] for place in free_cells(board))
+    return f"You are {mark}.\n{draw(board)}\nFree: {free}"
+
+
+def _complaint(action: Action, place: int | None, mark: Mark, board: Board, over: bool) -> Obs:
+    shown = action if len(action) <= 20 else action[:20] + "..."
+    what = f"{shown!r} is no cell." if place is None else f"{CELLS[place]} is taken."
+    return f"{what} The game is over." if over else f"{what}\n{_view(mark, board)}"
+
+
+def _return_range(
+    rewards: Mapping[str, float], illegal: float, illegal_ends: bool
+) -> tuple[float, float]:
+    """Where an illegal move does not end the game, there may be any number of them."""
+    if illegal_ends:
+        return min(*rewards.values(), illegal), max(*rewards.values(), illegal)
+    low = -math.inf if illegal < 0 else min(rewards.values())
+    return low, math.inf if illegal > 0 else max(rewards.values())
+
+
+def _check_rewards(env: object, **rewards: float) -> None:
+    for name, value in rewards.items():
+        if not math.isfinite(value):
+            raise ConfigError(f"{type(env).__name__}({name}_reward={value!r}): must be finite")
+
+
+def _check_choice(env: str, option: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{env}({option}={value!r}): must be one of {', '.join(allowed)}")
+
+
+def random_legal(obs: str, rng: Random) -> str:
+    """A teacher that shows how to answer, and not how to win: a sentence that names a free cell of
+    the board in `obs`, and what kind of cell it is."""
+    free = [cell for cell in obs.rpartition("Free:")[2].split() if cell in CELLS]
+    cell = rng.choice(free)
+    kind = "centre" if cell == "B2" else "corner" if cell in _CORNERS else "edge"
+    return f"I take the {kind} {cell}."

@@ -1,1 +1,0 @@
-"""Servers that speak the OpenAI API."""

@@ -1,0 +1,76 @@
+"""Files: replaced as a whole, on the disk when that matters, and their checksums."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+_PIECE = 1 << 24
+_READ = 1 << 20
+
+
+def file_checksum(path: Path) -> str:
+    """The SHA-256 of the SHA-256s of every 16 MiB of a file, in hexadecimal digits.
+
+    As many threads as there are processors take it: one takes seconds for a gigabyte, and whoever
+    publishes or saves weights waits for it.
+    """
+    starts = range(0, path.stat().st_size, _PIECE)
+
+    def digest(start: int) -> bytes:
+        found, left = sha256(), _PIECE
+        with path.open("rb") as file:
+            file.seek(start)
+            while left and (block := file.read(min(_READ, left))):
+                found.update(block)
+                left -= len(block)
+        return found.digest()
+
+    if len(starts) < 2:
+        digests = [digest(start) for start in starts]
+    else:
+        with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1)) as threads:
+            digests = list(threads.map(digest, starts))
+    return sha256(b"".join(digests)).hexdigest()
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Gives a path to write to, which takes the place of `path` when the block ends.
+
+    Whoever opens `path`, and whoever dies meanwhile, leaves the old file or the new one, never a
+    part; if the block raises, it is the old one. That holds for processes. With `durable` it holds
+    for the machine, too: content and name are on the disk when the block has ended. The temporary
+    name has the same ending, for writers that go by that.
+    """
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        yield temporary
+        if durable:
+            sync(temporary)
+        os.replace(temporary, path)
+        if durable:
+            sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Returns when a file's content, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Returns when all that is in the folder is on the disk: files first, then their folders."""
+    for parent, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            sync(Path(parent, name))
+        sync(Path(parent))

@@ -1,0 +1,109 @@
+"""The parts of a causal language model that trainer and engine have to tell apart."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ludic.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def base_causal_lm(model: nn.Module) -> nn.Module:
+    """The causal LM inside compile and PEFT wrappers, or `model` itself; adapters stay in place."""
+    from torch import nn
+
+    inner: Any = model
+    while True:
+        if isinstance(compiled := getattr(inner, "_orig_mod", None), nn.Module):
+            inner = compiled
+        elif hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        else:
+            return inner  # type: ignore[no-any-return]
+
+
+def head_of(causal: nn.Module) -> nn.Module:
+    """The module that turns hidden states into logits."""
+    find: Any = getattr(causal, "get_output_embeddings", None)
+    head = None if find is None else find()
+    if head is None:
+        raise ConfigError(
+            f"{type(causal).__name__} has no output embeddings: it is not a language model"
+        )
+    return head  # type: ignore[no-any-return]
+
+
+def vocabulary_size(causal: nn.Module) -> int:
+    """How many logits the head computes."""
+    weight: Any = head_of(causal).weight
+    return int(weight.shape[0])
+
+
+def text_config(model: nn.Module) -> Any:
+    """The configuration of the language model, which a larger one may hold; None without one."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def config_facts(causal: nn.Module) -> dict[str, Any]:
+    """The configuration of a model, or of the language model in it, by name; empty without one.
+
+    As a dict: some attributes of a configuration whose layers differ raise when they are read.
+    """
+    config = text_config(causal)
+    return config.to_dict() if config is not None else {}
+
+
+def backbone_of(causal: nn.Module) -> nn.Module:
+    """The module that turns ids into hidden states."""
+    prefix = getattr(causal, "base_model_prefix", "")
+    backbone = getattr(causal, prefix, None) if prefix else None
+    if backbone is None or backbone is causal:
+        raise ConfigError(
+            f"{type(causal).__name__} cannot be split into backbone and head: it has no member "
+            f"named by base_model_prefix={prefix!r}"
+        )
+    return backbone  # type: ignore[no-any-return]
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The backbone's blocks: its longest list of modules."""
+    from torch import nn
+
+    causal = base_causal_lm(model)
+    lists = [m for m in backbone_of(causal).modules() if isinstance(m, nn.ModuleList)]
+    if not lists:
+        raise ConfigError(f"{type(causal).__name__} has no list of layers")
+    return max(lists, key=len)
+
+
+def active_dropout(model: nn.Module, but: str | None = None) -> str | None:
+    """The name of a module that would drop units as it is now, or None. Modules inside one that is
+    called `but` do not count."""
+    for name, module in model.named_modules():
+        if but is not None and but in name.split("."):
+            continue
+        if module.training and (found := _dropout_of(module)):
+            attribute, p = found
+            return f"{name} (p={p})" if attribute == "p" else f"{name}.{attribute} ({p})"
+    return None
+
+
+def may_drop(model: nn.Module) -> bool:
+    """Whether `active_dropout` could ever find one: whether it is worth asking again later."""
+    return any(_dropout_of(m) for m in model.modules())
+
+
+def _dropout_of(module: nn.Module) -> tuple[str, float] | None:
+    """The attribute that holds a probability above 0: `p` of a dropout layer, or a number that the
+    module hands to a function itself, as in `attention_dropout`, `dropout` or `layerdrop`."""
+    from torch import nn
+
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return ("p", module.p) if module.p > 0 else None
+    for name, value in vars(module).items():
+        if isinstance(value, float) and value > 0 and "drop" in name:
+            return name, value
+    return None

@@ -1,1 +1,0 @@
-"""Carrying a run out: its checks, its pieces, its stages, its ranks, its end."""

@@ -1,0 +1,365 @@
+"""What a run does, in order: from the state of its folder to its summary."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ludic.errors import ConfigError, RolloutError
+from ludic.eval import EvalReport
+from ludic.plumbing.precision import float32_products
+from ludic.rollouts.token_log import open_token_log
+from ludic.runs.assemble import sft_algorithm
+from ludic.runs.evaluation import evaluate_policy
+from ludic.runs.interruption import interruptible
+from ludic.runs.locate import how_to_resume
+from ludic.runs.model import precision_of
+from ludic.runs.players.teacher import write_lessons
+from ludic.runs.ranks import HOW, cold_start_copy, samples
+from ludic.runs.results.report import conclude, conclude_unmeasured
+from ludic.runs.results.terminal import episodes_bar, say, warn
+from ludic.runs.results.watch import (
+    OUTCOME,
+    REWARD,
+    LearningWatch,
+    doubtful,
+    fallen,
+    hacked,
+    measured_alike,
+)
+from ludic.runs.storage.env_sources import note_env_sources
+from ludic.runs.storage.folder import RunFolder, locked
+from ludic.runs.storage.rollout_log import (
+    keep_tokenizer,
+    open_rollout_log,
+    rollout_file,
+    token_file,
+)
+from ludic.seeding import derive_seed
+from ludic.sharding.world import hearing_of_peers
+from ludic.training import (
+    OfflineBatchSource,
+    ReplayBufferSource,
+    RolloutBatchSource,
+    ScoredBatchSource,
+    Trainer,
+)
+from ludic.training.batching.self_play import SelfPlay
+
+if TYPE_CHECKING:
+    from ludic.runs.run import Run
+
+T = TypeVar("T")
+BACKENDS = {"local": "in this process", "vllm": "by vLLM"}
+
+
+class Stages:
+    """Takes a run through its stages: evaluation, cold start, reinforcement, each followed by an
+    evaluation. Those that the folder shows to have finished are skipped."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.config = run, run.config
+        self.reports: dict[str, EvalReport] = {}
+        self.stopped = False
+        self._begun = False
+        self._trainer: Trainer | None = None
+        self._playing: asyncio.Task[Any] | None = None
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run's folder."""
+        return self.run.folder
+
+    async def go(self) -> None:
+        """Runs the stages that are left, until the end or until Ctrl-C. If a new run fails before
+        there is anything to keep, its folder is removed."""
+        run, config, folder = self.run, self.config, self.folder
+        if self._begun:
+            raise ConfigError(
+                f"this run is over: resume it with ludic.resume({str(folder.path)!r})"
+            )
+        if not run.ranks.world.leads:
+            self._begun = True
+            await self._follow()
+            return
+        async with run.ranks.leading():
+            if not run.resumed:
+                folder.make(config, modules=run.modules)
+            with locked(folder.path):
+                self._begun = True
+                if run.resumed:
+                    folder.take_up(config)
+                if (changed := note_env_sources(config, folder)) is not None:
+                    warn(changed)
+                try:
+                    await self._lead()
+                except Exception:
+                    if not run.resumed:
+                        folder.abandon()
+                    if folder.path.exists():
+                        resume = how_to_resume(config, str(folder.path))
+                        say(f"what the run has so far stays; resume it with: {resume}")
+                    raise
+
+    async def _lead(self) -> None:
+        """What rank 0 does, or a process alone."""
+        config, folder, started = self.config, self.folder, time.monotonic()
+        say(f"run folder: {folder.path}")
+        with interruptible(self.stop):
+            async with self.opened():
+                say(f"model: {config.model.name}, {self._model_in_words()}")
+                for doubt in doubtful(config):
+                    warn(doubt)
+                await self._all()
+                seconds, warnings = time.monotonic() - started, self.warnings()
+                if self.stopped:
+                    resume = how_to_resume(config, str(folder.path))
+                    say(f"stopped; resume it with: {resume}")
+                elif samples(config):
+                    runtime = self.run.runtime
+                    await conclude(config, folder, self.reports, runtime, seconds, warnings)
+                else:
+                    conclude_unmeasured(config, folder, seconds, warnings)
+
+    async def _follow(self) -> None:
+        """What the other ranks do: train along until rank 0 says it is over. A first Ctrl-C is rank
+        0's matter."""
+        run, ranks = self.run, self.run.ranks
+        with (
+            interruptible(lambda: None, b""),
+            float32_products(precision_of(self.config)),
+            hearing_of_peers(ranks.world),
+        ):
+            _ = run.model  # loaded while rank 0 prepares
+            while (message := await ranks.receive())["stage"] != "end":
+                if run.parts.frozen is None:
+                    run.folder = RunFolder(Path(message["folder"]))
+                    run.parts.frozen = "the run has begun"
+                if message["stage"] == "sft":
+                    with cold_start_copy(run.model, ranks) as model:
+                        await _take_part(run.sft_trainer(model, None), message["version"])
+                else:
+                    await _take_part(run.trainer, message["version"])
+
+    def _model_in_words(self) -> str:
+        """Its size, and how it is sampled from."""
+        size, ranks = sum(p.numel() for p in self.run.model.parameters()), self.run.ranks
+        sharded = f", sharded over {ranks.world.size} ranks" if ranks.several else ""
+        backend = self.config.inference.backend
+        if not samples(self.config):
+            sampled = "not sampled, since on several ranks a cold start needs no sampler"
+        else:
+            how = HOW if ranks.several and backend == "local" else BACKENDS[backend]
+            sampled = f"sampled {how}"
+        return f"{size:,} parameters{sharded}; {sampled}"
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """Opens what the run samples, scores and plays with, and closes it at the end."""
+        run = self.run
+        async with AsyncExitStack() as stack:
+            stack.callback(run.close_loggers)
+            if run.workers is not None:
+                await stack.enter_async_context(run.workers)
+            await stack.enter_async_context(run.opened(self.folder.path))
+            await stack.enter_async_context(run.scoring)
+            yield
+
+    async def _all(self) -> None:
+        version = 0
+        await self._evaluate("before")
+        if self.config.sft is not None and self.config.sft.steps and not self.stopped:
+            version = await self._sft()
+            await self._evaluate("after_sft")
+        if self.config.training.steps and not self.stopped:
+            await self.reinforce(version)
+            await self._evaluate("after_rl")
+
+    def warnings(self) -> list[str]:
+        """Says what is wrong with the run so far, each with the setting to look at."""
+        fell, hack = fallen(self.config, self.reports), hacked(self.config, self.reports)
+        signs = self.run.watch.standing()
+        if fell:
+            signs.pop(REWARD, None)  # the held-out episodes say it better
+        if hack:
+            signs.pop(OUTCOME, None)
+        return [*doubtful(self.config), *fell, *hack, *signs.values()]
+
+    def stop(self) -> None:
+        """Lets the run end after the current step, with a checkpoint."""
+        self.stopped = True
+        if self._trainer is not None:
+            self._trainer.stop()
+        if self._playing is not None:
+            self._playing.cancel()  # these episodes are cheap to play again
+
+    async def _sft(self) -> int:
+        """Trains the cold start; returns the policy's version after it."""
+        sft, run = self.config.sft, self.run
+        assert sft is not None
+        if sft.data is not None:
+            path = Path(sft.data)
+        else:
+            path = rollout_file(self.folder.path, "sft")
+            if not self.folder.has(path.name):
+                await self._unless_stopped(write_lessons(self.config, run.tokenizer, path))
+                if self.stopped:
+                    return 0
+        say(f"supervised cold start: {sft.steps} steps on {path.name}")
+        source = OfflineBatchSource(
+            path,
+            chat_template=run.runtime.chat_template,
+            algorithm=sft_algorithm(self.config),
+            batch_size=sft.batch_size,
+            seed=derive_seed(self.config.run.seed, "sft"),
+            overlong="refuse" if sft.data is not None else "drop",
+        )
+        async with run.ranks.stage("sft", self.folder):
+            with cold_start_copy(run.model, run.ranks) as model:
+                trainer = run.sft_trainer(model, source)
+                await self._train(trainer, trainer.train(sft.steps))
+        return trainer.version
+
+    async def reinforce(self, version: int) -> None:
+        """Trains the reinforcement, from this version of the policy on."""
+        training, run = self.config.training, self.run
+        say(
+            f"reinforcement: {training.steps} updates of {training.rollouts_per_update} episodes, "
+            f"{run.algorithm.name}"
+        )
+        await asyncio.to_thread(run.scoring.take_start)
+        async with (
+            run.pipeline or nullcontext(),
+            run.seating.pool or nullcontext(),
+            run.ranks.stage("rl", self.folder, version),
+        ):
+            trainer = run.trainer
+            trainer.optimizer.take_weights()  # it may be older than the cold start
+            trainer.version = version
+            await trainer.start()
+            stage_before = self.reports.get("after_sft") or self.reports.get("before")
+            alike = measured_alike(self.config, stage_before)
+            run.watch = LearningWatch(self.config, alike, stage_before)
+            run.watch.take_file(self.folder.metrics, trainer.step)
+            async with AsyncExitStack() as stack:
+                stack.enter_context(rare_collections())
+                await self._keep_episodes(trainer, stack)
+                await self._train(trainer, self._update(trainer, training.steps))
+                if run.pipeline and not self.stopped:
+                    run.pipeline.finished()
+
+    async def _keep_episodes(self, trainer: Trainer, stack: AsyncExitStack) -> None:
+        """Has the stage's rollouts and tokens written to the folder, as far as the run says so."""
+        run, folder, logging = self.run, self.folder, self.config.logging
+        if not logging.keep_rollouts:
+            return
+        source, file = run.source, rollout_file(folder.rollouts, "train")
+        while isinstance(source, (ReplayBufferSource, ScoredBatchSource)):
+            source = source.source
+        if isinstance(source, RolloutBatchSource):
+            log = open_rollout_log(file, source.step)
+            source.engine.writer = await stack.enter_async_context(log)
+        elif run.pipeline and (over := run.pipeline.batches):
+            log = open_rollout_log(file, over.step, over.ledger.is_settled)
+            over.writer = await stack.enter_async_context(log)
+        else:
+            return
+        if logging.keep_tokens:
+            keep_tokenizer(folder, run.tokenizer)
+            tokens = open_token_log(token_file(folder.rollouts), trainer.step)
+            trainer.token_log = stack.enter_context(tokens)
+
+    async def _update(self, trainer: Trainer, steps: int) -> None:
+        """Trains up to `steps` in all; a pool of past policies is refreshed on the way."""
+        seating = self.run.seating
+        if (pool := seating.pool) is None:
+            await trainer.train(steps)
+            return
+        assert isinstance(seating.curriculum, SelfPlay)
+        goal = 0
+        while goal < steps and trainer.step >= goal:
+            # Where a checkpoint has steps already, this only counts them as done.
+            if trainer.step < min(due := pool.next_due(goal), steps):
+                seating.curriculum.slots = await pool.bring_to(trainer.step)
+            await trainer.train(min(due, steps) - goal)
+            goal = min(due, steps)
+
+    async def _train(self, trainer: Trainer, work: Coroutine[Any, Any, None]) -> None:
+        self._trainer = trainer
+        if self.stopped:
+            trainer.stop()
+        try:
+            await work
+        finally:
+            trainer.close()
+            self._trainer = None
+
+    async def _evaluate(self, stage: str) -> None:
+        """Plays the held-out episodes, unless the folder has their report already."""
+        if self.folder.has(f"eval/{stage}.json"):
+            self.reports[stage] = EvalReport.from_dict(self.folder.read_json(f"eval/{stage}.json"))
+            return
+        if self.stopped or not samples(self.config):
+            return
+        with episodes_bar(f"evaluation {stage.replace('_', ' ')}") as update:
+            work = evaluate_policy(self.config, self.run.runtime, name=stage, on_progress=update)
+            report = await self._unless_stopped(work)
+        if report is not None:
+            if all(episode.error for episode in report.episodes):
+                raise RolloutError(
+                    f"every episode of the evaluation {stage.replace('_', ' ')} failed, the first "
+                    f"with: {report.episodes[0].error}"
+                )
+            self.folder.write_json(f"eval/{stage}.json", report.to_dict())
+            self.reports[stage] = report
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Returns what `work` returns, or None if the run was stopped meanwhile."""
+        self._playing = task = asyncio.create_task(work)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if not self.stopped:
+                raise
+            return None
+        finally:
+            self._playing = None
+
+
+async def _take_part(trainer: Trainer, version: int) -> None:
+    trainer.version = version
+    try:
+        await trainer.train()
+    finally:
+        trainer.close()
+
+
+YOUNG = 200_000
+"""So many more objects made than freed before the young ones are looked through. A batch of many
+episodes holds fewer, and looking through them while it is made frees nothing. Python's own
+figure is 700."""
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Spares the garbage collector what it need not look at again.
+
+    Most of a process's objects are modules and what the libraries made of themselves: hundreds of
+    thousands, which a full collection walks through in a tenth of a second and never frees. Those
+    that are there now are left out while this is held. Episodes leave few cycles behind, so the
+    young ones are looked at less often, too.
+    """
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(YOUNG, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()

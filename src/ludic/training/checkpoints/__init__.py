@@ -1,1 +1,0 @@
-"""Saving a whole training state, and taking it up again."""
