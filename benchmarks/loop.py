@@ -2,8 +2,20 @@
 
 The run is the one that `ludic train` makes of a run file, with everything that is on by default:
 rollouts are written, statistics kept, credit assigned, batches packed, weights published, metrics
-logged. The task are sums of one and two digits, in groups that share their sum. `step_s` is the
-median time from one log line to the next, the first `--warmup` updates left out.
+logged. The task are sums of one and two digits, in groups that share their sum. With `--task gsm8k
+--data FOLDER` it is the run of the README's `gsm8k.toml`, on the folder's `train.jsonl`:
+
+    python -m benchmarks.loop --task gsm8k --data GSM8K --device cuda --model QWEN --lora 16 --peer
+    python -m benchmarks.loop --task gsm8k --data GSM8K --device cuda --model QWEN --shape 7b \\
+        --lora 16 --peer --trl-rows 32 16
+
+TRL runs before, in a process of its own. `--no-trl` leaves it out, `--only-trl` leaves Ludic out.
+
+Figures are medians; the first `--warmup` updates are left out. `step_s` is the time from one log
+line to the next, `wait_s` the part of it that waits for episodes, `train_s` the passes and the
+optimizer. `decode_step_ms` is the time from one step of the engine to the next. `peak_gb` is the
+most memory of the GPU that was taken at any time, as the driver says, and `torch_peak_gb` torch's
+share of it. `mfu` counts 6 operations per trained parameter and token and 4 per frozen one.
 
 The host's own cost is measured in the same loop with an engine that answers at once: requests go
 through the real client and the real engine thread, whose scheduler then makes up the answers. Of
@@ -26,20 +38,19 @@ import pstats
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 from unittest import mock
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import torch
-from transformers import Qwen2ForCausalLM
-
-from benchmarks.local_engine import half_billion_config
-from benchmarks.trl_loop import trl_step_s
+from benchmarks import gsm8k
+from benchmarks.decode import SHAPES
+from benchmarks.loop_meters import BusyMeter, DecodeClock, MemoryPeak, Stamps
+from benchmarks.random_models import random_folder
+from benchmarks.trl_loop import trl_figures
 from ludic.inference import load_tokenizer
 from ludic.inference.local.build import build_scheduler
 from ludic.inference.local.scheduler import Scheduler
@@ -55,6 +66,8 @@ from ludic.training.update.passes import Passes
 
 FOLDER = Path(__file__).resolve().parent
 FURTHER_TURNS = 4
+SUMS = {"episodes": 512, "group": 16, "max_tokens": 24, "slots": 512, "host_updates": 7}
+"""What sums are measured with unless it is given."""
 
 
 def run_of(
@@ -98,43 +111,6 @@ def run_of(
     return check_run(run)
 
 
-def random_half_billion(folder: str) -> str:
-    """Returns a folder with random weights of Qwen2.5-0.5B's shape and `folder`'s tokenizer."""
-    tokenizer = load_tokenizer(folder)
-    model = Qwen2ForCausalLM(half_billion_config(vocab_size=len(tokenizer))).to(torch.bfloat16)
-    made = tempfile.mkdtemp()
-    model.save_pretrained(made)
-    tokenizer.save_pretrained(made)
-    return made
-
-
-class Stamps:
-    """A logger that notes the time of every log line."""
-
-    def __init__(self, work: WorkClock | None = None, busy: BusyMeter | None = None) -> None:
-        self.marks: list[tuple[float, float]] = []
-        self.metrics: list[Mapping[str, float]] = []
-        self.work, self.busy = work, busy
-        self.profiler: cProfile.Profile | None = None
-        """Of the event loop's thread, from the first line on."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        if self.busy is not None:
-            self.busy.turn(step)
-        spent = time.process_time() - (self.work.seconds if self.work else 0.0)
-        self.marks.append((time.perf_counter(), spent))
-        self.metrics.append(metrics)
-        if self.profiler is not None:
-            self.profiler.enable()
-
-    def close(self) -> None: ...
-
-    def between(self, clock: int, first: int) -> list[float]:
-        """The seconds from each line to the next, from the line `first` on."""
-        marks = [mark[clock] for mark in self.marks[first:]]
-        return [b - a for a, b in pairwise(marks)]
-
-
 async def reinforce(config: RunConfig, stamps: Stamps) -> None:
     """The reinforcement stage of a run, as `ludic train` runs it."""
     with tempfile.TemporaryDirectory() as where:
@@ -146,49 +122,46 @@ async def reinforce(config: RunConfig, stamps: Stamps) -> None:
             await stages.reinforce(0)
 
 
-# The device
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of Ludic's own updates."""
+    on_gpu, sums = args.device == "cuda", args.task == "sums"
+    busy = BusyMeter(args.warmup + args.updates) if on_gpu and sums else None
+    updates = args.warmup + args.updates + (busy is not None)
+    if sums:
+        config = run_of(args, turns=args.turns, updates=updates, device=args.device, host=False)
+    else:
+        config = gsm8k.run_of(args, updates=updates)
+    stamps, decoding = Stamps(busy=busy), DecodeClock()
+    with MemoryPeak(args.device) as peak, decoding.running():
+        asyncio.run(reinforce(config, stamps))
+    steps = stamps.between(0, args.warmup - 1)[: args.updates]
+    print("seconds of each update: " + ", ".join(f"{s:.3f}" for s in steps))
+    counted = stamps.metrics[args.warmup : args.warmup + args.updates]
+    for name in counted[-1]:
+        if name.endswith("_s") or name.startswith("perf/tokens"):
+            values = [metrics[name] for metrics in counted if name in metrics]
+            print(f"  {name}: median {statistics.median(values):.4f}, last {values[-1]:.4f}")
 
+    def median(*names: str) -> float:
+        return statistics.median(sum(line.get(name, 0.0) for name in names) for line in counted)
 
-class BusyMeter:
-    """Records what the GPU does between the log lines `first` and `first + 1`."""
-
-    def __init__(self, first: int) -> None:
-        self.first, self.share = first, 0.0
-        self._profiler: Any = None
-        self._began = 0.0
-
-    def turn(self, step: int) -> None:
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-
-        if step == self.first:
-            self._profiler = profile(activities=[ProfilerActivity.CUDA])
-            self._profiler.start()
-            torch.cuda.synchronize()
-            self._began = time.perf_counter()
-        elif self._profiler is not None and step == self.first + 1:
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - self._began
-            self._profiler.stop()
-            with tempfile.TemporaryDirectory() as where:
-                path = Path(where) / "trace.json"
-                self._profiler.export_chrome_trace(str(path))
-                self.share = busy_seconds(json.loads(path.read_text())) / seconds
-
-
-def busy_seconds(trace: Mapping[str, Any]) -> float:
-    """How long at least one kernel or copy ran, of a trace in Chrome's format."""
-    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    spans = sorted(
-        (float(e["ts"]), float(e["ts"]) + float(e["dur"]))
-        for e in trace["traceEvents"]
-        if e.get("cat") in kinds and "dur" in e
-    )
-    total, until = 0.0, float("-inf")
-    for begin, end in spans:
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total / 1e6
+    marks = [mark for mark, _ in stamps.marks]
+    step_ms = decoding.median_ms(marks[args.warmup - 1], marks[args.warmup + args.updates - 1])
+    torch_peaks = [line.get("perf/gpu_mem_peak_mb", 0.0) for line in stamps.metrics]
+    return {
+        "step_s": round(statistics.median(steps), 4),
+        "wait_s": round(median("perf/wait_for_batch_s", "perf/wait_for_next_batch_s"), 4),
+        "train_s": round(median("perf/forward_backward_s", "perf/optimizer_s"), 4),
+        "publish_s": round(median("perf/publish_s"), 4),
+        "decode_step_ms": None if step_ms is None else round(step_ms, 3),
+        "peak_gb": None if peak.gb is None else round(peak.gb, 2),
+        "torch_peak_gb": round(max(torch_peaks) * 2**20 / 1e9, 2) if on_gpu else None,
+        "mfu": round(median("perf/mfu"), 4) if on_gpu else None,
+        "mean_tokens": round(median("train/completion_tokens_mean"), 1),
+        "mean_reward": round(statistics.fmean(line["train/reward_mean"] for line in counted), 4),
+        "trained_rows": median("train/samples"),
+        "device_busy": round(busy.share, 3) if busy else None,
+    }
 
 
 # The host
@@ -285,51 +258,74 @@ def host_us(args: argparse.Namespace, turns: int) -> tuple[float, float]:
     return statistics.fmean(each), min(each)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
+    """The command line. What a task has its own defaults for is None unless it is given."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--task", choices=("sums", "gsm8k"), default="sums")
+    parser.add_argument("--data", type=Path, help="a folder with GSM8K's train.jsonl")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", default="tiny", help="tiny, or a folder")
-    parser.add_argument("--shape", choices=("0.5b",), help="random weights of Qwen2.5-0.5B's shape")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights, and --model's tokenizer")
+    parser.add_argument("--lora", type=int, help="train an adapter of this rank (gsm8k)")
     parser.add_argument("--turns", type=int, choices=(1, 4), default=1)
-    parser.add_argument("--episodes", type=int, default=512, help="per update")
-    parser.add_argument("--group", type=int, default=16)
+    parser.add_argument("--episodes", type=int, help="per update")
+    parser.add_argument("--group", type=int)
     parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--host-updates", type=int, default=7, help="0: leave the host out")
+    parser.add_argument("--host-updates", type=int, help="0: leave the host out")
     parser.add_argument("--warmup", type=int, default=2, help="updates that are not counted")
-    parser.add_argument("--max-tokens", type=int, default=24)
-    parser.add_argument("--trl-updates", type=int, default=6, help="0: leave TRL out")
-    parser.add_argument("--slots", type=int, default=512)
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--context", type=int, help="prompt plus completion (gsm8k)")
+    parser.add_argument("--learning-rate", type=float, help="(gsm8k)")
+    parser.add_argument("--slots", type=int, help="sequences that are sampled together")
     parser.add_argument("--workers", type=int, default=0, help="processes that play the episodes")
     parser.add_argument("--overlap", action="store_true", help="sample ahead")
     parser.add_argument("--precision", choices=get_args(Precision), help="as in a run file")
     parser.add_argument("--no-rollouts", action="store_true", help="rollouts are not written")
     parser.add_argument("--profile", type=int, choices=(1, 4), help="of the host, with such turns")
+    parser.add_argument("--peer", action="store_true", help="TRL too, as sums have it anyway")
+    parser.add_argument("--no-trl", action="store_true", help="leave TRL out")
+    parser.add_argument("--only-trl", action="store_true", help="leave Ludic out")
+    parser.add_argument("--trl-updates", type=int, default=6, help="0: leave TRL out")
+    parser.add_argument(
+        "--trl-rows", type=int, nargs="+", help="rows a pass; those after it if it does not fit"
+    )
+    parser.add_argument("--trl-vllm-memory", type=float, default=0.3, help="vLLM's share")
+    parser.add_argument("--trl-checkpointing", action="store_true", help="TRL recomputes")
+    parser.add_argument("--trl-limit-s", type=float, help="for each of TRL's processes")
     args = parser.parse_args()
+    if args.warmup < 1 or (args.only_trl and args.no_trl):
+        parser.error("--warmup must be at least 1, and --only-trl contradicts --no-trl")
+    if args.task == "gsm8k":
+        if args.data is None or args.model == "tiny" or args.turns != 1:
+            parser.error("gsm8k needs --data FOLDER and --model FOLDER, and has one turn")
+        gsm8k.settle(args)
+    for name, value in SUMS.items():
+        if args.task == "sums" and getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
+
+
+def main() -> None:
+    args = arguments()
     if args.shape:
-        args.model = random_half_billion(args.model)
-    figures: dict[str, Any] = {"benchmark": "loop"} | {
-        name: getattr(args, name) for name in ("device", "model", "turns", "episodes", "group")
+        args.model = random_folder(args.shape, args.model)
+    names = ("task", "device", "model", "shape", "lora", "turns", "episodes", "group", "max_tokens")
+    figures: dict[str, Any] = {"benchmark": "loop"} | {name: getattr(args, name) for name in names}
+    beside = args.peer or (args.task == "sums" and args.updates > 0)
+    trl: dict[str, Any] = {"trl_step_s": None, "trl_peak_gb": None}
+    if args.only_trl or (beside and args.trl_updates and not args.no_trl):
+        trl |= trl_figures(args)
+    if args.updates and not args.only_trl:
+        figures |= measure(args)
+    figures |= trl
+    ratios = {
+        "speedup_vs_trl": ("trl_step_s", "step_s"),
+        "memory_vs_trl": ("peak_gb", "trl_peak_gb"),
     }
-    cuda = args.device == "cuda"
-    if args.updates:
-        busy = BusyMeter(args.warmup + args.updates) if cuda else None
-        stamps = Stamps(busy=busy)
-        updates = args.warmup + args.updates + cuda
-        config = run_of(args, turns=args.turns, updates=updates, device=args.device, host=False)
-        asyncio.run(reinforce(config, stamps))
-        steps = stamps.between(0, args.warmup - 1)[: args.updates]
-        print("seconds of each update: " + ", ".join(f"{s:.3f}" for s in steps))
-        counted = stamps.metrics[args.warmup : args.warmup + args.updates]
-        for name in counted[-1]:
-            if name.endswith("_s") or name.startswith("perf/tokens"):
-                values = [metrics[name] for metrics in counted if name in metrics]
-                print(f"  {name}: median {statistics.median(values):.4f}, last {values[-1]:.4f}")
-        figures["step_s"] = round(statistics.median(steps), 4)
-        figures["device_busy"] = round(busy.share, 3) if busy else None
-        trl = trl_step_s(args) if args.trl_updates else None
-        figures["trl_step_s"] = trl
-        figures["speedup_vs_trl"] = round(trl / figures["step_s"], 2) if trl else None
-    if args.host_updates:
+    for name, (above, below) in ratios.items():
+        both = figures.get(above) and figures.get(below)
+        figures[name] = round(figures[above] / figures[below], 2) if both else None
+    if args.host_updates and not args.only_trl:
         mean, best = host_us(args, 1)
         further, best_further = host_us(args, FURTHER_TURNS)
         between = FURTHER_TURNS - 1
