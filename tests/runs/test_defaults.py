@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ludic.inference import LocalChatClient, SamplingConfig
 from ludic.rollouts import RolloutEngine
-from ludic.runs.assemble import trainer_config
 from ludic.runs.episodes import inference_spec
+from ludic.runs.model import trainer_config
 from ludic.runs.settings import (
     InferenceSection,
     SamplingSection,

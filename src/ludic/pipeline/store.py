@@ -54,7 +54,7 @@ _KEYS = ("requests", "groups", "units", "meta", "actors", "trainer")
 
 @cache
 def read_scripts() -> dict[str, str]:
-    """Returns the scripts of `scripts.lua` by name, each after the pieces that its heading names."""
+    """Returns the scripts of `scripts.lua` by name, each after the pieces that it names."""
     keys = "\n".join(f"local {name} = KEYS[{i}]" for i, name in enumerate(_KEYS, start=1))
     pieces: dict[str, str] = {}
     scripts: dict[str, str] = {}

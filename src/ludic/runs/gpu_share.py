@@ -11,9 +11,8 @@ from torch import nn
 from ludic.inference.vllm.memory import ServerNeed, server_need, share_beside_trainer
 from ludic.plumbing.model_parts import config_facts
 from ludic.plumbing.precision import sampling_dtype
-from ludic.runs.assemble import algorithm_of
 from ludic.runs.locate import locate
-from ludic.runs.model import build_model, precision_of
+from ludic.runs.model import algorithm_of, build_model, precision_of
 from ludic.runs.settings import RunConfig
 from ludic.sharding.ranks import launched
 from ludic.training import TrainerConfig

@@ -18,7 +18,7 @@ from ludic.eval.headline import USUAL
 from ludic.interaction import Runtime
 from ludic.rollouts import FixedMix, RolloutWriter, read_rollouts, replay
 from ludic.rollouts.storage import write_rollouts
-from ludic.runs.check import check_programs
+from ludic.runs.check_episodes import check_programs
 from ludic.runs.episodes import inference_spec, make_importable, requests_of, rollout_engine
 from ludic.runs.evaluation import evaluate_policy
 from ludic.runs.locate import locate

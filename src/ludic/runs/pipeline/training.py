@@ -30,7 +30,7 @@ from ludic.pipeline import (
 )
 from ludic.pipeline.local_redis import dismiss, end_with_us
 from ludic.rollouts import Curriculum
-from ludic.runs.assemble import sample_filter_of
+from ludic.runs.model import sample_filter_of
 from ludic.runs.pipeline.acting import actor_log
 from ludic.runs.pipeline.address import (
     URL_VARIABLE,
