@@ -22,14 +22,10 @@ from ludic.training.update.planning import trainer_bytes
 
 def trainer_settings(config: RunConfig) -> TrainerConfig:
     """Returns the settings that the memory of an update depends on."""
-    training = config.training
+    names = {"max_seq_len", "micro_token_budget", "gradient_checkpointing"}
+    names |= {"compile", "head_kernels"}
     return TrainerConfig(
-        max_seq_len=training.max_seq_len,
-        micro_token_budget=training.micro_token_budget,
-        gradient_checkpointing=training.gradient_checkpointing,
-        compile=training.compile,
-        head_kernels=training.head_kernels,
-        precision=precision_of(config),
+        **config.training.model_dump(include=names), precision=precision_of(config)
     )
 
 

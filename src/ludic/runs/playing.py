@@ -59,11 +59,6 @@ def env_to_play(env: str, settings: Sequence[str]) -> EnvSpec:
     return EnvSpec(env, options)
 
 
-async def watch(env: EnvSpec, run: str, *, seed: int) -> list[Rollout]:
-    """Plays one episode of `env` with the run's model."""
-    return await watch_model(env, *locate(run), seed=seed)
-
-
 async def watch_model(
     env: EnvSpec, config: RunConfig, weights: Path | None, *, seed: int
 ) -> list[Rollout]:

@@ -17,11 +17,11 @@ from ludic.inference.templates.plain_tokenizer import load_plain_tokenizer
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.interaction import Runtime
 from ludic.pipeline.actor import Accepts, ActorConfig, ActorReport, only, run_pipeline_actor
-from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutRequest
 from ludic.runs.check_episodes import check_programs
 from ludic.runs.episodes import (
     import_user_modules,
     inference_spec,
+    requests_of,
     rollout_engine,
     runtime_of,
     with_template,
@@ -74,12 +74,7 @@ async def act_for(
 
 def accepted(config: RunConfig) -> Accepts:
     """Accepts what the run's own environments and protocol are, and nothing else."""
-    return only(_requests(config))
-
-
-def _requests(config: RunConfig) -> list[RolloutRequest]:
-    protocol = ProtocolSpec(config.protocol.kind, config.protocol.kwargs)
-    return [RolloutRequest(EnvSpec(s.kind, s.kwargs), protocol) for s in config.env]
+    return only(request for request, _ in requests_of(config).values())
 
 
 @asynccontextmanager
