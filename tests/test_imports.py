@@ -86,9 +86,9 @@ from ludic.inference.templates.plain_tokenizer import load_plain_tokenizer
 from ludic.pipeline import run_pipeline_actor
 from ludic.runs.episodes import import_user_modules, rollout_engine, runtime_of
 from ludic.runs.pipeline.acting import accepted, act_for
-from ludic.runs.pipeline.address import read_run
+from ludic.runs.locate import read_run
 from ludic.inference import VLLMChatClient
-import ludic.cli.training
+import ludic.cli.sampling
 config, modules, _ = read_run(sys.argv[1])
 import_user_modules(config, modules)
 client = VLLMChatClient(config.inference.servers, model="m")

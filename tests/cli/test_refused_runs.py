@@ -238,7 +238,7 @@ def test_players_are_made_for_the_seats_that_there_are(monkeypatch: pytest.Monke
     def protocol(kind: str, runtime: Any, **_: Any) -> MultiAgentProtocol:
         return MultiAgentProtocol({}, default=player)
 
-    monkeypatch.setattr("ludic.runs.check.make_protocol", protocol)
+    monkeypatch.setattr("ludic.runs.check_episodes.make_protocol", protocol)
     check_parts(parse_run('[env]\nkind = "tic_tac_toe_two_player"\n'))
     assert set(asked) == {"X", "O"}
 

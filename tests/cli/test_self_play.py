@@ -95,7 +95,7 @@ def test_self_play_that_cannot_be_is_refused(
 def test_when_past_opponents_are_taken_cannot_change_on_the_way(
     ludic: Ludic, tmp_path: Path
 ) -> None:
-    from ludic.runs.locate import find_run
+    from ludic.runs.settings import find_run
     from ludic.runs.storage.folder import RunFolder
 
     config, _ = find_run("tic-tac-toe-self-play", TINY)

@@ -18,8 +18,8 @@ from ludic.errors import ConfigError, PipelineError
 from ludic.pipeline.local_redis import LocalRedis
 from ludic.rollouts import read_rollouts, read_token_log
 from ludic.runs.episodes import requests_of
+from ludic.runs.locate import read_run
 from ludic.runs.pipeline.acting import accepted
-from ludic.runs.pipeline.address import read_run
 from ludic.runs.run import Run
 from ludic.runs.storage.rollout_log import rollout_file, token_file
 from ludic.types import EnvSpec, ProtocolSpec

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ludic.cli import training as command
+from ludic.cli import sampling as command
 from ludic.errors import ConfigError, PipelineError
 from ludic.pipeline import PipelineConfig
 from ludic.pipeline.store import Store
-from ludic.runs.pipeline.address import find_pipeline, read_run
+from ludic.runs.locate import read_run
+from ludic.runs.pipeline.address import find_pipeline
 from ludic.runs.pipeline.status import read_status, status_table
 from ludic.runs.run import Run
 from ludic.runs.storage.folder import RunFolder

@@ -8,18 +8,16 @@ from pathlib import Path
 
 from ludic.inference import LocalChatClient, SamplingConfig
 from ludic.rollouts import RolloutEngine
-from ludic.runs.assemble import trainer_config
 from ludic.runs.episodes import inference_spec
+from ludic.runs.model import trainer_config
 from ludic.runs.settings import (
     InferenceSection,
-    RunConfig,
     SamplingSection,
     TrainingSection,
     parse_run,
 )
-from ludic.runs.settings.base import Section, section_of
-from ludic.runs.settings.reference import DESCRIPTIONS, reference_table
 from ludic.training import CheckpointConfig, TrainerConfig
+from tools import settings_page
 
 RUN = parse_run('[env]\nkind = "tic_tac_toe"\n')
 OF_THE_RUN = {"total_steps", "seed", "checkpoint", "run_dir", "eval_every", "precision"}
@@ -53,21 +51,14 @@ def test_the_engines_have_the_runs_defaults() -> None:
     assert inference_spec(RUN).sampling == plain
 
 
-def test_every_key_says_what_it_does_and_nothing_else_is_described() -> None:
-    seen: dict[str, set[str]] = {}
-
-    def look(section: type[Section], name: str) -> None:
-        for key, field in section.model_fields.items():
-            inner = section_of(field.annotation)
-            if inner is not None:
-                look(inner, f"{name}.{key}" if name else key)
-            elif name:
-                seen.setdefault(name, set()).add(key)
-
-    look(RunConfig, "")
-    assert {name: set(keys) for name, keys in DESCRIPTIONS.items()} == seen
+def test_every_key_says_what_it_does_and_nothing_else_is_described(repo_root: Path) -> None:
+    page = (repo_root / "docs" / "run_file.md").read_text(encoding="utf-8")
+    texts = settings_page.descriptions(page)
+    assert texts.keys() == set(settings_page.keys())
+    assert all(text.strip() for text in texts.values())
 
 
 def test_the_docs_table_is_that_of_the_settings(repo_root: Path) -> None:
     page = (repo_root / "docs" / "run_file.md").read_text(encoding="utf-8")
-    assert reference_table(RunConfig) in page, "write it with: python -m ludic.runs.settings"
+    tables = settings_page.reference(settings_page.descriptions(page))
+    assert tables in page, "write them with: python -m tools.settings_page --write"

@@ -8,7 +8,7 @@ import pytest
 
 from ludic.errors import ConfigError
 from ludic.inference.addresses import find_key
-from ludic.runs.pipeline.address import read_run
+from ludic.runs.locate import read_run
 from ludic.runs.run import Run
 from ludic.runs.settings import load_run, parse_run
 from ludic.runs.storage.folder import RunFolder
@@ -43,7 +43,7 @@ def test_a_stored_run_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> No
     (tmp_path / "origin.json").write_text("{}")
     with pytest.raises(ConfigError, match="cannot read"):
         RunFolder.open(tmp_path).config()
-    with pytest.raises(ConfigError, match="not a run folder"):
+    with pytest.raises(ConfigError, match="cannot read"):
         read_run(str(tmp_path))
 
 

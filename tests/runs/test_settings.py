@@ -13,8 +13,7 @@ import torch
 from ludic.errors import ConfigError
 from ludic.plumbing.precision import DEFAULT_ON_A_GPU, Precision, weights_dtype
 from ludic.rollouts import RolloutEngine
-from ludic.runs.assemble import trainer_config
-from ludic.runs.model import build_model, precision_of
+from ludic.runs.model import build_model, precision_of, trainer_config
 from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig, Section, load_run, parse_run
 

@@ -9,8 +9,7 @@ import pytest
 import ludic
 from ludic.errors import ConfigError
 from ludic.plumbing.arguments import near_names
-from ludic.runs.assemble import algorithm_of
-from ludic.runs.model import build_model, load_tokenizer
+from ludic.runs.model import algorithm_of, build_model, load_tokenizer
 from ludic.runs.players.scoring import check_scoring
 from ludic.runs.settings import parse_run
 

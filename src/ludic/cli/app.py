@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import typer
 
-from ludic.cli import episodes, looking, sharing, training
+from ludic.cli import episodes, looking, sampling, sharing, training
 
 app = typer.Typer(
     name="ludic",
@@ -16,8 +16,8 @@ app = typer.Typer(
 )
 app.command()(training.train)
 app.command()(training.sft)
-app.command()(training.actor)
-app.add_typer(training.pipeline, name="pipeline")
+app.command()(sampling.actor)
+app.add_typer(sampling.pipeline, name="pipeline")
 app.command("eval")(episodes.evaluate)
 app.command()(episodes.play)
 app.command()(episodes.generate)
@@ -27,7 +27,7 @@ app.command()(looking.calibrate)
 app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)(training.serve)
+)(sampling.serve)
 app.command()(looking.envs)
 app.command()(looking.algorithms)
 app.command()(sharing.init)

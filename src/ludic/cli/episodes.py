@@ -88,13 +88,14 @@ def play(
 
     from ludic.envs import build_env
     from ludic.envs.running.play import play_by_hand
-    from ludic.runs.playing import env_to_play, watch
+    from ludic.runs.locate import locate
+    from ludic.runs.playing import env_to_play, watch_model
     from ludic.runs.results.terminal import episode_text, say
 
     spec = env_to_play(env, settings or [])
     if model is None:
         raise SystemExit(play_by_hand(build_env(spec), seed=seed))
-    rollouts = asyncio.run(watch(spec, str(model), seed=seed))
+    rollouts = asyncio.run(watch_model(spec, *locate(model), seed=seed))
     for rollout in rollouts:
         say(Text(str(rollout.agent_id), "bold") if len(rollouts) > 1 else "")
         say(episode_text(rollout))

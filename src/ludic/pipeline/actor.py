@@ -9,9 +9,8 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from ludic.errors import (
     SerializationError,
 )
 from ludic.inference.client import ChatClient
-from ludic.pipeline.messages import Group, SizeLimits, Unit, group_message, read_unit
+from ludic.pipeline.messages import Group, Unit, group_message, read_unit
 from ludic.pipeline.policies import AmbiguousVersionError, StoredPolicy, load_policy, stamped
 from ludic.pipeline.store import NoAnswerError, PipelineConfig, Store, entries, policy_of
 from ludic.rollouts.engine import RolloutEngine
@@ -37,25 +36,23 @@ Accepts = Callable[[RolloutRequest], str | None]
 
 _POLL_S = (0.02, 0.3)
 _TAKE = 32
+_POLICY_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class ActorConfig:
     """`concurrency` is how many episodes run at once. `lease_s` is how long a unit stays this
-    actor's without a heartbeat. `name` must differ between actors; None: made up. A unit whose
-    trainer went away is waited for up to `idle_s`; None: for as long as the run goes on. One that
-    is told to stop waits for a Redis that does not answer for `stop_s` at most."""
+    actor's without a heartbeat. `name` must differ between actors; None: made up. One that is told
+    to stop waits for a Redis that does not answer for `stop_s` at most."""
 
     concurrency: int = 64
     lease_s: float = 30.0
     name: str | None = None
-    idle_s: float | None = None
-    policy_s: float = 120.0
     stop_s: float = 5.0
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1 or not min(self.lease_s, self.policy_s, self.stop_s) > 0:
-            raise ConfigError(f"{self}: concurrency >= 1, lease_s, policy_s and stop_s > 0")
+        if self.concurrency < 1 or not min(self.lease_s, self.stop_s) > 0:
+            raise ConfigError(f"{self}: concurrency >= 1, lease_s and stop_s > 0")
 
 
 @dataclass(slots=True)
@@ -79,7 +76,6 @@ async def run_pipeline_actor(
     accepts: Accepts,
     client: ChatClient | None = None,
     cfg: ActorConfig | None = None,
-    limits: SizeLimits | None = None,
     stop: asyncio.Event | None = None,
 ) -> ActorReport:
     """Works until the run ends, which nobody samples for any more, or until `stop` is set; then it
@@ -91,7 +87,7 @@ async def run_pipeline_actor(
     the trainer's files is brought to each new policy while its requests go on; without one, the
     weights are somebody else's concern (vLLM's publisher).
     """
-    return await Actor(pipeline, engine, accepts, client, cfg or ActorConfig(), limits).run(
+    return await Actor(pipeline, engine, accepts, client, cfg or ActorConfig()).run(
         stop or asyncio.Event()
     )
 
@@ -107,14 +103,12 @@ class Actor:
         accepts: Accepts,
         client: ChatClient | None,
         cfg: ActorConfig,
-        limits: SizeLimits | None,
     ) -> None:
         made_up = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.cfg, self.name = cfg, cfg.name or made_up
         self.report = ActorReport(self.name)
         self._store = Store(pipeline)
         self._engine, self._accepts, self._client = engine, accepts, client
-        self._limits = limits
         self._lock = threading.Lock()
         self._held: dict[str, asyncio.Task[None]] = {}
         self._sending: set[str] = set()
@@ -160,8 +154,7 @@ class Actor:
 
     async def _work(self, stop: asyncio.Event) -> str:
         """Takes units until there is a reason to stop, which it returns."""
-        pause, idle_since = _POLL_S[0], time.monotonic()
-        episodes_per_unit = 1
+        pause, episodes_per_unit = _POLL_S[0], 1
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -179,9 +172,7 @@ class Actor:
                     episodes_per_unit = sum(r.num_episodes for r in unit.requests)
                 self._begin(entry, unit)
             if taken or self._held:
-                pause, idle_since = _POLL_S[0], time.monotonic()
-            elif self.cfg.idle_s is not None and time.monotonic() - idle_since > self.cfg.idle_s:
-                return f"nothing was asked for in {self.cfg.idle_s:.3g} s"
+                pause = _POLL_S[0]
             if not taken:
                 await self._pause(stop, pause)
                 pause = min(pause * 1.5, _POLL_S[1])
@@ -211,7 +202,7 @@ class Actor:
     def _read(self, number: int, message: bytes) -> Unit | Group:
         """The unit to run, or the group that says why it is refused."""
         try:
-            unit = read_unit(message, self._limits)
+            unit = read_unit(message)
         except SchemaVersionError:
             raise  # it stays in the stream, for an actor that can read it
         except SerializationError as exc:
@@ -241,7 +232,7 @@ class Actor:
 
     async def _carry_out(self, entry: str, unit: Unit | Group) -> None:
         group = unit if isinstance(unit, Group) else await self._sample(unit)
-        message = await asyncio.to_thread(group_message, group, self._limits)
+        message = await asyncio.to_thread(group_message, group)
         tokens = sum(rollout.num_tokens for rollout in group.rollouts)
         self._sending.add(entry)
         sent = (self.name, entry, group.number, message, tokens)
@@ -286,13 +277,13 @@ class Actor:
 
     async def _policy_at_least(self, serial: int) -> None:
         try:
-            async with asyncio.timeout(self.cfg.policy_s), self._policy_changed:
+            async with asyncio.timeout(_POLICY_S), self._policy_changed:
                 await self._policy_changed.wait_for(
                     lambda: self._seen and self._seen[-1].serial >= serial
                 )
         except TimeoutError as exc:
             raise PipelineError(
-                f"waited {self.cfg.policy_s:.3g} s for policy {serial} of the run "
+                f"waited {_POLICY_S:.3g} s for policy {serial} of the run "
                 f"{self._store.config.run!r}; this actor has "
                 f"{self._seen[-1].serial if self._seen else 'none'}"
             ) from exc
@@ -356,14 +347,13 @@ class Actor:
                 self._loop.call_soon_threadsafe(self._give_up, lost)
 
 
-def only(requests: Mapping[str, RolloutRequest] | list[RolloutRequest]) -> Accepts:
+def only(requests: Iterable[RolloutRequest]) -> Accepts:
     """Accepts requests for exactly the environments and protocols of these, with the arguments
     that these have; seeds, labels and sampling settings may differ."""
-    mine = list(requests.values() if isinstance(requests, Mapping) else requests)
-    known = [(r.env, r.protocol) for r in mine]
+    own = [(request.env, request.protocol) for request in requests]
 
     def accepts(request: RolloutRequest) -> str | None:
-        if (request.env, request.protocol) in known:
+        if (request.env, request.protocol) in own:
             return None
         return (
             f"it asks for environment {request.env.kind!r} under protocol "

@@ -13,7 +13,7 @@ from typing import Any, Self
 from ludic.errors import CheckpointError, DeadlineError, PipelineError
 from ludic.pipeline.lease import TrainerLease
 from ludic.pipeline.ledger import Bounds, Ledger, UnitFeed
-from ludic.pipeline.messages import Group, SizeLimits, unit_message
+from ludic.pipeline.messages import Group, unit_message
 from ludic.pipeline.reading import (
     BadGroup,
     BadGroups,
@@ -25,7 +25,6 @@ from ludic.pipeline.reading import (
 )
 from ludic.pipeline.store import LostRunError, entries, flat
 from ludic.rollouts.curricula import Curriculum
-from ludic.rollouts.requests import RequestStrategy
 from ludic.rollouts.storage import BufferedWriter, RolloutWriterLike, write_rollouts
 from ludic.saw.assembly import batch_from_rollouts
 from ludic.saw.filters import SampleFilter
@@ -42,6 +41,7 @@ _log = logging.getLogger("ludic.pipeline")
 _POLL_S = (0.01, 0.2)
 _READ = 64
 _ASK_AGAIN_S = 10.0
+_MAX_EMPTY = 8
 
 
 class PipelineBatchSource(BatchSource):
@@ -64,26 +64,21 @@ class PipelineBatchSource(BatchSource):
         rollouts_per_update: int,
         checkpoint_every: int | None = None,
         max_steps: int = 100,
-        request_strategy: RequestStrategy | None = None,
         sample_filter: SampleFilter | None = None,
-        merge: bool = True,
         lost_member: LostMember = "drop_group",
         max_lag: int = 1,
         stale: StalePolicy = "wait",
         in_order: bool = True,
         bounds: Bounds | None = None,
-        limits: SizeLimits | None = None,
         writer: RolloutWriterLike | None = None,
         wait_s: float = 3600.0,
-        max_empty_batches: int = 8,
     ) -> None:
         self.lease, self.writer = lease, writer
         self.algorithm: RLAlgorithm = algorithm
-        self.sample_filter, self.merge, self.lost_member = sample_filter, merge, lost_member
+        self.sample_filter, self.lost_member = sample_filter, lost_member
         self.max_steps, self.max_lag, self.stale = max_steps, max_lag, stale
-        self.in_order, self.limits, self.wait_s = in_order, limits, wait_s
-        self.max_empty_batches = max_empty_batches
-        self._feed = UnitFeed(request_fn, algorithm, rollouts_per_update, request_strategy)
+        self.in_order, self.wait_s = in_order, wait_s
+        self._feed = UnitFeed(request_fn, algorithm, rollouts_per_update)
         self.groups_per_update = self._feed.groups_per_update
         check_staleness(max_lag, stale)
         self.bounds = (bounds or Bounds()).checked(
@@ -166,10 +161,9 @@ class PipelineBatchSource(BatchSource):
     # Batches
 
     async def next_batch(self) -> SAWBatch:
-        """The next batch. If one turns out empty, the next is tried, up to `max_empty_batches` in
-        all."""
+        """The next batch. If one turns out empty, the next is tried, up to eight in all."""
         await self.open()
-        return await first_filled(self._batch, self.max_empty_batches)
+        return await first_filled(self._batch, _MAX_EMPTY)
 
     async def _batch(self, drops: Counter[str]) -> SAWBatch:
         before = Counter(self.ledger.dropped)
@@ -189,7 +183,6 @@ class PipelineBatchSource(BatchSource):
             rollouts,
             self.algorithm.credit_assigner,
             sample_filter=self.sample_filter,
-            merge=self.merge,
             lost_member=self.lost_member,
             drops=drops,
             meta={
@@ -279,7 +272,7 @@ class PipelineBatchSource(BatchSource):
             if number not in self.ledger.outstanding or number in self._groups:
                 continue
             unit = self.ledger.unit(number, max_steps=self.max_steps, policy=self.lease.serial)
-            self._groups[number] = await asyncio.to_thread(open_group, message, unit, self.limits)
+            self._groups[number] = await asyncio.to_thread(open_group, message, unit)
         return found[-1][0] if found else ""
 
     # Asking

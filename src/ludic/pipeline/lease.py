@@ -34,7 +34,7 @@ COSTS = {
 @dataclass(frozen=True, slots=True)
 class Acquired:
     """What a trainer finds: which attempt at the run it is, the number of the next unit, the first
-    that is not committed, and every unit from there on, as in `ludic.pipeline.scripts`."""
+    that is not committed, and every unit from there on, as in `scripts.lua`."""
 
     attempt: int
     next: int

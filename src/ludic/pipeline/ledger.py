@@ -18,7 +18,7 @@ from msgspec import structs
 from ludic.errors import CheckpointError, ConfigError
 from ludic.pipeline.messages import Unit
 from ludic.rollouts.curricula import Curriculum
-from ludic.rollouts.requests import RequestStrategy, RolloutRequest
+from ludic.rollouts.requests import RolloutRequest
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.rollout_batch_source import RequestFeed, RequestFn
 from ludic.types import Rollout, from_json, to_json
@@ -195,9 +195,8 @@ class UnitFeed:
         source: RequestFn | Curriculum,
         algorithm: RLAlgorithm,
         rollouts_per_update: int,
-        strategy: RequestStrategy | None,
     ) -> None:
-        self._feed = RequestFeed(source, algorithm, strategy, rollouts_per_update)
+        self._feed = RequestFeed(source, algorithm, None, rollouts_per_update)
         size = algorithm.group_size or self._feed.strategy.group_size
         self.groups_per_update = rollouts_per_update // size
         self._rollouts_per_update = rollouts_per_update

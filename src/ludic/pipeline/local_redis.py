@@ -38,20 +38,16 @@ def find_redis_server() -> str:
 
 
 class LocalRedis:
-    """Starts and ends a `redis-server`. Its data is kept in `folder`, so that a run can go on.
+    """Starts and ends a `redis-server`. Its data is kept in `folder`, so that a run can be resumed.
 
     It listens on a unix socket alone, in a folder that only this user can open. Everything that it
     confirms is on disk (`appendfsync always`). If this process dies, the server ends too.
-    `settings` are further lines of its configuration.
     """
 
-    def __init__(
-        self, folder: str | Path, *, password: str | None = None, settings: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._server = find_redis_server()
-        self._password = password or secrets.token_urlsafe(24)
-        self._settings = settings
+        self._password = secrets.token_urlsafe(24)
         # A socket's path has at most 107 characters, so it cannot be in the run's folder.
         self._sockets = Path(tempfile.mkdtemp(prefix="ludic-redis-"))
         self._process: subprocess.Popen[bytes] | None = None
@@ -81,7 +77,6 @@ class LocalRedis:
             "appendfsync always",
             f'logfile "{(self.folder / "redis.log").resolve()}"',
             "daemonize no",
-            *self._settings,
         )
         # On its standard input: an argument would show the password to everyone.
         self._process = subprocess.Popen(

@@ -112,23 +112,23 @@ def unit_message(unit: Unit) -> bytes:
     return pack("unit", _Unit(unit.number, requests, unit.prefix, unit.max_steps, unit.policy))
 
 
-def read_unit(message: bytes, limits: SizeLimits | None = None) -> Unit:
+def read_unit(message: bytes) -> Unit:
     """Raises `SerializationError` for what is no unit."""
-    body: _Unit = unpack("unit", message, limits, _Unit)
+    body: _Unit = unpack("unit", message, cls=_Unit)
     if not body.requests:
         raise SerializationError("a unit of work without requests")
     requests = tuple(from_json(RolloutRequest, request) for request in body.requests)
     return Unit(body.number, requests, body.prefix, body.max_steps, body.policy)
 
 
-def group_message(group: Group, limits: SizeLimits | None = None) -> bytes:
+def group_message(group: Group) -> bytes:
     rollouts = [_put_rollout(rollout) for rollout in group.rollouts]
-    return pack("group", _Group(group.number, group.actor, group.refused, rollouts), limits)
+    return pack("group", _Group(group.number, group.actor, group.refused, rollouts))
 
 
-def read_group(message: bytes, limits: SizeLimits | None = None) -> Group:
+def read_group(message: bytes) -> Group:
     """Raises `SerializationError` for what is no group."""
-    body: _Group = unpack("group", message, limits, _Group)
+    body: _Group = unpack("group", message, cls=_Group)
     try:
         rollouts = tuple(map(_get_rollout, body.rollouts))
     except (DataError, ValueError, TypeError, OverflowError) as exc:

@@ -14,7 +14,7 @@ from ludic.errors import (
     SchemaVersionError,
     SerializationError,
 )
-from ludic.pipeline.messages import Group, SizeLimits, Unit, read_group
+from ludic.pipeline.messages import Group, Unit, read_group
 from ludic.rollouts.requests import RolloutRequest
 from ludic.types import to_json
 
@@ -55,11 +55,11 @@ class BadGroups:
             )
 
 
-def open_group(message: bytes, unit: Unit, limits: SizeLimits | None = None) -> Group | BadGroup:
+def open_group(message: bytes, unit: Unit) -> Group | BadGroup:
     """The group in a message. Raises `SchemaVersionError` for one of a newer version of Ludic: it
     stays where it is, for a trainer that can read it."""
     try:
-        group = read_group(message, limits)
+        group = read_group(message)
     except SchemaVersionError:
         raise
     except SerializationError as exc:

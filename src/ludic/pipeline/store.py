@@ -17,11 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ludic.errors import ConfigError, MissingExtraError, PipelineError
 from ludic.inference.addresses import without_user
-from ludic.pipeline import scripts
 
 try:
     import redis
@@ -47,6 +48,24 @@ T = TypeVar("T")
 _PASSING = (ConnectionError, TimeoutError, BusyLoadingError, OutOfMemoryError, ReadOnlyError)
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
 MAX_NAME = 200
+_LUA = Path(__file__).with_name("scripts.lua")
+_KEYS = ("requests", "groups", "units", "meta", "actors", "trainer")
+
+
+@cache
+def read_scripts() -> dict[str, str]:
+    """Returns the scripts of `scripts.lua` by name, each after the pieces that it names."""
+    keys = "\n".join(f"local {name} = KEYS[{i}]" for i, name in enumerate(_KEYS, start=1))
+    pieces: dict[str, str] = {}
+    scripts: dict[str, str] = {}
+    for part in _LUA.read_text(encoding="utf-8").split("\n--- ")[1:]:
+        heading, _, code = part.partition("\n")
+        kind, name, *needed = heading.split()
+        if kind == "piece":
+            pieces[name] = code
+        else:
+            scripts[name] = "\n".join([keys, *(pieces[piece] for piece in needed), code])
+    return scripts
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +113,7 @@ class Store:
         self._closed = threading.Event()
         self._until = math.inf
         prefix = f"ludic:{{{config.run}}}:"
-        self.keys = {name: prefix + name for name in scripts.KEYS}
+        self.keys = {name: prefix + name for name in _KEYS}
         over_tcp = {"socket_connect_timeout": config.call_s, "socket_keepalive": True}
         try:
             self._redis: Any = redis.Redis.from_url(
@@ -110,8 +129,7 @@ class Store:
                 f"or unix:// ({exc})"
             ) from exc
         self._scripts = {
-            name: self._redis.register_script(scripts.whole(script))
-            for name, script in scripts.SCRIPTS.items()
+            name: self._redis.register_script(script) for name, script in read_scripts().items()
         }
 
     def close(self) -> None:
@@ -132,7 +150,7 @@ class Store:
         if isinstance(answer, list) and answer and answer[0] == b"lost":
             raise LostRunError(
                 f"another trainer holds the run {self.config.run!r} on {self.config.shown}: this "
-                "one was away for longer than its lease, and must not go on"
+                "one was away for longer than its lease, and must not continue"
             )
         if isinstance(answer, list) and answer and answer[0] == b"emptied":
             raise EmptiedError(

@@ -3,70 +3,50 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeAlias
 
-from ludic.agents import Agent
-from ludic.envs import LudicEnv, build_env
-from ludic.envs.running.runner import close_env
 from ludic.errors import ConfigError
-from ludic.inference import HFChatTemplate, ScriptedChatClient
 from ludic.inference.tiny import tiny_tokenizer
-from ludic.interaction import Runtime
-from ludic.registry import make_protocol
-from ludic.runs.assemble import algorithm_of, sample_filter_of, sft_algorithm, trainer_config
-from ludic.runs.episodes import (
-    agents_of,
-    ask,
-    check_tools,
-    inference_spec,
-    requests_of,
-    tool_parser_of,
-    with_template,
+from ludic.runs.check_episodes import check_episodes
+from ludic.runs.episodes import inference_spec, requests_of, with_template
+from ludic.runs.model import (
+    algorithm_of,
+    build_model,
+    check_device,
+    sample_filter_of,
+    sft_algorithm,
+    trainer_config,
 )
-from ludic.runs.model import build_model, check_device, configuring
 from ludic.runs.players.scoring import check_scoring
 from ludic.runs.players.seating import check_seating
 from ludic.runs.players.teacher import load_teacher
 from ludic.runs.ranks import check_ranks
-from ludic.runs.settings import EnvSection, RunConfig
+from ludic.runs.settings import RunConfig
 from ludic.runs.settings.base import read_key
 from ludic.runs.settings.from_python import given_names
 from ludic.runs.updates import check_loggers
 from ludic.runs.vllm_backend import check_publishing
 from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment.value_tracker import TrackedAdvantage
-from ludic.types import EnvSpec
-
-Env: TypeAlias = LudicEnv[Any, Any, Any]
 
 
 def check_parts(config: RunConfig) -> None:
-    """Raises if a part of the run is missing, does not fit, or could never train. Environments that
-    are built for that are closed again."""
-    with ExitStack() as closing:
-        _check_parts(config, closing)
-
-
-def _check_parts(config: RunConfig, closing: ExitStack) -> None:
+    """Raises if a part of the run is missing, does not fit, or could never train."""
     check_device(config.model)
     with_template(config, tiny_tokenizer())  # raises if the file cannot be read
     check_ranks(config)
-    _check_pipeline(config)
+    if config.pipeline is not None:
+        from ludic.runs.pipeline.address import check_pipeline  # which needs the extra `redis`
+
+        check_pipeline(config)
     _check_workers(config)
     if config.model.name == "tiny":  # any other takes too long to load twice
         build_model(config)
     check_loggers(config)
     algorithm = algorithm_of(config)
-    envs = [_make_env(section, closing) for section in config.env]
-    for section in config.eval.env:
-        _make_env(section, closing)
-    agents = _make_agents(config)
-    _make_agents(config, held_out=True)
+    credit = algorithm.credit_assigner
+    tracked = credit if config.training.steps and isinstance(credit, TrackedAdvantage) else None
+    check_episodes(config, tracked)
     check_seating(config, algorithm)
     if config.sft is not None:
         _check_sft(config)
@@ -75,46 +55,10 @@ def _check_parts(config: RunConfig, closing: ExitStack) -> None:
     if config.training.steps:
         _check_training(config)
         _check_algorithm(config, algorithm)
-        if isinstance(algorithm.credit_assigner, TrackedAdvantage):
-            _check_tracking(config, algorithm.credit_assigner, envs, agents)
     elif config.sft is None or not config.sft.steps:
         raise ConfigError(
             "this run trains nothing: set training.steps or sft.steps above 0; `ludic eval` "
             "measures a model as it is"
-        )
-
-
-def check_programs(config: RunConfig, *, held_out: bool = False) -> None:
-    """Raises if this machine lacks a program that an environment or a tool of the run needs: for
-    what plays its episodes, or its held-out ones, without training."""
-    with ExitStack() as closing:
-        for section in config.eval.env if held_out and config.eval.env else config.env:
-            _make_env(section, closing)
-    _make_agents(config, held_out=held_out)
-
-
-def _check_pipeline(config: RunConfig) -> None:
-    """Raises if a run over Redis asks for what only one process can do."""
-    section, training = config.pipeline, config.training
-    if section is None:
-        return
-    rules = (
-        (not training.overlap, "training.overlap: actors sample ahead by themselves"),
-        (not training.dynamic_sampling, "training.dynamic_sampling: leave it out"),
-        (not training.past_opponents, "training.past_opponents: leave it out"),
-        (not training.workers, "training.workers: its actors are processes already"),
-    )
-    for ok, what in rules:
-        if not ok:
-            raise ConfigError(f"a run over Redis ([pipeline], --async) cannot have {what}")
-    # What is missing is said now, and not after the cold start.
-    import_module("ludic.pipeline.store")
-    if import_module("ludic.runs.pipeline.address").starts_redis(section):
-        import_module("ludic.pipeline.local_redis").find_redis_server()
-    if given := given_names(config.plain()):
-        raise ConfigError(
-            f"actors are other processes, and {', '.join(given)} is an object of this script: put "
-            "it into a module, and name it as module:name"
         )
 
 
@@ -127,31 +71,6 @@ def _check_workers(config: RunConfig) -> None:
             f"and {', '.join(given)} is an object of this script: put it into a module, or leave "
             "training.workers out"
         )
-
-
-def _make_env(section: EnvSection, closing: ExitStack) -> Env:
-    with configuring(f"environment {section.kind!r} with {section.kwargs}"):
-        env = build_env(EnvSpec(section.kind, section.kwargs), isolation=section.isolation)
-        closing.callback(close_env, env, section.kind)
-        ask(env)
-        return env
-
-
-def _make_agents(config: RunConfig, *, held_out: bool = False) -> list[Agent]:
-    """Builds each protocol once, on a model that says nothing, and returns its agents."""
-    template = HFChatTemplate(tiny_tokenizer(), tool_parser_of(config))
-    client = ScriptedChatClient([""], template)
-    runtime = Runtime(client, template, config.model.name, inference_spec(config))
-    others = {player.name: replace(runtime, model=player.name) for player in config.player}
-    runtime = replace(runtime, others=others)
-    found: list[Agent] = []
-    for request, _ in requests_of(config, held_out=held_out).values():
-        spec = request.protocol
-        with configuring(f"protocol {spec.kind!r}"):
-            protocol = make_protocol(spec.kind, runtime, **spec.kwargs)
-            check_tools(agents_of(protocol, request))
-            found += agents_of(protocol, request, trained=True)
-    return found
 
 
 def _check_sft(config: RunConfig) -> None:
@@ -208,30 +127,3 @@ def _check_algorithm(config: RunConfig, algorithm: RLAlgorithm) -> None:
         )
     sample_filter_of(config)
     check_scoring(config, algorithm, list(requests_of(config)))
-
-
-def _check_tracking(
-    config: RunConfig, credit: TrackedAdvantage, envs: Sequence[Env], agents: Sequence[Agent]
-) -> None:
-    """Raises if tasks have no names, or if returns are known to leave the tracker's interval: from
-    an environment's `return_range`, and from the parser's reward for an empty answer."""
-    name, steps, (low, high) = config.algorithm.name, config.training.max_steps, credit.returns
-    named = config.curriculum.kind != "uncertain"  # it names them itself
-    penalty = min((agent.parser("").reward for agent in agents), default=0.0)
-    for section, env in zip(config.env, envs, strict=True):
-        if named and type(env).task_key is LudicEnv.task_key:
-            raise ConfigError(
-                f"algorithm {name!r} tracks a value per task, and environment {section.kind!r} "
-                "names none: define its task_key(), choose another algorithm, or write a script "
-                "that sets RolloutRequest.task_key"
-            )
-        lowest, highest = env.return_range or (max(low, 0.0), high)
-        slips = steps * min(penalty, 0.0)
-        if lowest + slips < low - 1e-9 or highest > high + 1e-9:
-            parser = f" (the parser gives {penalty:g} for what it cannot read, up to {steps} times)"
-            raise ConfigError(
-                f"algorithm {name!r} tracks returns in [{low:g}, {high:g}], but in "
-                f"{section.kind!r} "
-                f"they can be from {lowest + slips:g} to {highest:g}{parser if slips else ''}: set "
-                "algorithm.kwargs.returns = [lowest, highest], or the parser's error_reward to 0"
-            )

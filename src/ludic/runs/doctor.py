@@ -24,7 +24,7 @@ from ludic.errors import ConfigError, RequestRejectedError
 from ludic.inference.client import ChatClient, TokenCompletionRequest, policy_version
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.plumbing.precision import Precision
-from ludic.runs.check import check_programs
+from ludic.runs.check_episodes import check_programs
 from ludic.runs.locate import locate
 from ludic.runs.model import precision_of
 from ludic.runs.run import Run

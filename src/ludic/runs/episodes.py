@@ -5,27 +5,19 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ludic.agents import Agent, ToolAgent
 from ludic.envs import build_env
 from ludic.envs.running.runner import close_env
 from ludic.errors import ConfigError, UnknownNameError
 from ludic.inference import HFChatTemplate, InferenceSpec, ReturnSpec, SamplingConfig
 from ludic.inference.client import ChatClient
 from ludic.inference.templates.tool_parsers import ToolParser, get_tool_parser
-from ludic.interaction import (
-    DelegatingProtocol,
-    InteractionProtocol,
-    MultiAgentProtocol,
-    Runtime,
-    SingleAgentSyncProtocol,
-)
+from ludic.interaction import Runtime
 from ludic.plumbing.given import PREFIX
-from ludic.registry import make_protocol
 from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.rollouts.processes import WorkerPool
 from ludic.runs.settings import EnvSection, RunConfig
@@ -188,52 +180,6 @@ def teachers_by_env(config: RunConfig, envs: Sequence[str]) -> Mapping[str, str]
 def teacher_name(index: int) -> str:
     """What the rollouts of a run call its teachers."""
     return f"teacher-{index + 1}"
-
-
-def check_needs(requests: Iterable[RolloutRequest], runtime: Runtime) -> None:
-    """Raises if this machine lacks a program that an environment or a tool needs."""
-    for request in requests:
-        env = build_env(request.env)
-        try:
-            ask(env)
-        finally:
-            close_env(env, request.env.kind)
-        protocol = make_protocol(request.protocol.kind, runtime, **request.protocol.kwargs)
-        check_tools(agents_of(protocol, request))
-
-
-def check_tools(agents: Iterable[Agent]) -> None:
-    """Raises if this machine lacks a program that one of the agents' tools needs."""
-    for agent in agents:
-        if isinstance(agent, ToolAgent):
-            for tool in agent.tools.values():
-                ask(tool.function)
-
-
-def ask(part: Any) -> None:
-    """Calls `check_machine` of an environment or a tool, if it has one."""
-    check = getattr(part, "check_machine", None)
-    if callable(check):
-        check()
-
-
-def agents_of(
-    protocol: InteractionProtocol, request: RolloutRequest, *, trained: bool = False
-) -> list[Agent]:
-    """The agents of a protocol, or only those that leave rollouts to train on."""
-    players: list[Any] = []
-    if isinstance(protocol, SingleAgentSyncProtocol):
-        players = [protocol.agent]
-    elif isinstance(protocol, MultiAgentProtocol):
-        others = protocol.uncollected if trained else ()
-        players = [p for seat, p in protocol.players.items() if seat not in others]
-        if protocol.default is not None:
-            seats = seats_of(request.env)
-            players += [protocol.default(seat) for seat in seats if seat not in protocol.players]
-    elif isinstance(protocol, DelegatingProtocol):
-        factories = (protocol.parent, *(s.make_agent for s in protocol.sub_agents.values()))
-        players = [make_agent(()) for make_agent in factories]
-    return [player for player in players if isinstance(player, Agent)]
 
 
 def seats_of(spec: EnvSpec) -> tuple[AgentID, ...]:

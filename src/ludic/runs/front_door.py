@@ -19,12 +19,13 @@ from ludic.plumbing.arguments import misfit
 from ludic.plumbing.given import bind_objects
 from ludic.runs.episodes import import_user_modules
 from ludic.runs.interruption import blocking
-from ludic.runs.locate import RUNS, find_run, locate
+from ludic.runs.locate import locate
 from ludic.runs.playing import evaluate_model, watch_model
 from ludic.runs.results.terminal import episode_text, say
 from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.from_python import Tables, given_again, read_arguments, script_folder
+from ludic.runs.settings.reading import builtin_run
 from ludic.runs.storage.folder import RunFolder
 from ludic.types import EnvSpec, Rollout
 
@@ -145,12 +146,10 @@ def _subject(
             objects = given_again(RunFolder.open(path).config(), settings)
             with bind_objects(objects):
                 return *locate(path), objects, str(run)
-        builtin = RUNS / f"{str(run).replace('_', '-')}.toml"
-        if path.suffix == ".toml" or (not settings and "-" in str(run) and builtin.is_file()):
+        named = not settings and "-" in str(run) and builtin_run(str(run)).is_file()
+        if path.suffix == ".toml" or named:
             _refuse(settings, str(run))
-            config, modules = find_run(str(run))
-            import_user_modules(config, modules)
-            return config, None, {}, str(run)
+            return *locate(run), {}, str(run)
     config, objects = read_arguments({"env": run, **settings})
     with bind_objects(objects):
         import_user_modules(config, script_folder())

@@ -11,9 +11,8 @@ from torch import nn
 from ludic.inference.vllm.memory import ServerNeed, server_need, share_beside_trainer
 from ludic.plumbing.model_parts import config_facts
 from ludic.plumbing.precision import sampling_dtype
-from ludic.runs.assemble import algorithm_of
 from ludic.runs.locate import locate
-from ludic.runs.model import build_model, precision_of
+from ludic.runs.model import algorithm_of, build_model, precision_of
 from ludic.runs.settings import RunConfig
 from ludic.sharding.ranks import launched
 from ludic.training import TrainerConfig
@@ -23,14 +22,10 @@ from ludic.training.update.planning import trainer_bytes
 
 def trainer_settings(config: RunConfig) -> TrainerConfig:
     """Returns the settings that the memory of an update depends on."""
-    training = config.training
+    names = {"max_seq_len", "micro_token_budget", "gradient_checkpointing"}
+    names |= {"compile", "head_kernels"}
     return TrainerConfig(
-        max_seq_len=training.max_seq_len,
-        micro_token_budget=training.micro_token_budget,
-        gradient_checkpointing=training.gradient_checkpointing,
-        compile=training.compile,
-        head_kernels=training.head_kernels,
-        precision=precision_of(config),
+        **config.training.model_dump(include=names), precision=precision_of(config)
     )
 
 

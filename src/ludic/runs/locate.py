@@ -10,45 +10,32 @@ from ludic.errors import ConfigError
 from ludic.plumbing.given import is_bound
 from ludic.runs.episodes import import_user_modules
 from ludic.runs.results.terminal import command_name
-from ludic.runs.settings import RunConfig, load_run
+from ludic.runs.settings import RunConfig, find_run
 from ludic.runs.settings.from_python import given_names
 from ludic.runs.storage.folder import RunFolder
 from ludic.sharding.ranks import launched
 
-RUNS = Path(__file__).parent / "files"
 
-
-def builtin_runs() -> str:
-    """Returns the names of the built-in runs, for a message."""
-    return ", ".join(sorted(path.stem for path in RUNS.glob("*.toml")))
-
-
-def find_run(run: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path]:
-    """Reads a run by its file or built-in name; also returns the folder of its modules."""
-    path = Path(run)
-    if path.suffix == ".toml" or os.path.exists(path):
-        return load_run(path, overrides), path.resolve().parent
-    path = RUNS / f"{run.replace('_', '-')}.toml"
-    if not os.path.isfile(path):
-        raise ConfigError(
-            f"there is neither a run file {run!r} nor a built-in run of that name "
-            f"({builtin_runs()})"
-        )
-    return load_run(path, overrides), Path.cwd()
+def read_run(
+    run: str | Path, overrides: Sequence[str] = ()
+) -> tuple[RunConfig, Path, RunFolder | None]:
+    """Reads a run by its folder, file or built-in name; also returns the folder of its modules, and
+    the run folder if it is one."""
+    if os.path.isdir(run):
+        folder = RunFolder.open(run)
+        return folder.config(overrides), folder.modules, folder
+    return *find_run(str(run), overrides), None
 
 
 def locate(run: str | Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path | None]:
     """Returns the run's configuration and, if `run` is a run folder, its trained weights. Makes the
     modules that the run names importable."""
-    if os.path.isdir(run):
-        folder = RunFolder.open(run)
-        config, weights = folder.config(overrides), folder.weights()
-        import_user_modules(config, folder.modules)
-        check_given(config, str(run))
-        return config, weights
-    config, modules = find_run(str(run), overrides)
+    config, modules, folder = read_run(run, overrides)
+    weights = folder.weights() if folder is not None else None
     import_user_modules(config, modules)
-    return config, None
+    if folder is not None:
+        check_given(config, str(run))
+    return config, weights
 
 
 def check_given(config: RunConfig, run: str) -> None:

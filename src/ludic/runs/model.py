@@ -1,29 +1,35 @@
-"""A run's model and tokenizer: created or loaded, with an adapter if asked, on its device."""
+"""A run's model and tokenizer, created or loaded, with an adapter if asked, on its device; and what
+trains it: algorithm, filters, the trainer's settings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import fields, replace
 from inspect import signature
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from ludic.errors import ConfigError, LudicError, MissingExtraError
+from ludic.errors import ConfigError, MissingExtraError
 from ludic.inference import LocalChatClient
 from ludic.plumbing.arguments import unknown_argument
 from ludic.plumbing.given import given, is_given
 from ludic.plumbing.precision import Precision, default_precision, weights_dtype
+from ludic.registry import CORRECTIONS, FILTERS
 from ludic.runs.episodes import with_template
 from ludic.runs.settings import ModelSection, RunConfig
+from ludic.runs.settings.base import configuring
 from ludic.runs.settings.paths import earlier_run
 from ludic.runs.storage.folder import RunFolder
+from ludic.saw.filters import SampleFilter, combine
 from ludic.seeding import derive_seed
+from ludic.training import CheckpointConfig, RLAlgorithm, TrainerConfig, make_algorithm
+from ludic.training.losses.corrections import CorrectedLoss
 from ludic.training.model_files import no_progress_bar
+from ludic.training.preprocess import KLInReward, chain
 
 HUB_TIMEOUT_S = 10.0
 
@@ -223,19 +229,6 @@ def check_device(section: ModelSection) -> torch.device:
     return device
 
 
-@contextmanager
-def configuring(what: str) -> Iterator[None]:
-    """Turns whatever a part raises while it is made into a `ConfigError` about `what`."""
-    try:
-        yield
-    except LudicError:
-        raise
-    except (TypeError, ValueError) as exc:
-        raise ConfigError(f"{what}: {exc}") from exc
-    except Exception as exc:
-        raise ConfigError(f"{what} cannot be made: {type(exc).__name__}: {exc}") from exc
-
-
 def local_client(config: RunConfig, model: nn.Module, tokenizer: Any) -> LocalChatClient:
     """Returns an engine in this process that samples from `model` itself."""
     return LocalChatClient(
@@ -245,4 +238,69 @@ def local_client(config: RunConfig, model: nn.Module, tokenizer: Any) -> LocalCh
         max_context_tokens=config.inference.max_context_tokens,
         deterministic=config.inference.deterministic,
         precision=precision_of(config),
+    )
+
+
+def algorithm_of(config: RunConfig) -> RLAlgorithm:
+    """Returns the run's algorithm; arguments that it does not take are a `ConfigError`. If the run
+    keeps groups that lost a member, the algorithm compares the members that are left."""
+    section, reference = config.algorithm, config.reference
+    with configuring(f"algorithm {section.name!r} with {section.kwargs}"):
+        algorithm = make_algorithm(section.name, **section.kwargs)
+    if section.corrections:
+        with configuring("algorithm.corrections"):
+            corrections = [CORRECTIONS.make_from(table) for table in section.corrections]
+        algorithm = replace(algorithm, loss=CorrectedLoss(algorithm.loss, *corrections))
+    if reference is not None and reference.kl_in_reward:
+        charge = KLInReward(reference.kl_in_reward, reference.horizon)
+        algorithm = replace(algorithm, preprocess=chain(algorithm.preprocess, charge))
+    keep = config.training.lost_member == "keep_partial"
+    return algorithm.with_partial_groups() if keep else algorithm
+
+
+def sft_algorithm(config: RunConfig) -> RLAlgorithm:
+    """Returns what the cold start learns by."""
+    assert config.sft is not None
+    with configuring(f"sft.aggregation={config.sft.aggregation!r}"):
+        return make_algorithm("sft", aggregation=config.sft.aggregation)
+
+
+def sample_filter_of(config: RunConfig) -> SampleFilter | None:
+    """Returns the run's filters as one, if it has any. A function by its place is the filter
+    itself; a name, or a table with arguments, is what makes one."""
+    filters: list[SampleFilter] = []
+    for entry in config.training.filters:
+        with configuring(f"training.filters: {entry!r}"):
+            if isinstance(entry, str) and entry not in FILTERS.names():
+                filters.append(FILTERS.get(entry))
+            else:
+                filters.append(FILTERS.make_from(entry))
+    return combine(*filters) if filters else None
+
+
+def trainer_config(config: RunConfig, stage: Literal["sft", "rl"], folder: Path) -> TrainerConfig:
+    """Returns how a stage is trained; `folder` is the run's. The supervised stage uses each batch
+    once, with a learning rate that decays to a tenth."""
+    training, steps = config.training, config.training.steps
+    shared = {field.name for field in fields(TrainerConfig)} & type(training).model_fields.keys()
+    settings = training.model_dump(include=shared)
+    if stage == "sft":
+        assert config.sft is not None
+        steps = config.sft.steps
+        settings |= {"learning_rate": config.sft.learning_rate, "schedule": "linear"}
+        settings |= {"final_lr_ratio": 0.1, "warmup_steps": 0}
+        settings |= {"epochs": 1, "mini_batches": 1, "overlap": False}
+    return TrainerConfig(
+        **settings,
+        precision=precision_of(config),
+        total_steps=steps if settings["schedule"] != "constant" else None,
+        seed=derive_seed(config.run.seed, stage),
+        checkpoint=CheckpointConfig(
+            folder / "checkpoints" / stage,
+            every=training.checkpoint_every or max(steps, 1),
+            keep=training.keep_checkpoints,
+            background=True,
+        ),
+        run_dir=folder if stage == "rl" else folder / stage,
+        eval_every=config.eval.every or None,
     )

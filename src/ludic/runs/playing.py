@@ -18,7 +18,7 @@ from ludic.eval.headline import USUAL
 from ludic.interaction import Runtime
 from ludic.rollouts import FixedMix, RolloutWriter, read_rollouts, replay
 from ludic.rollouts.storage import write_rollouts
-from ludic.runs.check import check_programs
+from ludic.runs.check_episodes import check_programs
 from ludic.runs.episodes import inference_spec, make_importable, requests_of, rollout_engine
 from ludic.runs.evaluation import evaluate_policy
 from ludic.runs.locate import locate
@@ -57,11 +57,6 @@ def env_to_play(env: str, settings: Sequence[str]) -> EnvSpec:
         section = (config.eval.env or config.env)[0]
         env, options = section.kind, {**section.kwargs, **options}
     return EnvSpec(env, options)
-
-
-async def watch(env: EnvSpec, run: str, *, seed: int) -> list[Rollout]:
-    """Plays one episode of `env` with the run's model."""
-    return await watch_model(env, *locate(run), seed=seed)
 
 
 async def watch_model(

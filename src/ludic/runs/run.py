@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -22,14 +23,20 @@ from ludic.interaction import Runtime
 from ludic.plumbing.given import bind_objects
 from ludic.plumbing.precision import float32_products
 from ludic.rollouts.processes import WorkerPool
-from ludic.runs.assemble import algorithm_of, sample_filter_of, sft_algorithm, trainer_config
 from ludic.runs.check import check_parts
 from ludic.runs.episodes import import_user_modules, inference_spec, rollout_engine, runtime_of
 from ludic.runs.evaluation import evaluate_policy
 from ludic.runs.interruption import blocking
-from ludic.runs.locate import builtin_runs, check_given, find_run
-from ludic.runs.model import build_model, local_client, precision_of
-from ludic.runs.part import Part, Parts
+from ludic.runs.locate import check_given
+from ludic.runs.model import (
+    algorithm_of,
+    build_model,
+    local_client,
+    precision_of,
+    sample_filter_of,
+    sft_algorithm,
+    trainer_config,
+)
 from ludic.runs.players.models import OtherPlayers
 from ludic.runs.players.scoring import Scoring
 from ludic.runs.players.seating import Seating
@@ -37,8 +44,9 @@ from ludic.runs.ranks import NoSampler, Ranks, gathered_copy, samples
 from ludic.runs.results.report import RunReport
 from ludic.runs.results.terminal import warn
 from ludic.runs.results.watch import LearningWatch
-from ludic.runs.settings import RunConfig, override_key
+from ludic.runs.settings import RunConfig, find_run, override_key
 from ludic.runs.settings.from_python import PARTS, given_again, read_arguments, script_folder
+from ludic.runs.settings.reading import builtin_runs
 from ludic.runs.stages import Stages
 from ludic.runs.storage.folder import RunFolder
 from ludic.runs.updates import LastingLogger, Stage, Update, make_loggers
@@ -57,6 +65,69 @@ from ludic.training.trainer import Evaluate
 
 if TYPE_CHECKING:
     from ludic.runs.pipeline.training import RunPipeline
+
+T = TypeVar("T")
+
+
+class Parts:
+    """The parts made so far. It notices which were made from which: when one is assigned, those
+    that were made from it are forgotten, to be made again, except for those assigned themselves."""
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._objects = objects
+        self._values: dict[str, Any] = {}
+        self._assigned: set[str] = set()
+        self._users: defaultdict[str, set[str]] = defaultdict(set)
+        self._being_made: list[str] = []
+        self.frozen: str | None = None
+        """Why none can be replaced any more."""
+
+    def get(self, name: str, make: Callable[[], T]) -> T:
+        """Returns the part, made by `make` if it is not there yet."""
+        if self._being_made:
+            self._users[name].add(self._being_made[-1])
+        if name not in self._values:
+            self._being_made.append(name)
+            try:
+                with bind_objects(self._objects):
+                    self._values[name] = make()
+            finally:
+                self._being_made.pop()
+        part: T = self._values[name]
+        return part
+
+    def assign(self, name: str, value: Any) -> None:
+        """Replaces a part."""
+        if self.frozen is not None:
+            raise ConfigError(f"{name} cannot be replaced: {self.frozen}")
+        self._forget_users(name)
+        self._values[name] = value
+        self._assigned.add(name)
+
+    def is_assigned(self, name: str) -> bool:
+        """Whether the part was assigned."""
+        return name in self._assigned
+
+    def _forget_users(self, name: str) -> None:
+        for user in self._users.pop(name, set()) - self._assigned:
+            self._values.pop(user, None)
+            self._forget_users(user)
+
+
+class Part(Generic[T]):
+    """Decorates the method of a run that makes a part, which is then an attribute: made when it is
+    first asked for, and replaced by assigning."""
+
+    def __init__(self, make: Callable[[Any], T]) -> None:
+        self._make, self._name, self.__doc__ = make, make.__name__, make.__doc__
+
+    def __get__(self, run: Run | None, cls: type) -> T:
+        if run is None:
+            return self  # type: ignore[return-value]
+        return run.parts.get(self._name, lambda: self._make(run))
+
+    def __set__(self, run: Run, value: T) -> None:
+        run.parts.assign(self._name, value)
 
 
 class Run:

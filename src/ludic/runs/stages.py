@@ -14,11 +14,10 @@ from ludic.errors import ConfigError, RolloutError
 from ludic.eval import EvalReport
 from ludic.plumbing.precision import float32_products
 from ludic.rollouts.token_log import open_token_log
-from ludic.runs.assemble import sft_algorithm
 from ludic.runs.evaluation import evaluate_policy
 from ludic.runs.interruption import interruptible
 from ludic.runs.locate import how_to_resume
-from ludic.runs.model import precision_of
+from ludic.runs.model import precision_of, sft_algorithm
 from ludic.runs.players.teacher import write_lessons
 from ludic.runs.ranks import HOW, cold_start_copy, samples
 from ludic.runs.results.report import conclude, conclude_unmeasured

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from ludic.registry import LOGGERS
 from ludic.runs.episodes import requests_of
-from ludic.runs.model import configuring
 from ludic.runs.results.terminal import console
 from ludic.runs.settings import RunConfig
+from ludic.runs.settings.base import configuring
 from ludic.runs.storage.folder import RunFolder
 from ludic.training.metrics.loggers import Logger
 

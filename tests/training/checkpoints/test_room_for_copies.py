@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ludic.runs.assemble import trainer_config
+from ludic.runs.model import trainer_config
 from ludic.runs.settings import check_run
 from ludic.training import checkpoint, checkpoint_contents
 from ludic.training.checkpoint_contents import TrainerState, has_room_for, verify_checkpoint

@@ -17,15 +17,17 @@ from ludic.inference.templates.plain_tokenizer import load_plain_tokenizer
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.interaction import Runtime
 from ludic.pipeline.actor import Accepts, ActorConfig, ActorReport, only, run_pipeline_actor
-from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutRequest
+from ludic.runs.check_episodes import check_programs
 from ludic.runs.episodes import (
-    check_needs,
     import_user_modules,
+    inference_spec,
+    requests_of,
     rollout_engine,
     runtime_of,
     with_template,
 )
-from ludic.runs.pipeline.address import find_pipeline, read_run, section_of
+from ludic.runs.locate import read_run
+from ludic.runs.pipeline.address import find_pipeline, section_of
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.base import read_key
 from ludic.runs.settings.paths import earlier_run
@@ -45,14 +47,14 @@ async def act_for(
     """Works for a run (its folder, file or name) until it ends, or a signal says to stop."""
     config, modules, folder = read_run(run, overrides)
     import_user_modules(config, modules)
-    pipeline = find_pipeline(config, folder, url)
+    pipeline = find_pipeline(config, folder.path if folder else None, url)
+    check_programs(config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for sign in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(sign, stop.set)
     try:
         async with _opened(config, list(servers), tokenizer) as (runtime, follower):
-            check_needs(_requests(config), runtime)
             return await run_pipeline_actor(
                 pipeline,
                 rollout_engine(config, runtime, seed=derive_seed(config.run.seed, "train")),
@@ -72,12 +74,7 @@ async def act_for(
 
 def accepted(config: RunConfig) -> Accepts:
     """Accepts what the run's own environments and protocol are, and nothing else."""
-    return only(_requests(config))
-
-
-def _requests(config: RunConfig) -> list[RolloutRequest]:
-    protocol = ProtocolSpec(config.protocol.kind, config.protocol.kwargs)
-    return [RolloutRequest(EnvSpec(s.kind, s.kwargs), protocol) for s in config.env]
+    return only(request for request, _ in requests_of(config).values())
 
 
 @asynccontextmanager
@@ -110,7 +107,6 @@ async def _opened(
         await client.connect(tokenizer=ours)
         others = {}
         if config.player:
-            from ludic.runs.episodes import inference_spec
             from ludic.runs.players.models import OtherPlayers
 
             players = OtherPlayers(config, ours, inference_spec(config, trained_on=False))

@@ -5,23 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from ludic.errors import ConfigError, PipelineError
 from ludic.inference.addresses import without_user
+from ludic.pipeline.local_redis import find_redis_server
 from ludic.pipeline.store import MAX_NAME, PipelineConfig
-from ludic.runs.settings import PipelineSection, RunConfig, check_run
-from ludic.runs.settings.reading import apply_override, load_run
+from ludic.runs.settings import PipelineSection, RunConfig
+from ludic.runs.settings.from_python import given_names
 
 URL_VARIABLE = "LUDIC_REDIS_URL"
 FILE = "pipeline.json"
 EVALUATIONS = ("before", "after_sft", "after_rl")
-RUNS = Path(__file__).parent.parent / "files"
 
 
 def section_of(config: RunConfig) -> PipelineSection:
@@ -29,26 +27,25 @@ def section_of(config: RunConfig) -> PipelineSection:
     return config.pipeline or PipelineSection()
 
 
-def read_run(run: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path, Path | None]:
-    """Reads a run by its folder, file or built-in name; also returns the folder of its modules,
-    and the run folder if it is one."""
-    path = Path(run)
-    if os.path.isdir(path):
-        try:
-            data: dict[str, Any] = json.loads((path / "run.json").read_text(encoding="utf-8"))
-            origin = json.loads((path / "origin.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as exc:
-            raise ConfigError(f"{run} is not a run folder: {exc}") from exc
-        for override in overrides:
-            apply_override(data, override)
-        config = check_run(data, source=str(path / "run.json"))
-        return config, Path(origin["run_file_folder"]), path
-    if path.suffix == ".toml" or os.path.isfile(path):
-        return load_run(path, overrides), path.resolve().parent, None
-    builtin = RUNS / f"{run.replace('_', '-')}.toml"
-    if not os.path.isfile(builtin):
-        raise ConfigError(f"there is neither a run folder, nor a run file, nor a run {run!r}")
-    return load_run(builtin, overrides), Path.cwd(), None
+def check_pipeline(config: RunConfig) -> None:
+    """Raises if a run over Redis asks for what only one process can do."""
+    training = config.training
+    rules = (
+        (not training.overlap, "training.overlap: actors sample ahead by themselves"),
+        (not training.dynamic_sampling, "training.dynamic_sampling: leave it out"),
+        (not training.past_opponents, "training.past_opponents: leave it out"),
+        (not training.workers, "training.workers: its actors are processes already"),
+    )
+    for ok, what in rules:
+        if not ok:
+            raise ConfigError(f"a run over Redis ([pipeline], --async) cannot have {what}")
+    if starts_redis(section_of(config)):
+        find_redis_server()  # said now, and not after the cold start
+    if given := given_names(config.plain()):
+        raise ConfigError(
+            f"actors are other processes, and {', '.join(given)} is an object of this script: put "
+            "it into a module, and name it as module:name"
+        )
 
 
 def starts_redis(section: PipelineSection) -> bool:
@@ -90,25 +87,25 @@ def find_pipeline(
             f"on this machine: put it into the environment variable {URL_VARIABLE}"
         )
     section, name = section_of(config), run_name(config, folder)
-    found = url or (os.environ.get(section.url_env) if section.url_env else None) or section.url
-    if section.url_env and not url and found is None:
+    if not url and section.url_env and not os.environ.get(section.url_env):
         raise ConfigError(f"pipeline.url_env={section.url_env!r}: that variable is not set")
-    found = found or os.environ.get(URL_VARIABLE)
-    if found is None and folder is not None:
+    url = url or os.environ.get(section.url_env or "") or section.url
+    url = url or os.environ.get(URL_VARIABLE)
+    if url is None and folder is not None:
         with suppress(OSError, ValueError, KeyError):
-            said = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            found, name = str(said["url"]), str(said["name"])
-    if found is None and folder is not None and section.url is None and config.pipeline:
+            address = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            url, name = str(address["url"]), str(address["name"])
+    if url is None and folder is not None and config.pipeline:
         raise PipelineError(
             f"the run in {folder} has no Redis at the moment: {where_it_stands(config, folder)}"
         )
-    if found is None:
+    if url is None:
         raise PipelineError(
             "which Redis? Give its URL with --url, in the environment variable "
             f"{URL_VARIABLE}, or as pipeline.url; for a run that has started its own, name the "
-            "run's folder while it goes on"
+            "run's folder while it is running"
         )
-    return PipelineConfig(found, name, patience_s=section.patience_s)
+    return PipelineConfig(url, name, patience_s=section.patience_s)
 
 
 def where_it_stands(config: RunConfig, folder: Path) -> str:

@@ -30,7 +30,7 @@ from ludic.pipeline import (
 )
 from ludic.pipeline.local_redis import dismiss, end_with_us
 from ludic.rollouts import Curriculum
-from ludic.runs.assemble import sample_filter_of
+from ludic.runs.model import sample_filter_of
 from ludic.runs.pipeline.acting import actor_log
 from ludic.runs.pipeline.address import (
     URL_VARIABLE,
@@ -189,10 +189,8 @@ class RunPipeline:
         while True:
             await asyncio.sleep(0.5)
             for name, process in list(self._actors.items()):
-                status = process.poll()
-                if status is None:
-                    continue
-                self._ended_alone(name, status)
+                if (status := process.poll()) is not None:
+                    self._ended_alone(name, status)
             if time.monotonic() - said > _SAY_EVERY_S:
                 said = time.monotonic()
                 with suppress(PipelineError):

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +69,9 @@ def print_names(names: Mapping[str, str]) -> None:
         sys.stdout.write(f"{name:<{width}}  {line}\n")
 
 
-@contextmanager
-def episodes_bar(title: str) -> Iterator[ProgressCallback]:
+def episodes_bar(title: str) -> AbstractContextManager[ProgressCallback]:
     """Shows a progress bar over episodes; without a terminal, one line at the end."""
-    with eval_bar(title, console) as update:
-        yield update
+    return eval_bar(title, console)
 
 
 def stages_table(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()) -> Table:

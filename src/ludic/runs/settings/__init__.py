@@ -14,6 +14,7 @@ from ludic.runs.settings.parts import PlayerSection as PlayerSection
 from ludic.runs.settings.parts import TeacherSection as TeacherSection
 from ludic.runs.settings.reading import apply_override as apply_override
 from ludic.runs.settings.reading import check_run as check_run
+from ludic.runs.settings.reading import find_run as find_run
 from ludic.runs.settings.reading import load_run as load_run
 from ludic.runs.settings.reading import override_key as override_key
 from ludic.runs.settings.reading import parse_run as parse_run

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
 from pydantic import (
@@ -16,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, LudicError
 from ludic.inference.addresses import find_key, without_user
 
 
@@ -68,6 +69,19 @@ def _without_nan(value: Any) -> Any:
 
 
 Arguments: TypeAlias = Annotated[dict[str, Any], AfterValidator(_without_nan)]
+
+
+@contextmanager
+def configuring(what: str) -> Iterator[None]:
+    """Turns whatever a part raises while it is made into a `ConfigError` about `what`."""
+    try:
+        yield
+    except LudicError:
+        raise
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(f"{what}: {exc}") from exc
+    except Exception as exc:
+        raise ConfigError(f"{what} cannot be made: {type(exc).__name__}: {exc}") from exc
 
 
 class PartSection(Section):

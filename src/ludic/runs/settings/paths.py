@@ -7,74 +7,63 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-KEYS = (
-    *(("run", "folder"), ("model", "chat_template"), ("sft", "data")),
-    ("inference", "vllm_python"),
-)
 OTHERS = ("reference", "teacher", "player")
+_MODELS = [("model", "name"), *((place, key) for place in OTHERS for key in ("model", "tokenizer"))]
 
 
 def resolve_paths(data: dict[str, Any], folder: Path, overridden: Collection[str] = ()) -> None:
     """Makes the paths in a run's tables absolute. Those of the file are relative to its `folder`,
     or, as once upon a time, to the working directory if they are only there; those that were
     `overridden` come from the command line, and are relative to the working directory."""
-    for section, key in KEYS:
-        value = data.get(section, {}).get(key) if isinstance(data.get(section), dict) else None
-        if isinstance(value, str) and (key != "vllm_python" or "/" in value):
-            data[section][key] = str(_found(value, folder, f"{section}.{key}" in overridden))
-    for place, table in (("protocol", data), ("eval.protocol", data.get("eval"))):
-        part = table.get("protocol") if isinstance(table, dict) else None
-        if isinstance(part, dict) and part.get("kind") == "program":
-            # A program starts where its run file lies, unless the file says otherwise.
-            options = part.setdefault("kwargs", {})
-            if isinstance(options, dict) and isinstance(options.setdefault("cwd", "."), str):
-                given = f"{place}.kwargs.cwd" in overridden
-                options["cwd"] = str(_found(options["cwd"], folder, given))
+
+    def resolve(place: str, key: str) -> None:
+        for table in _tables(data, place):
+            if isinstance(value := table.get(key), str):
+                table[key] = str(_found(value, folder, f"{place}.{key}" in overridden))
+
+    for place, key in (("run", "folder"), ("model", "chat_template"), ("sft", "data")):
+        resolve(place, key)
+    if any("/" in str(table.get("vllm_python")) for table in _tables(data, "inference")):
+        resolve("inference", "vllm_python")  # any other is looked for on the PATH
     for place in ("inference", *OTHERS):
-        tables = data.get(place)
-        for table in tables if isinstance(tables, list) else [tables]:
-            if isinstance(table, dict) and isinstance(table.get("api_key_file"), str):
-                given = f"{place}.api_key_file" in overridden
-                table["api_key_file"] = str(_found(table["api_key_file"], folder, given))
-    for place, table in _envs(data):
-        value = table.get("path")
-        if isinstance(value, str) and f"{place}.kwargs.path" not in overridden:
-            found = _found(value, folder, overridden=False)
-            if os.path.exists(found):  # only an environment knows what else its `path` may be
-                table["path"] = str(found)
-    for place, table, key in _models(data):
-        if not isinstance(table, dict) or not isinstance(table.get(key), str):
-            continue
-        name, which = split_run(table[key])
-        path = _found(name, folder, f"{place}.{key}" in overridden)
-        is_path = os.path.isdir(path) or name.startswith((".", "~", "/"))
-        if name not in ("tiny", "start") and is_path:
-            table[key] = f"{path}:{which}" if which else str(path)
+        resolve(place, "api_key_file")
+    for place in ("protocol", "eval.protocol"):
+        for protocol in _tables(data, place):
+            if protocol.get("kind") == "program":
+                # A program starts where its run file lies, unless the file says otherwise.
+                options = protocol.setdefault("kwargs", {})
+                if isinstance(options, dict):
+                    options.setdefault("cwd", ".")
+                    resolve(f"{place}.kwargs", "cwd")
+    for place in ("env.kwargs", "eval.env.kwargs"):
+        for options in _tables(data, place):
+            value = options.get("path")
+            if isinstance(value, str) and f"{place}.path" not in overridden:
+                path = _found(value, folder, overridden=False)
+                if os.path.exists(path):  # only an environment knows what else its `path` may be
+                    options["path"] = str(path)
+    for place, key in _MODELS:
+        for table in _tables(data, place):
+            if isinstance(value := table.get(key), str):
+                name, which = split_run(value)
+                path = _found(name, folder, f"{place}.{key}" in overridden)
+                is_path = os.path.isdir(path) or name.startswith((".", "~", "/"))
+                if name not in ("tiny", "start") and is_path:
+                    table[key] = f"{path}:{which}" if which else str(path)
 
 
-def _envs(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the arguments of the run's environments, and the name of their table."""
-    held_out = data.get("eval")
-    places = {"env": data.get("env")}
-    places["eval.env"] = held_out.get("env") if isinstance(held_out, dict) else None
-    for place, tables in places.items():
-        for table in tables if isinstance(tables, list) else [tables]:
-            if isinstance(table, dict) and isinstance(table.get("kwargs"), dict):
-                yield place, table["kwargs"]
-
-
-def _models(data: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yields where models stand: the name of the table, the table, and its key."""
-    yield "model", data.get("model"), "name"
-    for place in OTHERS:
-        tables = data.get(place)
-        for table in tables if isinstance(tables, list) else [tables]:
-            yield place, table, "model"
-            yield place, table, "tokenizer"
+def _tables(data: dict[str, Any], place: str) -> list[dict[str, Any]]:
+    """Returns the tables at `a.b`: one, or several where there is a list of them."""
+    tables = [data]
+    for name in place.split("."):
+        below = [table.get(name) for table in tables]
+        every = [item for part in below for item in (part if isinstance(part, list) else [part])]
+        tables = [item for item in every if isinstance(item, dict)]
+    return tables
 
 
 def _found(value: str, folder: Path, overridden: bool) -> Path:

@@ -1,32 +1,25 @@
-"""What Redis does in one step: the scripts that run on the server.
+-- What Redis does in one step: the scripts that run on the server.
+--
+-- All keys of a run begin with `ludic:{run}:`, and no script touches any other. The braces put them
+-- into one slot of a cluster.
+--
+--     requests  stream    units that are asked for; its consumer group `actors` holds the leases
+--     groups    stream    finished groups; the trainer reads through its consumer group `trainer`
+--     units     hash      number -> q:ENTRY:OF (asked for, put back for unit OF or nothing),
+--                         d:ENTRY:BYTES:OF (finished), x:REASON:OF (dropped, which no checkpoint has
+--                         yet), c (committed); those below `low` are committed and not listed
+--     meta      hash      attempt, next (number), low (number), bytes, limits, policy, counters
+--     actors    hash      name -> its last heartbeat: the server's time, and facts as JSON
+--     trainer   string    the token of the trainer that holds the run, for as long as its lease
+--
+-- A script of the trainer first makes sure that it still holds the run. It answers `lost` where
+-- another trainer does, and `emptied` where the server knows nothing of this one: its data is gone,
+-- or older than the attempt. Time is the server's.
+--
+-- `--- piece NAME` begins a piece of a script, and `--- script NAME PIECES` a script, before which
+-- come the keys' names and these pieces. The comment below it says what it takes and answers.
 
-All keys of a run begin with `ludic:{run}:`, and no script touches any other. The braces put them
-into one slot of a cluster.
-
-    requests  stream    units that are asked for; its consumer group `actors` holds the leases
-    groups    stream    finished groups; the trainer reads through its consumer group `trainer`
-    units     hash      number -> q:ENTRY:OF (asked for, put back for unit OF or nothing),
-                        d:ENTRY:BYTES:OF (finished), x:REASON:OF (dropped, which no checkpoint has
-                        yet), c (committed); those below `low` are committed and not listed
-    meta      hash      attempt, next (number), low (number), bytes, limits, policy, counters
-    actors    hash      name -> its last heartbeat: the server's time, and facts as JSON
-    trainer   string    the token of the trainer that holds the run, for as long as its lease
-
-A script of the trainer first makes sure that it still holds the run. It answers `lost` where
-another trainer does, and `emptied` where the server knows nothing of this one: its data is gone, or
-older than the attempt. Time is the server's.
-
-The first line of a script names the pieces that come before it, the next ones what it takes and
-answers.
-"""
-
-from __future__ import annotations
-
-KEYS = ("requests", "groups", "units", "meta", "actors", "trainer")
-
-_KEYS = "\n".join(f"local {name} = KEYS[{i}]" for i, name in enumerate(KEYS, start=1))
-_PIECES = {
-    "guard": """
+--- piece guard
 local token, attempt, lease = ARGV[1], ARGV[2], ARGV[3]
 local holder = redis.call('GET', trainer)
 if holder ~= token then
@@ -37,28 +30,25 @@ if holder ~= token then
   redis.call('SET', trainer, token)
 end
 redis.call('PEXPIRE', trainer, lease)
-""",
-    "make_groups": """
+
+--- piece make_groups
 local function make_groups()
   redis.pcall('XGROUP', 'CREATE', requests, 'actors', '0', 'MKSTREAM')
   redis.pcall('XGROUP', 'CREATE', groups, 'trainer', '0', 'MKSTREAM')
 end
-""",
-    "holds": """
+
+--- piece holds
 local function holds(name, entry)
   if redis.call('EXISTS', requests) == 0 then return false end
   local pending = redis.call('XPENDING', requests, 'actors', entry, entry, 1)
   return pending[1] and pending[1][2] == name
 end
-""",
-    "now": """
+
+--- piece now
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
-""",
-}
 
-SCRIPTS = {
-    "open": """-- make_groups now
+--- script open make_groups now
 -- token, lease, holder, fingerprint, max_bytes, an attempt that was before -> ok, attempt, next,
 -- low, units | held | other
 local token, lease, holder, fingerprint, limits = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
@@ -76,24 +66,24 @@ local attempt = math.max(tonumber(redis.call('HGET', meta, 'attempt') or '0'), f
 redis.call('HSET', meta, 'attempt', attempt, 'holder', holder, 'opened', now, 'max_bytes', limits)
 return {'ok', attempt, redis.call('HGET', meta, 'next') or '0',
         redis.call('HGET', meta, 'low') or '0', redis.call('HGETALL', units)}
-""",
-    "renew": """-- guard now
+
+--- script renew guard now
 -- facts as JSON, for whoever looks
 redis.call('HSET', meta, 'trainer', now .. ' ' .. ARGV[4])
 return {'ok'}
-""",
-    "close": """--
+
+--- script close
 if redis.call('GET', trainer) == ARGV[1] then redis.call('DEL', trainer) end
 return {'ok'}
-""",
-    "reset": """-- guard make_groups
+
+--- script reset guard make_groups
 -- low, next: forgets what the streams hold, for a course that goes on from an older checkpoint.
 redis.call('DEL', requests, groups, units)
 redis.call('HSET', meta, 'bytes', 0, 'low', ARGV[4], 'next', ARGV[5])
 make_groups()
 return {'ok'}
-""",
-    "ask": """-- guard
+
+--- script ask guard
 -- new | again, then number, number it stands in for, message -> how many were not there yet.
 -- `again` also asks for units that were asked for once, and that the server has lost or that were
 -- dropped.
@@ -114,8 +104,8 @@ for i = 5, #ARGV, 3 do
 end
 redis.call('HSET', meta, 'next', following)
 return {'ok', added}
-""",
-    "take": """--
+
+--- script take
 -- name, count, lease, cursor -> cursor, [entry, number, message], taken over, full
 local name, count, lease, cursor = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local found = {}
@@ -140,8 +130,8 @@ if #found < count and not full then
 end
 if taken_over > 0 then redis.call('HINCRBY', meta, 'taken_over', taken_over) end
 return {claimed[1], found, taken_over, full and 1 or 0}
-""",
-    "append": """-- holds
+
+--- script append holds
 -- name, entry, number, message, tokens -> ok; double: it is there already; taken over: another
 -- actor holds the unit; gone: nobody asks for it. The group is appended, its double refused and its
 -- request acknowledged, or none of it happens.
@@ -176,8 +166,8 @@ if mine then
   redis.call('XDEL', requests, entry)
 end
 return word
-""",
-    "beat": """-- holds now
+
+--- script beat holds now
 -- name, facts, entries worked on -> policy, whether the run ended, leases that were lost
 local name, facts = ARGV[1], ARGV[2]
 redis.pcall('HSET', actors, name, now .. ' ' .. facts)  -- a full server still renews leases
@@ -190,8 +180,8 @@ for i = 3, #ARGV do
   end
 end
 return {redis.call('HGET', meta, 'policy') or '', redis.call('HGET', meta, 'ended') or '', lost}
-""",
-    "leave": """--
+
+--- script leave
 local name = ARGV[1]
 redis.call('HDEL', actors, name)
 if redis.call('EXISTS', requests) == 0 then return 0 end
@@ -202,8 +192,8 @@ for _, entry in ipairs(pending) do
 end
 redis.call('XGROUP', 'DELCONSUMER', requests, 'actors', name)
 return #pending
-""",
-    "read": """-- guard
+
+--- script read guard
 -- start, count -> [entry, number, message]
 local found = redis.call('XREADGROUP', 'GROUP', 'trainer', 'trainer', 'COUNT', ARGV[5],
                          'STREAMS', groups, ARGV[4])
@@ -214,8 +204,8 @@ if found then
   end
 end
 return {'ok', entries}
-""",
-    "commit": """-- guard now
+
+--- script commit guard now
 -- low, counters, numbers at or above `low` that are consumed too -> how many groups it freed
 local low, counters = tonumber(ARGV[4]), ARGV[5]
 local consumed = {}
@@ -252,8 +242,8 @@ for i = 1, #beats, 2 do
   end
 end
 return {'ok', count}
-""",
-    "discard": """-- guard
+
+--- script discard guard
 -- number, reason … -> frees the groups of units that were dropped, and remembers why
 for i = 4, #ARGV, 2 do
   local kind, place, size, of = string.match(redis.call('HGET', units, ARGV[i]) or '',
@@ -266,8 +256,8 @@ for i = 4, #ARGV, 2 do
   end
 end
 return {'ok'}
-""",
-    "announce": """-- guard now
+
+--- script announce guard now
 -- policy as JSON, a serial that was before -> serial: a number that no other policy of the run has,
 -- greater than those of all policies before it
 -- By the clock, so that it grows even where the server has forgotten the serials before.
@@ -276,16 +266,8 @@ local serial = string.format('%.0f', math.max(now, before + 1))
 redis.call('HSET', meta, 'serial', serial, 'policy', '[' .. serial .. ',' .. ARGV[4] .. ']')
 redis.call('HDEL', meta, 'ended')
 return {'ok', serial}
-""",
-    "end": """-- guard
+
+--- script end guard
 -- why -> actors hear that no more work will come
 redis.call('HSET', meta, 'ended', ARGV[4])
 return {'ok'}
-""",
-}
-
-
-def whole(script: str) -> str:
-    """Returns a script with the pieces that its first line names."""
-    pieces = script.partition("\n")[0].removeprefix("--").split()
-    return "\n".join([_KEYS, *(_PIECES[piece] for piece in pieces), script])

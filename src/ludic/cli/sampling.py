@@ -1,0 +1,101 @@
+"""`ludic actor`, `pipeline` and `serve`: the processes that sample for a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import asdict, replace
+from typing import Annotated
+
+import typer
+
+from ludic.cli.arguments import AnyRun, Overrides, RedisUrl
+
+
+def actor(
+    run: AnyRun,
+    overrides: Overrides = None,
+    url: RedisUrl = None,
+    name: Annotated[str | None, typer.Option(help="This actor's name.")] = None,
+    server: Annotated[
+        list[str] | None, typer.Option(help="A vLLM server; may be repeated.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="The folder of the tokenizer, if not the model's.")
+    ] = None,
+) -> None:
+    """Sample for a run, alongside any number of other actors, until it ends."""
+    from ludic.runs.pipeline.acting import act_for
+
+    report = asyncio.run(
+        act_for(run, overrides or [], url=url, name=name, servers=server or [], tokenizer=tokenizer)
+    )
+    print(
+        f"{report.name}: {report.groups} groups, {report.episodes} episodes, {report.tokens} "
+        f"tokens; left because {report.why}",
+        flush=True,
+    )
+
+
+ANSWER_S = 5.0
+"""How long a Redis that does not answer is waited for."""
+
+pipeline = typer.Typer(help="Inspect a run over Redis.", no_args_is_help=True)
+
+
+@pipeline.callback()
+def look() -> None:
+    """Inspect a run over Redis."""
+
+
+@pipeline.command()
+def status(
+    run: AnyRun,
+    overrides: Overrides = None,
+    url: RedisUrl = None,
+    once: Annotated[bool, typer.Option("--once", help="Print it once, and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it once, as JSON.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """Show trainer, actors, rates, lag, backlog, ages and drops, live."""
+    from rich.live import Live
+
+    from ludic.pipeline.store import Store
+    from ludic.runs.locate import read_run
+    from ludic.runs.pipeline.address import find_pipeline, where_it_stands
+    from ludic.runs.pipeline.status import read_status, status_table
+    from ludic.runs.results.terminal import console
+
+    config, _, opened = read_run(run, overrides or [])
+    folder = opened.path if opened else None
+    # One who looks is answered at once, also with "it does not answer".
+    store = Store(replace(find_pipeline(config, folder, url), patience_s=ANSWER_S, call_s=ANSWER_S))
+
+    def stands() -> str:
+        return where_it_stands(config, folder) if folder is not None else ""
+
+    try:
+        state = read_status(store)
+        if as_json:
+            print(json.dumps({**asdict(state), "alive": state.alive, "run": stands()}))
+        elif once or not console.is_terminal:
+            console.print(status_table(state, run=stands()))
+        else:
+            before = None
+            with Live(status_table(state, run=stands()), console=console) as live:
+                while True:
+                    time.sleep(every)
+                    before, state = state, read_status(store)
+                    live.update(status_table(state, before, run=stands()))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        store.close()
+
+
+def serve(context: typer.Context) -> None:
+    """Serve a model with vLLM, ready for live weight updates (`ludic serve --help`)."""
+    from ludic.inference.vllm.server import main
+
+    raise SystemExit(main(context.args))
