@@ -22,7 +22,7 @@ from ludic.inference.http import Connections, UnreachableError, ask, excerpt
 from ludic.inference.retries import Backoff, within
 from ludic.inference.sampling import SamplingConfig
 from ludic.inference.templates.hf import HFChatTemplate
-from ludic.inference.templates.tool_parsers import MalformedCallError, read_json
+from ludic.inference.templates.tool_parsers import MalformedCallError, read_json, tool_call
 from ludic.types import ChatResponse, FinishReason, Message, TokenTrace, ToolCall
 
 _FINISH_REASONS = {
@@ -159,16 +159,8 @@ def tool_call_of(wire: Any, number: int) -> ToolCall:
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         arguments = read_json(arguments)
-    if not isinstance(arguments, dict):
-        raise MalformedCallError(
-            f"the arguments of {function['name']!r} must be a JSON object, "
-            f"not {type(arguments).__name__}"
-        )
-    return {
-        "id": str(wire.get("id") or f"call_{number}"),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+    call = tool_call({"name": function["name"], "arguments": arguments}, number, ("arguments",))
+    return {**call, "id": str(wire.get("id") or call["id"])}
 
 
 def _info(answer: Mapping[str, Any]) -> dict[str, Any]:
