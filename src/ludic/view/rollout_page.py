@@ -77,15 +77,15 @@ def read_trained(run: RunPlace, db: sqlite3.Connection, identity: str) -> list[T
         "WHERE rollout = ?) ORDER BY block, line",
         (identity, identity),
     ).fetchall()
-    found, blocks = [], dict[int, list[bytes]]()
+    records, blocks = [], dict[int, list[bytes]]()
     for row in rows:
         try:
             if row["block"] not in blocks:
                 blocks[row["block"]] = _block(run, db, row["block"]).split(b"\n")
-            found.append(trained_tokens(json.loads(blocks[row["block"]][row["line"]])))
+            records.append(trained_tokens(json.loads(blocks[row["block"]][row["line"]])))
         except (LudicError, ValueError, IndexError):
             continue  # the conversation is worth showing without it
-    return found
+    return records
 
 
 def _block(run: RunPlace, db: sqlite3.Connection, block: int) -> bytes:
