@@ -397,19 +397,6 @@ async def test_the_length_is_never_left_to_the_servers_default() -> None:
                 await client.complete_tokens(TokenCompletionRequest("m", PROMPT))
 
 
-async def test_extra_entries_are_added_replaced_and_removed() -> None:
-    async with (
-        serving(plain) as server,
-        OpenAIChatClient(
-            server.url, extra_body={"top_p": None, "user": "ludic", "max_completion_tokens": 4}
-        ) as client,
-    ):
-        await client.complete_tokens(request())
-        sent = server.bodies[0]
-        assert "top_p" not in sent
-        assert (sent["user"], sent["max_completion_tokens"]) == ("ludic", 4)
-
-
 async def test_a_closed_client_refuses() -> None:
     client = OpenAIChatClient("http://127.0.0.1:1/v1")
     await client.close()

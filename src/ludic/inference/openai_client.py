@@ -22,7 +22,7 @@ from ludic.inference.http import Connections, UnreachableError, ask, excerpt
 from ludic.inference.retries import Backoff, within
 from ludic.inference.sampling import SamplingConfig
 from ludic.inference.templates.hf import HFChatTemplate
-from ludic.inference.templates.tool_parsers import MalformedCallError, read_json
+from ludic.inference.templates.tool_parsers import MalformedCallError, read_json, tool_call
 from ludic.types import ChatResponse, FinishReason, Message, TokenTrace, ToolCall
 
 _FINISH_REASONS = {
@@ -68,7 +68,7 @@ def sampling_body(sampling: SamplingConfig, dialect: Literal["openai", "vllm"]) 
 
 def wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as the interface takes them: a tool call's arguments are JSON text there."""
-    found: list[dict[str, Any]] = []
+    wires: list[dict[str, Any]] = []
     for message in messages:
         wire: dict[str, Any] = dict(message)
         if calls := message.get("tool_calls"):
@@ -82,8 +82,8 @@ def wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
                 }
                 for call in calls
             ]
-        found.append(wire)
-    return found
+        wires.append(wire)
+    return wires
 
 
 def completion_response(
@@ -159,16 +159,8 @@ def tool_call_of(wire: Any, number: int) -> ToolCall:
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         arguments = read_json(arguments)
-    if not isinstance(arguments, dict):
-        raise MalformedCallError(
-            f"the arguments of {function['name']!r} must be a JSON object, "
-            f"not {type(arguments).__name__}"
-        )
-    return {
-        "id": str(wire.get("id") or f"call_{number}"),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+    call = tool_call({"name": function["name"], "arguments": arguments}, number, ("arguments",))
+    return {**call, "id": str(wire.get("id") or call["id"])}
 
 
 def _info(answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,9 +181,8 @@ class OpenAIChatClient:
     client's. It may be asked from several event loops in several threads; at most `max_concurrency`
     requests are open at once in each. `dialect="vllm"` also sends what only vLLM understands
     (top-k, min-p, stop ids, token ids in the answer). `prompts="text"` sends text decoded with
-    `chat_template`, for servers that take no ids. `extra_body` is added to every request; a None
-    in it removes the entry. `reports_sampled_logprobs` says that the server's log-probs are those
-    after temperature and truncation (vLLM's `processed_logprobs`).
+    `chat_template`, for servers that take no ids. `reports_sampled_logprobs` says that the
+    server's log-probs are those after temperature and truncation (vLLM's `processed_logprobs`).
     """
 
     def __init__(
@@ -207,7 +198,6 @@ class OpenAIChatClient:
         timeout_s: float = 120.0,
         max_retries: int = 5,
         backoff: Backoff | None = None,
-        extra_body: Mapping[str, Any] | None = None,
         reports_sampled_logprobs: bool = False,
     ) -> None:
         rules = (
@@ -231,24 +221,18 @@ class OpenAIChatClient:
         plain, headers = split_user(base_url)
         self.base_url = plain.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else headers
-        self._chat_template = chat_template
-        self._prompts = prompts
+        self._decoding_template = chat_template if prompts == "text" else None
         self._dialect: Literal["openai", "vllm"] = dialect
-        self._max_context_tokens = max_context_tokens
+        self.max_context_tokens = max_context_tokens
         self._timeout_s = timeout_s
         self._max_retries = max_retries
         self._backoff = backoff or Backoff()
-        self._extra_body = dict(extra_body or {})
         self._reports_sampled_logprobs = reports_sampled_logprobs
         self._connections = Connections(repr(self), max_concurrency)
         self.retries = 0
 
     def __repr__(self) -> str:
         return f"OpenAIChatClient({self.base_url!r})"
-
-    @property
-    def max_context_tokens(self) -> int | None:
-        return self._max_context_tokens
 
     async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
         """One completion by `/completions`; the trace is None where it cannot be trained on."""
@@ -305,11 +289,9 @@ class OpenAIChatClient:
                 "this client returns neither kept ids nor prompt log-probs: ask a LocalChatClient "
                 "or a VLLMChatClient"
             )
-        body: dict[str, Any] = {"model": request.model}
-        if self._prompts == "text" and self._chat_template is not None:
-            body["prompt"] = self._chat_template.codec.decode(ids)
-        else:
-            body["prompt"] = list(ids)
+        template = self._decoding_template
+        prompt = list(ids) if template is None else template.codec.decode(ids)
+        body: dict[str, Any] = {"model": request.model, "prompt": prompt}
         body |= sampling_body(request.sampling, self._dialect)
         if "max_tokens" not in body:
             body["max_tokens"] = self._room(len(ids))
@@ -322,16 +304,16 @@ class OpenAIChatClient:
 
     def _room(self, prompt_tokens: int) -> int:
         # A server's own default may be as low as 16 tokens: never leave it to that.
-        if self._max_context_tokens is None:
+        if self.max_context_tokens is None:
             raise RequestRejectedError(
                 "max_tokens is not set and the context length is unknown: set "
                 "SamplingConfig.max_tokens, or the client's max_context_tokens"
             )
-        room = self._max_context_tokens - prompt_tokens
+        room = self.max_context_tokens - prompt_tokens
         if room < 1:
             raise RequestRejectedError(
                 f"a prompt of {prompt_tokens} tokens leaves no room in a context of "
-                f"{self._max_context_tokens}"
+                f"{self.max_context_tokens}"
             )
         return room
 
@@ -339,7 +321,6 @@ class OpenAIChatClient:
         """The JSON answer, after as many attempts as are allowed and needed."""
         url = f"{self.base_url}/{path}"
         limit = self._timeout_s if timeout_s is None else timeout_s
-        body = {k: v for k, v in {**body, **self._extra_body}.items() if v is not None}
         connection = await self._connections.get()
         last = ""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,15 +83,11 @@ class ScriptedChatClient:
         self._version = version
         self._latency_s = latency_s
         self._fault = fault
-        self._max_context_tokens = max_context_tokens
+        self.max_context_tokens = max_context_tokens
         self._calls_of: OrderedDict[str | None, int] = OrderedDict()
         self._closed = False
         self.calls = 0
         self.tokenize_seconds = 0.0
-
-    @property
-    def max_context_tokens(self) -> int | None:
-        return self._max_context_tokens
 
     async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
         """Answers one request, within its `timeout_s`."""
@@ -143,7 +140,7 @@ class ScriptedChatClient:
     def _check(self, request: TokenCompletionRequest) -> None:
         if not request.prompt_token_ids:
             raise RequestRejectedError("an empty prompt: there is nothing to complete")
-        limit = self._max_context_tokens
+        limit = self.max_context_tokens
         if limit is not None and len(request.prompt_token_ids) >= limit:
             raise RequestRejectedError(
                 f"a prompt of {len(request.prompt_token_ids)} tokens leaves no room in a context "
@@ -191,16 +188,12 @@ class ScriptedChatClient:
         sampling = request.sampling
         stops = frozenset((*sampling.stop_token_ids, self._end_id))
         end = _stop_position(ids, stops, sampling.stop, self._codec.decode)
-        limits = [n for n in (sampling.max_tokens, self._room(request)) if n is not None]
-        limit = min(limits, default=len(ids))
+        limit = len(ids) if sampling.max_tokens is None else sampling.max_tokens
+        if self.max_context_tokens is not None:
+            limit = min(limit, self.max_context_tokens - len(request.prompt_token_ids))
         if end > limit:
             return ids[:limit], FinishReason.LENGTH
         return ids[:end], FinishReason.STOP
-
-    def _room(self, request: TokenCompletionRequest) -> int | None:
-        if self._max_context_tokens is None:
-            return None
-        return self._max_context_tokens - len(request.prompt_token_ids)
 
     def _decode(self, ids: Sequence[int]) -> str:
         started = time.perf_counter()
@@ -219,13 +212,5 @@ def _stop_position(
     end = next((i + 1 for i, token in enumerate(ids) if token in stop_ids), len(ids))
     if stop and any(s in decode(ids[:end]) for s in stop):
         # The shortest prefix that spells a stop string: once it is spelled, it stays spelled.
-        low, high = 1, end
-        while low < high:
-            middle = (low + high) // 2
-            spelled = decode(ids[:middle])
-            if any(s in spelled for s in stop):
-                high = middle
-            else:
-                low = middle + 1
-        end = low
+        end = bisect_left(range(end), True, key=lambda n: any(s in decode(ids[:n]) for s in stop))
     return end

@@ -62,7 +62,7 @@ def tiny_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
             raise ConfigError(f"tiny_tokenizer: the word {word!r} must be printable ASCII")
     if len(set(words)) != len(words):
         raise ConfigError("tiny_tokenizer: a word is listed twice")
-    vocab = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
+    vocab = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -121,7 +121,7 @@ def tiny_model(
     return model.float().eval()
 
 
-def _byte_symbols() -> list[str]:
+def byte_symbols() -> list[str]:
     """The printable character that stands for each byte in byte-level tokenizers."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))

@@ -8,13 +8,11 @@ import mimetypes
 import sqlite3
 from collections.abc import Callable, Iterable
 from contextlib import asynccontextmanager
-from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 try:
     from starlette.applications import Starlette
-    from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.routing import Route
@@ -42,7 +40,6 @@ from ludic.view.rollout_page import group_page, rollout_page
 from ludic.view.security import LOOPBACK, Guard
 from ludic.view.token_text import TokenizerStore
 
-T = TypeVar("T")
 MOST_CURVES = 64
 _FIRST_INDEX_S = 10.0
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -235,7 +232,9 @@ def make_app(
         view.indexes.close()
 
     app = Starlette(
-        routes=[*routes, Route("/export/rollout", _export(view)), *_static()], lifespan=lifespan
+        routes=[*routes, Route("/export/rollout", _export(view)), *_static()],
+        exception_handlers={LudicError: _wrong, OSError: _wrong, sqlite3.Error: _wrong},
+        lifespan=lifespan,
     )
     app.state.view = view
     return Guard(app, token=token, hosts=hosts)
@@ -258,37 +257,33 @@ def _finite(value: Any) -> Any:
     return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def _answer(work: Callable[[Request], T], request: Request) -> tuple[T | None, str, int]:
-    """What `work` returns; or None, a sentence about what is wrong, and the status of that."""
-    try:
-        return work(request), "", 200
-    except QueryError as exc:
-        return None, str(exc), 400
-    except LudicError as exc:
-        return None, str(exc), 404
-    except OSError as exc:
-        return None, exc.strerror or str(exc), 404
-    except sqlite3.Error as exc:
-        return None, f"the index of the run cannot be read now: {exc}; reload to try again", 503
+def _wrong(request: Request, exc: Exception) -> Response:
+    """A sentence about what is wrong, as JSON where JSON was asked for."""
+    text, status = str(exc), 404
+    if isinstance(exc, QueryError):
+        status = 400
+    elif isinstance(exc, OSError):
+        text = exc.strerror or text
+    elif isinstance(exc, sqlite3.Error):
+        text, status = f"the index of the run cannot be read now: {exc}; reload to try again", 503
+    if request.url.path.startswith("/api/"):
+        return Response(dumped({"error": text}), status, media_type="application/json")
+    return Response(text.encode("utf-8", "replace"), status, media_type="text/plain")
 
 
-def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
-    def work(request: Request) -> tuple[bytes, int]:
-        body, wrong, status = _answer(lambda asked: dumped(answer(asked)), request)
-        return (dumped({"error": wrong}) if body is None else body), status
+# Starlette calls handlers that are no coroutines in worker threads.
 
-    async def handle(request: Request) -> Response:
-        body, status = await run_in_threadpool(work, request)
-        return Response(body, status, media_type="application/json")
+
+def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
+    def handle(request: Request) -> Response:
+        return Response(dumped(answer(request)), media_type="application/json")
 
     return handle
 
 
-def _export(view: View) -> Callable[[Request], Any]:
-    async def handle(request: Request) -> Response:
-        page, wrong, status = await run_in_threadpool(_answer, view.export, request)
-        if page is None:
-            return Response(wrong.encode("utf-8", "replace"), status, media_type="text/plain")
+def _export(view: View) -> Callable[[Request], Response]:
+    def handle(request: Request) -> Response:
+        page = view.export(request)
         name = "".join(
             c if c.isascii() and (c.isalnum() or c in "-_.") else "-"
             for c in request.query_params.get("id", "rollout")
@@ -307,18 +302,12 @@ def _export(view: View) -> Callable[[Request], Any]:
 
 def _static() -> Iterable[Route]:
     """One route per file of the front end: no path is ever looked up."""
-    folder = files("ludic.view") / "static"
-    folders = [("", folder)]
-    while folders:
-        prefix, place = folders.pop()
-        for entry in place.iterdir():
-            if entry.is_dir():
-                folders.append((f"{prefix}{entry.name}/", entry))
-                continue
-            name = f"/{prefix}{entry.name}"
-            kind = _KINDS.get(Path(name).suffix) or mimetypes.guess_type(name)[0] or "text/plain"
-            address = "/" if name == "/index.html" else name
-            yield Route(address, _file(entry.read_bytes(), kind))
+    folder = Path(__file__).with_name("static")
+    for path in folder.rglob("*"):
+        if path.is_file():
+            name = f"/{path.relative_to(folder).as_posix()}"
+            kind = _KINDS.get(path.suffix) or mimetypes.guess_type(name)[0] or "text/plain"
+            yield Route("/" if name == "/index.html" else name, _file(path.read_bytes(), kind))
 
 
 def _file(body: bytes, kind: str) -> Callable[[Request], Any]:

@@ -89,12 +89,9 @@ class CurveStore:
 
     def keys(self, run: RunPlace) -> dict[str, float]:
         """The names of a run's metrics, with their last values."""
-        values: dict[str, float] = {}
         with self._lock:
-            for prefix in STAGES:
-                for key, value in self._of(run, prefix).last.items():
-                    values[prefix + key] = value
-        return values
+            stages = {prefix: self._of(run, prefix).last for prefix in STAGES}
+            return {p + key: value for p, last in stages.items() for key, value in last.items()}
 
     def progress(self, run: RunPlace) -> dict[str, Any]:
         """How many lines there are, how many could not be read, whether the last one is cut, and
@@ -136,15 +133,13 @@ class CurveStore:
 
     def _of(self, run: RunPlace, prefix: str) -> _Curves:
         path = run.path / STAGES[prefix]
-        if not path.is_file():
-            return _Curves(path)
         try:
             path = run.confined(path)
         except ViewError:
             return _Curves(path)
-        curves = self._files.get(path)
-        if curves is None:
-            curves = self._files[path] = _Curves(path)
+        if not path.is_file():
+            return _Curves(path)
+        curves = self._files.setdefault(path, _Curves(path))
         self._files.move_to_end(path)
         curves.follow()
         held = sum(len(s) for c in self._files.values() for s, _ in c.points.values())

@@ -41,8 +41,13 @@ class RunPlace:
     root: Path
 
     def confined(self, path: Path) -> Path:
-        """The path itself, if it leads to somewhere inside the given folder."""
-        return confined(path, self.root)
+        """`path`, all links followed, if it is inside the given folder; else raises `ViewError`."""
+        real = path.resolve()
+        if not real.is_relative_to(self.root):
+            raise ViewError(
+                f"{path.name} leads outside the folder that is shown, so it is not read"
+            )
+        return real
 
     def read_json(self, name: str) -> Any:
         """A JSON file of the run; None if there is none."""
@@ -125,14 +130,6 @@ class Folders:
                     f"{root} holds no run: a run's folder has a run.json or a metrics.jsonl"
                 )
         self._found, self.problems, self._scanned = places, problems, time.monotonic()
-
-
-def confined(path: Path, root: Path) -> Path:
-    """`path`, all links followed, if it is inside `root`; else raises `ViewError`."""
-    real = path.resolve()
-    if not real.is_relative_to(root):
-        raise ViewError(f"{path.name} leads outside the folder that is shown, so it is not read")
-    return real
 
 
 def _runs_below(root: Path, problems: list[str]) -> Iterator[Path]:

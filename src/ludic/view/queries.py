@@ -31,7 +31,6 @@ _EQUAL = {
     "episode": "episode",
     "truncation": "truncation",
 }
-_RANGES = {"update": "upd", "reward": "reward", "turns": "turns", "tokens": "tokens"}
 _FLAGS = {
     "error": "error != ''",
     "truncated": "truncated",
@@ -40,9 +39,13 @@ _FLAGS = {
     "cut": "cut > 0",
     "tools": "tools > 0",
     "sub": "parent != ''",
+    "trained": "EXISTS (SELECT 1 FROM trained WHERE trained.rollout = rollouts.id)",
 }
 _WEIGHT = "(SELECT avg(weight) FROM trained WHERE trained.rollout = rollouts.id)"
-_TRAINED = "EXISTS (SELECT 1 FROM trained WHERE trained.rollout = rollouts.id)"
+_RANGES = {
+    **{"update": "upd", "reward": "reward", "turns": "turns", "tokens": "tokens"},
+    "weight": _WEIGHT,
+}
 _FACETS = ("source", "agent", "env", "outcome", "truncation")
 _MOST_VALUES = 60
 
@@ -59,22 +62,14 @@ def where(filters: Filters) -> tuple[str, list[Any]]:
     for name, test in _FLAGS.items():
         if (wanted := filters.get(name)) in ("yes", "no"):
             tests.append(test if wanted == "yes" else f"NOT ({test})")
-    if (wanted := filters.get("trained")) in ("yes", "no"):
-        tests.append(_TRAINED if wanted == "yes" else f"NOT {_TRAINED}")
     for key, wanted in filters.items():
         name, _, bound = key.rpartition(".")
         if bound not in ("min", "max") or not wanted:
             continue
         number = finite(key, wanted)
-        sign = ">=" if bound == "min" else "<="
-        if name in _RANGES:
-            tests.append(f"{_RANGES[name]} {sign} ?")
-            values.append(number)
-        elif name == "weight":
-            tests.append(f"{_WEIGHT} {sign} ?")
-            values.append(number)
-        elif name.startswith("component:"):
-            tests.append(f"{_component(name)} {sign} ?")
+        column = _component(name) if name.startswith("component:") else _RANGES.get(name)
+        if column is not None:
+            tests.append(f"{column} {'>=' if bound == 'min' else '<='} ?")
             values.append(number)
     if words := search_words(filters.get("q", "")):
         tests.append("n IN (SELECT rowid FROM words WHERE words MATCH ?)")
@@ -240,12 +235,11 @@ def members(db: sqlite3.Connection, column: str, value: str, most: int = 64) -> 
 
 def _count(db: sqlite3.Connection, filters: Filters, test: str, values: list[Any]) -> int:
     """How many rollouts the filters leave; without a scan where only the source is chosen."""
-    said = {name: value for name, value in filters.items() if value}
-    if not said.keys() - {"source"}:
+    chosen = filters.get("source") or "all"
+    if not any(value for name, value in filters.items() if name != "source"):
         sources = dict(
             db.execute("SELECT value, count FROM facets WHERE name = 'source'").fetchall()
         )
-        chosen = said.get("source", "all")
         return int(sum(sources.values()) if chosen == "all" else sources.get(chosen, 0))
     return int(db.execute(f"SELECT count(*) FROM rollouts WHERE {test}", values).fetchone()[0])
 

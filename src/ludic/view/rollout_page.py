@@ -63,7 +63,7 @@ def read_rollout(run: RunPlace, db: sqlite3.Connection, identity: str) -> Rollou
     ).fetchone()
     if row is None:
         raise ViewError(f"there is no rollout {identity!r} in {run.name}")
-    line = _line(run, db, row["block"], row["line"])
+    line = _block(run, db, row["block"]).split(b"\n")[row["line"]]
     try:
         return rollout_from_row(parse_line(line, identity), identity)
     except LudicError as exc:
@@ -77,19 +77,15 @@ def read_trained(run: RunPlace, db: sqlite3.Connection, identity: str) -> list[T
         "WHERE rollout = ?) ORDER BY block, line",
         (identity, identity),
     ).fetchall()
-    found, blocks = [], dict[int, list[bytes]]()
+    records, blocks = [], dict[int, list[bytes]]()
     for row in rows:
         try:
             if row["block"] not in blocks:
                 blocks[row["block"]] = _block(run, db, row["block"]).split(b"\n")
-            found.append(trained_tokens(json.loads(blocks[row["block"]][row["line"]])))
+            records.append(trained_tokens(json.loads(blocks[row["block"]][row["line"]])))
         except (LudicError, ValueError, IndexError):
             continue  # the conversation is worth showing without it
-    return found
-
-
-def _line(run: RunPlace, db: sqlite3.Connection, block: int, line: int) -> bytes:
-    return _block(run, db, block).split(b"\n")[line]
+    return records
 
 
 def _block(run: RunPlace, db: sqlite3.Connection, block: int) -> bytes:
@@ -164,19 +160,13 @@ def _tokens(
 
 
 def _environment(step: EnvironmentStep) -> dict[str, Any]:
-    return {
+    same = ("obs", "action", "next_obs", "reward", "terminated", "truncated", "stepped")
+    return {name: getattr(step, name) for name in same} | {
         "kind": "environment",
         "turn": step.turn_index,
         "acted": bool(step.agent_steps),
-        "obs": step.obs,
-        "action": step.action,
-        "next_obs": step.next_obs,
-        "reward": step.reward,
         "components": dict(step.reward_components),
-        "terminated": step.terminated,
-        "truncated": step.truncated,
         "truncation": step.truncation_reason,
-        "stepped": step.stepped,
         "info": dict(step.info),
     }
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from ludic.inference.tiny import byte_symbols
 from ludic.view.folders import RunPlace, ViewError
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -24,15 +25,9 @@ class TokenTexts:
         text = path.read_text(encoding="utf-8")
         self._tokenizer = Tokenizer.from_str(text)
         self._piece = _piece_reader(json.loads(text))
-        self._added = {
-            number: token.content
-            for number, token in self._tokenizer.get_added_tokens_decoder().items()
-        }
-        self.special = {
-            number
-            for number, token in self._tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added = {number: token.content for number, token in added.items()}
+        self.special = {number for number, token in added.items() if token.special}
 
     def of(self, ids: Iterable[int]) -> dict[int, str]:
         """The texts of these ids."""
@@ -51,7 +46,7 @@ class TokenTexts:
 def _piece_reader(data: Any) -> Callable[[str], str]:
     decoder = json.dumps(data.get("decoder"))
     if "ByteLevel" in decoder:
-        table = {char: byte for byte, char in _byte_characters().items()}
+        table = {char: byte for byte, char in enumerate(byte_symbols())}
 
         def byte_level(piece: str) -> str:
             if all(c in table for c in piece):
@@ -71,15 +66,6 @@ def _piece_reader(data: Any) -> Callable[[str], str]:
 def readable(data: bytes) -> str:
     """UTF-8 as text, and what is none of it as escapes."""
     return data.decode("utf-8", "backslashreplace")
-
-
-def _byte_characters() -> dict[int, str]:
-    """The characters by which byte-level tokenizers write bytes: printable ones stand for
-    themselves, the others for a code point from 256 on."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    characters = {byte: chr(byte) for byte in plain}
-    others = (byte for byte in range(256) if byte not in characters)
-    return characters | {byte: chr(256 + number) for number, byte in enumerate(others)}
 
 
 class TokenizerStore:

@@ -107,7 +107,7 @@ class ServerUpdate(ABC):
             with self.times.timed("greet"):
                 # One that was away may be another by now.
                 if replica.facts is None or replica.lost or replica.out is not None:
-                    await self.client.relearn(replica, self.patience_s)
+                    await self.client.learn(replica, self.patience_s)
                 await self.examine()
         except (UnreachableError, DeadlineError) as exc:
             self.lose(f"it did not answer when a publish began: {exc}")

@@ -44,8 +44,6 @@ def completion_limit(request: TokenCompletionRequest, *, vocab: int, context: in
     """How many tokens the completion may have. Raises `RequestRejectedError` for limits that make
     no sense."""
     wanted = request.sampling.max_tokens
-    if wanted is not None and wanted < 1:
-        raise RequestRejectedError(f"max_tokens={wanted}: must be at least 1")
     if bad := [t for t in request.sampling.stop_token_ids if not 0 <= t < vocab]:
         raise RequestRejectedError(f"stop_token_ids {bad} are outside of the vocabulary")
     if request.timeout_s is not None and not request.timeout_s > 0:

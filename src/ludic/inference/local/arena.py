@@ -77,25 +77,15 @@ class Arena:
         self.tenants.append(tenant)
         tenant.arena, tenant.slot = self, slot
 
-    def free(self, slot: int, *, wipe: bool = False) -> None:
-        """Frees the slot, into which the last tenant moves.
+    def free(self, slots: Sequence[int], *, wipe: bool = False) -> list[tuple[int, int]]:
+        """Frees these slots, into which the last tenants move, with one copy for all of them.
+        Returns the moves: from which slot, to which.
 
         `wipe` clears what was there: values that are not finite must not meet the next tenant.
         """
-        last = len(self.tenants) - 1
-        mover = self.tenants.pop()
-        if slot != last:
-            n = mover.computed
-            self.kv[:, :, slot, :, :n] = self.kv[:, :, last, :, :n]
-            if wipe:
-                self.kv[:, :, slot, :, n:] = 0
-            self.tenants[slot], mover.slot = mover, slot
+        before = len(self.tenants)
         if wipe:
-            self.kv[:, :, last] = 0
-
-    def free_all(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """Frees these slots, into which the last tenants move, with one copy for all of them.
-        Returns the moves: from which slot, to which."""
+            self.kv[:, :, to_device(slots, self.kv.device)] = 0
         came_from: dict[int, int] = {}
         for slot in sorted(slots, reverse=True):
             last = len(self.tenants) - 1
@@ -109,6 +99,8 @@ class Arena:
             moves = [list(came_from.values()), list(came_from)]
             sources, targets = to_device(moves, self.kv.device)
             self.kv[:, :, targets, :, :longest] = self.kv[:, :, sources, :, :longest]
+        if wipe:  # those that moved may have left such values, too
+            self.kv[:, :, len(self.tenants) : before] = 0
         return [(source, target) for target, source in came_from.items()]
 
     def read(self, slot: int, tokens: int) -> Tensor:
@@ -178,19 +170,15 @@ class SlotMemory:
         self.generation += 1
         if old is not None:
             new.write(tenant.slot, old.read(slot, tenant.computed))
-            old.free(slot)
+            old.free([slot])
 
-    def release(self, tenant: Tenant, *, wipe: bool = False) -> None:
-        """Frees the tenant's slot, if it has one."""
-        if tenant.arena is not None:
-            self.generation += 1
-            tenant.arena.free(tenant.slot, wipe=wipe)
-            tenant.arena = None
-
-    def release_all(self, tenants: Sequence[Tenant]) -> list[tuple[int, int]]:
-        """Frees the slots of these tenants of a memory with a single length; see `free_all`."""
+    def release(self, tenants: Sequence[Tenant], *, wipe: bool = False) -> list[tuple[int, int]]:
+        """Frees the slots of those that have one; see `Arena.free`."""
         self.generation += 1
-        moves = self.only.free_all([tenant.slot for tenant in tenants])
+        moves: list[tuple[int, int]] = []
+        for arena in {tenant.arena for tenant in tenants if tenant.arena is not None}:
+            slots = [tenant.slot for tenant in tenants if tenant.arena is arena]
+            moves += arena.free(slots, wipe=wipe)
         for tenant in tenants:
             tenant.arena = None
         return moves

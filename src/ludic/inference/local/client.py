@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -265,9 +265,7 @@ class LocalChatClient:
     def _submit(self, request: TokenCompletionRequest, waiter: Waiter) -> Sequence:
         """Queues a request that has a place in the gate."""
         try:
-            limit, key = self._check(request)
-            deliver = partial(self._thread.outbox.put, waiter)
-            sequence = self._sequence(request, limit, key, deliver)
+            sequence = self._sequence(request, waiter)
             self._thread.submit(sequence)
         except BaseException:
             self._gate.leave()
@@ -286,13 +284,8 @@ class LocalChatClient:
             raise ConfigError(f"dropout is active in {active}: call model.eval(), or set it to 0")
         return limit, key
 
-    def _sequence(
-        self,
-        request: TokenCompletionRequest,
-        limit: int,
-        prompt_key: bytes,
-        deliver: Callable[[Any], None],
-    ) -> Sequence:
+    def _sequence(self, request: TokenCompletionRequest, waiter: Waiter) -> Sequence:
+        limit, prompt_key = self._check(request)
         sampling = request.sampling
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
         stop_ids = frozenset() if request.extensions.get("ignore_eos") else self._eos
@@ -306,7 +299,7 @@ class LocalChatClient:
             returns=request.returns,
             key=noise_key(seed),
             stop_ids=stop_ids,
-            deliver=deliver,
+            deliver=partial(self._thread.outbox.put, waiter),
             seed=seed,
         )
 
@@ -358,12 +351,8 @@ class LocalChatClient:
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """End-of-sequence ids, as the tokenizer and the model's generation settings name them."""
-    found: set[int] = set()
-    for value in (
-        getattr(tokenizer, "eos_token_id", None),
-        getattr(getattr(model, "generation_config", None), "eos_token_id", None),
-    ):
-        found.update(
-            value if isinstance(value, list | tuple) else () if value is None else (value,)
-        )
-    return frozenset(found)
+    ids: set[int] = set()
+    for source in (tokenizer, getattr(model, "generation_config", None)):
+        value = getattr(source, "eos_token_id", None)
+        ids.update(value if isinstance(value, list | tuple) else [value])
+    return frozenset(ids - {None})

@@ -161,7 +161,7 @@ class Scheduler:
         for sequence in [s for s in self.running if s.cancelled]:
             self.counters.cancelled += 1
             # Nobody looked at its logits yet, perhaps: it may leave keys that are not finite.
-            self._leave(sequence, wipe=True)
+            self._leave([sequence], wipe=True)
         self.drop_cancelled_waiting()
 
     def drop_cancelled_waiting(self) -> None:
@@ -298,8 +298,7 @@ class Scheduler:
 
     def _finish(self, ended: Iterable[Sequence]) -> None:
         answers: list[tuple[Sequence, ChatResponse]] = []
-        # From the last slot down: those that end together then leave no hole to be filled.
-        for s in sorted(ended, key=lambda s: s.slot, reverse=True):
+        for s in ended:
             info = {
                 "seed": s.seed,
                 "reused_tokens": s.reused,
@@ -316,7 +315,7 @@ class Scheduler:
             # A cache: where there is no memory for it, the next request computes it again.
             with suppress(torch.OutOfMemoryError, MemoryError):
                 self._keep(ending)
-            self._leave_together(ending)
+            self._leave(ending)
         finally:  # whatever becomes of the engine, these are answered
             for s, answer in answers:
                 s.deliver(answer)
@@ -331,7 +330,7 @@ class Scheduler:
     def _turn_away(self, sequence: Sequence, exc: Exception) -> None:
         """Fails a sequence that could not join: it has a slot at most, the last one."""
         self.counters.failed += 1
-        self.memory.release(sequence, wipe=True)
+        self.memory.release([sequence], wipe=True)
         sequence.deliver(step_error(exc, sequence, by="the engine"))
 
     def _fail_step(self, sequences: Iterable[Sequence], exc: Exception) -> None:
@@ -342,21 +341,16 @@ class Scheduler:
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
         self.counters.failed += 1
         try:
-            self._leave(sequence, wipe=True)
+            self._leave([sequence], wipe=True)
         finally:
             sequence.deliver(error)
 
-    def _leave_together(self, sequences: Seq[Sequence]) -> None:
+    def _leave(self, sequences: Seq[Sequence], *, wipe: bool = False) -> list[tuple[int, int]]:
+        """Those that go on may move; returns from which slot, to which."""
         for sequence in sequences:
-            self._leave(sequence)
-
-    def _leave(self, sequence: Sequence, *, wipe: bool = False) -> None:
-        self._stop_running(sequence)
-        self.memory.release(sequence, wipe=wipe)
-
-    def _stop_running(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self._by_prompt.remove(sequence.prompt_key, sequence)
+            self.running.remove(sequence)
+            self._by_prompt.remove(sequence.prompt_key, sequence)
+        return self.memory.release(sequences, wipe=wipe)
 
 
 def chunks(prompts: Iterable[Sequence], room: int) -> list[Work]:

@@ -67,7 +67,7 @@ class HermesToolParser:
 
         def left_of(block: re.Match[str]) -> str:
             try:
-                calls.append(_tool_call(read_json(block[1]), len(calls), ("arguments",)))
+                calls.append(tool_call(read_json(block[1]), len(calls), ("arguments",)))
             except MalformedCallError as exc:
                 errors.append(str(exc))
                 return block[0]
@@ -111,7 +111,7 @@ class JSONToolParser:
         errors: list[str] = []
         for item in value if is_list else [value]:
             try:
-                calls.append(_tool_call(item, len(calls), ("arguments", "parameters")))
+                calls.append(tool_call(item, len(calls), ("arguments", "parameters")))
             except MalformedCallError as exc:
                 errors.append(str(exc))
         # One unreadable item leaves the text as it was written: there is no prose to cut out.
@@ -126,7 +126,8 @@ def read_json(body: str) -> Any:
         raise MalformedCallError(f"broken JSON in a tool call: {exc}: {_excerpt(body)}") from None
 
 
-def _tool_call(value: Any, index: int, argument_keys: tuple[str, ...]) -> ToolCall:
+def tool_call(value: Any, index: int, argument_keys: tuple[str, ...]) -> ToolCall:
+    """The call that a JSON value describes, or a `MalformedCallError`."""
     if not isinstance(value, dict):
         raise MalformedCallError(
             f"a tool call must be a JSON object with a name and arguments, "

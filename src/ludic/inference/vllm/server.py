@@ -245,7 +245,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[ServerSettings, argpa
     )
     parser.add_argument("--model", required=True, help="a folder or a name on the hub")
     parser.add_argument("--served-model-name", dest="served_name", help="the name that clients use")
-    parser.add_argument("--host", default="127.0.0.1", help="the update routes have no lock!")
+    parser.add_argument("--host", default="127.0.0.1", help="the update routes ask for no key")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--dtype", help="default: float32 on the CPU build, else the model's")
     parser.add_argument("--max-model-len", type=int)

@@ -90,18 +90,28 @@ class Replica:
         return f"{self.url}: up, {self.in_flight} requests"
 
 
-async def learn(
+async def server_facts(
     session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], timeout_s: float
 ) -> ServerFacts:
     """Asks a server what it is and what it can. Raises `ConfigError` for one that is not vLLM."""
 
-    async def get(path: str) -> Any:
-        return await ask(session, "GET", url + path, timeout_s=timeout_s, headers=headers)
+    async def request(method: str, path: str, body: Any = None) -> Any:
+        return await ask(
+            session, method, url + path, body=body, timeout_s=timeout_s, headers=headers
+        )
+
+    async def generates() -> bool:
+        """Without --enable-scale-out the route refuses everything; with it, an empty body."""
+        try:
+            await request("POST", "/inference/v1/generate", {})
+        except RequestRejectedError as exc:
+            return "HTTP 403" not in str(exc)
+        return True
 
     try:
-        served = await get("/v1/models")
-        version = (await get("/version")).get("version", "unknown")
-        paths = set((await get("/openapi.json")).get("paths", {}))
+        served = await request("GET", "/v1/models")
+        version = (await request("GET", "/version")).get("version", "unknown")
+        paths = set((await request("GET", "/openapi.json")).get("paths", {}))
         models = tuple(str(m["id"]) for m in served["data"])
     except UnreachableError:
         raise
@@ -117,25 +127,11 @@ async def learn(
         models=models,
         max_model_len=min(lengths, default=None),
         # Older servers have the route too, but say nothing of versions and are slower there.
-        generates=names_versions
-        and "/inference/v1/generate" in paths
-        and await _generate_is_enabled(session, url, headers, timeout_s),
+        generates=names_versions and "/inference/v1/generate" in paths and await generates(),
         updates="/start_weight_update" in paths,
         names_versions=names_versions,
         loads_adapters="/v1/load_lora_adapter" in paths,
     )
-
-
-async def _generate_is_enabled(
-    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], timeout_s: float
-) -> bool:
-    """Without --enable-scale-out the route refuses everything; with it, an empty body."""
-    try:
-        path = url + "/inference/v1/generate"
-        await ask(session, "POST", path, body={}, timeout_s=timeout_s, headers=headers)
-    except RequestRejectedError as exc:
-        return "HTTP 403" not in str(exc)
-    return True
 
 
 def check_spelling(url: str, theirs: list[int], tokenizer: Any) -> None:
@@ -194,14 +190,13 @@ class VLLMServers:
         """Asks the servers what they are, once. Raises when none answers, when one serves another
         model, or when `tokenizer` does not spell text as the servers do."""
         results = await asyncio.gather(
-            *(self._learn(r, timeout_s) for r in self.replicas if r.facts is None),
+            *(self.learn(r, timeout_s) for r in self.replicas if r.facts is None),
             return_exceptions=True,
         )
-        for found in results:
-            if isinstance(found, BaseException) and not isinstance(
-                found, (UnreachableError, DeadlineError)
-            ):
-                raise found
+        for result in results:
+            away = isinstance(result, UnreachableError | DeadlineError)
+            if isinstance(result, BaseException) and not away:
+                raise result
         known = [r for r in self.replicas if r.facts is not None]
         if not known:
             raise InferenceError(f"no vLLM server answers: {self._states()}. Are they up?")
@@ -253,18 +248,11 @@ class VLLMServers:
             session, method, url, body=body, timeout_s=timeout_s, headers=headers, plain=plain
         )
 
-    async def relearn(self, replica: Replica, timeout_s: float) -> ServerFacts:
-        """Asks a server anew what it is; it may have been restarted as another."""
-        replica.facts = None
-        await self._learn(replica, timeout_s)
-        assert replica.facts is not None
-        return replica.facts
-
     async def replica_version(self, replica: Replica, timeout_s: float = 10.0) -> int:
         """The version that a server says it has. One that keeps none has what it was last brought
         to, unless it was restarted since."""
         if replica.facts is None:
-            await self._learn(replica, timeout_s)
+            await self.learn(replica, timeout_s)
         if replica.serving.adapter is not None:
             answer = await self.control(replica, "GET", "/v1/models", timeout_s=timeout_s)
             has = any(card["id"] == replica.serving.adapter for card in answer["data"])
@@ -331,7 +319,7 @@ class VLLMServers:
     async def _welcome(self, replica: Replica) -> None:
         was_lost = replica.lost is not None
         try:
-            await self.relearn(replica, timeout_s=10.0)
+            await self.learn(replica, timeout_s=10.0)
             if was_lost and not (self.keeper and await self.keeper.restore(replica)):
                 # A publish may run meanwhile. What the server said before an update reached it
                 # does not count afterwards; and then it may be ahead of what is expected of all.
@@ -351,10 +339,12 @@ class VLLMServers:
         except (InferenceError, ConfigError, PublishError) as exc:
             replica.out = str(exc)
 
-    async def _learn(self, replica: Replica, timeout_s: float) -> None:
+    async def learn(self, replica: Replica, timeout_s: float) -> None:
+        """Asks a server what it is; it may have been restarted as another."""
+        replica.facts = None
         session = (await self._connections.get()).unpooled
         try:
-            facts = await learn(session, replica.url, self._headers, timeout_s)
+            facts = await server_facts(session, replica.url, self._headers, timeout_s)
         except (UnreachableError, DeadlineError) as exc:
             replica.mark_down(str(exc), self._backoff.pause_s(replica.failures))
             raise

@@ -47,12 +47,9 @@ class VLLMExtensions(Mapping[str, Any]):
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain JSON data, without what is at its default."""
-        found: dict[str, Any] = {}
-        if self.extra_body_overrides:
-            found["extra_body_overrides"] = dict(self.extra_body_overrides)
-        if self.max_think_tokens is not None:
-            found["max_think_tokens"] = self.max_think_tokens
-        return found
+        overrides = dict(self.extra_body_overrides)
+        settings = {"extra_body_overrides": overrides, "max_think_tokens": self.max_think_tokens}
+        return {name: value for name, value in settings.items() if value not in ({}, None)}
 
     @classmethod
     def from_mapping(cls, extensions: Mapping[str, Any]) -> VLLMExtensions:

@@ -290,26 +290,16 @@ class PipelinedScheduler(Scheduler):
     # Leaving. A step in flight computed one token too many for those that end. Whatever it wrote,
     # finite or not, must not meet the slot's next tenant.
 
-    def _leave_together(self, sequences: Seq[Sequence]) -> None:
-        """What `_leave` does, in a few launches for all of them."""
+    def _leave(self, sequences: Seq[Sequence], *, wipe: bool = False) -> list[tuple[int, int]]:
         batch, before = self.batch, len(self.batch.arena.tenants)
         ahead = [(s.slot, s.computed - 1) for s in sequences if s.computed == len(s.tokens)]
         if ahead:
             slots, positions = to_device(list(zip(*ahead, strict=True)), batch.device)
             batch.arena.kv[:, :, slots, :, positions] = 0
-        for sequence in sequences:
-            self._stop_running(sequence)
-        moves = self.memory.release_all(sequences)
+        moves = super()._leave(sequences, wipe=wipe)
         batch.move_rows(moves)
         batch.clear_rows(len(batch.arena.tenants), before)
-
-    def _leave(self, sequence: Sequence, *, wipe: bool = False) -> None:
-        slot, last = sequence.slot, len(self.batch.arena.tenants) - 1
-        self.batch.arena.kv[:, :, slot, :, len(sequence.tokens) - 1 : sequence.computed] = 0
-        super()._leave(sequence, wipe=wipe)
-        if slot != last:
-            self.batch.move_rows([(last, slot)])
-        self.batch.clear_rows(last, last + 1)
+        return moves
 
 
 def _has_one_token_left(sequence: Sequence) -> bool:
