@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, field
+
 from msgspec.structs import replace
 
 from ludic.agents.model_calls import ModelCall, ModelCaller
@@ -28,6 +30,7 @@ class ActResult(Record, frozen=True):
     truncation: TruncationReason | None = None
 
 
+@dataclass(eq=False, repr=False)
 class Agent(ModelCaller):
     """A model with a memory and a parser: one model call per turn.
 
@@ -42,25 +45,17 @@ class Agent(ModelCaller):
     `call_model`, `record` and `conclude`.
     """
 
-    def __init__(
-        self,
-        client: ChatClient,
-        model: str,
-        ctx: ContextStrategy,
-        parser: Parser,
-        chat_template: ChatTemplate,
-        *,
-        inference: InferenceSpec | None = None,
-        system_prompt: str | None = None,
-        request_timeout_s: float | None = 300.0,
-    ) -> None:
-        super().__init__(
-            client, model, chat_template, inference=inference, request_timeout_s=request_timeout_s
-        )
-        self.ctx = ctx
-        self.parser = parser
-        self.system_prompt = system_prompt
-        self._steps: list[AgentStep] = []
+    client: ChatClient
+    model: str
+    ctx: ContextStrategy
+    parser: Parser
+    chat_template: ChatTemplate
+    _: KW_ONLY
+    inference: InferenceSpec = field(default_factory=InferenceSpec)
+    system_prompt: str | None = None
+    request_timeout_s: float | None = 300.0
+
+    def __post_init__(self) -> None:
         self._begin(None, None)
 
     @property
@@ -105,7 +100,7 @@ class Agent(ModelCaller):
         self.begin_calls(seed, conversation_id)
         self._turn = -1
         self._previous: ModelCall | None = None
-        self._steps.clear()
+        self._steps: list[AgentStep] = []
 
     def begin_turn(self) -> None:
         """For `act`: a new turn, without steps yet."""

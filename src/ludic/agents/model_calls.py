@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any
 
-from msgspec.structs import fields, replace
+from msgspec.structs import asdict, replace
 
 from ludic.errors import AgentError, DeadlineError, InferenceError
 from ludic.inference.client import ChatClient, TokenCompletionRequest, ToolRequest
@@ -26,8 +27,6 @@ from ludic.workers.threads import shared_threads
 LONG_TEXT = 100_000
 """From this many characters on, messages are tokenised in a thread: a few megabytes take
 seconds, in which the event loop would serve no other episode."""
-
-_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingConfig))
 
 
 class ModelCall(Record, frozen=True):
@@ -69,29 +68,19 @@ class ModelCaller:
     The n-th call since `begin_calls` samples with `derive_seed(seed, "call", n)`.
     """
 
-    def __init__(
-        self,
-        client: ChatClient,
-        model: str,
-        chat_template: ChatTemplate,
-        *,
-        inference: InferenceSpec | None = None,
-        request_timeout_s: float | None = 300.0,
-    ) -> None:
-        if chat_template is None:
+    client: ChatClient
+    model: str
+    chat_template: ChatTemplate
+    inference: InferenceSpec
+    request_timeout_s: float | None
+
+    def begin_calls(self, seed: int | None, conversation_id: str | None) -> None:
+        """Counts calls from here on. `conversation_id` lets a backend keep them together."""
+        if self.chat_template is None:
             raise AgentError(
                 f"{type(self).__name__} needs a chat template to turn messages into tokens: pass "
                 "chat_template=HFChatTemplate(tokenizer)"
             )
-        self.client = client
-        self.model = model
-        self.chat_template = chat_template
-        self.inference = inference or InferenceSpec()
-        self.request_timeout_s = request_timeout_s
-        self.begin_calls(None, None)
-
-    def begin_calls(self, seed: int | None, conversation_id: str | None) -> None:
-        """Counts calls from here on. `conversation_id` lets a backend keep them together."""
         self._seed = seed
         self._conversation_id = conversation_id
         self._calls = 0
@@ -110,11 +99,9 @@ class ModelCaller:
         """Samples one assistant message; None when its prompt leaves no room in the context.
         `sampling` stands in for the settings that all calls have. Calls may overlap: each is
         counted before the first wait."""
-        template = self.template_for(tools)
-        number = self._calls
-        long = sum([len(message["content"]) for message in messages]) >= LONG_TEXT
-        if long:
-            self._calls += 1
+        template, number = self.template_for(tools), self._calls
+        self._calls += 1
+        if sum([len(message["content"]) for message in messages]) >= LONG_TEXT:
             prompt, new_messages, fork = await shared_threads().run(
                 lambda: _prompt(template, messages, tools, previous),
                 what="the tokens of a long text",
@@ -123,30 +110,19 @@ class ModelCaller:
             )
         else:
             prompt, new_messages, fork = _prompt(template, messages, tools, previous)
-        limit = self.client.max_context_tokens
-        room = None if limit is None else limit - len(prompt)
-        if room is not None and room < 1:
-            return None
-        settings, settings_json = self._sampling(sampling or self.inference.sampling, room, number)
-        self._calls += not long
-        response = await self._complete(prompt, settings)
-        parsed = _cleaned(template.parse(response))
-        return ModelCall(messages, tools, new_messages, parsed, response, fork, settings_json)
-
-    def _sampling(
-        self, sampling: SamplingConfig, room: int | None, number: int
-    ) -> tuple[SamplingConfig, Mapping[str, Any]]:
-        """This call's sampling settings, and the same as JSON."""
+        sampling = sampling or self.inference.sampling
         seed, limit = sampling.seed, sampling.max_tokens
         if self._seed is not None:
             seed = derive_seed(self._seed, "call", number)
-        if room is not None and limit is not None and limit > room:
-            limit = room
-        as_json = _as_json(sampling)
-        if seed is sampling.seed and limit is sampling.max_tokens:
-            return sampling, as_json
-        own = sampling.for_call(seed, limit)
-        return own, {**as_json, "seed": seed, "max_tokens": limit}
+        if self.client.max_context_tokens is not None:
+            room = self.client.max_context_tokens - len(prompt)
+            if room < 1:
+                return None
+            limit = None if limit is None else min(limit, room)
+        response = await self._complete(prompt, sampling.for_call(seed, limit))
+        parsed = _cleaned(template.parse(response))
+        settings = {**_as_json(sampling), "seed": seed, "max_tokens": limit}
+        return ModelCall(messages, tools, new_messages, parsed, response, fork, settings)
 
     async def _complete(self, prompt: tuple[int, ...], sampling: SamplingConfig) -> ChatResponse:
         request = TokenCompletionRequest(
@@ -219,17 +195,13 @@ def _prompt(
         extension = template.extend(messages, trace, schemas)
     if isinstance(extension, Fork):
         return tuple(template.render(messages, schemas)), new_messages, extension
-    return (
-        (*trace.prompt_token_ids, *trace.completion_token_ids, *extension),
-        new_messages,
-        None,
-    )
+    prompt = (*trace.prompt_token_ids, *trace.completion_token_ids, *extension)
+    return prompt, new_messages, None
 
 
 @lru_cache(maxsize=64)
 def _as_json(sampling: SamplingConfig) -> Mapping[str, Any]:
-    values = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(sampling).items()}
 
 
 def _unseen(messages: tuple[Message, ...], shown: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -237,9 +209,5 @@ def _unseen(messages: tuple[Message, ...], shown: tuple[Message, ...]) -> tuple[
     and whatever else was shown before. Messages are told apart as objects, not by their text,
     since an observation may come twice."""
     seen = {id(message) for message in shown}
-    start = len(messages)
-    while (
-        start and messages[start - 1]["role"] != "assistant" and id(messages[start - 1]) not in seen
-    ):
-        start -= 1
-    return messages[start:]
+    new = takewhile(lambda m: m["role"] != "assistant" and id(m) not in seen, reversed(messages))
+    return tuple(new)[::-1]

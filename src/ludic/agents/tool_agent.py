@@ -84,7 +84,7 @@ class ToolAgent(Agent):
             ctx,
             parser,
             chat_template,
-            inference=inference,
+            inference=inference or InferenceSpec(),
             system_prompt=system_prompt,
             request_timeout_s=request_timeout_s,
         )

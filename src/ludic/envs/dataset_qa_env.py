@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Awaitable, Sequence
 from typing import Any, ClassVar
 
@@ -12,7 +11,6 @@ from ludic.errors import ConfigError, EnvError
 from ludic.parsers import last_boxed
 from ludic.rewards import Attempt, RewardSpec, RewardSum, Score, make_rewards
 from ludic.rewards.answers import read_number
-from ludic.seeding import derive_seed
 from ludic.types import Action, Info, Obs, StepOutcome
 
 
@@ -87,18 +85,11 @@ class DatasetQAEnv(SingleAgentEnv):
 
     def num_rows(self) -> int:
         """How many rows there are to choose from. Loads the data if that is still to be done."""
-        total = len(self._loaded().rows)
-        return total if self._limit is None else min(total, self._limit)
+        return self._loaded().count(self._limit)
 
     def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
-        data, total = self._loaded(), self.num_rows()
-        if self._index is not None:
-            index = self._index
-            if not 0 <= index < total:
-                raise ConfigError(f"row {index} of the dataset {data.name!r}: it has {total} rows")
-        else:
-            seed = secrets.randbits(63) if seed is None else seed
-            index = derive_seed(seed, "row") % total
+        data = self._loaded()
+        index = data.pick(seed, self._index, self._limit)
         self._row = data.rows[index]
         self._question = str(self.column(self._row, self._question_key, index))
         self._target = self.read_target(self._row, index)
@@ -154,11 +145,7 @@ class DatasetQAEnv(SingleAgentEnv):
         if score.right is not None:
             info["result"] = "right" if score.right else "wrong"
         return StepOutcome(
-            "",
-            score.reward,
-            terminated=True,
-            info=info,
-            reward_components=score.components,
+            "", score.reward, terminated=True, info=info, reward_components=score.components
         )
 
 

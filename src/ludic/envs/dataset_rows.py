@@ -6,6 +6,7 @@ Files and hub datasets are loaded once per process and shared by all environment
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ludic.errors import ConfigError, MissingExtraError
+from ludic.seeding import derive_seed
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -24,6 +26,20 @@ class DatasetRows:
 
     name: str
     rows: Sequence[Row]
+
+    def pick(self, seed: int | None, index: int | None, limit: int | None) -> int:
+        """Which row an episode is about: `index`, or the one of the first `limit` that its seed
+        stands for."""
+        total = self.count(limit)
+        if index is None:
+            return derive_seed(secrets.randbits(63) if seed is None else seed, "row") % total
+        if not 0 <= index < total:
+            raise ConfigError(f"row {index} of the dataset {self.name!r}: it has {total} rows")
+        return index
+
+    def count(self, limit: int | None) -> int:
+        """How many rows there are to pick from."""
+        return len(self.rows) if limit is None else min(limit, len(self.rows))
 
 
 def load_rows(

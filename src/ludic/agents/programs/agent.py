@@ -12,19 +12,14 @@ import inspect
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from ludic.agents.base_agent import ActResult, Agent
 from ludic.agents.programs.processes import Ended, environment, run_process
 from ludic.agents.programs.session import Session
-from ludic.context.base import ContextStrategy
 from ludic.errors import AgentError, ConfigError, DeadlineError
-from ludic.inference.client import ChatClient
-from ludic.inference.sampling import InferenceSpec
-from ludic.inference.templates.chat_template import ChatTemplate
-from ludic.parsers import Parser
 from ludic.plumbing.lazy import names_are_stored
 from ludic.plumbing.text import clean_text, error_text
 from ludic.registry import PROGRAMS
@@ -61,6 +56,7 @@ class ProgramResult:
         return self.status is None
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ProgramAgent(Agent):
     """Starts the program for each turn, with what the environment said last as its task.
 
@@ -80,56 +76,36 @@ class ProgramAgent(Agent):
         max_calls: How many model calls it may make.
     """
 
-    def __init__(
-        self,
-        client: ChatClient,
-        model: str,
-        ctx: ContextStrategy,
-        parser: Parser,
-        chat_template: ChatTemplate,
-        *,
-        command: Sequence[str] = (),
-        function: str | ProgramFunction | None = None,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        pass_env: Sequence[str] = (),
-        timeout_s: float = 300.0,
-        max_calls: int = 64,
-        inference: InferenceSpec | None = None,
-        system_prompt: str | None = None,
-        request_timeout_s: float | None = 300.0,
-    ) -> None:
-        super().__init__(
-            client,
-            model,
-            ctx,
-            parser,
-            chat_template,
-            inference=inference,
-            system_prompt=system_prompt,
-            request_timeout_s=request_timeout_s,
-        )
+    command: Sequence[str] = ()
+    function: str | ProgramFunction | None = None
+    cwd: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    pass_env: Sequence[str] = ()
+    timeout_s: float = 300.0
+    max_calls: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if names_are_stored():
             raise ConfigError(
                 "stored data names a program, and none is started for it: it cannot be replayed"
             )
-        if bool(command) == (function is not None):
+        if bool(self.command) == (self.function is not None):
             raise ConfigError("a program is either a `command` or a `function`: give one of them")
-        if isinstance(command, str):
-            raise ConfigError(f'command = "{command}": give a list of program and arguments')
-        for name, value in (("timeout_s", timeout_s), ("max_calls", max_calls)):
-            if not value > 0:
-                raise ConfigError(f"{name}={value!r}: must be above 0")
-        if missing := [name for name in pass_env if name not in os.environ]:
+        if isinstance(self.command, str):
+            raise ConfigError(f'command = "{self.command}": give a list of program and arguments')
+        for name in ("timeout_s", "max_calls"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
+        if missing := [name for name in self.pass_env if name not in os.environ]:
             raise ConfigError(f"pass_env: the variables {missing} are not set")
-        self.command = tuple(command)
-        self.function = PROGRAMS.get(function) if isinstance(function, str) else function
-        self.cwd, self.env, self.pass_env = cwd, dict(env or {}), tuple(pass_env)
-        self.timeout_s, self.max_calls = timeout_s, max_calls
+        if isinstance(self.function, str):
+            self.function = PROGRAMS.get(self.function)
+        if self.command:
+            path = environment(self.env, self.pass_env)["PATH"]
+            _check_command(self.command, self.cwd, path)
         self._session: Session | None = None
         self._prompt_given: str | None = None
-        if self.command:
-            _check_command(self.command, cwd, environment(self.env, self.pass_env)["PATH"])
 
     @property
     def label(self) -> str:
@@ -245,7 +221,7 @@ class ProgramAgent(Agent):
 
     async def _call_function(self, task: str, url: str, key: str) -> Ended:
         function = self.function
-        assert function is not None
+        assert callable(function)
 
         def call() -> Any:
             return function(task, base_url=url, api_key=key)

@@ -63,7 +63,7 @@ class ChatServer:
         return session
 
     async def close(self, session: Session) -> None:
-        """Its key is worth nothing any more, and what is still sampled for it is broken off."""
+        """Revokes its key, and breaks off what is still sampled for it."""
         self._sessions.pop(_digest(session.key), None)
         await session.end()
 

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -83,6 +83,7 @@ class _Asked:
         )
 
 
+@dataclass(eq=False, repr=False)
 class Session(ModelCaller):
     """One program's model calls. Whoever has the `key` may ask.
 
@@ -90,24 +91,19 @@ class Session(ModelCaller):
     `max_tokens` and add `stop` strings. After `max_calls` calls requests are refused.
     """
 
-    def __init__(
-        self,
-        client: ChatClient,
-        model: str,
-        chat_template: ChatTemplate,
-        *,
-        inference: InferenceSpec | None = None,
-        request_timeout_s: float | None = 300.0,
-        max_calls: int | None = None,
-        seed: int | None = None,
-        conversation_id: str | None = None,
-    ) -> None:
-        super().__init__(
-            client, model, chat_template, inference=inference, request_timeout_s=request_timeout_s
-        )
-        self.begin_calls(seed, conversation_id)
+    client: ChatClient
+    model: str
+    chat_template: ChatTemplate
+    _: KW_ONLY
+    inference: InferenceSpec = field(default_factory=InferenceSpec)
+    request_timeout_s: float | None = 300.0
+    max_calls: int | None = None
+    seed: int | None = None
+    conversation_id: str | None = None
+
+    def __post_init__(self) -> None:
+        self.begin_calls(self.seed, self.conversation_id)
         self.key = secrets.token_urlsafe(32)
-        self.max_calls = max_calls
         self.cut: TruncationReason | None = None
         """Why the last request got no answer, if it was a limit: the context's or `max_calls`."""
         self.failures: list[str] = []
@@ -175,8 +171,8 @@ class Session(ModelCaller):
         return () if last is None else (*last.call.messages, last.call.parsed.message)
 
     async def end(self) -> None:
-        """Breaks off what is still being sampled; its requests have no answer. The key is worth
-        nothing any more; a server that opens the session again has another."""
+        """Breaks off what is still being sampled; its requests have no answer. Revokes the key: a
+        server that opens the session again has another."""
         self.key = secrets.token_urlsafe(32)
         left = [asked.task for asked in self._asked if not asked.task.done()]
         for task in left:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import secrets
 import sys
 import threading
 import time
@@ -14,9 +13,9 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from ludic.envs.adapters import load_package, plain, refuse_stored
+from ludic.envs.dataset_rows import DatasetRows
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, EnvError
-from ludic.seeding import derive_seed
 from ludic.types import Action, Info, Obs, StepOutcome
 from ludic.workers.threads import BackgroundLoop
 
@@ -67,11 +66,11 @@ class VerifiersEnv(SingleAgentEnv):
         self._id = id
         self._vf = load_package("verifiers", "verifiers")
         self._env = _load(id, json.dumps(dict(args or {}), sort_keys=True))
-        self._rows = _rows_of(self._env, split, id)
-        self._total = len(self._rows) if limit is None else min(limit, len(self._rows))
-        if not self._total or (index is not None and not 0 <= index < self._total):
-            raise ConfigError(f"{id} has {self._total} rows; there is none to take ({index=})")
-        self._index = index
+        self._data = DatasetRows(id, _rows_of(self._env, split, id))
+        total = self._data.count(limit)
+        if not total or (index is not None and not 0 <= index < total):
+            raise ConfigError(f"{id} has {total} rows; there is none to take ({index=})")
+        self._index, self._limit = index, limit
         self._state: Any = None
         self._prompt: list[Any] = []
         self._obs, self._system = "", ""
@@ -79,9 +78,8 @@ class VerifiersEnv(SingleAgentEnv):
         self._over = True
 
     async def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
-        seed = secrets.randbits(63) if seed is None else seed
-        index = derive_seed(seed, "row") % self._total if self._index is None else self._index
-        row = dict(self._rows[index])
+        index = self._data.pick(seed, self._index, self._limit)
+        row = dict(self._data.rows[index])
         self._key = f"{self._id}#{row.get('example_id', index)}"
         self._prompt = await _loop.run(self._begin(row))
         system = [message for message in self._prompt if message.role == "system"]

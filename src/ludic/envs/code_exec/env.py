@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,7 +19,6 @@ from ludic.envs.dataset_rows import DatasetRows, Row, load_rows
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, EnvError
 from ludic.plumbing.lazy import names_are_stored
-from ludic.seeding import derive_seed
 from ludic.types import Action, Info, Obs, StepOutcome
 
 _CACHE: ResultCache[Verdict] = ResultCache()
@@ -132,14 +130,15 @@ class CodeExecEnv(SingleAgentEnv):
 
     def num_rows(self) -> int:
         """How many tasks there are to choose from. Loads the data if that is still to be done."""
+        return self._loaded().count(self._limit)
+
+    def _loaded(self) -> DatasetRows:
         if self._data is None:
             self._data = load_rows(**self._source)
-        total = len(self._data.rows)
-        return total if self._limit is None else min(total, self._limit)
+        return self._data
 
     def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
-        total = self.num_rows()
-        assert self._data is not None
+        data = self._loaded()
         if self._judge is None:  # a sandbox that cannot run is said before anything is asked
             self._judge = Judge(
                 self._pool or shared_pool(self._sandbox, self._workers),
@@ -151,19 +150,14 @@ class CodeExecEnv(SingleAgentEnv):
                 budget_s=self._budget_s,
                 cache=self._cache,
             )
-        index = self._index
-        if index is None:
-            seed = secrets.randbits(63) if seed is None else seed
-            index = derive_seed(seed, "row") % total
-        elif not 0 <= index < total:
-            raise ConfigError(f"row {index} of the tasks {self._data.name!r}: there are {total}")
-        task = self._adapter(self._data.rows[index])
+        index = data.pick(seed, self._index, self._limit)
+        task = self._adapter(data.rows[index])
         if not isinstance(task, StdioTask | FunctionTask):
             raise EnvError(
                 f"the task adapter returned {type(task).__name__}, not a StdioTask or FunctionTask"
             )
         self._task, self._attempts = task, 0
-        self._task_key = f"{self._data.name}#{index if task.key is None else task.key}"
+        self._task_key = f"{data.name}#{index if task.key is None else task.key}"
         self._obs = self._template.replace("{task}", task.prompt)
         return self._obs, {"task": self._task_key}
 

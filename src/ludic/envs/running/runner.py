@@ -17,8 +17,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -87,37 +88,30 @@ class EnvRunner:
         """The agents that act in the next step; none when the episode is over."""
         if self.done:
             return ()
-        active: tuple[AgentID, ...] = self._asked(
-            "active_agents", lambda: tuple(self.env.active_agents)
-        )
-        if active == self._agent_ids and not self._ended:
-            return active
+        with self._named("active_agents"):
+            active: tuple[AgentID, ...] = tuple(self.env.active_agents)
+        left = [agent for agent in self._agent_ids if agent not in self._ended]
+        strays = [agent for agent in active if agent not in left]
         if len(set(active)) != len(active):
-            raise EnvError(
-                f"environment {self.name}: active_agents names an agent twice: {list(active)}; "
-                "each acts once in a step"
+            fault = f"names an agent twice: {list(active)}; each acts once in a step"
+        elif strays:
+            why = "has ended" if strays[0] in self._ended else f"is not in {list(self._agent_ids)}"
+            fault = f"names agent {strays[0]!r}, which {why}; name only agents that can still act"
+        elif not active:
+            fault = (
+                f"is empty after step {self._steps}, but the episode has not ended for {left}; "
+                "end it for them, or let an agent act"
             )
-        for agent in active:
-            if agent not in self._agent_ids or agent in self._ended:
-                why = "has ended" if agent in self._ended else f"is not in {list(self._agent_ids)}"
-                raise EnvError(
-                    f"environment {self.name}: active_agents names agent {agent!r}, which {why}; "
-                    "name only agents that can still act"
-                )
-        if not active:
-            left = [agent for agent in self._agent_ids if agent not in self._ended]
-            raise EnvError(
-                f"environment {self.name}: active_agents is empty after step {self._steps}, but "
-                f"the episode has not ended for {left}; end it for them, or let an agent act"
-            )
-        return active
+        else:
+            return active
+        raise EnvError(f"environment {self.name}: active_agents {fault}")
 
     @property
     def accepts_partial_actions(self) -> bool:
         """Whether a step may leave out an active agent whose answer could not be parsed."""
-        return bool(
-            self._asked("accepts_partial_actions", lambda: self.env.accepts_partial_actions)
-        )
+        with self._named("accepts_partial_actions"):
+            accepts: bool = bool(self.env.accepts_partial_actions)
+        return accepts
 
     async def reset(self, seed: int | None = None) -> Mapping[AgentID, tuple[Obs, Info]]:
         """Begins an episode; what each agent first sees."""
@@ -125,18 +119,11 @@ class EnvRunner:
             raise EnvError(f"environment {self.name} was {self._state}: make a new one")
         self._ended.clear()
         self._steps = 0
-        try:
-            if self._reset_in_thread:
-                result = await self._in_thread(lambda: self.env.reset(seed=seed), "reset")
-            else:
-                result = self.env.reset(seed=seed)
-            if not isinstance(result, dict) and inspect.isawaitable(result):
-                result = await self._awaited(result, "reset")
+        with self._named("reset"):
+            ask = partial(self.env.reset, seed=seed)
+            result = await self._answer(ask, "reset", self._reset_in_thread)
             self._agent_ids = tuple(self.env.agent_ids)
             opening = checked_opening(self.name, self._agent_ids, result)
-        except BaseException as error:
-            self._fail("reset", error)
-            raise
         self._state = "running"
         return opening
 
@@ -145,32 +132,22 @@ class EnvRunner:
         self._check_actions(actions)
         self._steps += 1
         where = f"step {self._steps}"
-        try:
-            if self._step_in_thread:
-                result = await self._in_thread(lambda: self.env.step(actions), where)
-            else:
-                result = self.env.step(actions)
-            if not isinstance(result, dict) and inspect.isawaitable(result):
-                result = await self._awaited(result, where)
+        with self._named(where):
+            ask = partial(self.env.step, actions)
+            result = await self._answer(ask, where, self._step_in_thread)
             outcomes = checked_outcomes(
                 self.name, where, self._agent_ids, self._ended, actions, result
             )
-        except BaseException as error:
-            self._fail(where, error)
-            raise
-        for agent, outcome in outcomes.items():
-            if outcome.terminated or outcome.truncated:
-                self._ended.add(agent)
+        self._ended.update(a for a, o in outcomes.items() if o.terminated or o.truncated)
         return outcomes
 
     def suggested_sysprompt(self, agent_id: AgentID) -> str | None:
         """The environment's own explanation of the task for `agent_id`."""
-        ask = partial(self.env.suggested_sysprompt, agent_id)
-        return self._text("suggested_sysprompt", self._asked("suggested_sysprompt", ask))
+        return self._text("suggested_sysprompt", partial(self.env.suggested_sysprompt, agent_id))
 
     def task_key(self) -> str | None:
         """A stable name of the task that the last `reset` chose."""
-        return self._text("task_key", self._asked("task_key", self.env.task_key))
+        return self._text("task_key", self.env.task_key)
 
     async def close(self) -> None:
         """Frees the environment; an error of its own is a line in the log. One that hangs is closed
@@ -194,17 +171,13 @@ class EnvRunner:
                 raise
             _warn_of_close(self.name, error)
 
-    def _asked(self, what: str, call: Callable[[], Any]) -> Any:
-        """What the environment says of itself, without a wait."""
-        try:
-            return call()
-        except BaseException as error:
-            self._fail(what, error)
-            raise
-
-    def _text(self, what: str, value: Any) -> str | None:
-        if value is None or isinstance(value, str):
-            return None if value is None else clean_text(value)
+    def _text(self, what: str, ask: Callable[[], Any]) -> str | None:
+        with self._named(what):
+            value = ask()
+        if value is None:
+            return None
+        if isinstance(value, str):
+            return clean_text(value)
         raise EnvError(
             f"environment {self.name}: {what} gave a {type(value).__name__}, {value!r}; give a str "
             "or None"
@@ -223,28 +196,28 @@ class EnvRunner:
                     "actions are text"
                 )
         active = self.active_agents
-        if tuple(actions) == active:
-            return
         missing = [agent for agent in active if agent not in actions]
-        if not missing and len(actions) == len(active):
-            return
         extra = [agent for agent in actions if agent not in active]
-        if extra or not actions or not self.accepts_partial_actions:
+        if extra or not actions or (missing and not self.accepts_partial_actions):
             raise EnvError(
                 f"environment {self.name} waits for actions of {list(active)}: "
                 f"missing {missing}, out of turn {extra}"
             )
 
-    async def _in_thread(self, call: Callable[[], Any], where: str) -> Any:
-        """What the environment answers in a worker thread."""
-        return await self._threads.run(
-            call,
-            what=where,
-            whom=f"environment {self.name}",
-            timeout_s=self.step_timeout_s,
-            on_abandon=self._abandon,
-            on_return=lambda: close_env(self.env, self.name),
-        )
+    async def _answer(self, ask: Callable[[], Any], where: str, in_thread: bool) -> Any:
+        """What the environment answers, called the way it asks to be called."""
+        if in_thread:
+            result = await self._threads.run(
+                ask,
+                what=where,
+                whom=f"environment {self.name}",
+                timeout_s=self.step_timeout_s,
+                on_abandon=self._abandon,
+                on_return=lambda: close_env(self.env, self.name),
+            )
+        else:
+            result = ask()
+        return await self._awaited(result, where) if inspect.isawaitable(result) else result
 
     def _abandon(self) -> None:
         # The thread still works on the environment, so nobody else may touch it from here on, not
@@ -255,11 +228,9 @@ class EnvRunner:
             self.env.kill()
 
     async def _awaited(self, result: Awaitable[Any], where: str) -> Any:
-        task = asyncio.ensure_future(_contained(result))
+        task = asyncio.ensure_future(self._contained(result, where))
         try:
             await asyncio.wait((task,), timeout=self.step_timeout_s)
-            if task.cancelled():  # not by us: that would have been raised by the wait
-                raise EnvError(f"environment {self.name} raised CancelledError in {where}")
             if task.done():
                 return task.result()
         finally:
@@ -267,20 +238,29 @@ class EnvRunner:
         await asyncio.wait((task,), timeout=_GRACE_S)
         raise DeadlineError(where, f"environment {self.name}", self.step_timeout_s or 0.0)
 
-    def _fail(self, where: str, error: BaseException) -> None:
-        """After any error the runner only closes. One that does not say so itself is raised again
+    async def _contained(self, result: Awaitable[Any], where: str) -> Any:
+        try:
+            return await result
+        except SystemExit as error:  # in a task it would end the whole event loop
+            raise self._error(where, error) from error
+
+    @contextmanager
+    def _named(self, where: str) -> Iterator[None]:
+        """After any error inside, the runner only closes. One that does not say so itself is raised
         with the environment and the place."""
-        if self._state != "abandoned":
-            self._state = "failed"
-        if isinstance(error, LudicError) or is_for_us(error):
-            return
-        if isinstance(error, _Exited) and error.__cause__ is not None:
-            error = error.__cause__
-        place = place_of(error)
-        raise EnvError(
-            f"environment {self.name} raised {type(error).__name__} in {where}: {words_of(error)}"
-            + (f" ({place})" if place else "")
-        ) from error
+        try:
+            yield
+        except BaseException as error:
+            if self._state != "abandoned":
+                self._state = "failed"
+            if isinstance(error, LudicError) or is_for_us(error):
+                raise
+            raise self._error(where, error) from error
+
+    def _error(self, where: str, error: BaseException) -> EnvError:
+        place = f" ({at})" if (at := place_of(error)) else ""
+        what = f"{type(error).__name__} in {where}: {words_of(error)}{place}"
+        return EnvError(f"environment {self.name} raised {what}")
 
 
 def close_env(env: LudicEnv[Any, Any, Any], name: str | None = None) -> None:
@@ -300,17 +280,6 @@ def close_env(env: LudicEnv[Any, Any, Any], name: str | None = None) -> None:
 
 def _warn_of_close(name: str, error: BaseException) -> None:
     _log.warning("environment %s was not closed properly: %s", name, error_text(error))
-
-
-class _Exited(Exception):
-    """Carries a `SystemExit` out of its task."""
-
-
-async def _contained(result: Awaitable[Any]) -> Any:
-    try:
-        return await result
-    except SystemExit as error:  # in a task it would end the whole event loop
-        raise _Exited(error_text(error)) from error
 
 
 def _is_async(env: object, *methods: str) -> bool:
