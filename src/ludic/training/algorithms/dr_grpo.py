@@ -11,8 +11,7 @@ The paper takes the longest answer allowed for L: set it so to compare learning 
 from __future__ import annotations
 
 from ludic.training.algorithm import RLAlgorithm, remembered
-from ludic.training.algorithms.group_relative import group_relative
-from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss
+from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss, group_relative
 from ludic.training.losses.aggregation import Constant
 
 
