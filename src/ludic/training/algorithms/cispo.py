@@ -48,11 +48,4 @@ def make_cispo(
 ) -> RLAlgorithm:
     """Group-relative credit with capped importance weights."""
     loss = CISPOLoss(cap=cap, floor=floor, aggregation=aggregation)
-    return group_relative(
-        "cispo",
-        group_size,
-        loss,
-        normalize_adv=normalize_adv,
-        kl_coeff=kl_coeff,
-        entropy_coeff=entropy_coeff,
-    )
+    return group_relative("cispo", group_size, loss, normalize_adv, kl_coeff, entropy_coeff)

@@ -26,11 +26,4 @@ def make_dr_grpo(
 ) -> RLAlgorithm:
     """GRPO without the division by the group's std or by lengths."""
     loss = TokenClippedSurrogateLoss(clip=clip, aggregation=Constant(max_completion_tokens))
-    return group_relative(
-        "dr_grpo",
-        group_size,
-        loss,
-        normalize_adv=False,
-        kl_coeff=kl_coeff,
-        entropy_coeff=entropy_coeff,
-    )
+    return group_relative("dr_grpo", group_size, loss, False, kl_coeff, entropy_coeff)

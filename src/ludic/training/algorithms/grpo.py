@@ -25,7 +25,6 @@ def group_relative(
     name: str,
     group_size: int,
     loss: PolicyLoss,
-    *,
     normalize_adv: bool = True,
     kl_coeff: float = 0.0,
     entropy_coeff: float = 0.0,
@@ -65,11 +64,4 @@ def make_grpo(
 ) -> RLAlgorithm:
     """Group-relative credit with the clipped surrogate on tokens."""
     loss = TokenClippedSurrogateLoss(clip=clip, aggregation=aggregation)
-    return group_relative(
-        "grpo",
-        group_size,
-        loss,
-        normalize_adv=normalize_adv,
-        kl_coeff=kl_coeff,
-        entropy_coeff=entropy_coeff,
-    )
+    return group_relative("grpo", group_size, loss, normalize_adv, kl_coeff, entropy_coeff)
