@@ -24,8 +24,7 @@ import numpy as np
 import torch
 
 from ludic.saw import build_items, make_batch
-from ludic.training.update.layout import lay_out
-from ludic.training.update.packing import pack
+from ludic.training.update.packing import lay_out, pack
 from ludic.types import (
     AgentStep,
     EnvironmentStep,

@@ -26,8 +26,8 @@ from ludic.sharding.world import World
 from ludic.training.algorithms.grpo import make_grpo
 from ludic.training.config import HeadKernels, TrainerConfig
 from ludic.training.metrics.stats import StatBuffer
-from ludic.training.update.layout import lay_out
 from ludic.training.update.optimizer import MasterAdamW
+from ludic.training.update.packing import lay_out
 from ludic.training.update.passes import Passes
 from ludic.training.update.planning import attention_cost
 from ludic.training.update.policy import Policy

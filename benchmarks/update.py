@@ -36,8 +36,8 @@ from ludic.training.config import TrainerConfig
 from ludic.training.losses.aggregation import token_mean
 from ludic.training.metrics.perf import ModelFlops
 from ludic.training.metrics.stats import StatBuffer
-from ludic.training.update.layout import lay_out
 from ludic.training.update.optimizer import MasterAdamW
+from ludic.training.update.packing import lay_out
 from ludic.training.update.passes import Passes
 from ludic.training.update.planning import attention_cost
 from ludic.training.update.policy import Policy

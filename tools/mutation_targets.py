@@ -11,12 +11,10 @@ _TRAINER = (
 _RANKS = "tests/sharding/test_fsdp.py"
 
 TARGETS: dict[str, tuple[str, ...]] = {
-    "saw/assembly.py": ("tests/saw/test_assembly.py", "tests/saw"),
     "saw/batch.py": ("tests/saw/test_batch.py", "tests/saw"),
-    "saw/building.py": ("tests/saw/test_building.py", "tests/saw"),
+    "saw/building.py": ("tests/saw/test_building.py", "tests/saw/test_assembly.py", "tests/saw"),
     "saw/codec.py": ("tests/saw/test_codec.py", "tests/saw"),
     "saw/filters.py": ("tests/saw/test_filters.py", "tests/saw"),
-    "saw/grouping.py": ("tests/saw/test_assembly.py", "tests/saw"),
     "saw/statistics.py": ("tests/saw/test_statistics.py", "tests/saw"),
     "saw/trainable.py": (
         "tests/saw/test_trainable.py",
@@ -42,7 +40,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/training/losses",
     ),
     "training/losses/policy_ratio.py": ("tests/training/losses",),
-    "training/update/layout.py": (f"{_UPDATE}/test_packing.py", _UPDATE),
     "training/update/packing.py": (f"{_UPDATE}/test_packing.py", _UPDATE),
     "training/update/planning.py": (
         f"{_UPDATE}/test_planning.py",

@@ -18,9 +18,8 @@ from ludic.saw.items import SampleAttachments, SAWItem, TurnSpan
 from ludic.training import RolloutBatchSource, Trainer, TrainerConfig, make_grpo, make_reinforce
 from ludic.training.config import AttentionKind, CheckpointConfig
 from ludic.training.update.checks import check_packing
-from ludic.training.update.layout import lay_out
 from ludic.training.update.logprobs import token_logprobs
-from ludic.training.update.packing import pack
+from ludic.training.update.packing import lay_out, pack
 from ludic.training.update.policy import Policy
 
 pytestmark = pytest.mark.gpu

@@ -12,9 +12,8 @@ from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.plumbing.precision import Precision, float32_products, weights_dtype
 from ludic.training import Trainer, TrainerConfig
 from ludic.training.update.dense_attention import SequenceLengths, in_buckets, one_by_one
-from ludic.training.update.layout import lay_out
 from ludic.training.update.logprobs import token_logprobs
-from ludic.training.update.packing import pack
+from ludic.training.update.packing import lay_out, pack
 from ludic.training.update.policy import Policy
 from tests.inference.local.asking import ask_all, request
 from tests.inference.local.test_shadow import is_rounded

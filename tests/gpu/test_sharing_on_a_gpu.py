@@ -15,8 +15,7 @@ from ludic.saw.items import SAWBatch, SAWItem
 from ludic.training.update.attention import packed_attention
 from ludic.training.update.checks import check_packing
 from ludic.training.update.dense_attention import SequenceLengths, in_buckets, one_by_one
-from ludic.training.update.layout import lay_out
-from ludic.training.update.packing import pack
+from ludic.training.update.packing import lay_out, pack
 from ludic.training.update.policy import Policy
 from ludic.training.update.sharing import SharedKeys
 from tools.families import SMALL, tiny

@@ -292,7 +292,7 @@ async def test_whatever_goes_wrong_on_rank_0_the_others_are_told(
     def cannot(batch: SAWBatch) -> Any:
         raise TypeError("no wire for this")
 
-    monkeypatch.setattr("ludic.training.batching.intake.batch_to_dict", cannot)
+    monkeypatch.setattr("ludic.training.batching.source.batch_to_dict", cannot)
     trainer = trainer_of(make_reinforce(), Given(synthetic_batch(1)))
     first = TwoRanks(leads=True)
     trainer.intake.world = first  # type: ignore[assignment]

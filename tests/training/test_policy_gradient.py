@@ -42,8 +42,7 @@ from ludic.training import (
 )
 from ludic.training.credit_assignment.returns import role_groups, rollout_return, spread
 from ludic.training.loss import ReinforceLoss
-from ludic.training.update.layout import lay_out
-from ludic.training.update.packing import pack
+from ludic.training.update.packing import lay_out, pack
 from ludic.training.update.planning import plan_micro_batches
 from ludic.training.update.policy import Policy
 from ludic.types import (

@@ -26,11 +26,10 @@ from ludic.pipeline.reading import (
 from ludic.pipeline.store import LostRunError, entries, flat
 from ludic.rollouts.curricula import Curriculum
 from ludic.rollouts.storage import BufferedWriter, RolloutWriterLike, write_rollouts
-from ludic.saw.assembly import batch_from_rollouts
+from ludic.saw.batch import LOST_MEMBER
+from ludic.saw.building import LostMember, batch_from_rollouts
 from ludic.saw.filters import SampleFilter
-from ludic.saw.grouping import LostMember
 from ludic.saw.items import SAWBatch
-from ludic.saw.overlong import LOST_MEMBER
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.rollout_batch_source import RequestFn, first_filled
 from ludic.training.batching.source import BatchSource, batch_of_any_age

@@ -32,9 +32,8 @@ from ludic.rollouts.requests import (
     plan_episodes,
 )
 from ludic.rollouts.storage import RolloutWriter, RolloutWriterLike, write_rollouts
-from ludic.saw.assembly import Algorithm, batch_from_rollouts
+from ludic.saw.building import Algorithm, LostMember, batch_from_rollouts
 from ludic.saw.filters import SampleFilter
-from ludic.saw.grouping import LostMember
 from ludic.saw.items import SAWBatch
 from ludic.types import Rollout
 from ludic.workers.escapes import contained

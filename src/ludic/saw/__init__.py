@@ -1,11 +1,14 @@
 """State, action, weight: rollouts and credit become the sequences that are trained on."""
 
-from ludic.saw.assembly import Algorithm as Algorithm
-from ludic.saw.assembly import batch_from_rollouts as batch_from_rollouts
 from ludic.saw.batch import count_items as count_items
+from ludic.saw.batch import drop_overlong_episodes as drop_overlong_episodes
 from ludic.saw.batch import make_batch as make_batch
-from ludic.saw.building import UNKNOWN_VERSION as UNKNOWN_VERSION
+from ludic.saw.building import Algorithm as Algorithm
+from ludic.saw.building import LostMember as LostMember
+from ludic.saw.building import batch_from_rollouts as batch_from_rollouts
 from ludic.saw.building import build_items as build_items
+from ludic.saw.building import group_by_role as group_by_role
+from ludic.saw.building import settle_groups as settle_groups
 from ludic.saw.codec import batch_from_dict as batch_from_dict
 from ludic.saw.codec import batch_to_dict as batch_to_dict
 from ludic.saw.codec import item_from_dict as item_from_dict
@@ -21,14 +24,11 @@ from ludic.saw.filters import drop_incomplete_completions as drop_incomplete_com
 from ludic.saw.filters import drop_overlong as drop_overlong
 from ludic.saw.filters import drop_parse_errors as drop_parse_errors
 from ludic.saw.filters import drop_truncated as drop_truncated
-from ludic.saw.grouping import LostMember as LostMember
-from ludic.saw.grouping import group_by_role as group_by_role
-from ludic.saw.grouping import settle_groups as settle_groups
+from ludic.saw.items import UNKNOWN_VERSION as UNKNOWN_VERSION
 from ludic.saw.items import BatchCounts as BatchCounts
 from ludic.saw.items import SampleAttachments as SampleAttachments
 from ludic.saw.items import SAWBatch as SAWBatch
 from ludic.saw.items import SAWItem as SAWItem
 from ludic.saw.items import TurnSpan as TurnSpan
-from ludic.saw.overlong import drop_overlong_episodes as drop_overlong_episodes
 from ludic.saw.statistics import item_statistics as item_statistics
 from ludic.saw.statistics import rollout_statistics as rollout_statistics

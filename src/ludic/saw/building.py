@@ -1,4 +1,4 @@
-"""From rollouts and credit to training sequences: concatenating calls, merging turns.
+"""From rollouts and credit to a batch of training sequences, the same way for every source.
 
 A *row* is one sequence of tokens. A model call joins a row if its prompt begins with all the tokens
 of that row, including the sampled ones; the tokens in between (tool results, observations) are
@@ -12,20 +12,93 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ludic.errors import CreditError, NotTrainableError
+from ludic.saw.batch import make_batch, ranges
+from ludic.saw.credit import CreditAssigner
 from ludic.saw.filters import Sample, SampleFilter
-from ludic.saw.items import SampleAttachments, SAWItem, TurnSpan
-from ludic.saw.ragged import ranges
+from ludic.saw.items import UNKNOWN_VERSION, SampleAttachments, SAWBatch, SAWItem, TurnSpan
+from ludic.saw.statistics import item_statistics, rollout_statistics
 from ludic.saw.trainable import check_sampling, is_plain
 from ludic.types import AgentStep, Rollout, RolloutStepKey, TokenTrace
 
-UNKNOWN_VERSION = -1
-"""The value in `SampleAttachments.versions` of a token whose policy version was not recorded."""
+
+class Algorithm(Protocol):
+    """The part of an algorithm that making a batch needs: `RLAlgorithm`, or any object with
+    credit."""
+
+    @property
+    def credit_assigner(self) -> CreditAssigner: ...
+
+
+def batch_from_rollouts(
+    rollouts: Sequence[Rollout],
+    credit_assigner: CreditAssigner,
+    *,
+    sample_filter: SampleFilter | None = None,
+    merge: bool = True,
+    lost_member: LostMember = "drop_group",
+    drops: Mapping[str, int] | None = None,
+    meta: Mapping[str, Any] | None = None,
+    sampled: Sequence[Rollout] | None = None,
+) -> SAWBatch:
+    """Settles groups, assigns credit, filters, merges and counts.
+
+    Groups are per role: the credit assigner sees each `group_id` with the agent's role added.
+    `drops` are earlier drops, by reason, to add; the batch's `meta["dropped"]` has all of them, in
+    turns. `sampled` are the rollouts that the statistics are about, where they are others. The
+    algorithm's preprocess is not applied here: the trainer applies it, once, to every batch.
+    """
+    dropped: Counter[str] = Counter(drops or {})
+    kept = group_by_role(settle_groups(rollouts, lost_member, dropped))
+    credit = credit_assigner.compute(kept) if kept else {}
+    items = build_items(kept, credit, merge=merge, sample_filter=sample_filter, drops=dropped)
+    return make_batch(
+        items,
+        {
+            **rollout_statistics(rollouts if sampled is None else sampled),
+            **item_statistics(items),
+            "dropped": dict(dropped),
+            **(meta or {}),
+        },
+    )
+
+
+LostMember: TypeAlias = Literal["drop_group", "keep_partial"]
+"""What happens to a group in which an episode failed: either it is dropped, because its baseline
+would not be the intended one, or the remaining members are used."""
+
+
+def settle_groups(
+    rollouts: Sequence[Rollout], lost_member: LostMember, drops: Counter[str]
+) -> list[Rollout]:
+    """The rollouts that may get credit. Failed ones are left out ("rollout_error") and, under
+    "drop_group", the others of their group too ("group_lost_member"); both are counted in turns."""
+    broken = {r.group_id for r in rollouts if r.error is not None and r.group_id is not None}
+    kept = []
+    for rollout in rollouts:
+        if rollout.error is not None:
+            reason = "rollout_error"
+        elif rollout.group_id in broken and lost_member == "drop_group":
+            reason = "group_lost_member"
+        else:
+            kept.append(rollout)
+            continue
+        drops[reason] += len({step.turn_index for step in rollout.agent_steps})
+    return kept
+
+
+def group_by_role(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The same rollouts with `group_id` narrowed to the agent's role, so that in an environment
+    with several agents each is compared only with those in the same role."""
+    return [
+        r if r.group_id is None else r.labelled(group_id=f"{r.group_id}/{r.agent_id}")
+        for r in rollouts
+    ]
 
 
 class _Call(NamedTuple):

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from ludic.plumbing.records import Record
 
+UNKNOWN_VERSION = -1
+"""The value in `SampleAttachments.versions` of a token whose policy version was not recorded."""
+
 
 class SampleAttachments(Record, frozen=True, eq=False):
     """Data per action token; each field has length `sum(action_mask)` or is None.

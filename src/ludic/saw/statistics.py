@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ludic.saw.building import UNKNOWN_VERSION
-from ludic.saw.items import SAWItem
+from ludic.saw.items import UNKNOWN_VERSION, SAWItem
 from ludic.types import AgentStep, EnvironmentStep, FinishReason, Rollout
 
 ENV, STAGE = "env", "stage"

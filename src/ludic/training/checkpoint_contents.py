@@ -159,8 +159,6 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def _load_rng(path: Path, manifest: Mapping[str, Any], world: World) -> None:
-    from safetensors import safe_open
-
     if manifest["world_size"] != world.size:
         return  # other ranks, other streams: nothing that could be the same
     with safe_open(path / f"state-{world.rank:05d}.safetensors", framework="pt") as file:

@@ -104,6 +104,15 @@ class TrainerConfig:
             if isinstance(value := getattr(self, name), float)
             and (name, value) != ("max_grad_norm", math.inf)  # no clipping
         )
+        choices = {
+            "schedule": get_args(Schedule),
+            "attention": get_args(AttentionKind),
+            "head_kernels": get_args(HeadKernels),
+        }
+        chosen = (
+            (getattr(self, name) in allowed, name, f"one of {allowed}")
+            for name, allowed in choices.items()
+        )
         rules = (
             *finite,
             (self.learning_rate > 0, "learning_rate", "> 0"),
@@ -111,21 +120,11 @@ class TrainerConfig:
             (self.eps >= 0, "eps", ">= 0"),
             (self.weight_decay >= 0, "weight_decay", ">= 0"),
             (self.max_grad_norm is None or self.max_grad_norm > 0, "max_grad_norm", "> 0 or None"),
-            (self.schedule in get_args(Schedule), "schedule", f"one of {get_args(Schedule)}"),
-            (
-                self.attention in get_args(AttentionKind),
-                "attention",
-                f"one of {get_args(AttentionKind)}",
-            ),
+            *chosen,
             (
                 self.precision in (None, *get_args(Precision)),
                 "precision",
                 f"one of {get_args(Precision)} or None",
-            ),
-            (
-                self.head_kernels in get_args(HeadKernels),
-                "head_kernels",
-                f"one of {get_args(HeadKernels)}",
             ),
             (self.warmup_steps >= 0, "warmup_steps", ">= 0"),
             (0 <= self.final_lr_ratio <= 1, "final_lr_ratio", "in [0, 1]"),

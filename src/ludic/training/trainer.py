@@ -23,8 +23,13 @@ from ludic.saw.items import SAWBatch
 from ludic.sharding.weights import ModelWeights
 from ludic.sharding.world import World, work_on
 from ludic.training.algorithm import RLAlgorithm, Stateful, one_algorithm
-from ludic.training.batching.intake import BatchesEnded, Intake
-from ludic.training.batching.source import GivesBatches, SamplingAhead, as_source
+from ludic.training.batching.source import (
+    BatchesEnded,
+    GivesBatches,
+    Intake,
+    SamplingAhead,
+    as_source,
+)
 from ludic.training.checkpoint import Checkpointer
 from ludic.training.checkpoint_contents import TrainerState
 from ludic.training.config import TrainerConfig
@@ -341,14 +346,13 @@ class Trainer:
 
     async def _evaluate(self) -> None:
         if self.evaluate and self.cfg.eval_every and self.step % self.cfg.eval_every == 0:
-            results = dict(await self._figures(self.evaluate)) if self.world.leads else {}
+            results: Mapping[str, float] = {}
+            if self.world.leads and callable(self.evaluate):
+                results = await self.evaluate(self.step)
+            elif self.world.leads:
+                results = (await self.evaluate.evaluate()).metrics()
             self.log.write({"eval/step": float(self.step), **results}, step=self.step)
             await self._run(self.world.barrier)
-
-    async def _figures(self, evaluate: Evaluate | Evaluates) -> Mapping[str, float]:
-        if callable(evaluate):
-            return await evaluate(self.step)
-        return (await evaluate.evaluate()).metrics()
 
     def _states(self) -> dict[str, Any]:
         return {name: dict(part.state_dict()) for name, part in self._stateful.items()}

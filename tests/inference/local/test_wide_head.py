@@ -11,8 +11,7 @@ from torch import nn
 from ludic.inference.local import LocalChatClient
 from ludic.inference.local.view import module_view
 from ludic.inference.tiny import tiny_model
-from ludic.training.update.layout import lay_out
-from ludic.training.update.packing import pack
+from ludic.training.update.packing import lay_out, pack
 from ludic.training.update.policy import Policy
 from tests.inference.local.asking import MODES, ask_all, request
 from tests.training.synthetic import synthetic_batch

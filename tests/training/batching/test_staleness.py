@@ -11,11 +11,10 @@ from msgspec.structs import replace
 
 from ludic.errors import BatchError
 from ludic.inference.tiny import tiny_model
-from ludic.saw.building import UNKNOWN_VERSION
-from ludic.saw.items import SAWBatch
-from ludic.training.batching.intake import lag_of
+from ludic.saw.items import UNKNOWN_VERSION, SAWBatch
 from ludic.training.batching.offline_batch_source import OfflineBatchSource
 from ludic.training.batching.replay_buffer import ReplayBufferSource
+from ludic.training.batching.source import lag_of
 from ludic.training.trainer import Trainer
 from ludic.types import (
     AgentStep,

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ludic.saw.building import UNKNOWN_VERSION
-from ludic.saw.items import BatchCounts
+from ludic.saw.items import UNKNOWN_VERSION, BatchCounts
 from ludic.training.metrics.perf import Clock, ModelFlops
 from ludic.training.metrics.stats import StatBuffer, named, over_steps, policy_stats
 from ludic.training.types import LossBatch, Stat, TokenLogProbs

@@ -16,8 +16,7 @@ from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
 from ludic.training.update import graphed as graphed_module
 from ludic.training.update.graphed import PassGraphs, Sizes, pad
-from ludic.training.update.layout import lay_out
-from ludic.training.update.packing import MicroBatch, pack
+from ludic.training.update.packing import MicroBatch, lay_out, pack
 from ludic.training.update.policy import Policy
 
 

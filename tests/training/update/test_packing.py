@@ -15,10 +15,15 @@ from msgspec.structs import replace
 from ludic.errors import BatchError, CreditError
 from ludic.inference.tiny import tiny_model
 from ludic.saw.batch import make_batch
-from ludic.saw.building import UNKNOWN_VERSION
-from ludic.saw.items import BatchCounts, SampleAttachments, SAWBatch, SAWItem, TurnSpan
-from ludic.training.update.layout import lay_out
-from ludic.training.update.packing import pack
+from ludic.saw.items import (
+    UNKNOWN_VERSION,
+    BatchCounts,
+    SampleAttachments,
+    SAWBatch,
+    SAWItem,
+    TurnSpan,
+)
+from ludic.training.update.packing import lay_out, pack
 from ludic.training.update.planning import Cost, plan_micro_batches
 from ludic.training.update.policy import Policy
 from tests.training.synthetic import synthetic_batch, synthetic_item

@@ -22,8 +22,8 @@ from ludic.training.config import TrainerConfig
 from ludic.training.metrics.perf import Workload
 from ludic.training.metrics.stats import StatBuffer
 from ludic.training.types import Loss, Scope, TokenLogProbs
-from ludic.training.update.layout import Layout, lay_out
 from ludic.training.update.optimizer import MasterAdamW
+from ludic.training.update.packing import Layout, lay_out
 from ludic.training.update.passes import Passes, mean_kl, mini_batches
 from ludic.training.update.planning import Cost, workload
 from ludic.training.update.policy import Policy

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ludic.errors import BatchError
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWItem, TurnSpan
-from ludic.training.update.layout import Layout, lay_out
+from ludic.training.update.packing import Layout, lay_out
 from ludic.training.update.planning import Cost, plan_micro_batches, workload
 
 

@@ -23,9 +23,8 @@ from ludic.training.update import logprobs as logprobs_module
 from ludic.training.update import policy as policy_module
 from ludic.training.update.attention import forget_longer_rows, rope_threshold
 from ludic.training.update.checks import check_packing, check_split
-from ludic.training.update.layout import lay_out
 from ludic.training.update.logprobs import LogitRule, logit_rule
-from ludic.training.update.packing import pack
+from ludic.training.update.packing import lay_out, pack
 from ludic.training.update.passes import score_layout
 from ludic.training.update.planning import attention_cost, plan_micro_batches
 from ludic.training.update.policy import Policy

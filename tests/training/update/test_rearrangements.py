@@ -30,8 +30,7 @@ from ludic.training import (
     TruncatedImportance,
     make_algorithm,
 )
-from ludic.training.update.layout import lay_out
-from ludic.training.update.packing import pack
+from ludic.training.update.packing import lay_out, pack
 from ludic.training.update.planning import plan_micro_batches
 from ludic.training.update.policy import Policy
 from ludic.types import AgentStep, Rollout, Step

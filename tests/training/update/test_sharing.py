@@ -23,9 +23,8 @@ from ludic.training.batching.scoring import LocalScores
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.stats import StatBuffer
 from ludic.training.update.checks import check_packing
-from ludic.training.update.layout import lay_out
 from ludic.training.update.optimizer import MasterAdamW
-from ludic.training.update.packing import MicroBatch, pack
+from ludic.training.update.packing import MicroBatch, lay_out, pack
 from ludic.training.update.passes import Passes
 from ludic.training.update.planning import Cost, plan_micro_batches, workload
 from ludic.training.update.policy import Policy

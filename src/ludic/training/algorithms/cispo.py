@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ludic.training.algorithm import RLAlgorithm, remembered
-from ludic.training.algorithms.group_relative import group_relative
+from ludic.training.algorithms.grpo import group_relative
 from ludic.training.losses.aggregation import Aggregation, token_mean
 from ludic.training.losses.policy_ratio import Objective, PolicyLoss, PolicyRatio, check_bounds
 
@@ -48,11 +48,4 @@ def make_cispo(
 ) -> RLAlgorithm:
     """Group-relative credit with capped importance weights."""
     loss = CISPOLoss(cap=cap, floor=floor, aggregation=aggregation)
-    return group_relative(
-        "cispo",
-        group_size,
-        loss,
-        normalize_adv=normalize_adv,
-        kl_coeff=kl_coeff,
-        entropy_coeff=entropy_coeff,
-    )
+    return group_relative("cispo", group_size, loss, normalize_adv, kl_coeff, entropy_coeff)

@@ -11,8 +11,7 @@ The paper takes the longest answer allowed for L: set it so to compare learning 
 from __future__ import annotations
 
 from ludic.training.algorithm import RLAlgorithm, remembered
-from ludic.training.algorithms.group_relative import group_relative
-from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss
+from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss, group_relative
 from ludic.training.losses.aggregation import Constant
 
 
@@ -27,11 +26,4 @@ def make_dr_grpo(
 ) -> RLAlgorithm:
     """GRPO without the division by the group's std or by lengths."""
     loss = TokenClippedSurrogateLoss(clip=clip, aggregation=Constant(max_completion_tokens))
-    return group_relative(
-        "dr_grpo",
-        group_size,
-        loss,
-        normalize_adv=False,
-        kl_coeff=kl_coeff,
-        entropy_coeff=entropy_coeff,
-    )
+    return group_relative("dr_grpo", group_size, loss, False, kl_coeff, entropy_coeff)

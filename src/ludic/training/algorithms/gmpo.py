@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ludic.training.algorithm import RLAlgorithm, remembered
-from ludic.training.algorithms.group_relative import group_relative
+from ludic.training.algorithms.grpo import group_relative
 from ludic.training.losses.aggregation import Aggregation, SequenceMean, Unit, sequence_mean
 from ludic.training.losses.policy_ratio import Objective, PolicyLoss, PolicyRatio, check_bounds
 

@@ -1,4 +1,4 @@
-"""GRPO (Shao et al. 2024, "DeepSeekMath").
+"""GRPO (Shao et al. 2024, "DeepSeekMath"), and what its family has in common.
 
 Objective per token, to be maximised, with ρ = exp(logp − logp_behaviour):
 
@@ -15,9 +15,25 @@ from dataclasses import dataclass
 import torch
 
 from ludic.training.algorithm import RLAlgorithm, remembered
-from ludic.training.algorithms.group_relative import group_relative
+from ludic.training.credit_assignment.returns import GroupNormalizedReturn
 from ludic.training.losses.aggregation import Aggregation, sequence_mean
+from ludic.training.losses.composite import with_entropy, with_kl
 from ludic.training.losses.policy_ratio import Clip, Objective, PolicyLoss, PolicyRatio, check_clip
+
+
+def group_relative(
+    name: str,
+    group_size: int,
+    loss: PolicyLoss,
+    normalize_adv: bool = True,
+    kl_coeff: float = 0.0,
+    entropy_coeff: float = 0.0,
+) -> RLAlgorithm:
+    """`loss` on group-relative credit, plus `kl_coeff` times k3 and minus `entropy_coeff`
+    times the entropy, both aggregated as the loss is."""
+    credit = GroupNormalizedReturn(group_size, normalize_adv=normalize_adv)
+    whole = with_kl(loss, kl_coeff, loss.aggregation)
+    return RLAlgorithm(name, credit, with_entropy(whole, entropy_coeff, loss.aggregation))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +64,4 @@ def make_grpo(
 ) -> RLAlgorithm:
     """Group-relative credit with the clipped surrogate on tokens."""
     loss = TokenClippedSurrogateLoss(clip=clip, aggregation=aggregation)
-    return group_relative(
-        "grpo",
-        group_size,
-        loss,
-        normalize_adv=normalize_adv,
-        kl_coeff=kl_coeff,
-        entropy_coeff=entropy_coeff,
-    )
+    return group_relative("grpo", group_size, loss, normalize_adv, kl_coeff, entropy_coeff)

@@ -18,7 +18,7 @@ import torch
 
 from ludic.errors import ConfigError
 from ludic.training.algorithm import RLAlgorithm, remembered
-from ludic.training.algorithms.group_relative import group_relative
+from ludic.training.algorithms.grpo import group_relative
 from ludic.training.losses.aggregation import Aggregation, sequence_mean
 from ludic.training.losses.policy_ratio import Objective, PolicyLoss, PolicyRatio
 

@@ -16,13 +16,11 @@ from ludic.errors import BatchError, CheckpointError, ConfigError, Serialization
 from ludic.inference.templates.chat_template import ChatTemplate
 from ludic.rollouts.lines import CutFileWarning, parse_line, read_lines
 from ludic.rollouts.storage import rollout_from_row
-from ludic.saw.assembly import batch_from_rollouts
-from ludic.saw.building import build_items
+from ludic.saw.batch import LOST_MEMBER
+from ludic.saw.building import LostMember, batch_from_rollouts, build_items
 from ludic.saw.credit import CreditAssigner
 from ludic.saw.filters import SampleFilter
-from ludic.saw.grouping import LostMember
 from ludic.saw.items import SAWBatch
-from ludic.saw.overlong import LOST_MEMBER
 from ludic.seeding import derive_seed
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.demonstrations import TrainOn, rollout_from_messages, row_messages

@@ -14,9 +14,8 @@ import msgspec
 
 from ludic.errors import BatchError, CheckpointError, ConfigError, LudicError, NotTrainableError
 from ludic.saw.batch import make_batch
-from ludic.saw.building import UNKNOWN_VERSION
 from ludic.saw.codec import item_from_dict, item_to_dict
-from ludic.saw.items import SAWBatch, SAWItem
+from ludic.saw.items import UNKNOWN_VERSION, SAWBatch, SAWItem
 from ludic.saw.statistics import item_statistics
 from ludic.seeding import derive_seed
 from ludic.training.algorithm import RLAlgorithm

@@ -21,11 +21,10 @@ from ludic.rollouts.requests import (
     RolloutRequest,
 )
 from ludic.rollouts.storage import BufferedWriter, RolloutWriterLike
-from ludic.saw.assembly import batch_from_rollouts
+from ludic.saw.batch import LOST_MEMBER
+from ludic.saw.building import batch_from_rollouts, settle_groups
 from ludic.saw.filters import SampleFilter
-from ludic.saw.grouping import settle_groups
 from ludic.saw.items import SAWBatch
-from ludic.saw.overlong import LOST_MEMBER
 from ludic.seeding import derive_seed
 from ludic.training.algorithm import RLAlgorithm, Stateful
 from ludic.training.batching.source import BatchSource

@@ -84,7 +84,7 @@ class LocalScores:
     def _score(self, items: Sequence[SAWItem]) -> Scores:
         from ludic.plumbing.model_parts import active_dropout
         from ludic.sharding.world import World
-        from ludic.training.update.layout import lay_out
+        from ludic.training.update.packing import lay_out
         from ludic.training.update.passes import score_layout
         from ludic.training.update.planning import plan_micro_batches
 

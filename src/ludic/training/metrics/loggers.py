@@ -130,15 +130,12 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 def sparkline(values: Sequence[float], width: int = 32) -> str:
     """The last `width` values as blocks, lowest to highest; gaps where one is not finite."""
     shown = list(values)[-width:]
-    finite = [v for v in shown if v == v and abs(v) != float("inf")]
+    finite = list(filter(math.isfinite, shown))
     if not finite:
         return ""
     low, high = min(finite), max(finite)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(
-        BLOCKS[round((v - low) * scale)] if v == v and abs(v) != float("inf") else " "
-        for v in shown
-    )
+    return "".join(BLOCKS[round((v - low) * scale)] if math.isfinite(v) else " " for v in shown)
 
 
 class RichLiveLogger:

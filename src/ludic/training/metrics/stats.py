@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ludic.saw.building import UNKNOWN_VERSION
-from ludic.saw.items import SAWBatch
+from ludic.saw.items import UNKNOWN_VERSION, SAWBatch
 from ludic.training.types import LossBatch, Stat, TokenLogProbs
 
 PREFIXES = ("train/", "eval/", "perf/")

@@ -23,9 +23,8 @@ from ludic.plumbing.precision import sampling_dtype
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWItem
 from ludic.training.update.attention import CannotPack, forget_longer_rows
-from ludic.training.update.layout import lay_out
 from ludic.training.update.logprobs import LogitRule, logit_rule
-from ludic.training.update.packing import MicroBatch, pack
+from ludic.training.update.packing import MicroBatch, lay_out, pack
 from ludic.training.update.policy import Policy
 
 _log = logging.getLogger("ludic.training")

@@ -25,9 +25,8 @@ from ludic.training.losses.policy_ratio import MAX_LOG_RATIO
 from ludic.training.metrics.perf import Workload
 from ludic.training.metrics.stats import StatBuffer, policy_stats
 from ludic.training.types import Loss, Stat, TokenLogProbs
-from ludic.training.update.layout import Layout, lay_out
 from ludic.training.update.optimizer import MasterAdamW
-from ludic.training.update.packing import MicroBatch, pack
+from ludic.training.update.packing import Layout, MicroBatch, lay_out, pack
 from ludic.training.update.planning import Cost, default_budget, plan_micro_batches, workload
 from ludic.training.update.policy import Policy
 

@@ -27,7 +27,7 @@ from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.perf import Workload
 from ludic.training.types import Scope
-from ludic.training.update.layout import Layout, describe
+from ludic.training.update.packing import Layout, describe
 from ludic.training.update.sharing import REPEATED
 
 USUAL, MOST = 16_384, 131_072

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ludic.saw.ragged import bounds, ranges
+from ludic.saw.batch import bounds, ranges
 
 LEAST = 8
 """A row shares at least one in so many of its tokens, or none: below, gathering keys costs as much
