@@ -7,10 +7,8 @@ import numbers
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from msgspec.structs import replace
-
 from ludic.errors import EnvError, SerializationError
-from ludic.plumbing.records import json_copy
+from ludic.plumbing.records import changed, json_copy
 from ludic.plumbing.text import clean_text
 from ludic.types import AgentID, Info, Obs, StepOutcome
 
@@ -41,7 +39,8 @@ def checked_opening(
             raise _Broken("returned nothing; return an observation for at least one agent")
         openings: dict[AgentID, tuple[Obs, Info]] = {}
         for agent, opening in result.items():
-            _check_known(agent, agent_ids)
+            if agent not in agent_ids:
+                raise _unknown(agent, agent_ids)
             if not (isinstance(opening, tuple) and len(opening) == 2):
                 raise _Broken(f"gave agent {agent!r} {_kind(opening)}; give it (obs, info)")
             openings[agent] = _told(agent, *opening)
@@ -72,7 +71,8 @@ def checked_outcomes(
                 )
         outcomes: dict[AgentID, StepOutcome] = {}
         for agent, outcome in result.items():
-            _check_known(agent, agent_ids)
+            if agent not in agent_ids:
+                raise _unknown(agent, agent_ids)
             if agent in ended:
                 raise _Broken(
                     f"returned an outcome for agent {agent!r}, whose episode had ended; give an "
@@ -91,9 +91,8 @@ def _checked(agent: AgentID, outcome: StepOutcome) -> StepOutcome:
     changes: dict[str, Any] = {"obs": obs, "info": info}
     if type(outcome.reward) is not float or not abs(outcome.reward) <= _LARGEST_REWARD:
         changes["reward"] = _number(agent, "reward", outcome.reward)
-    for flag in ("terminated", "truncated"):
-        value = getattr(outcome, flag)
-        if type(value) is not bool:
+    for flag, value in (("terminated", outcome.terminated), ("truncated", outcome.truncated)):
+        if value is not True and value is not False:
             # NumPy's bool is not a subclass of bool, and common here; anything else is a mistake.
             if type(value).__name__ not in ("bool_", "bool") or type(value).__module__ != "numpy":
                 raise _Broken(f"gave agent {agent!r} {flag}={value!r}; give True or False")
@@ -119,7 +118,7 @@ def _checked(agent: AgentID, outcome: StepOutcome) -> StepOutcome:
             if type(value) is not float or not abs(value) <= _LARGEST_REWARD:
                 value = _number(agent, f"reward component {part!r}", value)
             parts[clean_text(part)] = value
-    return replace(outcome, **changes)
+    return changed(outcome, **changes)
 
 
 _LARGEST_REWARD = 1e300
@@ -163,12 +162,11 @@ def _told(agent: AgentID, obs: Any, info: Any) -> tuple[Obs, Info]:
         ) from exc
 
 
-def _check_known(agent: Any, agent_ids: Sequence[AgentID]) -> None:
-    if agent not in agent_ids:
-        raise _Broken(
-            f"answered for agent {agent!r}, which is not one of its agents {list(agent_ids)}; "
-            "answer only for agents in agent_ids"
-        )
+def _unknown(agent: Any, agent_ids: Sequence[AgentID]) -> _Broken:
+    return _Broken(
+        f"answered for agent {agent!r}, which is not one of its agents {list(agent_ids)}; "
+        "answer only for agents in agent_ids"
+    )
 
 
 def _kind(value: Any) -> str:

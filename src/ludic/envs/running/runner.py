@@ -87,9 +87,11 @@ class EnvRunner:
         """The agents that act in the next step; none when the episode is over."""
         if self.done:
             return ()
-        active: tuple[AgentID, ...] = self._asked(
-            "active_agents", lambda: tuple(self.env.active_agents)
-        )
+        try:
+            active = tuple(self.env.active_agents)
+        except BaseException as error:
+            self._fail("active_agents", error)
+            raise
         if active == self._agent_ids and not self._ended:
             return active
         if len(set(active)) != len(active):
@@ -158,9 +160,7 @@ class EnvRunner:
         except BaseException as error:
             self._fail(where, error)
             raise
-        for agent, outcome in outcomes.items():
-            if outcome.terminated or outcome.truncated:
-                self._ended.add(agent)
+        self._ended.update([a for a, o in outcomes.items() if o.terminated or o.truncated])
         return outcomes
 
     def suggested_sysprompt(self, agent_id: AgentID) -> str | None:
