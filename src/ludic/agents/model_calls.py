@@ -17,7 +17,7 @@ from ludic.errors import AgentError, DeadlineError, InferenceError
 from ludic.inference.client import ChatClient, TokenCompletionRequest, ToolRequest
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.templates.chat_template import ChatTemplate, ParsedCompletion
-from ludic.plumbing.records import Record
+from ludic.plumbing.records import Record, changed
 from ludic.plumbing.text import clean_json, clean_text
 from ludic.seeding import derive_seed
 from ludic.types import AgentStep, ChatResponse, FinishReason, Fork, ForkReason, Message
@@ -152,7 +152,7 @@ class ModelCaller:
             )
         if response.finish_reason is FinishReason.ABORT:
             raise InferenceError(f"the backend of model {self.model!r} aborted the request")
-        return replace(response, info=clean_json(response.info)) if response.info else response
+        return changed(response, info=clean_json(response.info)) if response.info else response
 
 
 def _cleaned(parsed: ParsedCompletion) -> ParsedCompletion:

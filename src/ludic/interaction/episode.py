@@ -184,11 +184,11 @@ async def take_turn(agent: Agent, track: AgentTrack) -> ActResult:
                 f"the parser of agent {track.agent_id!r} gave the reward {act.parse.reward!r}: it "
                 "must be a finite number, and far from the largest"
             )
-        parse = act.parse
-        action, feedback = _cleaned(parse.action), _cleaned(parse.obs)
-        if action is parse.action and feedback is parse.obs:
+        action, feedback = act.parse.action, act.parse.obs
+        if (not action or action.isascii()) and (not feedback or feedback.isascii()):
             return act
-        return replace(act, parse=replace(parse, action=action, obs=feedback))
+        cleaned = replace(act.parse, action=_cleaned(action), obs=_cleaned(feedback))
+        return replace(act, parse=cleaned)
     except BaseException:
         track.add_interrupted(agent.steps_of_turn)
         raise

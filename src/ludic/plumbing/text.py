@@ -30,13 +30,19 @@ def clean_text(text: str) -> str:
     return text
 
 
+_NUMBERS = (int, float, bool)
+
+
 def clean_json(value: Any) -> Any:
     """A copy of a JSON value, to the last list, with its text and its keys cleaned. Whoever made
     the value may change it afterwards."""
     if isinstance(value, str):
         return clean_text(value)
     if isinstance(value, dict):
-        return {clean_text(key): clean_json(item) for key, item in value.items()}
+        return {
+            clean_text(key): item if type(item) in _NUMBERS else clean_json(item)
+            for key, item in value.items()
+        }
     if isinstance(value, list):
         return [clean_json(item) for item in value]
     return value
