@@ -127,6 +127,23 @@ async def test_an_open_run_holds_the_switch_for_its_products_and_gives_it_back()
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
+@pytest.mark.parametrize(
+    ("settings", "together"),
+    [
+        ([], (64, 64)),
+        (["training.rollouts_per_update=128"], (128, 128)),
+        (["training.rollouts_per_update=1000"], (256, 256)),
+        (["training.rollouts_per_update=128", "training.concurrency=8"], (8, 8)),
+        (["training.rollouts_per_update=128", "inference.slots=32"], (128, 32)),
+    ],
+)
+def test_all_episodes_of_an_update_run_at_once_unless_the_run_says_otherwise(
+    settings: list[str], together: tuple[int, int]
+) -> None:
+    run = parse_run(MINIMAL, settings)
+    assert (run.concurrency, run.slots) == together
+
+
 def float_keys(section: type[Section] = RunConfig, prefix: str = "") -> Iterator[str]:
     """Every key of a run file that takes a number with a fraction."""
     for name, field in section.model_fields.items():

@@ -60,7 +60,7 @@ async def evaluate_policy(
         eval_plan(config),
         max_steps=config.training.max_steps,
         name=name,
-        concurrency=config.training.concurrency,
+        concurrency=config.concurrency,
         on_progress=on_progress,
         success=None if above is None else reward_above(above),
         outcomes=config.eval.outcomes,

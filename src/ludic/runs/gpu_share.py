@@ -46,7 +46,7 @@ def sampling_bytes(config: RunConfig, model: nn.Module, device: torch.device | N
 
     engine = engine_memory(
         model,
-        max_slots=config.inference.slots,
+        max_slots=config.slots,
         max_context_tokens=config.inference.max_context_tokens,
         deterministic=config.inference.deterministic,
         device=device,
@@ -88,7 +88,7 @@ def need_of_server(config: RunConfig, model: nn.Module) -> ServerNeed | None:
         config_facts(model),
         weights=sum(p.numel() for p in model.parameters()) * item,
         item=item,
-        slots=inference.slots,
+        slots=config.slots,
         context=inference.max_context_tokens,
         batched_tokens=batched if isinstance(batched, int) else None,
         gpus=_gpus(config),

@@ -234,7 +234,7 @@ def local_client(config: RunConfig, model: nn.Module, tokenizer: Any) -> LocalCh
     return LocalChatClient(
         model,
         tokenizer,
-        max_slots=config.inference.slots,
+        max_slots=config.slots,
         max_context_tokens=config.inference.max_context_tokens,
         deterministic=config.inference.deterministic,
         precision=precision_of(config),

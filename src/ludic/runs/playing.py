@@ -182,7 +182,7 @@ async def generate_file(
             async for rollout in engine.stream_rollouts(
                 requests,
                 max_steps=config.training.max_steps,
-                concurrency=config.training.concurrency,
+                concurrency=config.concurrency,
                 on_progress=update,
             ):
                 failed = [name for name in keep if not KEEP[name](config, rollout)]

@@ -437,7 +437,7 @@ class Run:
                 request_fn=self.seating.curriculum,
                 algorithm=self.algorithm,
                 max_steps=training.max_steps,
-                concurrency=training.concurrency,
+                concurrency=self.config.concurrency,
                 rollouts_per_update=training.rollouts_per_update,
                 sample_filter=sample_filter_of(self.config),
                 resample=DynamicSampling(rounds) if (rounds := training.dynamic_sampling) else None,

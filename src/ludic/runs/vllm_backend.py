@@ -131,7 +131,7 @@ def server_settings(config: RunConfig, model: Path, name: str) -> ServerSettings
         port=free_port(),
         dtype=str(sampling_dtype(precision_of(config))).removeprefix("torch."),
         max_model_len=config.inference.max_context_tokens,
-        max_num_seqs=config.inference.slots,
+        max_num_seqs=config.slots,
         max_lora_rank=lora.rank if adapter and lora is not None else None,
         gpu_memory_utilization=vllm.gpu_memory,
         eager=vllm.eager,

@@ -61,7 +61,7 @@ async def act_for(
                 accepts=accepted(config),
                 client=follower,
                 cfg=ActorConfig(
-                    concurrency=config.training.concurrency,
+                    concurrency=config.concurrency,
                     lease_s=section_of(config).lease_s,
                     name=name,
                 ),

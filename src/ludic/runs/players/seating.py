@@ -59,7 +59,7 @@ class Seating:
             pool_folder,
             size=training.past_opponents,
             every=training.checkpoint_every,
-            max_slots=config.inference.slots,
+            max_slots=config.slots,
             max_context_tokens=config.inference.max_context_tokens,
             deterministic=config.inference.deterministic,
             precision=precision_of(config),

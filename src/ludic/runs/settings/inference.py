@@ -111,7 +111,7 @@ class InferenceSection(KeyedSection):
     publish_plane: PlaneName = "auto"
     publish_address: str | None = None
     publish_port: int | None = Field(default=None, ge=1, le=65535)
-    slots: int = Field(default=64, ge=1)
+    slots: int | None = Field(default=None, ge=1)
     max_context_tokens: int | None = Field(default=None, ge=8)
     deterministic: bool | None = None
     sampling: SamplingSection = SamplingSection()

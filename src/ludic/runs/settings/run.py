@@ -74,7 +74,7 @@ class TrainingSection(Section):
     steps: int = Field(default=100, ge=0)
     rollouts_per_update: int = Field(default=64, ge=1)
     max_steps: int = Field(default=16, ge=1)
-    concurrency: int = Field(default=64, ge=1)
+    concurrency: int | None = Field(default=None, ge=1)
     workers: int = Field(default=0, ge=0)
     step_timeout_s: float = Field(default=ENGINE["step_timeout_s"], gt=0)
     episode_timeout_s: float = Field(default=ENGINE["episode_timeout_s"], gt=0)
@@ -234,6 +234,17 @@ class RunConfig(Section):
     sft: SFTSection | None = None
     eval: EvalSection = EvalSection()
     logging: LoggingSection = LoggingSection()
+
+    @property
+    def concurrency(self) -> int:
+        """How many episodes run at once: all of an update's, so that none waits for another."""
+        most = min(max(64, self.training.rollouts_per_update), 256)
+        return self.training.concurrency or most
+
+    @property
+    def slots(self) -> int:
+        """How many completions are sampled at once: one for each episode."""
+        return self.inference.slots or self.concurrency
 
     def plain(self) -> dict[str, Any]:
         """Returns the run as JSON, from which `check_run` makes the same run."""
