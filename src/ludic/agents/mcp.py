@@ -227,22 +227,24 @@ class _Connection:
     async def _is_gone(self) -> bool:
         """Whether a ping cannot even be sent. A server that is busy may answer it late, or never,
         or with nonsense: it is still there."""
+        error = await self._ping()
+        return error is not None and not (
+            is_answer(error) or isinstance(error, TimeoutError | ValueError)
+        )
+
+    async def _ping(self) -> Exception | None:
+        """What was wrong with the answer to a ping, if anything was."""
         try:
             async with asyncio.timeout(_PING_S):
                 await self._until_gone(self._session.send_ping())
         except Exception as error:
-            return not (is_answer(error) or isinstance(error, TimeoutError | ValueError))
-        return False
+            return error
+        return None
 
     async def is_alive(self) -> bool:
         if self._closing.is_set() or self._session is None:
             return False
-        try:
-            async with asyncio.timeout(_PING_S):
-                await self._until_gone(self._session.send_ping())
-        except Exception:
-            return False
-        return True
+        return await self._ping() is None
 
     async def _until_gone(self, request: Any) -> Any:
         """The answer to a request, or a `ToolError` as soon as the connection has ended."""

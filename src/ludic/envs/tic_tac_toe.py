@@ -103,7 +103,61 @@ def best_cells(board: Board) -> tuple[int, ...]:
     return tuple(place for place in free_cells(board) if -value(play(board, place)) == best)
 
 
-class TicTacToeEnv(SingleAgentEnv):
+class _Scored:
+    """What both environments have in common: their rewards, and a board."""
+
+    def _score(
+        self, win: float, draw: float, loss: float, illegal: float, illegal_ends: bool
+    ) -> None:
+        self._rewards = {"win": win, "draw": draw, "loss": loss}
+        self._illegal_reward, self._illegal_ends = illegal, illegal_ends
+        for name, reward in {**self._rewards, "illegal": illegal}.items():
+            if not math.isfinite(reward):
+                raise ConfigError(
+                    f"{type(self).__name__}({name}_reward={reward!r}): must be finite"
+                )
+        self._board: Board = EMPTY
+        self._over = True
+
+    @property
+    def return_range(self) -> tuple[float, float]:
+        """The lowest and the highest return of an episode, for either player. Where an illegal move
+        does not end the game, there may be any number of them."""
+        rewards, illegal = self._rewards.values(), self._illegal_reward
+        if self._illegal_ends:
+            return min(*rewards, illegal), max(*rewards, illegal)
+        low = -math.inf if illegal < 0 else min(rewards)
+        return low, math.inf if illegal > 0 else max(rewards)
+
+    @property
+    def board(self) -> Board:
+        """The nine cells, row by row: "X", "O" or "."."""
+        return self._board
+
+    def _end(self, mark: Mark) -> StepOutcome:
+        result = _result_for(mark, self._board)
+        return StepOutcome(
+            _view(mark, self._board),
+            self._rewards[result],
+            terminated=True,
+            info={"board": self._board, "result": result},
+        )
+
+    def _complain(self, mark: Mark, action: Action, place: int | None) -> StepOutcome:
+        """An illegal move, which may end the game."""
+        self._over = self._illegal_ends
+        info: dict[str, Any] = {"board": self._board, "illegal_move": True}
+        if self._over:
+            info["result"] = "illegal"
+        return StepOutcome(
+            _complaint(action, place, mark, self._board, self._over),
+            self._illegal_reward,
+            terminated=self._over,
+            info=info,
+        )
+
+
+class TicTacToeEnv(_Scored, SingleAgentEnv):
     """The agent plays against a built-in opponent, whose moves come from the seed.
 
     The action is the name of a free cell ("B2"). Anything else is an illegal move: it earns
@@ -136,29 +190,14 @@ class TicTacToeEnv(SingleAgentEnv):
             raise ConfigError(f"TicTacToeEnv(perfect_prob={perfect_prob!r}): must be in [0, 1]")
         self._perfect_prob = {"random": 0.0, "perfect": 1.0, "mixed": perfect_prob}[opponent]
         self._mark_choice = mark
-        self._rewards = {"win": win_reward, "draw": draw_reward, "loss": loss_reward}
-        self._illegal_reward = illegal_reward
-        _check_rewards(self, illegal=illegal_reward, **self._rewards)
-        self._illegal_ends = illegal_ends
+        self._score(win_reward, draw_reward, loss_reward, illegal_reward, illegal_ends)
         self._mark: Mark = "X"
-        self._board: Board = EMPTY
         self._random = Random(0)
-        self._over = True
-
-    @property
-    def return_range(self) -> tuple[float, float]:
-        """The lowest and the highest return of an episode."""
-        return _return_range(self._rewards, self._illegal_reward, self._illegal_ends)
 
     @property
     def mark(self) -> Mark:
         """The agent's mark in this episode."""
         return self._mark
-
-    @property
-    def board(self) -> Board:
-        """The nine cells, row by row: "X", "O" or "."."""
-        return self._board
 
     def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
         if seed is None:
@@ -179,20 +218,14 @@ class TicTacToeEnv(SingleAgentEnv):
             raise EnvError("TicTacToeEnv was stepped after the game ended: reset it first")
         place = read_cell(action)
         if place is None or self._board[place] != ".":
-            return self._illegal(action, place)
+            return self._complain(self._mark, action, place)
         self._board = play(self._board, place)
         if not is_over(self._board):
             self._opponent_moves()
         if not is_over(self._board):
             return StepOutcome(self.env_current_obs(), 0.0, info={"board": self._board})
         self._over = True
-        result = _result_for(self._mark, self._board)
-        return StepOutcome(
-            self.env_current_obs(),
-            self._rewards[result],
-            terminated=True,
-            info={"board": self._board, "result": result},
-        )
+        return self._end(self._mark)
 
     def env_current_obs(self) -> Obs:
         return _view(self._mark, self._board)
@@ -208,20 +241,8 @@ class TicTacToeEnv(SingleAgentEnv):
         cells = best_cells(self._board) if perfect else free_cells(self._board)
         self._board = play(self._board, cells[int(self._random.random() * len(cells))])
 
-    def _illegal(self, action: Action, place: int | None) -> StepOutcome:
-        self._over = self._illegal_ends
-        info: dict[str, Any] = {"board": self._board, "illegal_move": True}
-        if self._over:
-            info["result"] = "illegal"
-        return StepOutcome(
-            _complaint(action, place, self._mark, self._board, self._over),
-            self._illegal_reward,
-            terminated=self._over,
-            info=info,
-        )
 
-
-class TwoPlayerTicTacToeEnv(LudicEnv[Mark, Obs, Action]):
+class TwoPlayerTicTacToeEnv(_Scored, LudicEnv[Mark, Obs, Action]):
     """Two agents, "X" and "O", take turns. Both hear the end, each with its own reward.
 
     Who moved hears nothing more until the other has moved. An illegal move earns its player
@@ -240,17 +261,7 @@ class TwoPlayerTicTacToeEnv(LudicEnv[Mark, Obs, Action]):
         illegal_reward: float = -1.0,
         illegal_ends: bool = True,
     ) -> None:
-        self._rewards = {"win": win_reward, "draw": draw_reward, "loss": loss_reward}
-        self._illegal_reward = illegal_reward
-        _check_rewards(self, illegal=illegal_reward, **self._rewards)
-        self._illegal_ends = illegal_ends
-        self._board: Board = EMPTY
-        self._over = True
-
-    @property
-    def return_range(self) -> tuple[float, float]:
-        """The lowest and the highest return of an episode, for either agent."""
-        return _return_range(self._rewards, self._illegal_reward, self._illegal_ends)
+        self._score(win_reward, draw_reward, loss_reward, illegal_reward, illegal_ends)
 
     @property
     def agent_ids(self) -> Sequence[Mark]:
@@ -259,11 +270,6 @@ class TwoPlayerTicTacToeEnv(LudicEnv[Mark, Obs, Action]):
     @property
     def active_agents(self) -> Sequence[Mark]:
         return () if self._over else (to_move(self._board),)
-
-    @property
-    def board(self) -> Board:
-        """The nine cells, row by row: "X", "O" or "."."""
-        return self._board
 
     def reset(self, *, seed: int | None = None) -> Mapping[Mark, tuple[Obs, Info]]:
         self._board = EMPTY
@@ -286,7 +292,7 @@ class TwoPlayerTicTacToeEnv(LudicEnv[Mark, Obs, Action]):
                 mover: StepOutcome("", 0.0, info=info),
                 other(mover): StepOutcome(_view(other(mover), self._board), 0.0, info=info),
             }
-        return {mark: self._end(mark, _result_for(mark, self._board)) for mark in self.agent_ids}
+        return {mark: self._end(mark) for mark in self.agent_ids}
 
     def current_obs(self) -> Mapping[Mark, Obs]:
         return {mark: _view(mark, self._board) for mark in self.agent_ids}
@@ -294,31 +300,19 @@ class TwoPlayerTicTacToeEnv(LudicEnv[Mark, Obs, Action]):
     def suggested_sysprompt(self, agent_id: Mark) -> str | None:
         return _RULES.format(mark=agent_id)
 
-    def _end(self, mark: Mark, result: Literal["win", "draw", "loss"]) -> StepOutcome:
-        return StepOutcome(
-            _view(mark, self._board),
-            self._rewards[result],
-            terminated=True,
-            info={"board": self._board, "result": result},
-        )
-
     def _illegal(
         self, mover: Mark, action: Action, place: int | None
     ) -> Mapping[Mark, StepOutcome]:
-        self._over = self._illegal_ends
-        obs = _complaint(action, place, mover, self._board, self._over)
-        info: dict[str, Any] = {"board": self._board, "illegal_move": True}
+        complaint = self._complain(mover, action, place)
         if not self._over:
-            return {mover: StepOutcome(obs, self._illegal_reward, info=info)}
-        info["result"] = "illegal"
+            return {mover: complaint}
         told = StepOutcome(
             f"{mover} made an illegal move. The game is void.",
             self._rewards["draw"],
             terminated=True,
             info={"board": self._board, "result": "void"},
         )
-        mine = StepOutcome(obs, self._illegal_reward, terminated=True, info=info)
-        return {mover: mine, other(mover): told}
+        return {mover: complaint, other(mover): told}
 
 
 def _result_for(mark: Mark, board: Board) -> Literal["win", "draw", "loss"]:
@@ -338,22 +332,6 @@ def _complaint(action: Action, place: int | None, mark: Mark, board: Board, over
     shown = action if len(action) <= 20 else action[:20] + "..."
     what = f"{shown!r} is no cell." if place is None else f"{CELLS[place]} is taken."
     return f"{what} The game is over." if over else f"{what}\n{_view(mark, board)}"
-
-
-def _return_range(
-    rewards: Mapping[str, float], illegal: float, illegal_ends: bool
-) -> tuple[float, float]:
-    """Where an illegal move does not end the game, there may be any number of them."""
-    if illegal_ends:
-        return min(*rewards.values(), illegal), max(*rewards.values(), illegal)
-    low = -math.inf if illegal < 0 else min(rewards.values())
-    return low, math.inf if illegal > 0 else max(rewards.values())
-
-
-def _check_rewards(env: object, **rewards: float) -> None:
-    for name, value in rewards.items():
-        if not math.isfinite(value):
-            raise ConfigError(f"{type(env).__name__}({name}_reward={value!r}): must be finite")
 
 
 def _check_choice(env: str, option: str, value: object, allowed: Sequence[str]) -> None:
