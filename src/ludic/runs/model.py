@@ -23,7 +23,7 @@ from ludic.runs.settings import ModelSection, RunConfig
 from ludic.runs.settings.paths import earlier_run
 from ludic.runs.storage.folder import RunFolder
 from ludic.seeding import derive_seed
-from ludic.training.model_files import no_progress_bar
+from ludic.training.checkpoint_contents import no_progress_bar
 
 HUB_TIMEOUT_S = 10.0
 

@@ -34,8 +34,14 @@ from ludic.training.checkpoint import Checkpointer
 from ludic.training.checkpoint_contents import TrainerState
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.loggers import Logger, MetricLog
-from ludic.training.metrics.perf import PerfMeter, PublishLog, Workload
-from ludic.training.metrics.stats import StatBuffer, batch_metrics, over_steps
+from ludic.training.metrics.stats import (
+    PerfMeter,
+    PublishLog,
+    StatBuffer,
+    Workload,
+    batch_metrics,
+    over_steps,
+)
 from ludic.training.types import Evaluates
 from ludic.training.update.checks import check_packing, check_split
 from ludic.training.update.optimizer import (
