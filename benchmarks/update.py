@@ -34,8 +34,7 @@ from ludic.sharding.world import World
 from ludic.training.algorithms.grpo import TokenClippedSurrogateLoss
 from ludic.training.config import TrainerConfig
 from ludic.training.losses.aggregation import token_mean
-from ludic.training.metrics.perf import ModelFlops
-from ludic.training.metrics.stats import StatBuffer
+from ludic.training.metrics.stats import ModelFlops, StatBuffer
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.packing import lay_out
 from ludic.training.update.passes import Passes

@@ -27,8 +27,8 @@ from ludic.runs.storage.folder import RunFolder
 from ludic.saw.filters import SampleFilter, combine
 from ludic.seeding import derive_seed
 from ludic.training import CheckpointConfig, RLAlgorithm, TrainerConfig, make_algorithm
+from ludic.training.checkpoint_contents import no_progress_bar
 from ludic.training.losses.corrections import CorrectedLoss
-from ludic.training.model_files import no_progress_bar
 from ludic.training.preprocess import KLInReward, chain
 
 HUB_TIMEOUT_S = 10.0

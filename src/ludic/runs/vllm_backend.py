@@ -39,7 +39,7 @@ from ludic.runs.settings import InferenceSection, RunConfig
 from ludic.runs.settings.base import read_key
 from ludic.sharding.ranks import launched
 from ludic.sharding.weights import plain_name
-from ludic.training.model_files import no_progress_bar
+from ludic.training.checkpoint_contents import no_progress_bar
 
 ASKING_S = 60.0
 

@@ -30,14 +30,15 @@ from ludic.training.checkpoint_contents import (
     describe_shards,
     has_room_for,
     load_checkpoint,
+    model_fingerprint,
     rng_state,
+    save_model,
     trainer_tensors,
     verify_checkpoint,
     write_shard,
 )
 from ludic.training.checkpoint_contents import TrainerState as TrainerState
 from ludic.training.config import CheckpointConfig
-from ludic.training.model_files import model_fingerprint, save_model
 from ludic.training.update.optimizer import MasterAdamW
 
 _log = logging.getLogger("ludic.training")

@@ -34,8 +34,14 @@ from ludic.training.checkpoint import Checkpointer
 from ludic.training.checkpoint_contents import TrainerState
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.loggers import Logger, MetricLog
-from ludic.training.metrics.perf import PerfMeter, PublishLog, Workload
-from ludic.training.metrics.stats import StatBuffer, batch_metrics, over_steps
+from ludic.training.metrics.stats import (
+    PerfMeter,
+    PublishLog,
+    StatBuffer,
+    Workload,
+    batch_metrics,
+    over_steps,
+)
 from ludic.training.types import Evaluates
 from ludic.training.update.checks import check_packing, check_split
 from ludic.training.update.optimizer import (
@@ -346,13 +352,14 @@ class Trainer:
 
     async def _evaluate(self) -> None:
         if self.evaluate and self.cfg.eval_every and self.step % self.cfg.eval_every == 0:
-            results: Mapping[str, float] = {}
-            if self.world.leads and callable(self.evaluate):
-                results = await self.evaluate(self.step)
-            elif self.world.leads:
-                results = (await self.evaluate.evaluate()).metrics()
+            results = dict(await self._figures(self.evaluate)) if self.world.leads else {}
             self.log.write({"eval/step": float(self.step), **results}, step=self.step)
             await self._run(self.world.barrier)
+
+    async def _figures(self, evaluate: Evaluate | Evaluates) -> Mapping[str, float]:
+        if callable(evaluate):
+            return await evaluate(self.step)
+        return (await evaluate.evaluate()).metrics()
 
     def _states(self) -> dict[str, Any]:
         return {name: dict(part.state_dict()) for name, part in self._stateful.items()}

@@ -88,15 +88,13 @@ class Stat:
     @staticmethod
     def max(values: Float[Tensor, " n"]) -> Stat:
         """The largest of `values`; for none, minus infinity, which any other value replaces."""
-        values = values.detach()
-        top = values.max() if values.numel() else values.new_tensor(float("-inf"))
+        top = values.detach().max() if values.numel() else values.new_tensor(-torch.inf)
         return Stat(top, torch.ones_like(top), "max")
 
     @staticmethod
     def min(values: Float[Tensor, " n"]) -> Stat:
         """The smallest of `values`; for none, infinity, which any other value replaces."""
-        values = values.detach()
-        low = values.min() if values.numel() else values.new_tensor(float("inf"))
+        low = values.detach().min() if values.numel() else values.new_tensor(torch.inf)
         return Stat(low, torch.ones_like(low), "min")
 
 

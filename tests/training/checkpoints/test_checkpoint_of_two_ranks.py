@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from ludic.errors import CheckpointError
-from ludic.training.model_files import model_fingerprint
+from ludic.training.checkpoint_contents import model_fingerprint
 from tests.sharding.test_fsdp import run_ranks
 from tests.training.checkpoints.lora_ranks import adapted, train
 

@@ -11,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.saw.items import UNKNOWN_VERSION, BatchCounts
-from ludic.training.metrics.perf import Clock, ModelFlops
-from ludic.training.metrics.stats import StatBuffer, named, over_steps, policy_stats
+from ludic.training.metrics.stats import (
+    Clock,
+    ModelFlops,
+    StatBuffer,
+    named,
+    over_steps,
+    policy_stats,
+)
 from ludic.training.types import LossBatch, Stat, TokenLogProbs
 
 

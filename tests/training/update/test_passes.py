@@ -19,8 +19,7 @@ from ludic.saw.items import SAWBatch
 from ludic.sharding.world import World
 from ludic.training.algorithms.grpo import make_grpo
 from ludic.training.config import TrainerConfig
-from ludic.training.metrics.perf import Workload
-from ludic.training.metrics.stats import StatBuffer
+from ludic.training.metrics.stats import StatBuffer, Workload
 from ludic.training.types import Loss, Scope, TokenLogProbs
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.packing import Layout, lay_out

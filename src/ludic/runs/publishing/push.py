@@ -167,7 +167,7 @@ def _merge(folder: RunFolder, weights: Path, target: Path) -> Path:
     from ludic.runs.episodes import import_user_modules
     from ludic.runs.model import build_model
     from ludic.runs.vllm_backend import save_for_vllm
-    from ludic.training.model_files import no_progress_bar
+    from ludic.training.checkpoint_contents import no_progress_bar
 
     config = folder.config(["model.device=cpu"])
     import_user_modules(config, folder.modules)

@@ -22,8 +22,7 @@ from ludic.seeding import derive_seed
 from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
 from ludic.training.losses.policy_ratio import MAX_LOG_RATIO
-from ludic.training.metrics.perf import Workload
-from ludic.training.metrics.stats import StatBuffer, policy_stats
+from ludic.training.metrics.stats import StatBuffer, Workload, policy_stats
 from ludic.training.types import Loss, Stat, TokenLogProbs
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.packing import Layout, MicroBatch, lay_out, pack

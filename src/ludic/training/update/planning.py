@@ -25,7 +25,7 @@ from ludic.plumbing.model_parts import base_causal_lm, config_facts
 from ludic.plumbing.records import Record
 from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
-from ludic.training.metrics.perf import Workload
+from ludic.training.metrics.stats import Workload
 from ludic.training.types import Scope
 from ludic.training.update.packing import Layout, describe
 from ludic.training.update.sharing import REPEATED
