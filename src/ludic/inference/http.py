@@ -72,9 +72,9 @@ class Connections:
         loop = asyncio.get_running_loop()
         with self._lock:
             self.check_open()
-            found = self.by_loop.get(loop)
-            if found is not None and not found.session.closed:
-                return found
+            connection = self.by_loop.get(loop)
+            if connection is not None and not connection.session.closed:
+                return connection
             left = [self.by_loop.pop(k) for k in list(self.by_loop) if k.is_closed()]
             # Servers close after 5 s of silence; `slots` bound what is open, not the connector.
             pooled = aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0)

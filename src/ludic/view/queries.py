@@ -67,9 +67,9 @@ def where(filters: Filters) -> tuple[str, list[Any]]:
         if bound not in ("min", "max") or not wanted:
             continue
         number = finite(key, wanted)
-        column = _component(name) if name.startswith("component:") else _RANGES.get(name)
-        if column is not None:
-            tests.append(f"{column} {'>=' if bound == 'min' else '<='} ?")
+        measure = _component(name) if name.startswith("component:") else _RANGES.get(name)
+        if measure is not None:
+            tests.append(f"{measure} {'>=' if bound == 'min' else '<='} ?")
             values.append(number)
     if words := search_words(filters.get("q", "")):
         tests.append("n IN (SELECT rowid FROM words WHERE words MATCH ?)")

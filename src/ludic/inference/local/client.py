@@ -150,7 +150,13 @@ class LocalChatClient:
         sequence = self.try_submit(request, future)
         if sequence is None:
             ends_at = loop.time() + timeout_s
-            await self._enter_queue(timeout_s)
+            if self._on_full == "raise":
+                raise QueueFullError(
+                    f"{self._gate.places} requests wait already (max_queue): ask again later, or "
+                    'set on_full="wait"'
+                )
+            async with within(timeout_s, "a place in the queue", "the in-process engine"):
+                await self._gate.enter()
             left_s = max(0.0, ends_at - loop.time())
             sequence = self._submit(request, future)
         try:
@@ -302,15 +308,6 @@ class LocalChatClient:
             deliver=partial(self._thread.outbox.put, waiter),
             seed=seed,
         )
-
-    async def _enter_queue(self, timeout_s: float) -> None:
-        if self._on_full == "raise":
-            raise QueueFullError(
-                f"{self._gate.places} requests wait already (max_queue): ask again later, or "
-                'set on_full="wait"'
-            )
-        async with within(timeout_s, "a place in the queue", "the in-process engine"):
-            await self._gate.enter()
 
     def _foreign(self, params: Mapping[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Those of `params` that are not the module's own tensors, all checked to fit, each with

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -164,7 +163,7 @@ def truncate(scaled: Tensor, config: SamplingConfig) -> Tensor:
     return out
 
 
-def draw_outcomes(work: Seq[Work], logits: Tensor, last_rows: Seq[int]) -> list[Outcome]:
+def draw_outcomes(work: Sequence[Work], logits: Tensor, last_rows: Sequence[int]) -> list[Outcome]:
     """Samples, with everything a request may ask for. Call it before `computed` goes on.
 
     `logits` is [rows, vocab]: `last_rows[i]` belongs to the last token of `work[i]`, and the rows

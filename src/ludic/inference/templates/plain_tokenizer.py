@@ -71,8 +71,7 @@ class PlainTokenizer:
         return made
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        found = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return list(found.ids)
+        return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
