@@ -348,7 +348,7 @@ class LocalChatClient:
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """End-of-sequence ids, as the tokenizer and the model's generation settings name them."""
-    ids: set[int] = set()
+    ids: set[Any] = set()
     for source in (tokenizer, getattr(model, "generation_config", None)):
         value = getattr(source, "eos_token_id", None)
         ids.update(value if isinstance(value, list | tuple) else [value])
