@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ MATH_ROWS = [
 
 
 def answer(env: DatasetQAEnv, action: str, *, seed: int | None = 0) -> StepOutcome:
-    env.env_reset(seed=seed)
-    outcome = env.env_step(action)
-    assert isinstance(outcome, StepOutcome)
-    return outcome
+    env.reset(seed=seed)
+    outcomes = env.step({"agent": action})
+    assert isinstance(outcomes, Mapping)
+    return outcomes["agent"]
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ class TestRows:
     def test_rows_are_read_from_a_file_once(self, jsonl: Path) -> None:
         envs = [DatasetQAEnv(path=str(jsonl)) for _ in range(3)]
         assert [env.num_rows() for env in envs] == [20] * 3
-        assert envs[0]._loaded() is envs[2]._loaded()
+        assert envs[0].data is envs[2].data
 
     def test_a_changed_file_is_read_again(self, jsonl: Path) -> None:
         assert DatasetQAEnv(path=str(jsonl)).num_rows() == 20
@@ -165,7 +166,7 @@ class TestAnswering:
         env = DatasetQAEnv(rows=ROWS)
         answer(env, "5")
         with pytest.raises(EnvError, match="reset it first"):
-            env.env_step("5")
+            env.step({"agent": "5"})
 
     async def test_a_reward_may_be_asynchronous(self) -> None:
         async def slow(attempt: Attempt) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
@@ -19,12 +20,14 @@ SEEDS = st.integers(0, 2**63 - 1)
 
 
 def step(env: KeyDoorEnv, action: str) -> StepOutcome:
-    return env.env_step(action)
+    outcomes = env.step({"agent": action})
+    assert isinstance(outcomes, Mapping)
+    return outcomes["agent"]
 
 
 def solve(env: KeyDoorEnv, seed: int) -> tuple[float, StepOutcome]:
     """The return of the shortest solution, played, and its last outcome."""
-    env.env_reset(seed=seed)
+    env.reset(seed=seed)
     solution = env.level(seed).shortest_solution()
     assert solution is not None
     outcomes = [step(env, move) for move in solution]
@@ -50,7 +53,7 @@ def test_no_sequence_of_moves_does_better_on_small_levels(seed: int) -> None:
     solution = env.level(seed).shortest_solution()
     assert solution is not None
     for moves in product(MOVES, repeat=min(len(solution) - 1, 6)):
-        env.env_reset(seed=seed)
+        env.reset(seed=seed)
         assert not any(step(env, move).terminated for move in moves)
 
 
@@ -70,7 +73,7 @@ def test_a_level_without_a_way_has_no_solution() -> None:
 def test_the_same_seed_and_actions_give_the_same_episode(seed: int) -> None:
     def episode() -> list[Any]:
         env = KeyDoorEnv()
-        return [env.env_reset(seed=seed), *(step(env, move) for move in ("north", "east", "x"))]
+        return [env.reset(seed=seed), *(step(env, move) for move in ("north", "east", "x"))]
 
     assert episode() == episode()
 
@@ -82,7 +85,8 @@ def test_levels_differ_between_seeds() -> None:
 
 def test_only_the_cells_around_the_agent_are_seen() -> None:
     env = KeyDoorEnv(width=9, height=9, view=2)
-    obs, _ = env.env_reset(seed=1)
+    env.reset(seed=1)
+    obs = env.env_current_obs()
     rows = obs.splitlines()
     assert [len(row) for row in rows[:5]] == [5] * 5
     assert rows[2][2] == "@"
@@ -91,7 +95,7 @@ def test_only_the_cells_around_the_agent_are_seen() -> None:
 
 def test_the_key_is_taken_by_walking_over_it() -> None:
     env = KeyDoorEnv()
-    env.env_reset(seed=2)
+    env.reset(seed=2)
     solution = env.level(2).shortest_solution()
     assert solution is not None
     notes = [step(env, move).obs for move in solution]
@@ -102,7 +106,7 @@ def test_the_key_is_taken_by_walking_over_it() -> None:
 
 def test_the_step_limit_is_a_truncation_and_not_an_end() -> None:
     env = KeyDoorEnv(max_steps=3, step_cost=0.5)
-    env.env_reset(seed=0)
+    env.reset(seed=0)
     outcomes = [step(env, "jump") for _ in range(3)]
     assert [o.truncated for o in outcomes] == [False, False, True]
     assert not any(o.terminated for o in outcomes)
@@ -125,7 +129,8 @@ def test_reaching_the_goal_in_the_last_step_is_no_truncation() -> None:
 @pytest.mark.parametrize("action", ["", "up", "north " * 1000, "\x00"])
 def test_an_action_that_is_no_direction_costs_a_step_and_changes_nothing(action: str) -> None:
     env = KeyDoorEnv()
-    before, _ = env.env_reset(seed=0)
+    env.reset(seed=0)
+    before = env.env_current_obs()
     outcome = step(env, action)
     assert outcome.obs == f"That is no direction.\n{before}"
     assert outcome.reward == -0.01

@@ -266,10 +266,11 @@ class TestSingleAgent:
     def test_stepping_after_the_end_is_refused(self) -> None:
         env = TicTacToeEnv()
         with pytest.raises(EnvError, match="reset it first"):
-            env.env_step("A1")
-        play_episode(env, 0, Random(0))
+            env.step({"agent": "A1"})
+        env.reset(seed=0)
+        env.step({"agent": "Z9"})
         with pytest.raises(EnvError, match="reset it first"):
-            env.env_step("A1")
+            env.step({"agent": "A1"})
 
     @pytest.mark.parametrize(
         "options",

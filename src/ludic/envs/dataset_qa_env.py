@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ludic.envs.dataset_rows import DatasetRows, Row, load_rows
-from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.dataset_rows import DatasetEnv, Row
 from ludic.errors import ConfigError, EnvError
 from ludic.parsers import last_boxed
 from ludic.rewards import Attempt, RewardSpec, RewardSum, Score, make_rewards
@@ -14,7 +14,8 @@ from ludic.rewards.answers import read_number
 from ludic.types import Action, Info, Obs, StepOutcome
 
 
-class DatasetQAEnv(SingleAgentEnv):
+@dataclass(eq=False, repr=False, kw_only=True)
+class DatasetQAEnv(DatasetEnv):
     """Shows one question and judges one answer; the episode ends with it.
 
     The seed picks the row, so that the episodes of a group share their question. The reward is
@@ -40,101 +41,56 @@ class DatasetQAEnv(SingleAgentEnv):
     """The dataset's name on the hub, and its configuration there."""
     default_question_key: ClassVar[str] = "question"
     default_rewards: ClassVar[str] = "exact"
-    default_system_prompt: ClassVar[str | None] = None
 
-    def __init__(
-        self,
-        *,
-        rows: Sequence[Row] | None = None,
-        path: str | None = None,
-        hub: str | None = None,
-        config: str | None = None,
-        split: str = "train",
-        question_key: str | None = None,
-        answer_key: str = "answer",
-        id_key: str | None = None,
-        rewards: RewardSpec | Sequence[RewardSpec] | RewardSum | None = None,
-        template: str = "{question}",
-        system_prompt: str | None = None,
-        index: int | None = None,
-        limit: int | None = None,
-    ) -> None:
-        if "{question}" not in template:
-            raise ConfigError(f"the template {template!r} has no place for {{question}}")
-        if limit is not None and limit < 1:
-            raise ConfigError(f"{type(self).__name__}(limit={limit}): must be at least 1")
-        if self.default_hub and rows is None and path is None and hub is None:
-            hub, default_config = self.default_hub
-            config = config or default_config
-        self._source: dict[str, Any] = {
-            "rows": rows, "path": path, "hub": hub, "config": config, "split": split
-        }  # fmt: skip
-        self._question_key = question_key or self.default_question_key
-        self._answer_key, self._id_key = answer_key, id_key
-        self._rewards = make_rewards(self.default_rewards if rewards is None else rewards)
-        self._template = template
-        self._system_prompt = self.default_system_prompt if system_prompt is None else system_prompt
-        self._index = index
-        self._limit = limit
-        self._data: DatasetRows | None = None
+    question_key: str | None = None
+    answer_key: str = "answer"
+    id_key: str | None = None
+    rewards: RewardSpec | Sequence[RewardSpec] | RewardSum | None = None
+    template: str = "{question}"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "{question}" not in self.template:
+            raise ConfigError(f"the template {self.template!r} has no place for {{question}}")
+        if self.default_hub and self.rows is None and self.path is None and self.hub is None:
+            self.hub, default_config = self.default_hub
+            self.config = self.config or default_config
+        self._score = make_rewards(self.default_rewards if self.rewards is None else self.rewards)
         self._row: Row = {}
         self._question = ""
         self._target = ""
-        self._task_key: str | None = None
-        self._over = True
-
-    def num_rows(self) -> int:
-        """How many rows there are to choose from. Loads the data if that is still to be done."""
-        return self._loaded().count(self._limit)
 
     def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
-        data = self._loaded()
-        index = data.pick(seed, self._index, self._limit)
-        self._row = data.rows[index]
-        self._question = str(self.column(self._row, self._question_key, index))
-        self._target = self.read_target(self._row, index)
-        row_id = index if self._id_key is None else self.column(self._row, self._id_key, index)
-        self._task_key = f"{data.name}#{row_id}"
-        self._over = False
+        index = self.data.pick(seed, self.index, self.limit)
+        row = self._row = self.data.rows[index]
+        question_key = self.question_key or self.default_question_key
+        self._question = str(self.column(row, question_key, index))
+        self._target = self.read_target(row, index)
+        row_id = index if self.id_key is None else self.column(row, self.id_key, index)
+        self._task_key = f"{self.data.name}#{row_id}"
         return self.env_current_obs(), {"task": self._task_key}
 
     def env_step(self, action: Action) -> StepOutcome | Awaitable[StepOutcome]:
-        if self._over:
-            raise EnvError(
-                f"{type(self).__name__} was stepped after the episode ended: reset it first"
-            )
-        self._over = True
-        score = self._rewards(Attempt(action, self._target, self._question, self._row))
+        score = self._score(Attempt(action, self._target, self._question, self._row))
         if isinstance(score, Score):
             return self._outcome(score)
         return self._judged(score)
 
     def env_current_obs(self) -> Obs:
-        return self._template.replace("{question}", self._question)
-
-    def suggested_sysprompt(self, agent_id: str) -> str | None:
-        return self._system_prompt
-
-    def task_key(self) -> str | None:
-        return self._task_key
+        return self.template.replace("{question}", self._question)
 
     def read_target(self, row: Row, index: int) -> str:
         """The reference answer of a row."""
-        return str(self.column(row, self._answer_key, index))
+        return str(self.column(row, self.answer_key, index))
 
     def column(self, row: Row, key: str, index: int) -> Any:
         """What the row has under `key`; an `EnvError` names the columns that it does have."""
         if key not in row:
             raise EnvError(
-                f"row {index} of the dataset {self._loaded().name!r} has no column {key!r}; "
+                f"row {index} of the dataset {self.data.name!r} has no column {key!r}; "
                 f"it has {sorted(row)}"
             )
         return row[key]
-
-    def _loaded(self) -> DatasetRows:
-        if self._data is None:
-            self._data = load_rows(**self._source)
-        return self._data
 
     async def _judged(self, score: Awaitable[Score]) -> StepOutcome:
         return self._outcome(await score)

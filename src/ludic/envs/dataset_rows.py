@@ -1,4 +1,5 @@
-"""Rows of a dataset: given as a list, read from a JSONL file, or fetched from the hub.
+"""Rows of a dataset, given as a list, read from a JSONL file, or fetched from the hub, and what the
+environments with one task per row have in common.
 
 Files and hub datasets are loaded once per process and shared by all environments.
 """
@@ -10,10 +11,11 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
+from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, MissingExtraError
 from ludic.seeding import derive_seed
 
@@ -40,6 +42,44 @@ class DatasetRows:
     def count(self, limit: int | None) -> int:
         """How many rows there are to pick from."""
         return len(self.rows) if limit is None else min(limit, len(self.rows))
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class DatasetEnv(SingleAgentEnv):
+    """One row of a dataset is one task; the seed picks it. See the environments derived from it."""
+
+    default_system_prompt: ClassVar[str | None] = None
+
+    rows: Sequence[Row] | None = None
+    path: str | None = None
+    hub: str | None = None
+    config: str | None = None
+    split: str = "train"
+    system_prompt: str | None = None
+    index: int | None = None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"{type(self).__name__}(limit={self.limit}): must be at least 1")
+        self._task_key: str | None = None
+
+    @cached_property
+    def data(self) -> DatasetRows:
+        """The rows, which are loaded when they are first needed."""
+        return load_rows(
+            rows=self.rows, path=self.path, hub=self.hub, config=self.config, split=self.split
+        )
+
+    def num_rows(self) -> int:
+        """How many rows there are to choose from. Loads the data if that is still to be done."""
+        return self.data.count(self.limit)
+
+    def suggested_sysprompt(self, agent_id: str) -> str | None:
+        return self.default_system_prompt if self.system_prompt is None else self.system_prompt
+
+    def task_key(self) -> str | None:
+        return self._task_key
 
 
 def load_rows(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from random import Random
 from typing import ClassVar, TypeAlias
 
@@ -71,6 +71,7 @@ class Level:
         return None
 
 
+@dataclass(eq=False, repr=False)
 class KeyDoorEnv(SingleAgentEnv):
     """The agent sees `view` cells to each side and must remember the rest.
 
@@ -89,53 +90,49 @@ class KeyDoorEnv(SingleAgentEnv):
 
     blocking: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        *,
-        width: int = 7,
-        height: int = 5,
-        view: int = 1,
-        wall_density: float = 0.1,
-        goal_reward: float = 1.0,
-        step_cost: float = 0.01,
-        max_steps: int | None = None,
-    ) -> None:
+    _: KW_ONLY
+    width: int = 7
+    height: int = 5
+    view: int = 1
+    wall_density: float = 0.1
+    goal_reward: float = 1.0
+    step_cost: float = 0.01
+    max_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        width, height, view = self.width, self.height, self.view
+        step_cost, goal_reward = self.step_cost, self.goal_reward
         if width < 3 or height < 2 or width * height > 10_000:
             raise ConfigError(
                 f"KeyDoorEnv({width=}, {height=}): at least 3 x 2 cells, at most 10,000 in all"
             )
-        if max_steps is not None and max_steps < 1:
-            raise ConfigError(f"KeyDoorEnv({max_steps=}): must be at least 1")
-        if not 0 <= wall_density <= 0.5:
-            raise ConfigError(f"KeyDoorEnv({wall_density=}): must be in [0, 0.5]")
+        self._limit = 4 * width * height if self.max_steps is None else self.max_steps
+        if self._limit < 1:
+            raise ConfigError(f"KeyDoorEnv(max_steps={self._limit}): must be at least 1")
+        if not 0 <= self.wall_density <= 0.5:
+            raise ConfigError(f"KeyDoorEnv(wall_density={self.wall_density}): must be in [0, 0.5]")
         if view < 1 or not (0 <= step_cost < math.inf and 0 < goal_reward < math.inf):
             raise ConfigError(
                 f"KeyDoorEnv({view=}, {step_cost=}, {goal_reward=}): view must be at least 1, "
                 "step_cost finite and not negative, goal_reward finite and positive"
             )
-        self._size = (width, height)
-        self._view = view
-        self._wall_density = wall_density
-        self._goal_reward = goal_reward
-        self._step_cost = step_cost
-        self._max_steps = 4 * width * height if max_steps is None else max_steps
         self._level: Level | None = None
         self._cell: Cell = (0, 0)
         self._has_key = False
         self._steps = 0
-        self._over = True
 
     @property
     def return_range(self) -> tuple[float, float]:
         """The lowest and the highest return of an episode."""
-        return -self._step_cost * self._max_steps, self._goal_reward - self._step_cost
+        return -self.step_cost * self._limit, self.goal_reward - self.step_cost
 
     def level(self, seed: int) -> Level:
         """The level that `seed` stands for: the first solvable one of its draws."""
         for draw in range(100):
             # Later draws have fewer walls, so that one of them has a way through.
-            density = self._wall_density * (1 - draw / 50) if draw < 50 else 0.0
-            level = _draw_level(Random(derive_seed(seed, "level", draw)), *self._size, density)
+            density = self.wall_density * (1 - draw / 50) if draw < 50 else 0.0
+            random = Random(derive_seed(seed, "level", draw))
+            level = _draw_level(random, self.width, self.height, density)
             if level is not None and level.shortest_solution() is not None:
                 return level
         raise EnvError(
@@ -146,37 +143,33 @@ class KeyDoorEnv(SingleAgentEnv):
         """The highest return that the level of `seed` allows, with full knowledge of it."""
         solution = self.level(seed).shortest_solution()
         assert solution is not None
-        if len(solution) > self._max_steps:
-            return -self._step_cost * self._max_steps
-        return self._goal_reward - self._step_cost * len(solution)
+        if len(solution) > self._limit:
+            return -self.step_cost * self._limit
+        return self.goal_reward - self.step_cost * len(solution)
 
     def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
         self._level = self.level(secrets.randbits(63) if seed is None else seed)
         self._cell = self._level.start
         self._has_key = False
         self._steps = 0
-        self._over = False
         return self.env_current_obs(), {}
 
     def env_step(self, action: Action) -> StepOutcome:
-        if self._over or self._level is None:
-            raise EnvError("KeyDoorEnv was stepped after the episode ended: reset it first")
+        assert self._level is not None
         self._steps += 1
         note = self._move(action.strip().lower() if len(action) < 100 else "")
         reached = self._cell == self._level.goal
-        truncated = not reached and self._steps >= self._max_steps
-        self._over = reached or truncated
         return StepOutcome(
             f"{note}\n{self.env_current_obs()}",
-            (self._goal_reward if reached else 0.0) - self._step_cost,
+            (self.goal_reward if reached else 0.0) - self.step_cost,
             terminated=reached,
-            truncated=truncated,
+            truncated=not reached and self._steps >= self._limit,
             info={"steps": self._steps, "has_key": self._has_key},
         )
 
     def env_current_obs(self) -> Obs:
         x, y = self._cell
-        reach = range(-self._view, self._view + 1)
+        reach = range(-self.view, self.view + 1)
         rows = ("".join(self._drawn((x + dx, y + dy)) for dx in reach) for dy in reach)
         holding = "You have the key." if self._has_key else "You have no key."
         return "\n".join(rows) + f"\n{holding}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from random import Random
 from typing import Any, ClassVar, Final, Literal, TypeAlias, get_args
@@ -103,15 +104,19 @@ def best_cells(board: Board) -> tuple[int, ...]:
     return tuple(place for place in free_cells(board) if -value(play(board, place)) == best)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class _Scored:
     """What both environments have in common: their rewards, and a board."""
 
-    def _score(
-        self, win: float, draw: float, loss: float, illegal: float, illegal_ends: bool
-    ) -> None:
-        self._rewards = {"win": win, "draw": draw, "loss": loss}
-        self._illegal_reward, self._illegal_ends = illegal, illegal_ends
-        for name, reward in {**self._rewards, "illegal": illegal}.items():
+    win_reward: float = 1.0
+    draw_reward: float = 0.0
+    loss_reward: float = -1.0
+    illegal_reward: float = -1.0
+    illegal_ends: bool = True
+
+    def __post_init__(self) -> None:
+        self._rewards = {"win": self.win_reward, "draw": self.draw_reward, "loss": self.loss_reward}
+        for name, reward in {**self._rewards, "illegal": self.illegal_reward}.items():
             if not math.isfinite(reward):
                 raise ConfigError(
                     f"{type(self).__name__}({name}_reward={reward!r}): must be finite"
@@ -123,8 +128,8 @@ class _Scored:
     def return_range(self) -> tuple[float, float]:
         """The lowest and the highest return of an episode, for either player. Where an illegal move
         does not end the game, there may be any number of them."""
-        rewards, illegal = self._rewards.values(), self._illegal_reward
-        if self._illegal_ends:
+        rewards, illegal = self._rewards.values(), self.illegal_reward
+        if self.illegal_ends:
             return min(*rewards, illegal), max(*rewards, illegal)
         low = -math.inf if illegal < 0 else min(rewards)
         return low, math.inf if illegal > 0 else max(rewards)
@@ -145,18 +150,19 @@ class _Scored:
 
     def _complain(self, mark: Mark, action: Action, place: int | None) -> StepOutcome:
         """An illegal move, which may end the game."""
-        self._over = self._illegal_ends
+        self._over = self.illegal_ends
         info: dict[str, Any] = {"board": self._board, "illegal_move": True}
         if self._over:
             info["result"] = "illegal"
         return StepOutcome(
             _complaint(action, place, mark, self._board, self._over),
-            self._illegal_reward,
+            self.illegal_reward,
             terminated=self._over,
             info=info,
         )
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class TicTacToeEnv(_Scored, SingleAgentEnv):
     """The agent plays against a built-in opponent, whose moves come from the seed.
 
@@ -172,60 +178,44 @@ class TicTacToeEnv(_Scored, SingleAgentEnv):
 
     blocking: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        *,
-        opponent: Opponent = "random",
-        perfect_prob: float = 0.5,
-        mark: Mark | Literal["random"] = "X",
-        win_reward: float = 1.0,
-        draw_reward: float = 0.0,
-        loss_reward: float = -1.0,
-        illegal_reward: float = -1.0,
-        illegal_ends: bool = True,
-    ) -> None:
-        _check_choice("TicTacToeEnv", "opponent", opponent, get_args(Opponent))
-        _check_choice("TicTacToeEnv", "mark", mark, ("X", "O", "random"))
-        if not 0 <= perfect_prob <= 1:
-            raise ConfigError(f"TicTacToeEnv(perfect_prob={perfect_prob!r}): must be in [0, 1]")
-        self._perfect_prob = {"random": 0.0, "perfect": 1.0, "mixed": perfect_prob}[opponent]
-        self._mark_choice = mark
-        self._score(win_reward, draw_reward, loss_reward, illegal_reward, illegal_ends)
+    opponent: Opponent = "random"
+    perfect_prob: float = 0.5
+    mark: Mark | Literal["random"] = "X"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_choice("opponent", self.opponent, get_args(Opponent))
+        _check_choice("mark", self.mark, ("X", "O", "random"))
+        if not 0 <= self.perfect_prob <= 1:
+            raise ConfigError(
+                f"TicTacToeEnv(perfect_prob={self.perfect_prob!r}): must be in [0, 1]"
+            )
+        chances = {"random": 0.0, "perfect": 1.0, "mixed": self.perfect_prob}
+        self._perfect_chance = chances[self.opponent]
         self._mark: Mark = "X"
         self._random = Random(0)
-
-    @property
-    def mark(self) -> Mark:
-        """The agent's mark in this episode."""
-        return self._mark
 
     def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
         if seed is None:
             seed = secrets.randbits(63)
-        if self._mark_choice == "random":
-            self._mark = "X" if derive_seed(seed, "mark") % 2 else "O"
-        else:
-            self._mark = self._mark_choice
+        drawn: Mark = "X" if derive_seed(seed, "mark") % 2 else "O"
+        self._mark = drawn if self.mark == "random" else self.mark
         self._random = Random(derive_seed(seed, "opponent"))
         self._board = EMPTY
-        self._over = False
         if self._mark == "O":
             self._opponent_moves()
         return self.env_current_obs(), {"mark": self._mark, "board": self._board}
 
     def env_step(self, action: Action) -> StepOutcome:
-        if self._over:
-            raise EnvError("TicTacToeEnv was stepped after the game ended: reset it first")
         place = read_cell(action)
         if place is None or self._board[place] != ".":
             return self._complain(self._mark, action, place)
         self._board = play(self._board, place)
         if not is_over(self._board):
             self._opponent_moves()
-        if not is_over(self._board):
-            return StepOutcome(self.env_current_obs(), 0.0, info={"board": self._board})
-        self._over = True
-        return self._end(self._mark)
+        if is_over(self._board):
+            return self._end(self._mark)
+        return StepOutcome(self.env_current_obs(), 0.0, info={"board": self._board})
 
     def env_current_obs(self) -> Obs:
         return _view(self._mark, self._board)
@@ -237,7 +227,7 @@ class TicTacToeEnv(_Scored, SingleAgentEnv):
     def _opponent_moves(self) -> None:
         # One draw decides who moves and one decides where, whatever the opponent: runs that
         # differ only in `perfect_prob` stay comparable.
-        perfect = self._random.random() < self._perfect_prob
+        perfect = self._random.random() < self._perfect_chance
         cells = best_cells(self._board) if perfect else free_cells(self._board)
         self._board = play(self._board, cells[int(self._random.random() * len(cells))])
 
@@ -251,17 +241,6 @@ class TwoPlayerTicTacToeEnv(_Scored, LudicEnv[Mark, Obs, Action]):
     """
 
     blocking: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        *,
-        win_reward: float = 1.0,
-        draw_reward: float = 0.0,
-        loss_reward: float = -1.0,
-        illegal_reward: float = -1.0,
-        illegal_ends: bool = True,
-    ) -> None:
-        self._score(win_reward, draw_reward, loss_reward, illegal_reward, illegal_ends)
 
     @property
     def agent_ids(self) -> Sequence[Mark]:
@@ -334,9 +313,9 @@ def _complaint(action: Action, place: int | None, mark: Mark, board: Board, over
     return f"{what} The game is over." if over else f"{what}\n{_view(mark, board)}"
 
 
-def _check_choice(env: str, option: str, value: object, allowed: Sequence[str]) -> None:
+def _check_choice(option: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{env}({option}={value!r}): must be one of {', '.join(allowed)}")
+        raise ConfigError(f"TicTacToeEnv({option}={value!r}): must be one of {', '.join(allowed)}")
 
 
 def random_legal(obs: str, rng: Random) -> str:

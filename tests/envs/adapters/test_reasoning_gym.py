@@ -56,7 +56,7 @@ async def test_a_wrong_answer_and_one_that_the_scoring_raises_for() -> None:
 async def test_an_episode_is_over_after_its_answer() -> None:
     env = ReasoningGymEnv("chain_sum")
     with pytest.raises(EnvError, match="reset it first"):
-        env.env_step("1")
+        env.step({"agent": "1"})
     assert len(await alone(env, ["1", "2"])) == 2
 
 

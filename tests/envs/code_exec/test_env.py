@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ ONE_RIGHT = "```\nprint(2)\n```"
 
 def env_of(**options: Any) -> CodeExecEnv:
     return CodeExecEnv(rows=[DOUBLE], **{"workers": 2, **options})
+
+
+def step(env: CodeExecEnv, answer: str) -> StepOutcome:
+    outcomes = env.step({"agent": answer})
+    assert isinstance(outcomes, Mapping)
+    return outcomes["agent"]
 
 
 def answered(env: CodeExecEnv, answer: str) -> StepOutcome:
@@ -100,18 +107,18 @@ def test_a_program_that_crashes_is_no_compile_error() -> None:
 def test_the_agent_sees_errors_and_may_try_again() -> None:
     env = env_of(max_attempts=3)
     env.reset(seed=0)
-    first = env.env_step("print(undefined)")
+    first = step(env, "print(undefined)")
     assert not first.terminated
     assert "NameError: name 'undefined' is not defined" in first.obs
     assert "test 1 of 3" in first.obs
-    second = env.env_step(ONE_RIGHT)
+    second = step(env, ONE_RIGHT)
     assert "Wrong output in test 2 of 3" in second.obs
     assert "4" not in second.obs.replace("test 2 of 3", "")
-    last = env.env_step(RIGHT)
+    last = step(env, RIGHT)
     assert last.terminated
     assert last.reward == 1.0
     with pytest.raises(EnvError, match="reset"):
-        env.env_step(RIGHT)
+        step(env, RIGHT)
 
 
 @pytest.mark.sandbox
@@ -142,9 +149,7 @@ def test_the_same_answer_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     env = env_of()
     unique = f"# {id(env)}\nprint(2 * int(input()))"
     assert answered(env, unique).reward == 1.0
-    judge = env._judge
-    assert judge is not None
-    monkeypatch.setattr(type(judge.pool), "run", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr(type(env._judge.pool), "run", lambda *a, **k: 1 / 0)
     assert answered(env, unique).reward == 1.0
     with pytest.raises(ZeroDivisionError):
         answered(env_of(verifier="exact"), unique)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, TypeAlias
 
 from ludic.envs.adapters import load_package, plain, refuse_stored
@@ -30,6 +31,7 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _COLOURS = ("grey", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 
 
+@dataclass(eq=False, repr=False)
 class GymnasiumEnv(SingleAgentEnv):
     """An environment of Gymnasium by its `id`, with its own rewards.
 
@@ -55,35 +57,29 @@ class GymnasiumEnv(SingleAgentEnv):
         system_prompt: Suggested to the agent instead of a sentence about the actions.
     """
 
-    def __init__(
-        self,
-        id: str,
-        *,
-        make: Mapping[str, Any] | None = None,
-        actions: Sequence[Any] | None = None,
-        observation: str | ObservationFunction | None = None,
-        colours: Literal["mark", "drop"] = "mark",
-        show_actions: bool = False,
-        illegal_reward: float = 0.0,
-        system_prompt: str | None = None,
-    ) -> None:
-        if ":" in id:
-            refuse_stored(f"Gymnasium's {id!r}", "import its module, and name it without one")
-        self._id = id
+    id: str
+    _: KW_ONLY
+    make: Mapping[str, Any] | None = None
+    actions: Sequence[Any] | None = None
+    observation: str | ObservationFunction | None = None
+    colours: Literal["mark", "drop"] = "mark"
+    show_actions: bool = False
+    illegal_reward: float = 0.0
+    system_prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        if ":" in self.id:
+            refuse_stored(f"Gymnasium's {self.id!r}", "import its module, and name it without one")
         self._gymnasium = load_package("gymnasium", "gymnasium")
-        self._make = dict(make or {})
-        if colours not in ("mark", "drop"):
-            raise ConfigError(f"colours={colours!r}: must be 'mark' or 'drop'")
-        self._colours = colours
-        self._observation = self._chosen(observation)
+        self._make = dict(self.make or {})
+        if self.colours not in ("mark", "drop"):
+            raise ConfigError(f"colours={self.colours!r}: must be 'mark' or 'drop'")
+        self._observation = self._chosen()
         self._env = self._made()
-        self._actions = _actions_of(self._env.action_space, actions or self._usual_words(), id)
-        self._show_actions = show_actions
-        self._illegal_reward = illegal_reward
-        self._system_prompt = system_prompt
+        words = self.actions or self._usual_words()
+        self._actions = _actions_of(self._env.action_space, words, self.id)
         self._obs: Any = None
         self._info: Mapping[str, Any] = {}
-        self._over = True
 
     def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
         self._obs, self._info = self._env.reset(seed=seed)
@@ -91,13 +87,11 @@ class GymnasiumEnv(SingleAgentEnv):
         return self.env_current_obs(), plain(self._info)
 
     def env_step(self, action: Action) -> StepOutcome:
-        if self._over:
-            raise EnvError(f"{self._id} was stepped after the episode ended: reset it first")
         move = self._actions.read(action)
         if move is None:
             told = f"{action.strip()[:80]!r} is not an action. Actions: {self._actions.said()}"
             return StepOutcome(
-                f"{told}\n\n{self.env_current_obs()}", self._illegal_reward, info={"illegal": True}
+                f"{told}\n\n{self.env_current_obs()}", self.illegal_reward, info={"illegal": True}
             )
         self._obs, reward, terminated, truncated, self._info = self._env.step(move)
         self._over = bool(terminated or truncated)
@@ -113,27 +107,27 @@ class GymnasiumEnv(SingleAgentEnv):
         if callable(self._observation):
             text = self._observation(self._obs, self._info)
             if not isinstance(text, str):
-                raise EnvError(f"the observation function of {self._id} returned {text!r}: no text")
+                raise EnvError(f"the observation function of {self.id} returned {text!r}: no text")
         elif self._observation == "ansi":
-            text = without_colours(str(self._env.render()), mark=self._colours == "mark").strip(
-                "\n"
-            )
+            text = without_colours(str(self._env.render()), mark=self.colours == "mark")
+            text = text.strip("\n")
         else:
             text = self._obs if isinstance(self._obs, str) else str(plain(self._obs))
-        if self._show_actions and not self._over:
+        if self.show_actions and not self._over:
             mask = self._info.get("action_mask")
             text += f"\nActions: {self._actions.said(None if mask is None else plain(mask))}"
         return text
 
     def suggested_sysprompt(self, agent_id: str) -> str | None:
-        if self._system_prompt is not None:
-            return self._system_prompt
-        return f"You play {self._id}. Answer with one action: {self._actions.said()}."
+        if self.system_prompt is not None:
+            return self.system_prompt
+        return f"You play {self.id}. Answer with one action: {self._actions.said()}."
 
     def close(self) -> None:
         self._env.close()
 
-    def _chosen(self, observation: str | ObservationFunction | None) -> Any:
+    def _chosen(self) -> Any:
+        observation = self.observation
         if observation in (None, "ansi", "text") or callable(observation):
             return observation
         refuse_stored(f"the observation function {observation!r}", "give the function itself")
@@ -149,22 +143,22 @@ class GymnasiumEnv(SingleAgentEnv):
         """The environment, rendering as text if that is wanted and it can."""
         errors = self._gymnasium.error
         try:
-            env = self._gymnasium.make(self._id, **self._make)
+            env = self._gymnasium.make(self.id, **self._make)
             modes = env.metadata.get("render_modes") or ()
             if self._observation is None:
                 self._observation = "ansi" if "ansi" in modes else "text"
             if self._observation == "ansi" and "render_mode" not in self._make:
                 if "ansi" not in modes:
                     raise ConfigError(
-                        f"{self._id} does not render as text (it can: {list(modes)}): set "
+                        f"{self.id} does not render as text (it can: {list(modes)}): set "
                         "observation='text', or to a function as module:function"
                     )
                 env.close()
-                env = self._gymnasium.make(self._id, render_mode="ansi", **self._make)
+                env = self._gymnasium.make(self.id, render_mode="ansi", **self._make)
         except errors.DependencyNotInstalled as error:
-            raise ConfigError(f"Gymnasium's {self._id!r} needs another package: {error}") from error
+            raise ConfigError(f"Gymnasium's {self.id!r} needs another package: {error}") from error
         except (errors.Error, ImportError, TypeError) as error:
-            raise ConfigError(f"Gymnasium cannot make {self._id!r}: {error}") from error
+            raise ConfigError(f"Gymnasium cannot make {self.id!r}: {error}") from error
         return env
 
     def _usual_words(self) -> Sequence[str] | None:

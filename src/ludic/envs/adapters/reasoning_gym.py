@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import secrets
 import threading
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
 from ludic.envs.adapters import load_package
 from ludic.envs.adapters.episode_random import EpisodeRandom, give_own_random
 from ludic.envs.single_agent_env import SingleAgentEnv
-from ludic.errors import ConfigError, EnvError, UnknownNameError
+from ludic.errors import ConfigError, UnknownNameError
 from ludic.seeding import derive_seed
 from ludic.types import Action, Info, Obs, StepOutcome
 
 
+@dataclass(eq=False, repr=False)
 class ReasoningGymEnv(SingleAgentEnv):
     """One question of a task, one answer, judged by the task itself, from 0 to 1.
 
@@ -40,33 +41,28 @@ class ReasoningGymEnv(SingleAgentEnv):
         system_prompt: Suggested to the agent; "" is none at all.
     """
 
-    def __init__(
-        self,
-        task: str,
-        *,
-        level: int | Mapping[str, int] | None = None,
-        config: Mapping[str, Any] | None = None,
-        size: int = 1000,
-        dataset_seed: int = 0,
-        index: int | None = None,
-        template: str = "{question}",
-        system_prompt: str | None = "Solve the task. Give the answer and nothing else.",
-    ) -> None:
-        if "{question}" not in template:
-            raise ConfigError(f"the template {template!r} has no place for {{question}}")
-        if size < 1 or (index is not None and not 0 <= index < size):
-            raise ConfigError(f"reasoning_gym: index {index} of a task with size={size}")
+    task: str
+    _: KW_ONLY
+    level: int | Mapping[str, int] | None = None
+    config: Mapping[str, Any] | None = None
+    size: int = 1000
+    dataset_seed: int = 0
+    index: int | None = None
+    template: str = "{question}"
+    system_prompt: str | None = "Solve the task. Give the answer and nothing else."
+
+    def __post_init__(self) -> None:
+        if "{question}" not in self.template:
+            raise ConfigError(f"the template {self.template!r} has no place for {{question}}")
+        if self.size < 1 or (self.index is not None and not 0 <= self.index < self.size):
+            raise ConfigError(f"reasoning_gym: index {self.index} of a task with size={self.size}")
         load_package("reasoning_gym", "reasoning_gym")
-        self._questions = _load(
-            task, json.dumps(level, sort_keys=True), json.dumps(config or {}, sort_keys=True),
-            size, dataset_seed,
-        )  # fmt: skip
-        self._size, self._index = size, index
-        self._template = template
-        self._system_prompt = system_prompt
+        level = json.dumps(self.level, sort_keys=True)
+        config = json.dumps(self.config or {}, sort_keys=True)
+        with _making:  # many environments start at once: one makes it, the others find it there
+            self._questions = _made(self.task, level, config, self.size, self.dataset_seed)
         self._entry: Mapping[str, Any] = {}
         self._key: str | None = None
-        self._over = True
 
     @property
     def return_range(self) -> tuple[float, float]:
@@ -74,18 +70,12 @@ class ReasoningGymEnv(SingleAgentEnv):
 
     def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
         seed = secrets.randbits(63) if seed is None else seed
-        index = derive_seed(seed, "row") % self._size if self._index is None else self._index
+        index = derive_seed(seed, "row") % self.size if self.index is None else self.index
         self._entry = self._questions.entry(index)
         self._key = f"{self._questions.name}#{index}"
-        self._over = False
         return self.env_current_obs(), {"task": self._key}
 
     def env_step(self, action: Action) -> StepOutcome:
-        if self._over:
-            raise EnvError(
-                f"the task {self._questions.name} was stepped after its end: reset it first"
-            )
-        self._over = True
         info: dict[str, Any] = {"target": _text_or_none(self._entry.get("answer"))}
         try:
             score = self._questions.score(action, self._entry)
@@ -95,10 +85,10 @@ class ReasoningGymEnv(SingleAgentEnv):
         return StepOutcome("", score, terminated=True, info=info)
 
     def env_current_obs(self) -> Obs:
-        return self._template.replace("{question}", str(self._entry.get("question", "")))
+        return self.template.replace("{question}", str(self._entry.get("question", "")))
 
     def suggested_sysprompt(self, agent_id: str) -> str | None:
-        return self._system_prompt
+        return self.system_prompt
 
     def task_key(self) -> str | None:
         return self._key
@@ -124,12 +114,7 @@ class _Questions:
             return float(self._dataset.score_answer(answer=answer, entry=entry))
 
 
-_loading = threading.Lock()
-
-
-def _load(task: str, level: str, config: str, size: int, seed: int) -> _Questions:
-    with _loading:  # many environments start at once: one makes it, the others find it there
-        return _made(task, level, config, size, seed)
+_making = threading.Lock()
 
 
 @lru_cache(maxsize=32)
@@ -172,7 +157,7 @@ def _settings_at(factory: Any, task: str, level: int | Mapping[str, int]) -> dic
             f"level={level!r} of the task {task!r}: {error}; its attributes are "
             f"{ {name: f'0 to {len(a.levels) - 1}' for name, a in curriculum.attributes.items()} }"
         ) from error
-    return dataclasses.asdict(curriculum.generate_configuration())
+    return asdict(curriculum.generate_configuration())
 
 
 def _name(task: str, level: str, config: str, seed: int) -> str:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from importlib import import_module
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ class _Misfit(ConfigError):
     """The game is for another number of players."""
 
 
+@dataclass(eq=False, repr=False)
 class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
     """A game of TextArena by its `id`; the players are `player_0`, `player_1` and so on.
 
@@ -47,22 +49,19 @@ class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
         make: Further arguments of the game, such as `{"max_turns": 5}`.
     """
 
-    def __init__(
-        self,
-        id: str,
-        *,
-        players: int | None = None,
-        observation: Literal["new", "all"] = "new",
-        make: Mapping[str, Any] | None = None,
-    ) -> None:
-        if observation not in ("new", "all"):
-            raise ConfigError(f"observation={observation!r}: must be 'new' or 'all'")
+    id: str
+    _: KW_ONLY
+    players: int | None = None
+    observation: Literal["new", "all"] = "new"
+    make: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.observation not in ("new", "all"):
+            raise ConfigError(f"observation={self.observation!r}: must be 'new' or 'all'")
         self._textarena = load_package("textarena", "textarena")
-        self._id = id
-        self._make = dict(make or {})
-        self._whole = observation == "all"
+        self._make = dict(self.make or {})
         self._random = EpisodeRandom(0)
-        self._players = players or self._fewest_players()
+        self._players = self.players or self._fewest_players()
         self._game: Any = None
         self._turn = 0
         self._shown: dict[int, str] = {}
@@ -89,7 +88,7 @@ class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
 
     def step(self, actions: Mapping[AgentID, str]) -> Mapping[AgentID, StepOutcome]:
         if self._over:
-            raise EnvError(f"{self._id} was stepped after the game ended: reset it first")
+            raise EnvError(f"{self.id} was stepped after the game ended: reset it first")
         mover = f"player_{self._turn}"
         with self._random.drawn_from():
             done, info = self._game.step(actions[mover])
@@ -110,7 +109,7 @@ class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
         text = text if isinstance(text, str) else _as_text(text)
         before = self._shown.get(self._turn, "")
         self._shown[self._turn] = text
-        new = text[len(before) :] if text.startswith(before) and not self._whole else text
+        new = text[len(before) :] if text.startswith(before) and self.observation == "new" else text
         self._seen[self._turn] = new.strip("\n")
         return self._seen[self._turn]
 
@@ -121,7 +120,7 @@ class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
         for number, agent in enumerate(self.agent_ids):
             reward = (rewards or {}).get(number)
             if not isinstance(reward, numbers.Real):
-                raise EnvError(f"{self._id} ended with {reward!r} as the reward of {agent}")
+                raise EnvError(f"{self.id} ended with {reward!r} as the reward of {agent}")
             info = plain(facts.get(number) or {})
             self._seen[number] = str(info.get("reason") or "")
             outcomes[agent] = StepOutcome(
@@ -132,26 +131,26 @@ class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
     def _new_game(self, players: int, seed: int | None) -> Any:
         """A game that has begun. Why it cannot is one sentence, and a misfit is told apart."""
         registry = self._textarena.envs.registration.ENV_REGISTRY
-        if self._id not in registry:
-            raise UnknownNameError("game of TextArena", self._id, registry)
-        place = registry[self._id].entry_point
+        if self.id not in registry:
+            raise UnknownNameError("game of TextArena", self.id, registry)
+        place = registry[self.id].entry_point
         try:
             if isinstance(place, str):
                 with _importing:
                     import_module(place.partition(":")[0])
                     give_own_random("textarena")
-            game = self._textarena.make(self._id, **self._make)
+            game = self._textarena.make(self.id, **self._make)
         except SyntaxError as error:
             version = ".".join(map(str, sys.version_info[:2]))
             raise ConfigError(
-                f"{self._id} is not written for Python {version} ({error}): a newer one may take it"
+                f"{self.id} is not written for Python {version} ({error}): a newer one may take it"
             ) from error
         except (FileNotFoundError, ImportError, LookupError, TypeError, ValueError) as error:
             raise self._cannot(error) from error
         try:
             game.reset(num_players=players, seed=seed)
         except (AssertionError, ValueError) as error:
-            raise _Misfit(f"{self._id} is not for {players} players: {error}") from error
+            raise _Misfit(f"{self.id} is not for {players} players: {error}") from error
         except (FileNotFoundError, LookupError, TypeError) as error:
             raise self._cannot(error) from error
         return game
@@ -159,14 +158,14 @@ class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
     def _cannot(self, error: Exception) -> ConfigError:
         if isinstance(error, LookupError) and "nltk" in str(error):
             return ConfigError(
-                f"{self._id} needs data of nltk that is not on this machine: fetch it with "
+                f"{self.id} needs data of nltk that is not on this machine: fetch it with "
                 f"nltk.download{_wanted_data(error)} where there is a network"
             )
-        return ConfigError(f"TextArena cannot make {self._id!r}: {error}")
+        return ConfigError(f"TextArena cannot make {self.id!r}: {error}")
 
     def _fewest_players(self) -> int:
         """Tries it out, once per game: TextArena does not say."""
-        game = f"{self._id} {json.dumps(self._make, sort_keys=True)}"
+        game = f"{self.id} {json.dumps(self._make, sort_keys=True)}"
         if game in _fewest:
             return _fewest[game]
         with self._random.drawn_from():
@@ -174,7 +173,7 @@ class TextArenaEnv(LudicEnv[AgentID, Obs, str]):
                 with suppress(_Misfit):
                     self._new_game(players, 0)
                     return _fewest.setdefault(game, players)
-        raise ConfigError(f"{self._id} takes no number of players from 1 to {MAX_PLAYERS}")
+        raise ConfigError(f"{self.id} takes no number of players from 1 to {MAX_PLAYERS}")
 
 
 def _as_text(messages: Any) -> str:

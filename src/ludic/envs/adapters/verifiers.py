@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ _CLEANUP_S = 30.0
 _loop = BackgroundLoop("verifiers")
 
 
+@dataclass(eq=False, repr=False)
 class VerifiersEnv(SingleAgentEnv):
     """An environment of the 0.3 line of verifiers by its `id`, as `vf.load_environment` takes it.
 
@@ -50,51 +52,45 @@ class VerifiersEnv(SingleAgentEnv):
         limit: Use only the first `limit` rows.
     """
 
-    def __init__(
-        self,
-        id: str,
-        *,
-        args: Mapping[str, Any] | None = None,
-        split: Literal["train", "eval"] = "train",
-        index: int | None = None,
-        limit: int | None = None,
-    ) -> None:
-        if split not in ("train", "eval"):
-            raise ConfigError(f"split={split!r}: must be 'train' or 'eval'")
+    id: str
+    _: KW_ONLY
+    args: Mapping[str, Any] | None = None
+    split: Literal["train", "eval"] = "train"
+    index: int | None = None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        id, index = self.id, self.index
+        if self.split not in ("train", "eval"):
+            raise ConfigError(f"split={self.split!r}: must be 'train' or 'eval'")
         if id.replace("-", "_").rpartition("/")[2] not in sys.modules:
             refuse_stored(f"the environment {id!r} of verifiers", "import its module first")
-        self._id = id
         self._vf = load_package("verifiers", "verifiers")
-        self._env = _load(id, json.dumps(dict(args or {}), sort_keys=True))
-        self._data = DatasetRows(id, _rows_of(self._env, split, id))
-        total = self._data.count(limit)
+        self._env = _load(id, json.dumps(dict(self.args or {}), sort_keys=True))
+        self._data = DatasetRows(id, _rows_of(self._env, self.split, id))
+        total = self._data.count(self.limit)
         if not total or (index is not None and not 0 <= index < total):
             raise ConfigError(f"{id} has {total} rows; there is none to take ({index=})")
-        self._index, self._limit = index, limit
         self._state: Any = None
         self._prompt: list[Any] = []
         self._obs, self._system = "", ""
         self._key: str | None = None
-        self._over = True
 
     async def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
-        index = self._data.pick(seed, self._index, self._limit)
+        index = self._data.pick(seed, self.index, self.limit)
         row = dict(self._data.rows[index])
-        self._key = f"{self._id}#{row.get('example_id', index)}"
+        self._key = f"{self.id}#{row.get('example_id', index)}"
         self._prompt = await _loop.run(self._begin(row))
         system = [message for message in self._prompt if message.role == "system"]
         shown = [message for message in self._prompt if message.role != "system"]
         tools = self._state.get("tool_defs") or []
         self._system = "\n\n".join(
-            filter(None, [*(_text_of(m, self._id) for m in system), _tools_text(tools)])
+            filter(None, [*(_text_of(m, self.id) for m in system), _tools_text(tools)])
         )
-        self._obs = _as_text(shown, self._id)
-        self._over = False
+        self._obs = _as_text(shown, self.id)
         return self._obs, {"task": self._key}
 
     async def env_step(self, action: Action) -> StepOutcome:
-        if self._over:
-            raise EnvError(f"{self._id} was stepped after the episode ended: reset it first")
         return await _loop.run(self._answer(action))
 
     def env_current_obs(self) -> Obs:
@@ -110,7 +106,7 @@ class VerifiersEnv(SingleAgentEnv):
         if not self._over:
             self._over = True
             _loop.call(
-                self._env.cleanup(self._state), timeout_s=_CLEANUP_S, what=f"cleanup of {self._id}"
+                self._env.cleanup(self._state), timeout_s=_CLEANUP_S, what=f"cleanup of {self.id}"
             )
 
     async def _begin(self, row: Mapping[str, Any]) -> list[Any]:
@@ -118,7 +114,7 @@ class VerifiersEnv(SingleAgentEnv):
         state["timing"].generation.start = time.time()
         self._state = (await self._env.setup_state(state)) or state
         if await self._env.is_completed(self._state):
-            raise EnvError(f"{self._id} was over before it began: {self._ended_by()}")
+            raise EnvError(f"{self.id} was over before it began: {self._ended_by()}")
         return self._messages(await self._env.get_prompt_messages(self._state))
 
     async def _answer(self, action: str) -> StepOutcome:
@@ -137,9 +133,7 @@ class VerifiersEnv(SingleAgentEnv):
                 state["error"] = error
             if state.get("error") is None and state.get("final_env_response") is None:
                 grew = self._prompt[: len(before)] == before
-                self._obs = _as_text(
-                    self._prompt[len(before) :] if grew else self._prompt, self._id
-                )
+                self._obs = _as_text(self._prompt[len(before) :] if grew else self._prompt, self.id)
                 return StepOutcome(self._obs, 0.0)
             await env.is_completed(state)  # notes why
         return await self._ending()
@@ -149,12 +143,12 @@ class VerifiersEnv(SingleAgentEnv):
         env, state = self._env, self._state
         await env.cleanup(state)
         if state.get("error") is not None:
-            raise EnvError(f"{self._id} failed: {state['error']!r}")
+            raise EnvError(f"{self.id} failed: {state['error']!r}")
         await env.rubric.score_rollout(state)
         await env.rubric.cleanup(state)
         cut = self._ended_by() in _CUT and getattr(env, "max_turns", 0) != 1
         final = state.get("final_env_response")
-        self._obs = _as_text(self._messages(final), self._id) if final else ""
+        self._obs = _as_text(self._messages(final), self.id) if final else ""
         metrics = {str(name): float(value) for name, value in (state["metrics"] or {}).items()}
         weights: dict[str, float] = dict(
             zip(env.rubric._get_reward_func_names(), env.rubric._get_reward_weights(), strict=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from ludic.envs.code_exec.judge import Judge, ResultCache, Verdict
@@ -15,8 +17,7 @@ from ludic.envs.code_exec.sandbox import (
 )
 from ludic.envs.code_exec.tasks import ADAPTERS, Adapter, CodeTask, FunctionTask, StdioTask
 from ludic.envs.code_exec.verifiers import Verifier, make_verifier
-from ludic.envs.dataset_rows import DatasetRows, Row, load_rows
-from ludic.envs.single_agent_env import SingleAgentEnv
+from ludic.envs.dataset_rows import DatasetEnv
 from ludic.errors import ConfigError, EnvError
 from ludic.plumbing.lazy import names_are_stored
 from ludic.types import Action, Info, Obs, StepOutcome
@@ -30,7 +31,8 @@ SYSTEM_PROMPT = (
 )
 
 
-class CodeExecEnv(SingleAgentEnv):
+@dataclass(eq=False, repr=False, kw_only=True)
+class CodeExecEnv(DatasetEnv):
     """Shows a task, runs the answer in a sandbox, and rewards what works.
 
     The seed picks the task, so that the episodes of a group share it. The answer's code is its
@@ -57,100 +59,75 @@ class CodeExecEnv(SingleAgentEnv):
         index: Always this row, whatever the seed; `limit`: only the first rows.
     """
 
-    def __init__(
-        self,
-        *,
-        rows: Sequence[Row] | None = None,
-        path: str | None = None,
-        hub: str | None = None,
-        config: str | None = None,
-        split: str = "train",
-        adapter: str | Adapter = "stdio",
-        sandbox: str = DEFAULT_SANDBOX,
-        workers: int | None = None,
-        limits: Limits | Mapping[str, Any] | None = None,
-        verifier: str | Mapping[str, Any] | Verifier = "whitespace",
-        reward: Literal["all", "partial"] = "all",
-        compile_penalty: float = 0.0,
-        max_attempts: int = 1,
-        feedback: Literal["errors", "verdict"] = "errors",
-        cache: bool = True,
-        max_code_kb: float = 256,
-        budget_s: float = 45.0,
-        template: str = "{task}",
-        system_prompt: str | None = None,
-        index: int | None = None,
-        limit: int | None = None,
-        pool: SandboxPool | None = None,
-    ) -> None:
-        if reward not in ("all", "partial"):
-            raise ConfigError(f"CodeExecEnv(reward={reward!r}): must be 'all' or 'partial'")
-        if feedback not in ("errors", "verdict"):
-            raise ConfigError(f"CodeExecEnv(feedback={feedback!r}): must be 'errors' or 'verdict'")
-        if max_attempts < 1 or compile_penalty < 0 or (limit is not None and limit < 1):
+    default_system_prompt = SYSTEM_PROMPT
+
+    adapter: str | Adapter = "stdio"
+    sandbox: str = DEFAULT_SANDBOX
+    workers: int | None = None
+    limits: Limits | Mapping[str, Any] | None = None
+    verifier: str | Mapping[str, Any] | Verifier = "whitespace"
+    reward: Literal["all", "partial"] = "all"
+    compile_penalty: float = 0.0
+    max_attempts: int = 1
+    feedback: Literal["errors", "verdict"] = "errors"
+    cache: bool = True
+    max_code_kb: float = 256
+    budget_s: float = 45.0
+    template: str = "{task}"
+    pool: SandboxPool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reward not in ("all", "partial"):
+            raise ConfigError(f"CodeExecEnv(reward={self.reward!r}): must be 'all' or 'partial'")
+        if self.feedback not in ("errors", "verdict"):
             raise ConfigError(
-                f"CodeExecEnv(max_attempts={max_attempts}, compile_penalty={compile_penalty}, "
-                f"limit={limit}): at least one attempt and one row, and a penalty of 0 or more"
+                f"CodeExecEnv(feedback={self.feedback!r}): must be 'errors' or 'verdict'"
             )
-        if sandbox != DEFAULT_SANDBOX and names_are_stored():
+        if self.max_attempts < 1 or self.compile_penalty < 0:
             raise ConfigError(
-                f"stored data asks for the sandbox {sandbox!r}: its programs run only in "
+                f"CodeExecEnv(max_attempts={self.max_attempts}, compile_penalty="
+                f"{self.compile_penalty}): at least one attempt, and a penalty of 0 or more"
+            )
+        if self.sandbox != DEFAULT_SANDBOX and names_are_stored():
+            raise ConfigError(
+                f"stored data asks for the sandbox {self.sandbox!r}: its programs run only in "
                 f"{DEFAULT_SANDBOX!r}"
             )
-        if "{task}" not in template:
-            raise ConfigError(f"the template {template!r} has no place for {{task}}")
-        self._source: dict[str, Any] = {
-            "rows": rows, "path": path, "hub": hub, "config": config, "split": split
-        }  # fmt: skip
+        if "{task}" not in self.template:
+            raise ConfigError(f"the template {self.template!r} has no place for {{task}}")
+        adapter = self.adapter
         self._adapter: Adapter = ADAPTERS.get(adapter) if isinstance(adapter, str) else adapter
-        self._sandbox, self._workers, self._pool = sandbox, workers, pool
-        self._limits = Limits.of(limits)
-        self._verifier = make_verifier(verifier)
-        self._reward, self._penalty = reward, float(compile_penalty)
-        self._max_attempts, self._feedback = max_attempts, feedback
-        self._cache = _CACHE if cache else None
-        self._max_code_kb, self._budget_s = max_code_kb, budget_s
-        self._template = template
-        self._system_prompt = SYSTEM_PROMPT if system_prompt is None else system_prompt
-        self._index, self._limit = index, limit
-        self._data: DatasetRows | None = None
-        self._judge: Judge | None = None
+        self._limits = Limits.of(self.limits)
+        self._verifier = make_verifier(self.verifier)
         self._task: CodeTask | None = None
-        self._task_key: str | None = None
         self._obs = ""
         self._attempts = 0
 
     @property
     def return_range(self) -> tuple[float, float]:
-        return (-self._penalty, 1.0)
+        return (-self.compile_penalty, 1.0)
 
     def check_machine(self) -> None:
-        if self._pool is None:
-            check_sandbox(self._sandbox)
+        if self.pool is None:
+            check_sandbox(self.sandbox)
 
-    def num_rows(self) -> int:
-        """How many tasks there are to choose from. Loads the data if that is still to be done."""
-        return self._loaded().count(self._limit)
-
-    def _loaded(self) -> DatasetRows:
-        if self._data is None:
-            self._data = load_rows(**self._source)
-        return self._data
+    @cached_property
+    def _judge(self) -> Judge:
+        return Judge(
+            self.pool or shared_pool(self.sandbox, self.workers),
+            self._verifier,
+            self._limits,
+            self.sandbox,
+            all_tests=self.reward == "partial",
+            max_code_kb=self.max_code_kb,
+            budget_s=self.budget_s,
+            cache=_CACHE if self.cache else None,
+        )
 
     def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
-        data = self._loaded()
-        if self._judge is None:  # a sandbox that cannot run is said before anything is asked
-            self._judge = Judge(
-                self._pool or shared_pool(self._sandbox, self._workers),
-                self._verifier,
-                self._limits,
-                self._sandbox,
-                all_tests=self._reward == "partial",
-                max_code_kb=self._max_code_kb,
-                budget_s=self._budget_s,
-                cache=self._cache,
-            )
-        index = data.pick(seed, self._index, self._limit)
+        data, _ = self.data, self._judge  # a sandbox that cannot run is reported before any task
+        index = data.pick(seed, self.index, self.limit)
         task = self._adapter(data.rows[index])
         if not isinstance(task, StdioTask | FunctionTask):
             raise EnvError(
@@ -158,12 +135,11 @@ class CodeExecEnv(SingleAgentEnv):
             )
         self._task, self._attempts = task, 0
         self._task_key = f"{data.name}#{index if task.key is None else task.key}"
-        self._obs = self._template.replace("{task}", task.prompt)
+        self._obs = self.template.replace("{task}", task.prompt)
         return self._obs, {"task": self._task_key}
 
     def env_step(self, action: Action) -> StepOutcome:
-        if self._task is None or self._judge is None:
-            raise EnvError("CodeExecEnv was stepped after the episode ended: reset it first")
+        assert self._task is not None
         verdict = self._judge(self._task, action)
         self._attempts += 1
         info = {
@@ -174,14 +150,13 @@ class CodeExecEnv(SingleAgentEnv):
             "status": verdict.status,
         }
         passed = verdict.passed == verdict.total
-        if not passed and self._attempts < self._max_attempts:
-            told = verdict.message if self._feedback == "errors" else "Not all tests passed."
+        if not passed and self._attempts < self.max_attempts:
+            told = verdict.message if self.feedback == "errors" else "Not all tests passed."
             self._obs = f"{told}\nTry again."
             return StepOutcome(self._obs, 0.0, info=info)
-        self._task = None
         share = verdict.passed / verdict.total
-        score = share if self._reward == "partial" else float(passed)
-        penalty = 0.0 if verdict.compiles else -self._penalty
+        score = share if self.reward == "partial" else float(passed)
+        penalty = 0.0 if verdict.compiles else -self.compile_penalty
         return StepOutcome(
             "",
             score + penalty,
@@ -192,9 +167,3 @@ class CodeExecEnv(SingleAgentEnv):
 
     def env_current_obs(self) -> Obs:
         return self._obs
-
-    def suggested_sysprompt(self, agent_id: str) -> str | None:
-        return self._system_prompt
-
-    def task_key(self) -> str | None:
-        return self._task_key
