@@ -14,7 +14,7 @@ import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from ludic.envs.code_exec import FunctionTask, IOCase, Judge, Limits, PythonTool, StdioTask, tools
 from ludic.envs.code_exec.sandbox import (
@@ -241,7 +241,7 @@ def run_episodes(rounds: int) -> Report:
 
 def worker_pids(pool: SandboxPool) -> Iterator[int]:
     for sandbox in pool._idle["program"]:
-        pid = cast(BubblewrapSandbox, sandbox).worker_pid
+        pid = sandbox.worker_pid
         if pid is not None:
             yield pid
 

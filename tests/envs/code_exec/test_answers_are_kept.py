@@ -9,7 +9,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -30,7 +30,6 @@ from ludic.envs.code_exec import (
     make_verifier,
 )
 from ludic.envs.code_exec.sandbox import Role
-from ludic.envs.code_exec.sandbox.worker import WorkerSandbox
 from tests.envs.code_exec.test_pool import below, eventually
 
 pytestmark = [pytest.mark.integration]
@@ -145,7 +144,7 @@ def test_limits_hold_while_nobody_reads_what_a_program_writes(
     hogs = limit is RunStatus.MEMORY
     limits = Limits(wall_s=300 if hogs else 3, cpu_s=300, memory_mb=128, output_kb=1 << 20)
     with one.lease() as (sandbox,):
-        pid = cast(WorkerSandbox, sandbox).worker_pid
+        pid = sandbox.worker_pid
         assert pid is not None
         idle, peak = len(below(pid)), 0.0
         source = FLOODS.replace(b"HOG", str(hogs).encode())
@@ -324,7 +323,7 @@ def test_programs_and_judges_never_share_a_sandbox(one: SandboxPool) -> None:
 @pytest.mark.sandbox
 def test_a_worker_outlives_a_program_that_ended_before_it_was_killed(one: SandboxPool) -> None:
     with one.lease() as (sandbox,):
-        worker = cast(WorkerSandbox, sandbox)._worker
+        worker = sandbox._worker
         assert worker is not None
         for _ in range(3):
             program = sandbox.open({"main.py": b"print(1)"}, ["python", "main.py"])
@@ -334,7 +333,7 @@ def test_a_worker_outlives_a_program_that_ended_before_it_was_killed(one: Sandbo
             ended.register(worker._program._end, select.POLLHUP)
             assert ended.poll(60_000)
             assert program.kill().status is RunStatus.OK
-        assert cast(WorkerSandbox, sandbox)._worker is worker
+        assert sandbox._worker is worker
 
 
 @pytest.mark.sandbox

@@ -171,7 +171,6 @@ def test_errors_of_the_sandbox_are_not_cached() -> None:
         cache.get(key, lambda: 2)
     assert len(cache) == 2
     assert cache.get(b"a", lambda: 3) == 3
-    assert (cache.hits, cache.misses) == (1, 5)
     assert fingerprint("a", 1) != fingerprint("a", "1") != fingerprint("a1")
 
 

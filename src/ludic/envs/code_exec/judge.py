@@ -65,7 +65,6 @@ class ResultCache(Generic[T]):
 
     def __init__(self, max_entries: int = 16384) -> None:
         self.max_entries = max_entries
-        self.hits = self.misses = 0
         self._lock = threading.Lock()
         self._results: OrderedDict[bytes, T] = OrderedDict()
 
@@ -76,9 +75,7 @@ class ResultCache(Generic[T]):
         with self._lock:
             if key in self._results:
                 self._results.move_to_end(key)
-                self.hits += 1
                 return self._results[key]
-            self.misses += 1
         result = work()
         if not keep(result):
             return result
@@ -87,10 +84,6 @@ class ResultCache(Generic[T]):
             while len(self._results) > self.max_entries:
                 self._results.popitem(last=False)
         return result
-
-    def clear(self) -> None:
-        with self._lock:
-            self._results.clear()
 
     def __len__(self) -> int:
         return len(self._results)

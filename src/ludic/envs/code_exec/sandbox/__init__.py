@@ -1,10 +1,8 @@
 """Sandboxes for programs that nobody has read: one small contract, a strict one, a plain one."""
 
 from ludic.envs.code_exec.sandbox.base import Limits as Limits
-from ludic.envs.code_exec.sandbox.base import Program as Program
 from ludic.envs.code_exec.sandbox.base import RunResult as RunResult
 from ludic.envs.code_exec.sandbox.base import RunStatus as RunStatus
-from ludic.envs.code_exec.sandbox.base import Sandbox as Sandbox
 from ludic.envs.code_exec.sandbox.base import SandboxError as SandboxError
 from ludic.envs.code_exec.sandbox.base import SandboxUnavailableError as SandboxUnavailableError
 from ludic.envs.code_exec.sandbox.base import text_of as text_of
@@ -19,3 +17,5 @@ from ludic.envs.code_exec.sandbox.pool import check_sandbox as check_sandbox
 from ludic.envs.code_exec.sandbox.pool import describe_sandbox as describe_sandbox
 from ludic.envs.code_exec.sandbox.pool import make_sandbox as make_sandbox
 from ludic.envs.code_exec.sandbox.pool import shared_pool as shared_pool
+from ludic.envs.code_exec.sandbox.worker import Program as Program
+from ludic.envs.code_exec.sandbox.worker import Sandbox as Sandbox

@@ -1,4 +1,4 @@
-"""The contract of a sandbox: what goes in, what limits hold, and what comes out.
+"""What limits hold in a sandbox, and what comes out of it.
 
     with BubblewrapSandbox() as sandbox:           # start … close
         result = sandbox.run({"main.py": b"print(6 * 7)"}, ["python", "main.py"])
@@ -12,10 +12,10 @@ folder, and nothing that it does is seen by the next. Whatever a program does is
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from ludic.errors import ConfigError, EnvError
 
@@ -139,59 +139,3 @@ def text_of_line(line: bytes) -> str | None:
     except ValueError:
         return None
     return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None
-
-
-class Program(Protocol):
-    """A program that runs while one talks to it."""
-
-    def send(self, data: bytes) -> None:
-        """Adds to its standard input."""
-        ...
-
-    def receive_line(self, timeout_s: float, max_bytes: int = MAX_LINE) -> bytes | None:
-        """The next line of its standard output, with its end; None when the program has ended,
-        `TimeoutError` when neither happened in time. A line longer than `max_bytes` comes cut:
-        without its end."""
-        ...
-
-    def finish(self) -> RunResult:
-        """Ends its input, waits for its end, and returns how it ended. Output that was not
-        received by then is dropped."""
-        ...
-
-    def kill(self) -> RunResult:
-        """Ends it at once."""
-        ...
-
-
-class Sandbox(Protocol):
-    """Runs programs one after another, each as if it were the first. All calls block."""
-
-    name: ClassVar[str]
-
-    def start(self) -> None:
-        """Makes it ready; `SandboxUnavailableError` where the machine does not allow it."""
-        ...
-
-    def run(
-        self,
-        files: Mapping[str, bytes],
-        command: Sequence[str],
-        stdin: bytes = b"",
-        limits: Limits | None = None,
-    ) -> RunResult:
-        """Runs one program. `files` are in its working folder; `command[0]` may be "python"."""
-        ...
-
-    def open(
-        self, files: Mapping[str, bytes], command: Sequence[str], limits: Limits | None = None
-    ) -> Program:
-        """Starts one program to talk to. The sandbox is busy until it is finished or killed."""
-        ...
-
-    def close(self) -> None:
-        """Ends everything that runs in it, and leaves nothing behind. Safe to call again."""
-        ...
-
-    def __enter__(self) -> Sandbox: ...
-    def __exit__(self, *exc: object) -> None: ...

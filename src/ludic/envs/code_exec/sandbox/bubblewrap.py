@@ -32,8 +32,8 @@ from ludic.envs.code_exec.sandbox.seccomp import build_filter
 from ludic.envs.code_exec.sandbox.worker import (
     BOOTSTRAP,
     WORKER_ENVIRONMENT,
+    Sandbox,
     WorkerProcess,
-    WorkerSandbox,
     probe,
 )
 
@@ -49,7 +49,7 @@ _NOBODY = 65534
 _counter = count()
 
 
-class BubblewrapSandbox(WorkerSandbox):
+class BubblewrapSandbox(Sandbox):
     """A sandbox that holds: see the module."""
 
     name: ClassVar[str] = "bubblewrap"

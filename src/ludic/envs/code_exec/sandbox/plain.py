@@ -23,7 +23,7 @@ from ludic.envs.code_exec.sandbox.bubblewrap import (
     spare_user,
 )
 from ludic.envs.code_exec.sandbox.seccomp import build_filter
-from ludic.envs.code_exec.sandbox.worker import BOOTSTRAP, WorkerProcess, WorkerSandbox
+from ludic.envs.code_exec.sandbox.worker import BOOTSTRAP, Sandbox, WorkerProcess
 
 WARNING = (
     "the sandbox 'plain' is a subprocess with limits: programs can read every file that their user "
@@ -31,7 +31,7 @@ WARNING = (
 )
 
 
-class PlainSandbox(WorkerSandbox):
+class PlainSandbox(Sandbox):
     """Limits without isolation: see the module. Warns once per process."""
 
     name: ClassVar[str] = "plain"

@@ -23,7 +23,6 @@ from typing import Literal, TypeVar
 from ludic.envs.code_exec.sandbox.base import (
     Limits,
     RunResult,
-    Sandbox,
     SandboxError,
     SandboxUnavailableError,
 )
@@ -34,6 +33,7 @@ from ludic.envs.code_exec.sandbox.bubblewrap import (
 )
 from ludic.envs.code_exec.sandbox.cgroups import writable_parent
 from ludic.envs.code_exec.sandbox.plain import PlainSandbox
+from ludic.envs.code_exec.sandbox.worker import Sandbox
 from ludic.errors import ConfigError, DeadlineError, UnknownNameError
 
 T = TypeVar("T")
@@ -177,16 +177,6 @@ class SandboxPool:
             raise
         else:
             self._give_back(taken, healthy=True)
-
-    def warm_up(self) -> None:
-        """Starts as many sandboxes as there are workers, so that the first programs do not wait."""
-        with self._state:
-            missing = self.workers - len(self._idle["program"])
-        for _ in range(missing):
-            sandbox = self._make()
-            sandbox.start()
-            with self._state:
-                self._idle["program"].append(sandbox)
 
     def close(self) -> None:
         """Ends every sandbox, also those that run something. Safe to call again."""

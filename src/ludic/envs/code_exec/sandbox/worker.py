@@ -14,7 +14,7 @@ import socket
 import subprocess
 import threading
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -309,8 +309,8 @@ def _result(content: bytes) -> RunResult:
     return RunResult(status, code, stdout, stderr, head.wall_s, head.cpu_s, peak_mb)
 
 
-class WorkerSandbox:
-    """A `Sandbox` around a `WorkerProcess`."""
+class Sandbox(ABC):
+    """Runs programs one after another, each as if it were the first. All calls block."""
 
     name: ClassVar[str]
 
@@ -323,6 +323,7 @@ class WorkerSandbox:
 
     def before_run(self, limits: Limits) -> None:
         """Called before each program."""
+        return
 
     def after_run(self, result: RunResult) -> RunResult:
         """Called with what the worker said of a program."""
@@ -333,6 +334,7 @@ class WorkerSandbox:
         return None if self._worker is None else self._worker.pid
 
     def start(self) -> None:
+        """Makes it ready; `SandboxUnavailableError` where the machine does not allow it."""
         if self._worker is not None and self._worker.broken is None:
             return
         self.close()
@@ -345,6 +347,7 @@ class WorkerSandbox:
         stdin: bytes = b"",
         limits: Limits | None = None,
     ) -> RunResult:
+        """Runs one program. `files` are in its working folder; `command[0]` may be "python"."""
         check_request(files, command, stdin)
         limits = limits or Limits()
         worker = self._ready()
@@ -357,15 +360,17 @@ class WorkerSandbox:
 
     def open(
         self, files: Mapping[str, bytes], command: Sequence[str], limits: Limits | None = None
-    ) -> WorkerProgram:
+    ) -> Program:
+        """Starts one program to talk to. The sandbox is busy until it is finished or killed."""
         check_request(files, command, b"")
         limits = limits or Limits()
         worker = self._ready()
         self.before_run(limits)
         worker.begin(files, command, b"", limits, interactive=True)
-        return WorkerProgram(self, worker)
+        return Program(self, worker)
 
     def close(self) -> None:
+        """Ends everything that runs in it, and leaves nothing behind. Safe to call again."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None
@@ -392,19 +397,23 @@ class WorkerSandbox:
         self.close()
 
 
-class WorkerProgram:
-    """The `Program` of a worker. For one thread at a time."""
+class Program:
+    """A program that runs while one talks to it. For one thread at a time."""
 
-    def __init__(self, sandbox: WorkerSandbox, worker: WorkerProcess) -> None:
+    def __init__(self, sandbox: Sandbox, worker: WorkerProcess) -> None:
         self._sandbox, self._worker = sandbox, worker
         self._lines = bytearray()
         self._result: RunResult | None = None
 
     def send(self, data: bytes) -> None:
+        """Adds to its standard input."""
         if self._result is None:
             self._worker.tell(b"I", data)
 
     def receive_line(self, timeout_s: float, max_bytes: int = MAX_LINE) -> bytes | None:
+        """The next line of its standard output, with its end; None when the program has ended,
+        `TimeoutError` when neither happened in time. A line longer than `max_bytes` comes cut:
+        without its end."""
         deadline = time.monotonic() + timeout_s
         searched = 0
         while True:
@@ -423,11 +432,14 @@ class WorkerProgram:
             self._lines += got
 
     def finish(self) -> RunResult:
+        """Ends its input, waits for its end, and returns how it ended. Output that was not
+        received by then is dropped."""
         if self._result is None:
             self._worker.tell(b"E")
         return self._wait()
 
     def kill(self) -> RunResult:
+        """Ends it at once."""
         if self._result is None:
             self._worker.tell(b"K")
         return self._wait()
@@ -450,7 +462,7 @@ class WorkerProgram:
         return got
 
 
-def probe(sandbox: WorkerSandbox) -> None:
+def probe(sandbox: Sandbox) -> None:
     """Starts the sandbox and runs one program; `SandboxUnavailableError` says what is wrong."""
     try:
         with sandbox:
