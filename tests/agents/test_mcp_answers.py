@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from ludic.agents.mcp import MCPServer, OpenServer, _Connection, tool_servers
-from ludic.agents.mcp_package import all_tools
+from ludic.agents.mcp import MCPServer, OpenServer, _Connection, all_tools, tool_servers
 from ludic.agents.tools import ToolResult, call_tool, tools_by_name
 from ludic.errors import ToolError
 from tests.agents.mcp_raw import RAW, TOOLS

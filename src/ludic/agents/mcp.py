@@ -17,29 +17,22 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
-from ludic.agents.mcp_package import (
-    all_tools,
-    cause,
-    either,
-    is_answer,
-    package,
-    said,
-    text_of,
-    transport,
-)
 from ludic.agents.tools import Tool
-from ludic.errors import AgentError, ConfigError, DeadlineError, ToolError
+from ludic.errors import AgentError, ConfigError, DeadlineError, MissingExtraError, ToolError
 from ludic.plumbing.arguments import misfit
 from ludic.plumbing.lazy import names_are_stored
-from ludic.plumbing.text import words_of
+from ludic.plumbing.text import clean_text, words_of
 from ludic.workers.threads import BackgroundLoop
 
 _PING_S = 5.0
 _CLOSE_S = 10.0
 _LONGEST_ERROR = 500
+_CLOSED = -32000
+"""The protocol's code for a request whose connection went away. Servers use it as they like."""
 
 _loop = BackgroundLoop("mcp")
 
@@ -91,7 +84,7 @@ class MCPServer:
         missing = [v for v in (*self.pass_env, *self.headers_env.values()) if v not in os.environ]
         if missing:
             raise ConfigError(f"{self.label}: the variables {missing} are not set")
-        package()
+        _package()
 
     @property
     def label(self) -> str:
@@ -139,7 +132,7 @@ class OpenServer:
             return await _loop.run(connection.call(listed.name, arguments))
 
         name = f"{self._server.prefix}{listed.name}"
-        parameters = dict(either(listed, "input_schema", "inputSchema"))
+        parameters = dict(_either(listed, "input_schema", "inputSchema"))
         parameters.pop("title", None)
         function = {"name": name, "description": told, "parameters": parameters}
         return Tool(name, told, call, {"type": "function", "function": function})
@@ -169,10 +162,10 @@ class _Connection:
             if self._session is None:
                 await self.close()
         if self._session is None:
-            error = cause(self._error)
+            error = _cause(self._error)
             if isinstance(error, FileNotFoundError | PermissionError):
                 raise ConfigError(f"{label} cannot be started: {error}") from error
-            raise AgentError(f"{label} cannot be reached: {said(error)}") from error
+            raise AgentError(f"{label} cannot be reached: {_in_one_line(error)}") from error
         wanted = self.server.tools
         unknown = set(wanted or ()) - {tool.name for tool in self.listed}
         if unknown:
@@ -187,9 +180,9 @@ class _Connection:
         """Enters and leaves the session in one task, as its library demands."""
         try:
             async with AsyncExitStack() as stack:
-                streams = await stack.enter_async_context(transport(self.server, stack))
+                streams = await stack.enter_async_context(_transport(self.server, stack))
                 session = await stack.enter_async_context(
-                    package().ClientSession(streams[0], streams[1])
+                    _package().ClientSession(streams[0], streams[1])
                 )
                 await session.initialize()
                 self.listed = await all_tools(session)
@@ -214,13 +207,13 @@ class _Connection:
         except Exception as error:
             # A bad answer is this caller's alone: the connection, which others may share, has
             # ended only if it does not carry a ping either.
-            if is_answer(error) or not await self._is_gone():
-                why = words_of(error) if is_answer(error) else said(error)
+            if _is_answer(error) or not await self._is_gone():
+                why = words_of(error) if _is_answer(error) else _in_one_line(error)
                 raise ToolError(f"tool {name!r} failed: {why[:_LONGEST_ERROR]}") from error
             self._closing.set()
-            raise ToolError(f"{label} went away during {name!r}: {said(error)}") from error
-        text = text_of(result)
-        if either(result, "is_error", "isError"):
+            raise ToolError(f"{label} went away during {name!r}: {_in_one_line(error)}") from error
+        text = _text_of(result)
+        if _either(result, "is_error", "isError"):
             raise ToolError(text or f"tool {name!r} failed")
         return text
 
@@ -229,7 +222,7 @@ class _Connection:
         or with nonsense: it is still there."""
         error = await self._ping()
         return error is not None and not (
-            is_answer(error) or isinstance(error, TimeoutError | ValueError)
+            _is_answer(error) or isinstance(error, TimeoutError | ValueError)
         )
 
     async def _ping(self) -> Exception | None:
@@ -331,3 +324,95 @@ def _close_at_exit() -> None:
     if _of_the_process.connections:
         with suppress(Exception):
             _loop.call(_of_the_process.close(), timeout_s=2 * _CLOSE_S, what="their end")
+
+
+# What is used of the package `mcp`, whose versions 1 and 2 differ.
+
+
+def _package() -> Any:
+    """The package; `MissingExtraError` says how to get it."""
+    try:
+        return import_module("mcp")
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "mcp":
+            raise
+        raise MissingExtraError("mcp", "mcp") from error
+
+
+@asynccontextmanager
+async def _transport(server: MCPServer, stack: AsyncExitStack) -> AsyncIterator[Any]:
+    """The streams to a server that is started, or has an address."""
+    mcp = _package()
+    if server.url is None:
+        log = stack.enter_context(_appended(server.log or os.devnull))
+        parameters = mcp.StdioServerParameters(
+            command=server.command[0],
+            args=list(server.command[1:]),
+            env={**server.env, **{name: os.environ[name] for name in server.pass_env}},
+            cwd=server.cwd,
+            encoding_error_handler="replace",  # one bad byte would end the connection for all
+        )
+        async with mcp.stdio_client(parameters, errlog=log) as streams:
+            yield streams
+        return
+    http = import_module("mcp.client.streamable_http")
+    make = import_module("mcp.shared._httpx_utils").create_mcp_http_client
+    headers = {header: os.environ[name] for header, name in server.headers_env.items()}
+    client = await stack.enter_async_context(make(headers=headers))
+    async with http.streamable_http_client(server.url, http_client=client) as streams:
+        yield streams
+
+
+def _appended(path: str) -> TextIO:
+    return open(path, "a", encoding="utf-8")
+
+
+async def all_tools(session: Any) -> list[Any]:
+    """Every page of the server's list."""
+    tools: list[Any] = []
+    cursor: str | None = None
+    make_params = import_module("mcp.types").PaginatedRequestParams
+    while True:
+        # Version 2 takes the cursor in no other way, and version 1 takes it in this one, too.
+        params = make_params(cursor=cursor) if cursor else None
+        page = await session.list_tools(params=params)
+        tools += page.tools
+        cursor = _either(page, "next_cursor", "nextCursor")
+        if not cursor:
+            return tools
+
+
+def _text_of(result: Any) -> str:
+    """What a tool answered, as text."""
+    parts = []
+    for part in result.content:
+        text = getattr(part, "text", None) or getattr(getattr(part, "resource", None), "text", None)
+        parts.append(text if text is not None else f"[{part.type}, which cannot be shown]")
+    structured = _either(result, "structured_content", "structuredContent")
+    if not parts and structured is not None:
+        return json.dumps(structured)
+    return "\n".join(parts)
+
+
+def _either(thing: Any, new: str, old: str) -> Any:
+    """An attribute under its name in version 2 of the package, or in version 1."""
+    return getattr(thing, new) if hasattr(thing, new) else getattr(thing, old, None)
+
+
+def _is_answer(error: BaseException) -> bool:
+    """Whether an error is what the server answered, by its code."""
+    return getattr(getattr(error, "error", None), "code", _CLOSED) != _CLOSED
+
+
+def _cause(error: BaseException | None) -> BaseException | None:
+    """The first error inside a group of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _in_one_line(error: BaseException | None) -> str:
+    """An error in one line: its type, and what it says."""
+    inner = _cause(error)
+    name = type(inner).__name__
+    return clean_text(f"{name}: {inner}" if str(inner or "") else name)

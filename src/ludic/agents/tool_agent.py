@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 from ludic.agents.base_agent import ActResult, Agent
@@ -21,12 +22,9 @@ from ludic.agents.tools import (
     tool_message,
     tools_by_name,
 )
-from ludic.context.base import ContextStrategy
 from ludic.errors import AgentError, ToolError
-from ludic.inference.client import ChatClient, ToolRequest
-from ludic.inference.sampling import InferenceSpec
-from ludic.inference.templates.chat_template import ChatTemplate, ChoosesToolParser
-from ludic.parsers import Parser
+from ludic.inference.client import ToolRequest
+from ludic.inference.templates.chat_template import ChoosesToolParser
 from ludic.types import FinishReason, Message, ToolCall
 from ludic.workers.escapes import contained
 
@@ -39,6 +37,7 @@ MAX_TOOL_CHARS = 10_000
 ROUNDS_FEEDBACK = "Your turn is over without an answer: no further tool calls were allowed in it."
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ToolAgent(Agent):
     """Runs the tools that the model calls, shows it their answers, and asks again.
 
@@ -57,61 +56,34 @@ class ToolAgent(Agent):
     last_round_notice: ClassVar[str | None] = None
     """What is added to the answers of the last round of tools, if anything."""
 
-    def __init__(
-        self,
-        client: ChatClient,
-        model: str,
-        ctx: ContextStrategy,
-        parser: Parser,
-        chat_template: ChatTemplate,
-        *,
-        tools: Sequence[ToolFunction | Tool] = (),
-        tool_sources: Sequence[ToolSource] = (),
-        external_tools: Sequence[ToolFunction | Tool] = (),
-        external_tool_handler: ExternalToolHandler | None = None,
-        max_rounds: int | None = None,
-        max_tool_rounds: int | None = None,
-        tool_timeout_s: float | None = 30.0,
-        external_tool_timeout_s: float | None = 600.0,
-        max_tool_chars: int | None = MAX_TOOL_CHARS,
-        inference: InferenceSpec | None = None,
-        system_prompt: str | None = None,
-        request_timeout_s: float | None = 300.0,
-    ) -> None:
-        super().__init__(
-            client,
-            model,
-            ctx,
-            parser,
-            chat_template,
-            inference=inference or InferenceSpec(),
-            system_prompt=system_prompt,
-            request_timeout_s=request_timeout_s,
-        )
-        if max_tool_rounds is None:
-            max_rounds = self.default_rounds if max_rounds is None else max_rounds
-            if max_rounds < 1:
-                raise AgentError(f"max_rounds={max_rounds}: a turn needs at least one model call")
-            max_tool_rounds = max_rounds - 1
-        elif max_rounds is not None:
+    tools: Sequence[ToolFunction | Tool] = ()
+    tool_sources: Sequence[ToolSource] = ()
+    external_tools: Sequence[ToolFunction | Tool] = ()
+    external_tool_handler: ExternalToolHandler | None = None
+    max_rounds: int | None = None
+    max_tool_rounds: int | None = None
+    tool_timeout_s: float | None = 30.0
+    external_tool_timeout_s: float | None = 600.0
+    max_tool_chars: int | None = MAX_TOOL_CHARS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_rounds is not None and self.max_tool_rounds is not None:
             raise AgentError("max_rounds and max_tool_rounds bound the same: give one of them")
-        if max_tool_rounds < 0:
-            raise AgentError(f"max_tool_rounds={max_tool_rounds}: must be >= 0")
-        if max_tool_chars is not None and max_tool_chars < 1:
-            raise AgentError(f"max_tool_chars={max_tool_chars}: must be >= 1, or None")
-        self.tools = tools_by_name(tools)
-        self.tool_sources = tuple(tool_sources)
-        self._own_tools = tuple(self.tools.values())
+        if self.max_rounds is not None and self.max_rounds < 1:
+            raise AgentError(f"max_rounds={self.max_rounds}: a turn needs at least one model call")
+        if self.max_tool_rounds is not None and self.max_tool_rounds < 0:
+            raise AgentError(f"max_tool_rounds={self.max_tool_rounds}: must be >= 0")
+        if self.max_tool_chars is not None and self.max_tool_chars < 1:
+            raise AgentError(f"max_tool_chars={self.max_tool_chars}: must be >= 1, or None")
+        if self.max_tool_rounds is None:
+            self.max_tool_rounds = (self.max_rounds or self.default_rounds) - 1
+        self._own_tools = tuple(tools_by_name(self.tools).values())
+        self._external = tools_by_name(self.external_tools)
         self._open: list[OpenTools] = []
-        self.external_tools = tools_by_name(external_tools)
-        self.external_tool_handler = external_tool_handler
-        self.max_tool_rounds = max_tool_rounds
-        self.tool_timeout_s = tool_timeout_s
-        self.external_tool_timeout_s = external_tool_timeout_s
-        self.max_tool_chars = max_tool_chars
         self._know(self._own_tools)
-        if (self._shown or tool_sources) and isinstance(chat_template, ChoosesToolParser):
-            self.chat_template = chat_template.for_tools()
+        if (self._shown or self.tool_sources) and isinstance(self.chat_template, ChoosesToolParser):
+            self.chat_template = self.chat_template.for_tools()
 
     def reset(
         self,
@@ -121,17 +93,17 @@ class ToolAgent(Agent):
         conversation_id: str | None = None,
     ) -> None:
         super().reset(system_prompt, seed=seed, conversation_id=conversation_id)
-        for tool in self.tools.values():  # where the last episode was not closed
+        for tool in self.internal_tools.values():  # where the last episode was not closed
             if isinstance(tool.function, StatefulTool):
                 tool.function.close()
 
     def _know(self, tools: Sequence[Tool]) -> None:
         """From now on the model is shown `tools`, and the external ones."""
-        self.tools = tools_by_name(tools)
-        both = self.tools.keys() & self.external_tools.keys()
+        self.internal_tools = tools_by_name(tools)
+        both = self.internal_tools.keys() & self._external.keys()
         if both:
             raise ToolError(f"{sorted(both)} are both internal and external tools: rename one")
-        self._known = {**self.tools, **self.external_tools}
+        self._known = {**self.internal_tools, **self._external}
         schemas = [tool.schema for tool in self._known.values()]
         self._shown = ToolRequest(schemas) if schemas else None
 
@@ -142,7 +114,7 @@ class ToolAgent(Agent):
 
     async def close(self) -> None:
         """Ends the state of the episode's tools, and closes the sources that it opened."""
-        await end_episode(self.tools)
+        await end_episode(self.internal_tools)
         opened, self._open = self._open, []
         for source in opened:
             await source.close()
@@ -152,17 +124,18 @@ class ToolAgent(Agent):
         self.begin_turn()
         if self.tool_sources and not self._open:
             await self._open_sources()
-        for round_index in range(self.max_tool_rounds + 1):
+        last = self.max_tool_rounds or 0
+        for round_index in range(last + 1):
             call = await self.call_model(self._shown)
             if call is None:
                 return self.out_of_context()
             if not _asks_for_tools(call):
                 self.record(call)
                 return self.conclude(call)
-            if round_index == self.max_tool_rounds:
+            if round_index == last:
                 return self._refuse(call)
-            is_last = round_index == self.max_tool_rounds - 1
-            await self._run_tools(call, self.last_round_notice if is_last else None)
+            notice = self.last_round_notice if round_index == last - 1 else None
+            await self._run_tools(call, notice)
         raise AssertionError("unreachable: the last round returns")
 
     async def _run_tools(self, call: ModelCall, notice: str | None) -> None:
@@ -180,7 +153,7 @@ class ToolAgent(Agent):
         waiting = {
             place: asyncio.ensure_future(self._call_external(call))
             for place, call in enumerate(calls)
-            if call["function"]["name"] in self.external_tools
+            if call["function"]["name"] in self._external
         }
         try:
             results = {
@@ -204,7 +177,7 @@ class ToolAgent(Agent):
                 "external_tool_handler: use a protocol that sets one, or pass it as `tools`"
             )
         try:
-            self.external_tools[name].check(call["function"]["arguments"])
+            self._external[name].check(call["function"]["arguments"])
             async with asyncio.timeout(self.external_tool_timeout_s) as deadline:
                 with contained(AgentError, f"the handler of the external tool {name!r}"):
                     return ToolResult(as_text(await handler(call)))

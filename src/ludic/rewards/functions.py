@@ -238,18 +238,15 @@ def make_rewards(specs: RewardSpec | Sequence[RewardSpec] | RewardSum) -> Reward
         return specs
     if isinstance(specs, str | Mapping) or callable(specs):
         specs = [specs]
-    functions, weights, names = [], [], []
-    for spec in specs:
-        function, weight, name = _make_reward(spec)
-        functions.append(function)
-        weights.append(weight)
-        names.append(name or _name(function))
-    return RewardSum(*functions, weights=weights, names=names)
+    parts = [_make_reward(spec) for spec in specs]
+    functions = [function for function, _, _ in parts]
+    return RewardSum(*functions, weights=[w for _, w, _ in parts], names=[n for *_, n in parts])
 
 
-def _make_reward(spec: RewardSpec) -> tuple[RewardFn, float, str | None]:
+def _make_reward(spec: RewardSpec) -> tuple[RewardFn, float, str]:
     if callable(spec):
-        return spec, 1.0, None
+        return spec, 1.0, _name(spec)
     options: dict[str, Any] = {"kind": spec} if isinstance(spec, str) else dict(spec)
     weight, name = options.pop("weight", 1.0), options.pop("name", None)
-    return REWARDS.make_from(options), weight, name
+    function = REWARDS.make_from(options)
+    return function, weight, name or _name(function)

@@ -85,7 +85,7 @@ def _check_tools(agents: Iterable[Agent]) -> None:
     """Raises if this machine lacks a program that one of the agents' tools needs."""
     for agent in agents:
         if isinstance(agent, ToolAgent):
-            for tool in agent.tools.values():
+            for tool in agent.internal_tools.values():
                 _ask(tool.function)
 
 

@@ -31,38 +31,7 @@ def as_gymnasium(
     the last seed began, as Gymnasium has it. `render_mode="ansi"` renders the observation.
     """
     words = None if actions is None else tuple(actions)
-    return _gymnasium_class()(_Played(env), words, max_length, render_mode)
-
-
-class _Played:
-    """The environment, called as Gymnasium calls one."""
-
-    def __init__(self, env: LudicEnv[Any, Any, Any]) -> None:
-        self.env, self.name = env, type(env).__name__
-        self.agent = ""
-        self.running = False
-
-    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        opening = _finished(self.env.reset(seed=seed))
-        ids = tuple(self.env.agent_ids)
-        if len(ids) != 1:
-            raise ConfigError(
-                f"{self.name} has the agents {list(ids)}: Gymnasium's interface is for one"
-            )
-        (self.agent,) = ids
-        self.running = True
-        obs, info = checked_opening(self.name, ids, opening)[self.agent]
-        return obs, dict(info)
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        ids = (self.agent,)
-        result = _finished(self.env.step({self.agent: action}))
-        outcome = checked_outcomes(self.name, "step", ids, (), ids, result)[self.agent]
-        self.running = not (outcome.terminated or outcome.truncated)
-        info = dict(outcome.info)
-        if outcome.reward_components:
-            info["reward_components"] = dict(outcome.reward_components)
-        return outcome.obs, outcome.reward, outcome.terminated, outcome.truncated, info
+    return _gymnasium_class()(env, words, max_length, render_mode)
 
 
 @cache
@@ -87,12 +56,13 @@ def _gymnasium_class() -> Any:
 
         def __init__(
             self,
-            played: _Played,
+            env: LudicEnv[Any, Any, Any],
             words: tuple[str, ...] | None,
             max_length: int,
             render_mode: str | None,
         ) -> None:
-            self._played, self._words = played, words
+            self._env, self._name, self._words = env, type(env).__name__, words
+            self._agent, self._running = "", False
             self.render_mode = render_mode
             self.observation_space = AnyText(max_length)
             self.action_space = (
@@ -103,22 +73,38 @@ def _gymnasium_class() -> Any:
             self, *, seed: int | None = None, options: dict[str, Any] | None = None
         ) -> tuple[str, dict[str, Any]]:
             super().reset(seed=seed)
-            return self._played.reset(int(self.np_random.integers(2**63)) if seed is None else seed)
+            seed = int(self.np_random.integers(2**63)) if seed is None else seed
+            opening = _finished(self._env.reset(seed=seed))
+            ids = tuple(self._env.agent_ids)
+            if len(ids) != 1:
+                raise ConfigError(
+                    f"{self._name} has the agents {list(ids)}: Gymnasium's interface is for one"
+                )
+            (self._agent,) = ids
+            self._running = True
+            obs, info = checked_opening(self._name, ids, opening)[self._agent]
+            return obs, dict(info)
 
         def step(self, action: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
-            if not self._played.running:
-                raise gymnasium.error.ResetNeeded(f"{self._played.name}: call reset before step")
-            return self._played.step(
-                str(action) if self._words is None else self._words[int(action)]
-            )
+            if not self._running:
+                raise gymnasium.error.ResetNeeded(f"{self._name}: call reset before step")
+            text = str(action) if self._words is None else self._words[int(action)]
+            ids = (self._agent,)
+            result = _finished(self._env.step({self._agent: text}))
+            outcome = checked_outcomes(self._name, "step", ids, (), ids, result)[self._agent]
+            self._running = not (outcome.terminated or outcome.truncated)
+            info = dict(outcome.info)
+            if outcome.reward_components:
+                info["reward_components"] = dict(outcome.reward_components)
+            return outcome.obs, outcome.reward, outcome.terminated, outcome.truncated, info
 
         def render(self) -> str | None:
-            if self.render_mode != "ansi" or not self._played.agent:
+            if self.render_mode != "ansi" or not self._agent:
                 return None
-            return str(self._played.env.current_obs().get(self._played.agent, ""))
+            return str(self._env.current_obs().get(self._agent, ""))
 
         def close(self) -> None:
-            self._played.env.close()
+            self._env.close()
 
     return LudicGymnasium
 

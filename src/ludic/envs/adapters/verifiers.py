@@ -66,8 +66,9 @@ class VerifiersEnv(SingleAgentEnv):
         if id.replace("-", "_").rpartition("/")[2] not in sys.modules:
             refuse_stored(f"the environment {id!r} of verifiers", "import its module first")
         self._vf = load_package("verifiers", "verifiers")
-        self._env = _load(id, json.dumps(dict(self.args or {}), sort_keys=True))
-        self._data = DatasetRows(id, _rows_of(self._env, self.split, id))
+        with _loading:
+            self._env = _loaded(id, json.dumps(dict(self.args or {}), sort_keys=True))
+        self._data = DatasetRows(id, self._rows())
         total = self._data.count(self.limit)
         if not total or (index is not None and not 0 <= index < total):
             raise ConfigError(f"{id} has {total} rows; there is none to take ({index=})")
@@ -75,6 +76,13 @@ class VerifiersEnv(SingleAgentEnv):
         self._prompt: list[Any] = []
         self._obs, self._system = "", ""
         self._key: str | None = None
+
+    def _rows(self) -> Any:
+        try:
+            env = self._env
+            return env.get_dataset() if self.split == "train" else env.get_eval_dataset()
+        except ValueError as error:
+            raise ConfigError(f"{self.id} has no rows to {self.split} on: {error}") from error
 
     async def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
         index = self._data.pick(seed, self.index, self.limit)
@@ -186,11 +194,6 @@ class VerifiersEnv(SingleAgentEnv):
 _loading = threading.Lock()
 
 
-def _load(id: str, args: str) -> Any:
-    with _loading:
-        return _loaded(id, args)
-
-
 @lru_cache(maxsize=16)
 def _loaded(id: str, args: str) -> Any:
     """The environment. It keeps its episodes apart itself, so all of them share it."""
@@ -242,14 +245,6 @@ def _stub_client() -> Any:
 
     methods = dict.fromkeys(vf.Client.__abstractmethods__, never)
     return type("LudicSamples", (vf.Client,), methods)(None)
-
-
-def _rows_of(env: Any, split: str, id: str) -> Sequence[Mapping[str, Any]]:
-    try:
-        rows = env.get_dataset() if split == "train" else env.get_eval_dataset()
-    except ValueError as error:
-        raise ConfigError(f"{id} has no rows to {split} on: {error}") from error
-    return rows  # type: ignore[no-any-return]
 
 
 def _calls_in(text: str, types: Any) -> list[Any]:

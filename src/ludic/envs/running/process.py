@@ -288,11 +288,7 @@ class _Served:
         self._loop.close()
 
     def _finish(self, value: Any) -> Any:
-        return self._loop.run_until_complete(_wait(value)) if inspect.isawaitable(value) else value
-
-
-async def _wait(value: Any) -> Any:
-    return await value
+        return self._loop.run_until_complete(value) if inspect.isawaitable(value) else value
 
 
 def _left_nothing_behind() -> bool:
