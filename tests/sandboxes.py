@@ -24,7 +24,7 @@ def mark_by_name(item: pytest.Item) -> None:
 
 def need_bubblewrap() -> None:
     """Skips or fails the test where the default sandbox cannot be used."""
-    from ludic.envs.code_exec.sandbox import SandboxUnavailableError
+    from ludic.envs.code_exec.sandbox.base import SandboxUnavailableError
     from ludic.envs.code_exec.sandbox.bubblewrap import check_bubblewrap
 
     try:

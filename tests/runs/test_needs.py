@@ -12,7 +12,7 @@ import pytest
 import ludic
 from ludic.cli.looking import doctor
 from ludic.envs.code_exec import CodeExecEnv
-from ludic.envs.code_exec.sandbox import SandboxUnavailableError
+from ludic.envs.code_exec.sandbox.base import SandboxUnavailableError
 from ludic.envs.code_exec.sandbox.bubblewrap import check_bubblewrap
 from ludic.errors import PipelineError
 from ludic.runs.playing import evaluate_run, generate_file

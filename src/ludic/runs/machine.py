@@ -59,7 +59,7 @@ def check_machine() -> list[MachineFact]:
 
 def _sandbox() -> MachineFact:
     """What programs that a model wrote run in."""
-    from ludic.envs.code_exec.sandbox import describe_sandbox
+    from ludic.envs.code_exec.sandbox.pool import describe_sandbox
 
     return MachineFact("sandbox", *describe_sandbox())
 

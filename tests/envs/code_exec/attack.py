@@ -10,7 +10,7 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 
-from ludic.envs.code_exec.sandbox import RunStatus as S
+from ludic.envs.code_exec.sandbox.base import RunStatus as S
 
 PRELUDE = """
 import ctypes, os, platform, signal, socket, subprocess, sys, time

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ludic.envs.code_exec.sandbox import RunStatus as S
+from ludic.envs.code_exec.sandbox.base import RunStatus as S
 from tests.envs.code_exec.attack import ENDED, STOPPED, Attack
 
 ATTACKS = [

@@ -17,12 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ludic.envs.code_exec import FunctionTask, IOCase, Judge, Limits, PythonTool, StdioTask, tools
-from ludic.envs.code_exec.sandbox import (
-    BubblewrapSandbox,
-    Role,
-    RunResult,
-    SandboxPool,
-)
+from ludic.envs.code_exec.sandbox.base import RunResult
+from ludic.envs.code_exec.sandbox.bubblewrap import BubblewrapSandbox
+from ludic.envs.code_exec.sandbox.pool import Role, SandboxPool
 from ludic.envs.code_exec.verifiers import make_verifier
 
 SCAN = r"""

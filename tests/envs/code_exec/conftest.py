@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ludic.envs.code_exec.sandbox import SandboxPool
+from ludic.envs.code_exec.sandbox.pool import SandboxPool
 
 
 @pytest.fixture(scope="session")

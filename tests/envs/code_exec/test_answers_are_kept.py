@@ -29,7 +29,7 @@ from ludic.envs.code_exec import (
     extract_code,
     make_verifier,
 )
-from ludic.envs.code_exec.sandbox import Role
+from ludic.envs.code_exec.sandbox.pool import Role
 from tests.envs.code_exec.test_pool import below, eventually
 
 pytestmark = [pytest.mark.integration]

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ludic.envs.code_exec.sandbox import Limits, RunResult, RunStatus, SandboxPool
+from ludic.envs.code_exec.sandbox.base import Limits, RunResult, RunStatus
+from ludic.envs.code_exec.sandbox.pool import SandboxPool
 from tests.envs.code_exec import (
     attacks_on_neighbours,
     attacks_on_resources,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ludic.envs.code_exec.sandbox import BubblewrapSandbox
 from ludic.envs.code_exec.sandbox.base import Limits, RunStatus
+from ludic.envs.code_exec.sandbox.bubblewrap import BubblewrapSandbox
 from ludic.envs.code_exec.sandbox.cgroups import Cgroup, candidates, fits, mount_point
 
 MOUNTS = """\

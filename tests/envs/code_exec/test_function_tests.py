@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.envs.code_exec.function_tests import FunctionResults, run_function_tests
-from ludic.envs.code_exec.sandbox import Limits, RunStatus, SandboxPool
+from ludic.envs.code_exec.sandbox.base import Limits, RunStatus
+from ludic.envs.code_exec.sandbox.pool import SandboxPool
 from ludic.envs.code_exec.serve_solution import CannotCross, decode, encode
 from tests.envs.code_exec.cheats import CHEATS
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from ludic.envs.code_exec.sandbox import Limits, RunStatus, SandboxError, SandboxPool
+from ludic.envs.code_exec.sandbox.base import Limits, RunStatus, SandboxError
+from ludic.envs.code_exec.sandbox.pool import SandboxPool
 from ludic.errors import ConfigError, DeadlineError
 
 pytestmark = [
@@ -127,7 +128,8 @@ def test_programs_do_not_share_their_random_numbers(pool: SandboxPool) -> None:
 HOST = """
     import threading, time, warnings
     warnings.simplefilter("ignore")
-    from ludic.envs.code_exec.sandbox import Limits, SandboxPool
+    from ludic.envs.code_exec.sandbox.base import Limits
+    from ludic.envs.code_exec.sandbox.pool import SandboxPool
     pool = SandboxPool({name!r}, workers=2)
     program = b"import os, time\\nos.fork() or os.setsid()\\nopen('left', 'w')\\ntime.sleep(500)"
     go = lambda: pool.run({{"main.py": program}}, ["python", "main.py"], b"", Limits(wall_s=400))

@@ -8,18 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from ludic.envs.code_exec.sandbox import (
+from ludic.envs.code_exec.sandbox import bubblewrap as bubblewrap_module
+from ludic.envs.code_exec.sandbox.base import (
     Limits,
-    PlainSandbox,
     RunStatus,
     SandboxError,
-    SandboxPool,
     SandboxUnavailableError,
-    describe_sandbox,
-    make_sandbox,
 )
-from ludic.envs.code_exec.sandbox import bubblewrap as bubblewrap_module
 from ludic.envs.code_exec.sandbox.bubblewrap import check_bubblewrap
+from ludic.envs.code_exec.sandbox.plain import PlainSandbox
+from ludic.envs.code_exec.sandbox.pool import SandboxPool, describe_sandbox, make_sandbox
 from ludic.errors import ConfigError, UnknownNameError
 
 pytestmark = [

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ludic.agents.tools import Tool, call_tool
 from ludic.envs.code_exec import PythonTool, calculator, tools
-from ludic.envs.code_exec.sandbox import Limits
+from ludic.envs.code_exec.sandbox.base import Limits
 from ludic.envs.code_exec.tools import session_pool
 from ludic.inference import HermesToolParser, HFChatTemplate, ScriptedChatClient
 from ludic.inference.tiny import tiny_tokenizer

@@ -8,7 +8,7 @@ import pytest
 
 from ludic.envs.code_exec import SandboxPool, make_verifier
 from ludic.envs.code_exec.judge import Judge, Outcome
-from ludic.envs.code_exec.sandbox import Limits
+from ludic.envs.code_exec.sandbox.base import Limits
 from ludic.envs.code_exec.tasks import IOCase, StdioTask
 from ludic.errors import ConfigError, EnvError, UnknownNameError
 

@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ludic.envs.code_exec.judge import Judge, ResultCache, Verdict
-from ludic.envs.code_exec.sandbox import (
+from ludic.envs.code_exec.sandbox.base import Limits
+from ludic.envs.code_exec.sandbox.pool import (
     DEFAULT_SANDBOX,
-    Limits,
     SandboxPool,
     check_sandbox,
     shared_pool,

@@ -16,16 +16,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ludic.envs.code_exec.sandbox import (
+from ludic.envs.code_exec.sandbox.base import (
     Limits,
-    Program,
     RunResult,
     RunStatus,
-    Sandbox,
     SandboxError,
-    SandboxPool,
     text_of_line,
 )
+from ludic.envs.code_exec.sandbox.pool import SandboxPool
+from ludic.envs.code_exec.sandbox.worker import Program, Sandbox
 
 _FOLDER = Path(__file__).parent
 _SERVE = f"from {__package__}.serve_solution import main\nmain()\n".encode()

@@ -12,7 +12,8 @@ from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
 from ludic.envs.code_exec.function_tests import run_function_tests
-from ludic.envs.code_exec.sandbox import Limits, RunResult, RunStatus, SandboxPool, text_of
+from ludic.envs.code_exec.sandbox.base import Limits, RunResult, RunStatus, text_of
+from ludic.envs.code_exec.sandbox.pool import SandboxPool
 from ludic.envs.code_exec.tasks import CodeTask, FunctionTask, StdioTask, extract_code
 from ludic.envs.code_exec.verifiers import (
     CheckerTimeoutError,

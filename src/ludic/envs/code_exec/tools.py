@@ -15,15 +15,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from ludic.envs.code_exec.sandbox import (
-    DEFAULT_SANDBOX,
-    Limits,
-    Program,
-    SandboxError,
-    SandboxPool,
-    check_sandbox,
-    text_of_line,
-)
+from ludic.envs.code_exec.sandbox.base import Limits, SandboxError, text_of_line
+from ludic.envs.code_exec.sandbox.pool import DEFAULT_SANDBOX, SandboxPool, check_sandbox
+from ludic.envs.code_exec.sandbox.worker import Program
 
 _MAX_LINE, _MAX_TEXT = 128 << 10, 9000
 """What a session says is shortened there, below these."""

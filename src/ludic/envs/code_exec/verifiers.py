@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ludic.envs.code_exec.sandbox import Limits, RunResult, SandboxPool, text_of
+from ludic.envs.code_exec.sandbox.base import Limits, RunResult, text_of
+from ludic.envs.code_exec.sandbox.pool import SandboxPool
 from ludic.errors import ConfigError, EnvError, UnknownNameError
 
 
