@@ -139,21 +139,17 @@ def think_prefix_parser(
     return _parser(read, success_reward, error_reward)
 
 
+_BOX = re.compile(r"\\boxed\s*(?={)")
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
     """What stands in the last `\\boxed{…}` of a text, nested braces included; None if there is
     no box, or if the last one is not closed."""
-    start = text.rfind("\\boxed")
-    if start < 0:
+    box = _BOX.match(text, text.rfind("\\boxed"))
+    if box is None or text.find("}", box.end()) < 0:
         return None
-    start += len("\\boxed")
-    while start < len(text) and text[start].isspace():
-        start += 1
-    if not text.startswith("{", start) or text.find("}", start) < 0:
-        return None
-    depth = 0
+    start, depth = box.end(), 0
     for match in _BRACES.finditer(text, start):
         brace = match.group()
         if brace == "{":
