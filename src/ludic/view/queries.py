@@ -10,13 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ludic.view.folders import QueryError
+from ludic.view.rows import COLUMNS
 
 MOST_ROWS = 200
-_SHOWN = (
-    *("n", "id", "episode", "agent", "grp", "task", "parent", "env", "source", "upd", "reward"),
-    *("turns", "tokens", "terminated", "truncated", "truncation", "error", "outcome"),
-    *("components", "parse_failures", "forks", "cut", "tools", "said"),
-)
+_SHOWN = ("n", "source", *COLUMNS)
 _SORTS = {
     *("n", "id", "agent", "grp", "task", "env", "upd", "reward", "turns", "tokens"),
     *("truncation", "error", "outcome", "parse_failures", "forks", "cut", "tools", "weight"),
@@ -114,7 +111,7 @@ def with_weights(db: sqlite3.Connection, rows: list[sqlite3.Row]) -> list[dict[s
     """The rows as JSON, each with what the trainer made of it."""
     shown_rows = []
     for row in rows:
-        shown = {k: row[k] for k in row.keys() if k not in ("block", "line")}  # noqa: SIM118
+        shown = dict(row)
         shown["components"] = json.loads(row["components"]) if row["components"] else {}
         weight, count, updates = db.execute(
             "SELECT avg(weight), count(*), max(upd) FROM trained WHERE rollout = ?", (row["id"],)
