@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, variance
 
 from ludic.eval import Estimate, EvalReport, compare, headline_of
-from ludic.eval.headline import USUAL
+from ludic.eval.report import USUAL
 from ludic.runs.settings import RunConfig
 
 WINDOW = 10
@@ -65,7 +65,7 @@ class LearningWatch:
             value = self._outcome_rate(metrics) if key == OUTCOME else metrics.get(key)
             if isinstance(value, (int, float)) and math.isfinite(value):
                 values.append(float(value))
-        found = self._found(WINDOW, self._enough(WINDOW))
+        found = self._signs(WINDOW)
         new = [sentence for sign, sentence in found.items() if sign not in self._said]
         self._said |= found.keys()
         return new
@@ -99,18 +99,13 @@ class LearningWatch:
         if updates < FEWEST:
             return {}
         window = min(WINDOW, updates // 2)
-        return self._found(window, self._enough(window))
+        return self._signs(window)
 
-    def _enough(self, window: int) -> set[str]:
-        return {key for key, values in self._values.items() if len(values) >= window}
-
-    def _found(self, window: int, keys: set[str]) -> dict[str, str]:
+    def _signs(self, window: int) -> dict[str, str]:
         """Returns a sentence for each sign in the last `window` updates, by the sign's metric."""
         sampling, training = self.config.inference.sampling, self.config.training
-        last = {key: self._values[key][-window:] for key in keys}
-        first = {
-            key: self._values[key][:window] for key in keys if len(self._values[key]) >= 2 * window
-        }
+        last = {k: values[-window:] for k, values in self._values.items() if len(values) >= window}
+        first = {k: v[:window] for k, v in self._values.items() if len(v) >= 2 * window}
         found: dict[str, str] = {}
         change = _change(first.get(REWARD), last.get(REWARD), self.before)
         if change is not None and change[1] < 0:
