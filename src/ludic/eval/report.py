@@ -321,18 +321,14 @@ def headline_of(reports: Iterable[EvalReport], outcomes: Sequence[str] = ()) -> 
     one that counts first; without them, those that the reports name."""
     reports = list(reports)
     stated = outcomes or next((r.outcomes for r in reports if r.outcomes), ())
-    outcome = stated[0] if stated else usual_outcome(e for r in reports for e in r.episodes)
+    seen = {episode.outcome for report in reports for episode in report.episodes}
+    usual = next((name for name, others in USUAL.items() if seen & {name, *others}), None)
+    outcome = stated[0] if stated else usual
     if outcome is not None:
         return Headline("outcome", outcome)
     if reports and all(report.success_is for report in reports):
         return Headline("success")
     return Headline("reward")
-
-
-def usual_outcome(episodes: Iterable[EpisodeResult]) -> str | None:
-    """Returns the ending among these that counts by its name; None if no name says it."""
-    seen = {episode.outcome for episode in episodes}
-    return next((name for name, others in USUAL.items() if seen & {name, *others}), None)
 
 
 def _task(result: EpisodeResult, index: int) -> Hashable:

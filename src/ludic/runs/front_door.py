@@ -21,7 +21,7 @@ from ludic.runs.episodes import import_user_modules
 from ludic.runs.interruption import blocking
 from ludic.runs.locate import locate
 from ludic.runs.playing import evaluate_model, watch_model
-from ludic.runs.results.terminal import episode_text, say
+from ludic.runs.results.terminal import show_episode
 from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.from_python import Tables, given_again, read_arguments, script_folder
@@ -114,9 +114,7 @@ def play(env: Any, *, model: Any = None, seed: int = 0, **settings: Any) -> list
             objects |= given
     with bind_objects(objects):
         rollouts = blocking(lambda: watch_model(spec, config, weights, seed=seed))
-    for rollout in rollouts:
-        say(str(rollout.agent_id) if len(rollouts) > 1 else "")
-        say(episode_text(rollout))
+    show_episode(rollouts)
     return rollouts
 
 

@@ -174,27 +174,22 @@ def fallen(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
     """Says for each stage whether its reward is lower than the stage before's, by a paired test
     on the same seeds. A cold start that turns silence into lost games, and some won, did not fail:
     where the leading figure rose, nothing is said."""
-    settings = {
-        "after_sft": "lower sft.learning_rate (now {}), or look at the teacher or the data",
-        "after_rl": "lower training.learning_rate (now {})",
-    }
-    rates = {
-        "after_sft": config.sft.learning_rate if config.sft else None,
-        "after_rl": config.training.learning_rate,
-    }
-    found = []
+    sentences = []
     for earlier, later in pairwise(reports):
+        advice = f"lower training.learning_rate (now {config.training.learning_rate:g})"
+        if later == "after_sft" and config.sft is not None:
+            advice = f"lower sft.learning_rate (now {config.sft.learning_rate:g}), or look at the "
+            advice += "teacher or the data"
         a, b = (_led(reports[stage], config) for stage in (earlier, later))
         tests, lead = compare(a, b), headline_of([a, b])
         test = tests["reward"]
         fell = test.difference.value < 0 and test.p_value < P_VALUE
         if fell and tests.get("success", tests[lead.key]).difference.value <= 0:
-            found.append(
+            sentences.append(
                 f"the held-out reward fell to {b.reward.value:+.2f} {_spoken(later)}, from "
-                f"{a.reward.value:+.2f} {_spoken(earlier)} (p = {test.p_value:.2g}): "
-                + settings[later].format(f"{rates[later]:g}")
+                f"{a.reward.value:+.2f} {_spoken(earlier)} (p = {test.p_value:.2g}): {advice}"
             )
-    return found
+    return sentences
 
 
 def hacked(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
