@@ -106,21 +106,21 @@ class LearningWatch:
         sampling, training = self.config.inference.sampling, self.config.training
         last = {k: values[-window:] for k, values in self._values.items() if len(values) >= window}
         first = {k: v[:window] for k, v in self._values.items() if len(v) >= 2 * window}
-        found: dict[str, str] = {}
+        signs: dict[str, str] = {}
         change = _change(first.get(REWARD), last.get(REWARD), self.before)
         if change is not None and change[1] < 0:
-            found[REWARD] = (
+            signs[REWARD] = (
                 f"the reward of the training episodes fell to {fmean(last[REWARD]):+.2f}, from "
                 f"{change[0]:+.2f}: lower training.learning_rate (now {training.learning_rate:g})"
             )
         risen = change is not None and change[1] > 0
         if risen and (fell := _change(first.get(OUTCOME), last.get(OUTCOME))) and fell[1] < 0:
-            found[OUTCOME] = (
+            signs[OUTCOME] = (
                 f"the reward of the training episodes rises while {self._counts!r} fell to "
                 f"{fmean(last[OUTCOME]):.1%}, from {fell[0]:.1%}: {_REWARDED}"
             )
         if SAME in last and fmean(last[SAME]) > MOST and not risen:
-            found[SAME] = (
+            signs[SAME] = (
                 f"in {fmean(last[SAME]):.0%} of the groups every episode got the same reward, "
                 "which teaches nothing: the tasks are too easy or too hard for this policy; look "
                 "at env.kwargs, algorithm.kwargs.group_size and inference.sampling.temperature "
@@ -129,18 +129,18 @@ class LearningWatch:
         if ENTROPY in first and not risen:
             now, then = fmean(last[ENTROPY]), fmean(first[ENTROPY])
             if now < COLLAPSED * then:
-                found[ENTROPY] = (
+                signs[ENTROPY] = (
                     f"the entropy collapsed to {now:.3g} nats per token, from {then:.3g}, so there "
                     "is hardly anything left to explore: set algorithm.kwargs.entropy_coeff (to "
                     f"0.01, say), or lower training.learning_rate (now {training.learning_rate:g})"
                 )
         if CUT in last and fmean(last[CUT]) > MOST:
-            found[CUT] = (
+            signs[CUT] = (
                 f"{fmean(last[CUT]):.0%} of the completions were cut off: raise "
                 f"inference.sampling.max_tokens{_now(sampling.max_tokens)} or "
                 f"inference.max_context_tokens{_now(self.config.inference.max_context_tokens)}"
             )
-        return found
+        return signs
 
 
 def _change(
@@ -198,7 +198,7 @@ def hacked(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
     lead = headline_of(reports.values(), config.eval.outcomes)
     if not lead.is_rate:
         return []
-    found = []
+    sentences = []
     named = (lead.outcome,) if lead.outcome else ()  # a pair may not have come to it at all
     for earlier, later in pairwise(reports):
         a, b = (replace(reports[stage], outcomes=named) for stage in (earlier, later))
@@ -206,12 +206,12 @@ def hacked(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
         reward, rate = tests["reward"], tests[lead.key]
         rose = reward.difference.value > 0 and reward.p_value < P_VALUE
         if rose and rate.difference.value < 0 and rate.p_value < P_VALUE:
-            found.append(
+            sentences.append(
                 f"the held-out reward rose to {b.reward.value:+.2f} {_spoken(later)}, from "
                 f"{a.reward.value:+.2f} {_spoken(earlier)}, while {lead.name!r} fell to "
                 f"{lead.of(b).value:.1%}, from {lead.of(a).value:.1%}: {_REWARDED}"
             )
-    return found
+    return sentences
 
 
 def doubtful(config: RunConfig) -> list[str]:
