@@ -65,6 +65,7 @@ def main() -> None:
             sys.exit("wheel-check: `python -m ludic algorithms` does not list grpo")
         page = "(files('ludic.view') / 'static' / 'pages' / 'rollout.js').read_text()"
         run(python, "-c", f"from importlib.resources import files; {page}", cwd=work)
+        run(python, "-c", "import ludic.view.export, ludic.view.index", cwd=work)
         for kind in ("single", "steps", "two-seats"):
             run(ludic, "init", kind.replace("-", "_"), "--kind", kind, cwd=work)
         run(ludic, "train", "run.toml", "--dry-run", cwd=work / "two_seats")

@@ -15,7 +15,6 @@ from ludic.errors import SchemaVersionError, SerializationError
 from ludic.pipeline import messages
 from ludic.pipeline.messages import (
     Group,
-    SizeLimits,
     Unit,
     group_message,
     pack,
@@ -117,16 +116,22 @@ def test_a_newer_schema_says_what_to_do(fields: int) -> None:
         read_group(newer)
 
 
-def test_a_message_over_the_limit_is_refused_before_it_is_opened() -> None:
+def test_a_message_over_the_limit_is_refused_before_it_is_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 100)
     with pytest.raises(SerializationError, match="over the limit of 100"):
-        unpack("unit", b"\x00" * 101, SizeLimits(packed_bytes=100))
+        unpack("unit", b"\x00" * 101)
 
 
-def test_a_small_message_with_a_huge_body_is_refused_before_it_is_unpacked() -> None:
+def test_a_small_message_with_a_huge_body_is_refused_before_it_is_unpacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bomb = pack("unit", b"\x00" * 10**7)
     assert len(bomb) < 2000
+    monkeypatch.setattr(messages, "MAX_BODY_BYTES", 10**6)
     with pytest.raises(SerializationError, match="over the limit of 1,000,000"):
-        unpack("unit", bomb, SizeLimits(body_bytes=10**6))
+        unpack("unit", bomb)
 
 
 @pytest.mark.parametrize("with_size", [True, False])
@@ -139,12 +144,14 @@ def test_a_body_that_lies_about_its_size_is_refused(with_size: bool) -> None:
         unpack("unit", lie)
 
 
-def test_what_is_over_the_limit_is_not_sent() -> None:
-    with pytest.raises(SerializationError, match="over the limit"):
-        pack("unit", b"\x00" * 2000, SizeLimits(body_bytes=1000))
+def test_what_is_over_the_limit_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 1000)
     noise = np.random.default_rng(0).bytes(2000)
     with pytest.raises(SerializationError, match="over the limit"):
-        pack("unit", noise, SizeLimits(packed_bytes=1000))
+        pack("unit", noise)
+    monkeypatch.setattr(messages, "MAX_BODY_BYTES", 1000)
+    with pytest.raises(SerializationError, match="over the limit"):
+        pack("unit", b"\x00" * 2000)
 
 
 def test_arrays_are_packed_small() -> None:

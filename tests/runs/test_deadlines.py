@@ -11,7 +11,7 @@ import pytest
 from ludic.envs import SingleAgentEnv
 from ludic.errors import RolloutError
 from ludic.registry import ENVS
-from ludic.runs.evaluation import evaluate_policy
+from ludic.runs.episodes import evaluate_policy
 from ludic.runs.players.teacher import write_lessons
 from ludic.runs.playing import generate_file
 from ludic.runs.run import Run

@@ -11,7 +11,6 @@ from ludic.rollouts import RolloutEngine
 from ludic.runs.episodes import inference_spec
 from ludic.runs.model import trainer_config
 from ludic.runs.settings import (
-    InferenceSection,
     SamplingSection,
     TrainingSection,
     parse_run,
@@ -44,7 +43,7 @@ def test_the_engines_have_the_runs_defaults() -> None:
     for name in ("step_timeout_s", "episode_timeout_s", "lost_member"):
         assert getattr(RUN.training, name) == engine[name].default
     client = inspect.signature(LocalChatClient).parameters
-    assert InferenceSection().slots == client["max_slots"].default
+    assert RUN.slots == client["max_slots"].default
     for name in ("max_context_tokens", "deterministic"):
         assert getattr(RUN.inference, name) == client[name].default
     plain = SamplingConfig(max_tokens=SamplingSection().max_tokens)

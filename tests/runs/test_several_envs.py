@@ -9,8 +9,7 @@ from rich.console import Console
 
 from ludic.eval import EpisodeResult, EvalReport, report_table
 from ludic.rollouts import FixedMix, Stage, Stages
-from ludic.runs.episodes import requests_of
-from ludic.runs.evaluation import eval_plan
+from ludic.runs.episodes import eval_plan, requests_of
 from ludic.runs.results.report import RunReport
 from ludic.runs.results.summary import summary_of
 from ludic.runs.settings import parse_run

@@ -60,7 +60,7 @@ def _check_output(path: Path) -> None:
 def _compare(a: Path, b: Path) -> None:
     from ludic.eval import report_table
     from ludic.eval.report import leading_tests
-    from ludic.runs.evaluation import read_report
+    from ludic.runs.episodes import read_report
     from ludic.runs.results.terminal import console, say
 
     reports = [read_report(a), read_report(b)]
@@ -84,21 +84,16 @@ def play(
     seed: Annotated[int, typer.Option(help="The episode's seed.")] = 0,
 ) -> None:
     """Play an environment yourself, or watch a model play it."""
-    from rich.text import Text
-
     from ludic.envs import build_env
     from ludic.envs.running.play import play_by_hand
     from ludic.runs.locate import locate
     from ludic.runs.playing import env_to_play, watch_model
-    from ludic.runs.results.terminal import episode_text, say
+    from ludic.runs.results.terminal import show_episode
 
     spec = env_to_play(env, settings or [])
     if model is None:
         raise SystemExit(play_by_hand(build_env(spec), seed=seed))
-    rollouts = asyncio.run(watch_model(spec, *locate(model), seed=seed))
-    for rollout in rollouts:
-        say(Text(str(rollout.agent_id), "bold") if len(rollouts) > 1 else "")
-        say(episode_text(rollout))
+    show_episode(asyncio.run(watch_model(spec, *locate(model), seed=seed)))
 
 
 def generate(

@@ -5,11 +5,11 @@ from ludic.eval.evaluator import RolloutEvaluator as RolloutEvaluator
 from ludic.eval.evaluator import episodes_bar as episodes_bar
 from ludic.eval.evaluator import eval_requests as eval_requests
 from ludic.eval.evaluator import run_eval as run_eval
-from ludic.eval.headline import Headline as Headline
-from ludic.eval.headline import headline_of as headline_of
 from ludic.eval.report import EpisodeResult as EpisodeResult
 from ludic.eval.report import EvalReport as EvalReport
+from ludic.eval.report import Headline as Headline
 from ludic.eval.report import compare as compare
+from ludic.eval.report import headline_of as headline_of
 from ludic.eval.report import report_table as report_table
 from ludic.eval.report import reward_above as reward_above
 from ludic.eval.statistics import Estimate as Estimate

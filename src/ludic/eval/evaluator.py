@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import structs
 
-from ludic.eval.headline import headline_of
-from ludic.eval.report import EpisodeResult, EvalReport, Success
+from ludic.eval.report import EpisodeResult, EvalReport, Success, headline_of
 from ludic.rollouts import RolloutEngine, RolloutRequest
 from ludic.rollouts.progress import Progress, ProgressCallback
 from ludic.seeding import derive_seed

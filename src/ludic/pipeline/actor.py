@@ -327,10 +327,7 @@ class Actor:
             held = list(self._held)
         seen = self._seen
         facts = {
-            "groups": self.report.groups,
-            "episodes": self.report.episodes,
-            "tokens": self.report.tokens,
-            "bytes": self.report.bytes,
+            **{k: getattr(self.report, k) for k in ("groups", "episodes", "tokens", "bytes")},
             "busy": len(held),
             "version": seen[-1].version if seen else None,
             "waits": "for room" if self._full else "",

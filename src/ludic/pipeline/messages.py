@@ -31,15 +31,9 @@ from ludic.types import AgentStep, Rollout, TokenTrace, VersionSpan, from_json, 
 SCHEMA = 1
 """The version of the messages' layout; a message of a newer one is refused."""
 
+MAX_MESSAGE_BYTES, MAX_BODY_BYTES = 64 * 2**20, 256 * 2**20
+"""The largest message, as it travels and after decompression."""
 _NOT_MSGPACK = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError)
-
-
-@dataclass(frozen=True, slots=True)
-class SizeLimits:
-    """The largest message, as it travels and after decompression."""
-
-    packed_bytes: int = 64 * 2**20
-    body_bytes: int = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,34 +223,32 @@ def _listed(array: _Array) -> list[Any]:
     return values
 
 
-def pack(kind: str, body: Any, limits: SizeLimits | None = None) -> bytes:
+def pack(kind: str, body: Any) -> bytes:
     """Returns `body` as one message."""
-    limits = limits or SizeLimits()
     plain = msgspec.msgpack.encode(body)
-    if len(plain) > limits.body_bytes:
+    if len(plain) > MAX_BODY_BYTES:
         raise SerializationError(
-            f"a {kind} of {len(plain):,} bytes is over the limit of {limits.body_bytes:,}"
+            f"a {kind} of {len(plain):,} bytes is over the limit of {MAX_BODY_BYTES:,}"
         )
     packed = zstandard.ZstdCompressor(level=3, write_content_size=True).compress(plain)
     envelope = _Envelope(SCHEMA, kind, len(plain), _checksum(kind, packed), packed)
     message = msgspec.msgpack.encode(envelope)
-    if len(message) > limits.packed_bytes:
+    if len(message) > MAX_MESSAGE_BYTES:
         raise SerializationError(
-            f"a {kind} of {len(message):,} bytes is over the limit of {limits.packed_bytes:,}"
+            f"a {kind} of {len(message):,} bytes is over the limit of {MAX_MESSAGE_BYTES:,}"
         )
     return message
 
 
-def unpack(kind: str, message: bytes, limits: SizeLimits | None = None, cls: Any = Any) -> Any:
+def unpack(kind: str, message: bytes, cls: Any = Any) -> Any:
     """Returns the body of a message of this kind, which must be of type `cls`.
 
     Raises `SchemaVersionError` for a newer schema, and `SerializationError` for whatever is
     damaged, too large, or of another kind.
     """
-    limits = limits or SizeLimits()
-    if len(message) > limits.packed_bytes:
+    if len(message) > MAX_MESSAGE_BYTES:
         raise SerializationError(
-            f"a message of {len(message):,} bytes is over the limit of {limits.packed_bytes:,}"
+            f"a message of {len(message):,} bytes is over the limit of {MAX_MESSAGE_BYTES:,}"
         )
     envelope = _opened(message)
     if envelope.kind != kind:
@@ -266,7 +258,7 @@ def unpack(kind: str, message: bytes, limits: SizeLimits | None = None, cls: Any
     if _checksum(kind, envelope.body) != envelope.checksum or envelope.schema < 1:
         raise SerializationError(f"a {kind} is damaged: its checksum does not fit")
     try:
-        return msgspec.msgpack.decode(_decompressed(envelope, limits), type=cls)
+        return msgspec.msgpack.decode(_decompressed(envelope), type=cls)
     except _NOT_MSGPACK as exc:
         raise SerializationError(f"the body is not that of a {kind}: {exc}") from exc
 
@@ -284,10 +276,10 @@ def _opened(message: bytes) -> _Envelope:
         raise SerializationError(f"not a message of a pipeline: {exc}") from exc
 
 
-def _decompressed(envelope: _Envelope, limits: SizeLimits) -> bytes:
-    if not 0 <= envelope.size <= limits.body_bytes:
+def _decompressed(envelope: _Envelope) -> bytes:
+    if not 0 <= envelope.size <= MAX_BODY_BYTES:
         raise SerializationError(
-            f"a body of {envelope.size:,} bytes is over the limit of {limits.body_bytes:,}"
+            f"a body of {envelope.size:,} bytes is over the limit of {MAX_BODY_BYTES:,}"
         )
     try:
         # The frame says its size itself, and zstandard goes by that before any limit it is given.

@@ -232,12 +232,12 @@ class _Checkup:
 
 def _prompts(tokenizer: Any, count: int) -> tuple[tuple[int, ...], ...]:
     """Texts of different kinds and lengths, so that requests in one batch differ."""
-    found = []
+    prompts = []
     for index in range(count):
         text = _TEXTS[index % len(_TEXTS)]
         ids = tokenizer.encode(f"{index}. " * (index // len(_TEXTS)) + text)
-        found.append(tuple(int(i) for i in ids))
-    return tuple(found)
+        prompts.append(tuple(int(i) for i in ids))
+    return tuple(prompts)
 
 
 def _item(trace: Any, temperature: float) -> SAWItem:

@@ -21,7 +21,7 @@ from ludic.runs.episodes import import_user_modules
 from ludic.runs.interruption import blocking
 from ludic.runs.locate import locate
 from ludic.runs.playing import evaluate_model, watch_model
-from ludic.runs.results.terminal import episode_text, say
+from ludic.runs.results.terminal import show_episode
 from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.from_python import Tables, given_again, read_arguments, script_folder
@@ -97,26 +97,20 @@ def play(env: Any, *, model: Any = None, seed: int = 0, **settings: Any) -> list
     tables = Tables({"env": env})
     section = tables.data["env"][0]
     spec = EnvSpec(section["kind"], section.get("kwargs") or {})
-    objects = dict(tables.objects)
-    with bind_objects(objects):
+    with bind_objects(tables.objects):
         if model is None:
             play_by_hand(build_env(spec), seed=seed)
             return []
         if isinstance(model, Run):
-            config, weights = model.config, _weights(model)
-            objects |= model.objects
+            config, weights, given = model.config, _weights(model), model.objects
         elif isinstance(model, str | Path) and (Path(model) / "run.json").is_file():
             config, weights, given, _ = _subject(model, {**settings, "env": env})
-            objects |= given
         else:
             config, given = read_arguments({**settings, "env": env, "model": model})
             weights = None
-            objects |= given
-    with bind_objects(objects):
+    with bind_objects({**tables.objects, **given}):
         rollouts = blocking(lambda: watch_model(spec, config, weights, seed=seed))
-    for rollout in rollouts:
-        say(str(rollout.agent_id) if len(rollouts) > 1 else "")
-        say(episode_text(rollout))
+    show_episode(rollouts)
     return rollouts
 
 

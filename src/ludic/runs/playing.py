@@ -14,13 +14,18 @@ from msgspec import structs
 
 from ludic.errors import ConfigError, RolloutError, UnknownNameError
 from ludic.eval import EvalReport
-from ludic.eval.headline import USUAL
+from ludic.eval.report import USUAL
 from ludic.interaction import Runtime
 from ludic.rollouts import FixedMix, RolloutWriter, read_rollouts, replay
 from ludic.rollouts.storage import write_rollouts
 from ludic.runs.check_episodes import check_programs
-from ludic.runs.episodes import inference_spec, make_importable, requests_of, rollout_engine
-from ludic.runs.evaluation import evaluate_policy
+from ludic.runs.episodes import (
+    evaluate_policy,
+    inference_spec,
+    make_importable,
+    requests_of,
+    rollout_engine,
+)
 from ludic.runs.locate import locate
 from ludic.runs.results.terminal import episodes_bar
 from ludic.runs.run import Run

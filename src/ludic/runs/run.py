@@ -24,8 +24,13 @@ from ludic.plumbing.given import bind_objects
 from ludic.plumbing.precision import float32_products
 from ludic.rollouts.processes import WorkerPool
 from ludic.runs.check import check_parts
-from ludic.runs.episodes import import_user_modules, inference_spec, rollout_engine, runtime_of
-from ludic.runs.evaluation import evaluate_policy
+from ludic.runs.episodes import (
+    evaluate_policy,
+    import_user_modules,
+    inference_spec,
+    rollout_engine,
+    runtime_of,
+)
 from ludic.runs.interruption import blocking
 from ludic.runs.locate import check_given
 from ludic.runs.model import (
@@ -380,7 +385,7 @@ class Run:
             elif hasattr(self.client, "__aenter__"):
                 local: Any = self.client
                 await stack.enter_async_context(local)
-            await stack.enter_async_context(self.players)
+            await stack.enter_async_context(self.players.opened())
             self.parts.frozen = "the run has begun"
             yield
 

@@ -14,7 +14,7 @@ from ludic.errors import ConfigError, RolloutError
 from ludic.eval import EvalReport
 from ludic.plumbing.precision import float32_products
 from ludic.rollouts.token_log import open_token_log
-from ludic.runs.evaluation import evaluate_policy
+from ludic.runs.episodes import evaluate_policy
 from ludic.runs.interruption import interruptible
 from ludic.runs.locate import how_to_resume
 from ludic.runs.model import precision_of, sft_algorithm
@@ -166,7 +166,7 @@ class Stages:
             if run.workers is not None:
                 await stack.enter_async_context(run.workers)
             await stack.enter_async_context(run.opened(self.folder.path))
-            await stack.enter_async_context(run.scoring)
+            await stack.enter_async_context(run.scoring.opened())
             yield
 
     async def _all(self) -> None:

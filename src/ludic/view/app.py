@@ -53,7 +53,6 @@ class View:
         self.folders = Folders(list(roots))
         self.indexes, self.curves = Indexes(), CurveStore()
         self.tokenizers = TokenizerStore()
-        self._facets: dict[Path, tuple[int, dict[str, Any]]] = {}
 
     def runs(self, _: Request) -> Any:
         """All runs, and in which settings they differ."""
@@ -144,13 +143,8 @@ class View:
 
     def facets(self, request: Request) -> Any:
         """What the table can be filtered by."""
-        run = self._run(request)
-        with self.indexes.of(run).reading() as db:
-            rows = db.execute("SELECT coalesce(sum(rows), 0) FROM files").fetchone()[0]
-            cached = self._facets.get(run.path)
-            if cached is None or cached[0] != rows:
-                cached = self._facets[run.path] = (rows, queries.facets(db))
-        return cached[1]
+        with self.indexes.of(self._run(request)).reading() as db:
+            return queries.facets(db)
 
     def histogram(self, request: Request) -> Any:
         """Rewards over updates."""

@@ -30,7 +30,6 @@ class _Curves:
     path: Path
     offset: int = 0
     inode: int = -1
-    lines: int = 0
     bad: int = 0
     cut: bool = False
     """Whether the last line has no end, as while it is being written."""
@@ -44,7 +43,7 @@ class _Curves:
         except OSError:
             return
         if now.st_ino != self.inode or now.st_size < self.offset:
-            self.offset, self.inode, self.lines, self.bad = 0, now.st_ino, 0, 0
+            self.offset, self.inode, self.bad = 0, now.st_ino, 0
             self.points, self.last, self.cut = {}, {}, False
         if now.st_size == self.offset:
             self.cut = False
@@ -70,7 +69,6 @@ class _Curves:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             self.bad += 1
             return
-        self.lines += 1
         for key, value in row.items():
             if key == "step" or not isinstance(value, (int, float)) or not math.isfinite(value):
                 continue
@@ -87,20 +85,18 @@ class CurveStore:
         self._lock = threading.Lock()
         self._files: OrderedDict[Path, _Curves] = OrderedDict()
 
-    def keys(self, run: RunPlace) -> dict[str, float]:
-        """The names of a run's metrics, with their last values."""
+    def keys(self, run: RunPlace) -> list[str]:
+        """The names of a run's metrics, sorted."""
         with self._lock:
-            stages = {prefix: self._of(run, prefix).last for prefix in STAGES}
-            return {p + key: value for p, last in stages.items() for key, value in last.items()}
+            return sorted(p + key for p in STAGES for key in self._of(run, p).last)
 
     def progress(self, run: RunPlace) -> dict[str, Any]:
-        """How many lines there are, how many could not be read, whether the last one is cut, and
-        how many steps have no line."""
+        """How many lines could not be read, whether the last one is cut, how many steps have no
+        line, and each metric's last value."""
         with self._lock:
             curves = self._of(run, "")
             steps = curves.points.get("train/step", (array("d"), array("d")))[1]
             return {
-                "lines": curves.lines,
                 "bad": curves.bad,
                 "cut": curves.cut,
                 "gaps": int(max(steps) - min(steps)) + 1 - len(set(steps)) if steps else 0,

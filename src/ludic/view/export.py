@@ -7,29 +7,11 @@ import math
 import unicodedata
 from collections.abc import Iterator, Mapping
 from html import escape
+from pathlib import Path
+from string import Template
 from typing import Any
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1f2328; --quiet: #667; --line: #d8dade; --page: #fff;
-  --soft: #f5f6f8; --good: #0a7f4f; --bad: #b3402a; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e6ea; --quiet: #99a; --line: #353a42;
-  --page: #15181c; --soft: #1d2127; --good: #5cc796; --bad: #ec8a70; } }
-body { font: 15px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--page);
-  max-width: 56rem; margin: 2.5rem auto; padding: 0 1.2rem; }
-h1 { font-size: 1.3rem; overflow-wrap: anywhere; } h2 { font-size: 1rem; margin: 2rem 0 .5rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; }
-dt { color: var(--quiet); } dd { margin: 0; overflow-wrap: anywhere; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font: 13px/1.6 ui-monospace,
-  monospace; unicode-bidi: plaintext; }
-article { border: 1px solid var(--line); border-radius: 8px; padding: .7rem .9rem; margin: .6rem 0;
-  background: var(--soft); }
-article.assistant { background: var(--page); border-left: 3px solid #5a78c8; }
-header { color: var(--quiet); font-size: .8rem; margin-bottom: .3rem; }
-.note { color: var(--quiet); font-size: .85rem; }
-.good { color: var(--good); } .bad { color: var(--bad); }
-.tokens span { border-radius: 3px; padding: 1px 0; }
-.ctl { color: var(--bad); font-size: .85em; }
-"""
+_PAGE = Template(Path(__file__).with_name("rollout.html").read_text(encoding="utf-8"))
 
 
 def rollout_html(page: Mapping[str, Any], run: str) -> str:
@@ -49,18 +31,11 @@ def rollout_html(page: Mapping[str, Any], run: str) -> str:
     listed = "".join(
         f"<dt>{escape(k)}</dt><dd>{visible(str(v))}</dd>" for k, v in facts.items() if v
     )
-    title = visible(page["id"])
-    body = "\n".join(_steps(page))
-    return (
-        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
-        '<meta http-equiv="content-security-policy" content="default-src \'none\'; '
-        "style-src 'unsafe-inline'\">"
-        '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{escape(page['id'])}</title><style>{_STYLE}</style></head>\n"
-        f"<body><h1>{title}</h1><dl>{listed}</dl>\n{body}\n"
-        "<p class=note>Tokens are coloured by the weight they were trained with, green for more "
-        "of it and red for less; hover for ids and log-probs. Written by <code>ludic view</code>."
-        "</p></body></html>\n"
+    return _PAGE.substitute(
+        title=escape(page["id"]),
+        heading=visible(page["id"]),
+        facts=listed,
+        steps="\n".join(_steps(page)),
     )
 
 
@@ -106,7 +81,7 @@ def _tokens(step: Mapping[str, Any], page: Mapping[str, Any]) -> str:
         return ""
     weights = tokens.get("weights")
     top = max((abs(w) for w in weights or () if math.isfinite(w)), default=0.0) or 1.0
-    found = []
+    spans = []
     for place, number_ in enumerate(tokens["completion"]):
         title = f"id {number_}"
         style = ""
@@ -117,8 +92,8 @@ def _tokens(step: Mapping[str, Any], page: Mapping[str, Any]) -> str:
             hue = "150 70% 40%" if weights[place] > 0 else "12 80% 50%"
             style = f' style="background:hsl({hue} / {share:.0f}%)"'
             title += f", weight {number(weights[place])}"
-        found.append(f'<span title="{escape(title)}"{style}>{visible(texts[number_])}</span>')
-    return f"<pre class=tokens>{''.join(found)}</pre>"
+        spans.append(f'<span title="{escape(title)}"{style}>{visible(texts[number_])}</span>')
+    return f"<pre class=tokens>{''.join(spans)}</pre>"
 
 
 def _environment(step: Mapping[str, Any]) -> str:
@@ -156,13 +131,13 @@ def number(value: float | None) -> str:
 def visible(text: str) -> str:
     """Text as HTML in which nothing acts: markup is escaped, and characters that are not seen or
     turn others around are named."""
-    found = []
+    shown = []
     for char in text:
         kind = unicodedata.category(char)
         if char in "\n\t" or kind not in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"):
-            found.append(char if char not in "&<>\"'" else escape(char))
+            shown.append(char if char not in "&<>\"'" else escape(char))
         elif ord(char) < 0xA0:
-            found.append(f'<span class="ctl">\\x{ord(char):02x}</span>')
+            shown.append(f'<span class="ctl">\\x{ord(char):02x}</span>')
         else:
-            found.append(f'<span class="ctl">[U+{ord(char):04X}]</span>')
-    return "".join(found)
+            shown.append(f'<span class="ctl">[U+{ord(char):04X}]</span>')
+    return "".join(shown)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 
 from ludic.plumbing.text import clean_text
 from ludic.rollouts.lines import Block, Damage, whole_blocks
@@ -31,25 +32,9 @@ _ROWS_PER_COMMIT = 2000
 _WAIT_S = 20.0
 _MOST_NOTES = 200
 
-_TABLES = f"""
-CREATE TABLE files (
-    id INTEGER PRIMARY KEY, name TEXT UNIQUE, kind TEXT, inode INTEGER, size INTEGER, tail BLOB,
-    rows INTEGER DEFAULT 0);
-CREATE TABLE blocks (id INTEGER PRIMARY KEY, file INTEGER, start INTEGER, length INTEGER);
-CREATE TABLE notes (file TEXT, start INTEGER, what TEXT);
-CREATE TABLE rollouts (
-    n INTEGER PRIMARY KEY, block INTEGER, line INTEGER, source TEXT, {", ".join(COLUMNS)});
-CREATE INDEX rollouts_id ON rollouts (id);
-CREATE INDEX rollouts_grp ON rollouts (grp);
-CREATE INDEX rollouts_episode ON rollouts (episode);
-CREATE INDEX rollouts_parent ON rollouts (parent) WHERE parent != '';
-CREATE INDEX rollouts_rewards ON rollouts (upd, reward, source);
-CREATE TABLE facets (name TEXT, value TEXT, count INTEGER, PRIMARY KEY (name, value));
-CREATE TABLE trained (
-    rollout TEXT, upd INTEGER, weight REAL, tokens INTEGER, block INTEGER, line INTEGER);
-CREATE INDEX trained_rollout ON trained (rollout);
-CREATE VIRTUAL TABLE words USING fts5 (text, content='', columnsize=0);
-"""
+_TABLES = Template(Path(__file__).with_name("tables.sql").read_text(encoding="utf-8")).substitute(
+    columns=", ".join(COLUMNS)
+)
 _INSERT = (
     f"INSERT INTO rollouts (n, block, line, source, {', '.join(COLUMNS)}) "
     f"VALUES (?, ?, ?, ?, {', '.join('?' * len(COLUMNS))})"

@@ -60,7 +60,7 @@ def details(run: RunPlace, curves: CurveStore) -> dict[str, Any]:
     """What the page of one run shows beside its rollouts."""
     problems: list[str] = []
     return card(run, curves) | {
-        "keys": sorted(curves.keys(run)),
+        "keys": curves.keys(run),
         "config": _read(run, "run.json", problems),
         "origin": _read(run, "origin.json", problems),
         "summary": _read(run, "summary.json", problems),

@@ -10,13 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ludic.view.folders import QueryError
+from ludic.view.rows import COLUMNS
 
 MOST_ROWS = 200
-_SHOWN = (
-    *("n", "id", "episode", "agent", "grp", "task", "parent", "env", "source", "upd", "reward"),
-    *("turns", "tokens", "terminated", "truncated", "truncation", "error", "outcome"),
-    *("components", "parse_failures", "forks", "cut", "tools", "said"),
-)
+_SHOWN = ("n", "source", *COLUMNS)
 _SORTS = {
     *("n", "id", "agent", "grp", "task", "env", "upd", "reward", "turns", "tokens"),
     *("truncation", "error", "outcome", "parse_failures", "forks", "cut", "tools", "weight"),
@@ -114,7 +111,7 @@ def with_weights(db: sqlite3.Connection, rows: list[sqlite3.Row]) -> list[dict[s
     """The rows as JSON, each with what the trainer made of it."""
     shown_rows = []
     for row in rows:
-        shown = {k: row[k] for k in row.keys() if k not in ("block", "line")}  # noqa: SIM118
+        shown = dict(row)
         shown["components"] = json.loads(row["components"]) if row["components"] else {}
         weight, count, updates = db.execute(
             "SELECT avg(weight), count(*), max(upd) FROM trained WHERE rollout = ?", (row["id"],)
@@ -184,6 +181,16 @@ def neighbours(
     db: sqlite3.Connection, identity: str, filters: Filters, *, sort: str, descending: bool
 ) -> dict[str, Any]:
     """The rollouts before and after this one, in the order of the table."""
+    db.execute("BEGIN")  # all that is asked here is about one moment
+    try:
+        return _neighbours(db, identity, filters, sort, descending)
+    finally:
+        db.rollback()
+
+
+def _neighbours(
+    db: sqlite3.Connection, identity: str, filters: Filters, sort: str, descending: bool
+) -> dict[str, Any]:
     test, values = where(filters)
     key, way = _key(sort), ("<", ">")[descending]
     here = db.execute(
@@ -200,26 +207,17 @@ def neighbours(
     else:
         before = f"({key} {way} ? OR ({key} = ? AND n {way} ?))"
         arguments = [value, value, n]
-    after = f"NOT coalesce({before}, 0) AND n != ?"
-    previous = db.execute(
-        f"SELECT id FROM rollouts WHERE {test} AND {before} "
-        f"ORDER BY {_order(sort, not descending, nulls_first=True)} LIMIT 1",
-        (*values, *arguments),
-    ).fetchone()
-    following = db.execute(
-        f"SELECT id FROM rollouts WHERE {test} AND {after if key != 'n' else _other(before)} "
-        f"ORDER BY {_order(sort, descending)} LIMIT 1",
-        (*values, *arguments, *([n] if key != "n" else [])),
-    ).fetchone()
-    place = db.execute(
+    earlier = db.execute(
         f"SELECT count(*) FROM rollouts WHERE {test} AND {before}", (*values, *arguments)
     ).fetchone()[0]
-    return {
-        "place": place + 1,
-        "previous": previous[0] if previous else None,
-        "following": following[0] if following else None,
-        "total": _count(db, filters, test, values),
-    }
+    rows = db.execute(
+        f"SELECT id FROM rollouts WHERE {test} ORDER BY {_order(sort, descending)} "
+        "LIMIT 3 OFFSET ?",
+        (*values, max(earlier - 1, 0)),
+    ).fetchall()
+    ids = [None] * (earlier == 0) + [row["id"] for row in rows] + [None]
+    total = _count(db, filters, test, values)
+    return {"place": earlier + 1, "previous": ids[0], "following": ids[2], "total": total}
 
 
 def members(db: sqlite3.Connection, column: str, value: str, most: int = 64) -> list[Any]:
@@ -244,10 +242,6 @@ def _count(db: sqlite3.Connection, filters: Filters, test: str, values: list[Any
     return int(db.execute(f"SELECT count(*) FROM rollouts WHERE {test}", values).fetchone()[0])
 
 
-def _other(test: str) -> str:
-    return test.replace("<", "\0").replace(">", "<").replace("\0", ">")
-
-
 def _key(sort: str) -> str:
     if sort.startswith("component:"):
         return _component(sort)
@@ -256,11 +250,11 @@ def _key(sort: str) -> str:
     return _WEIGHT if sort == "weight" else sort
 
 
-def _order(sort: str, descending: bool, *, nulls_first: bool = False) -> str:
+def _order(sort: str, descending: bool) -> str:
     key, way = _key(sort), "DESC" if descending else "ASC"
     if key == "n":
         return f"n {way}"
-    return f"{key} IS {'NOT ' if nulls_first else ''}NULL, {key} {way}, n {way}"
+    return f"{key} IS NULL, {key} {way}, n {way}"
 
 
 def _component(name: str) -> str:

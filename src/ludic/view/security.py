@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import urlencode, urlsplit
 
 try:
-    from starlette.datastructures import Headers, MutableHeaders
+    from starlette.datastructures import MutableHeaders
+    from starlette.requests import HTTPConnection
     from starlette.responses import PlainTextResponse, RedirectResponse, Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 except ImportError as exc:
@@ -65,7 +65,8 @@ class Guard:
 
     def _answer(self, scope: Scope) -> Response | None:
         """What is said instead of an answer; None where the request is fine."""
-        headers = Headers(scope=scope)
+        asked = HTTPConnection(scope)
+        headers = asked.headers
         host = headers.get("host", "")
         name, port = _authority(host)
         if name not in self.hosts:
@@ -78,7 +79,7 @@ class Guard:
             return _refused("a page of another site asked")
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("only reading is possible here", 405)
-        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        query = asked.query_params.multi_items()
         given = [value for name, value in query if name == "token"]
         if given:
             if not self._fits(given[0]):
@@ -91,7 +92,7 @@ class Guard:
                 _cookie_of(port), self.token, httponly=True, samesite="lax", path="/"
             )
             return response
-        if not self._fits(_cookies(headers).get(_cookie_of(port), "")):
+        if not self._fits(asked.cookies.get(_cookie_of(port), "")):
             return _refused(
                 "the token is missing: open the address that `ludic view` printed, with its token"
             )
@@ -126,11 +127,3 @@ def _netloc(origin: str) -> str:
         return urlsplit(origin).netloc.lower()
     except ValueError:
         return ""
-
-
-def _cookies(headers: Headers) -> dict[str, str]:
-    try:
-        jar = SimpleCookie(headers.get("cookie", ""))
-    except CookieError:
-        return {}
-    return {name: morsel.value for name, morsel in jar.items()}

@@ -110,7 +110,7 @@ async def _opened(
             from ludic.runs.players.models import OtherPlayers
 
             players = OtherPlayers(config, ours, inference_spec(config, trained_on=False))
-            await stack.enter_async_context(players)
+            await stack.enter_async_context(players.opened())
             others = dict(players.runtimes)
         yield runtime_of(config, client, ours, others), None
 

@@ -13,6 +13,11 @@ SILENT_S = 60.0
 """After this long without a heartbeat an actor counts as gone."""
 
 
+_SAME = ("attempt", "bytes", "max_bytes", "sent_bytes", "taken_over", "doubles")
+_COUNTS = {"total_groups": "finished", "total_tokens": "tokens", **{name: name for name in _SAME}}
+"""The counts of a status, by their names on the server."""
+
+
 @dataclass(frozen=True, slots=True)
 class ActorStatus:
     """One actor; ages are by the server's clock."""
@@ -92,18 +97,11 @@ def read_status(store: Store) -> PipelineStatus:
         actors=tuple(actors),
         trainer=trainer,
         trainer_alive=facts["lease_ms"] > 0,
-        attempt=int(meta.get("attempt", 0)),
         version=policy.get("version"),
         waiting=max(facts["requests"] - facts["leased"], 0),
         leased=facts["leased"],
         finished=facts["groups"],
-        bytes=int(meta.get("bytes", 0)),
-        max_bytes=int(meta.get("max_bytes", 0)),
-        total_groups=int(meta.get("finished", 0)),
-        total_tokens=int(meta.get("tokens", 0)),
-        sent_bytes=int(meta.get("sent_bytes", 0)),
-        taken_over=int(meta.get("taken_over", 0)),
-        doubles=int(meta.get("doubles", 0)),
+        **{name: int(meta.get(key, 0)) for name, key in _COUNTS.items()},
         oldest_s=(now - oldest) / 1000,
         trained=int(trainer.get("trained", kept.get("trained", 0))),
         dropped=trainer.get("dropped", kept.get("dropped", {})),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from msgspec.structs import replace
 from torch import nn
@@ -93,14 +93,15 @@ def client_of(section: OtherModelSection, where: str) -> VLLMChatClient:
     )
 
 
-def served_name(section: OtherModelSection, client: VLLMChatClient) -> str:
-    """Returns what a connected server calls its model."""
-    facts = client.replicas[0].facts
-    return section.served_name or (facts.models[0] if facts is not None else "")
+async def connect(client: VLLMChatClient, tokenizer: Any) -> None:
+    """Connects to a vLLM server; without a name for its model, the first that it has is meant."""
+    await client.connect(tokenizer=tokenizer)
+    if client.model is None and (facts := client.replicas[0].facts) is not None:
+        client.model = facts.models[0]
 
 
 class OtherPlayers:
-    """A run's other players by name, for `Runtime.others`. Entered, they can be asked."""
+    """A run's other players by name, for `Runtime.others`. While `opened`, they can be asked."""
 
     def __init__(self, config: RunConfig, tokenizer: Any, inference: InferenceSpec) -> None:
         self._clients: list[tuple[Any, Any]] = []
@@ -140,22 +141,15 @@ class OtherPlayers:
             prompts="text",
         )
 
-    async def __aenter__(self) -> Self:
-        self._stack = AsyncExitStack()
-        try:
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """Connects to the servers, and closes every client at the end."""
+        async with AsyncExitStack() as stack:
             for client, tokenizer in self._clients:
-                await self._stack.enter_async_context(client)
+                await stack.enter_async_context(client)
                 if isinstance(client, VLLMChatClient):
-                    await client.connect(tokenizer=tokenizer)
-                    if client.model is None and (facts := client.replicas[0].facts) is not None:
-                        client.model = facts.models[0]
-        except BaseException:
-            await self._stack.aclose()
-            raise
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._stack.aclose()
+                    await connect(client, tokenizer)
+            yield
 
 
 def sampling_of(player: PlayerSection, inference: InferenceSpec) -> InferenceSpec:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError
+from ludic.inference import VLLMChatClient
 from ludic.plumbing.files import replacing
 from ludic.plumbing.precision import Precision
 from ludic.registry import ALGORITHMS
@@ -23,8 +25,8 @@ from ludic.runs.players.models import (
     check_other,
     check_vocabulary,
     client_of,
+    connect,
     load_other,
-    served_name,
 )
 from ludic.runs.settings import OtherModelSection, RunConfig, TeacherSection
 from ludic.saw.items import SAWItem
@@ -46,7 +48,7 @@ from ludic.training.types import parts_of
 
 
 class Scoring:
-    """A run's scorers. Entered, their servers are connected; before, they cannot score."""
+    """A run's scorers. While `opened`, their servers are connected; before, they cannot score."""
 
     def __init__(
         self,
@@ -59,7 +61,7 @@ class Scoring:
     ) -> None:
         self._config, self._tokenizer, self._sharded = config, tokenizer, sharded
         self._start: StartScores | None = None
-        self._servers: list[_ServerScores] = []
+        self._servers: list[VLLMChatClient] = []
         self.scorers: list[BatchScorer] = []
         if not config.training.steps:
             return
@@ -80,9 +82,9 @@ class Scoring:
 
     def _of(self, section: OtherModelSection, where: str) -> TokenScores:
         if section.server is not None:
-            made = _ServerScores(section, where)
-            self._servers.append(made)
-            return made
+            client = client_of(section, where)
+            self._servers.append(client)
+            return _ServerScores(client)
         model, tokenizer = load_other(self._config, section, where)
         check_vocabulary(self._tokenizer, tokenizer, where)
         return LocalScores(model, precision=precision_of(self._config))
@@ -104,18 +106,14 @@ class Scoring:
         if self._start is not None:
             self._start.take()
 
-    async def __aenter__(self) -> Self:
-        self._stack = AsyncExitStack()
-        try:
-            for server in self._servers:
-                await server.connect(self._tokenizer, self._stack)
-        except BaseException:
-            await self._stack.aclose()
-            raise
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._stack.aclose()
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """Connects to the servers, and closes their clients at the end."""
+        async with AsyncExitStack() as stack:
+            for client in self._servers:
+                await stack.enter_async_context(client)
+                await connect(client, self._tokenizer)
+            yield
 
 
 class StartScores:
@@ -155,19 +153,14 @@ class StartScores:
         self._taken = True
 
 
+@dataclass(frozen=True, slots=True)
 class _ServerScores:
     """Scores with a vLLM server, once it is connected."""
 
-    def __init__(self, section: OtherModelSection, where: str) -> None:
-        self._section, self._client = section, client_of(section, where)
-
-    async def connect(self, tokenizer: Any, stack: AsyncExitStack) -> None:
-        await stack.enter_async_context(self._client)
-        await self._client.connect(tokenizer=tokenizer)
+    client: VLLMChatClient
 
     async def logprobs(self, items: Sequence[SAWItem]) -> Scores:
-        name = served_name(self._section, self._client)
-        return await ClientScores(self._client, name).logprobs(items)
+        return await ClientScores(self.client, self.client.model or "").logprobs(items)
 
 
 def _router(teachers: Sequence[TeacherSection]) -> Any:

@@ -30,24 +30,15 @@ def push_run(
 ) -> Pushed:
     """Publishes the model of a run folder (`FOLDER`, `FOLDER:sft`, `FOLDER:step-40`), or a folder
     that holds a model or an adapter, as `revision` of `repo` on the hub."""
-    options: dict[str, Any] = {"merged": merged, "base_model": base_model}
-    with packed(str(run), repo, revision=revision, **options) as files:
+    with packed(str(run), repo, revision=revision, merged=merged, base_model=base_model) as files:
         message = f"Push of {Path(str(run)).name} by Ludic"
         return upload(files, repo, revision=revision, private=private, message=message)
 
 
-def write_push(
-    run: str | Path,
-    repo: str,
-    folder: str | Path,
-    *,
-    revision: str = "main",
-    merged: bool = False,
-    base_model: str | None = None,
-) -> list[str]:
-    """Writes what `push_run` would upload to a new folder, and returns the names of the files."""
-    options: dict[str, Any] = {"merged": merged, "base_model": base_model}
-    with packed(str(run), repo, revision=revision, **options) as files:
+def write_push(run: str | Path, repo: str, folder: str | Path, **options: Any) -> list[str]:
+    """Writes what `push_run` would upload, with these of `packed`'s options, to a new folder, and
+    returns the names of the files."""
+    with packed(str(run), repo, **options) as files:
         folder = Path(folder)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} exists already: name another with --out")

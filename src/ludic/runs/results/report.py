@@ -11,8 +11,7 @@ from ludic.errors import ConfigError
 from ludic.eval import EvalReport, headline_of
 from ludic.interaction import Runtime
 from ludic.plumbing.given import is_given
-from ludic.runs.episodes import requests_of
-from ludic.runs.evaluation import eval_engine, eval_plan
+from ludic.runs.episodes import eval_engine, eval_plan, requests_of
 from ludic.runs.results.summary import plot_png, read_curve, summary_of
 from ludic.runs.results.terminal import (
     PlainConsole,

@@ -158,6 +158,13 @@ def episode_text(rollout: Rollout) -> Text:
     return Text("\n").join(Text(line) if isinstance(line, str) else line for line in lines)
 
 
+def show_episode(rollouts: Sequence[Rollout]) -> None:
+    """Prints the rollouts of one episode, each under its agent's name if there are several."""
+    for rollout in rollouts:
+        say(Text(str(rollout.agent_id), "bold") if len(rollouts) > 1 else "")
+        say(episode_text(rollout))
+
+
 def _call_text(call: ToolCall) -> str:
     function = call["function"]
     arguments = (f"{name}={value!r}" for name, value in function["arguments"].items())

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, variance
 
 from ludic.eval import Estimate, EvalReport, compare, headline_of
-from ludic.eval.headline import USUAL
+from ludic.eval.report import USUAL
 from ludic.runs.settings import RunConfig
 
 WINDOW = 10
@@ -65,7 +65,7 @@ class LearningWatch:
             value = self._outcome_rate(metrics) if key == OUTCOME else metrics.get(key)
             if isinstance(value, (int, float)) and math.isfinite(value):
                 values.append(float(value))
-        found = self._found(WINDOW, self._enough(WINDOW))
+        found = self._signs(WINDOW)
         new = [sentence for sign, sentence in found.items() if sign not in self._said]
         self._said |= found.keys()
         return new
@@ -99,33 +99,28 @@ class LearningWatch:
         if updates < FEWEST:
             return {}
         window = min(WINDOW, updates // 2)
-        return self._found(window, self._enough(window))
+        return self._signs(window)
 
-    def _enough(self, window: int) -> set[str]:
-        return {key for key, values in self._values.items() if len(values) >= window}
-
-    def _found(self, window: int, keys: set[str]) -> dict[str, str]:
+    def _signs(self, window: int) -> dict[str, str]:
         """Returns a sentence for each sign in the last `window` updates, by the sign's metric."""
         sampling, training = self.config.inference.sampling, self.config.training
-        last = {key: self._values[key][-window:] for key in keys}
-        first = {
-            key: self._values[key][:window] for key in keys if len(self._values[key]) >= 2 * window
-        }
-        found: dict[str, str] = {}
+        last = {k: values[-window:] for k, values in self._values.items() if len(values) >= window}
+        first = {k: v[:window] for k, v in self._values.items() if len(v) >= 2 * window}
+        signs: dict[str, str] = {}
         change = _change(first.get(REWARD), last.get(REWARD), self.before)
         if change is not None and change[1] < 0:
-            found[REWARD] = (
+            signs[REWARD] = (
                 f"the reward of the training episodes fell to {fmean(last[REWARD]):+.2f}, from "
                 f"{change[0]:+.2f}: lower training.learning_rate (now {training.learning_rate:g})"
             )
         risen = change is not None and change[1] > 0
         if risen and (fell := _change(first.get(OUTCOME), last.get(OUTCOME))) and fell[1] < 0:
-            found[OUTCOME] = (
+            signs[OUTCOME] = (
                 f"the reward of the training episodes rises while {self._counts!r} fell to "
                 f"{fmean(last[OUTCOME]):.1%}, from {fell[0]:.1%}: {_REWARDED}"
             )
         if SAME in last and fmean(last[SAME]) > MOST and not risen:
-            found[SAME] = (
+            signs[SAME] = (
                 f"in {fmean(last[SAME]):.0%} of the groups every episode got the same reward, "
                 "which teaches nothing: the tasks are too easy or too hard for this policy; look "
                 "at env.kwargs, algorithm.kwargs.group_size and inference.sampling.temperature "
@@ -134,18 +129,18 @@ class LearningWatch:
         if ENTROPY in first and not risen:
             now, then = fmean(last[ENTROPY]), fmean(first[ENTROPY])
             if now < COLLAPSED * then:
-                found[ENTROPY] = (
+                signs[ENTROPY] = (
                     f"the entropy collapsed to {now:.3g} nats per token, from {then:.3g}, so there "
                     "is hardly anything left to explore: set algorithm.kwargs.entropy_coeff (to "
                     f"0.01, say), or lower training.learning_rate (now {training.learning_rate:g})"
                 )
         if CUT in last and fmean(last[CUT]) > MOST:
-            found[CUT] = (
+            signs[CUT] = (
                 f"{fmean(last[CUT]):.0%} of the completions were cut off: raise "
                 f"inference.sampling.max_tokens{_now(sampling.max_tokens)} or "
                 f"inference.max_context_tokens{_now(self.config.inference.max_context_tokens)}"
             )
-        return found
+        return signs
 
 
 def _change(
@@ -179,27 +174,22 @@ def fallen(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
     """Says for each stage whether its reward is lower than the stage before's, by a paired test
     on the same seeds. A cold start that turns silence into lost games, and some won, did not fail:
     where the leading figure rose, nothing is said."""
-    settings = {
-        "after_sft": "lower sft.learning_rate (now {}), or look at the teacher or the data",
-        "after_rl": "lower training.learning_rate (now {})",
-    }
-    rates = {
-        "after_sft": config.sft.learning_rate if config.sft else None,
-        "after_rl": config.training.learning_rate,
-    }
-    found = []
+    sentences = []
     for earlier, later in pairwise(reports):
+        advice = f"lower training.learning_rate (now {config.training.learning_rate:g})"
+        if later == "after_sft" and config.sft is not None:
+            advice = f"lower sft.learning_rate (now {config.sft.learning_rate:g}), or look at the "
+            advice += "teacher or the data"
         a, b = (_led(reports[stage], config) for stage in (earlier, later))
         tests, lead = compare(a, b), headline_of([a, b])
         test = tests["reward"]
         fell = test.difference.value < 0 and test.p_value < P_VALUE
         if fell and tests.get("success", tests[lead.key]).difference.value <= 0:
-            found.append(
+            sentences.append(
                 f"the held-out reward fell to {b.reward.value:+.2f} {_spoken(later)}, from "
-                f"{a.reward.value:+.2f} {_spoken(earlier)} (p = {test.p_value:.2g}): "
-                + settings[later].format(f"{rates[later]:g}")
+                f"{a.reward.value:+.2f} {_spoken(earlier)} (p = {test.p_value:.2g}): {advice}"
             )
-    return found
+    return sentences
 
 
 def hacked(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
@@ -208,7 +198,7 @@ def hacked(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
     lead = headline_of(reports.values(), config.eval.outcomes)
     if not lead.is_rate:
         return []
-    found = []
+    sentences = []
     named = (lead.outcome,) if lead.outcome else ()  # a pair may not have come to it at all
     for earlier, later in pairwise(reports):
         a, b = (replace(reports[stage], outcomes=named) for stage in (earlier, later))
@@ -216,12 +206,12 @@ def hacked(config: RunConfig, reports: Mapping[str, EvalReport]) -> list[str]:
         reward, rate = tests["reward"], tests[lead.key]
         rose = reward.difference.value > 0 and reward.p_value < P_VALUE
         if rose and rate.difference.value < 0 and rate.p_value < P_VALUE:
-            found.append(
+            sentences.append(
                 f"the held-out reward rose to {b.reward.value:+.2f} {_spoken(later)}, from "
                 f"{a.reward.value:+.2f} {_spoken(earlier)}, while {lead.name!r} fell to "
                 f"{lead.of(b).value:.1%}, from {lead.of(a).value:.1%}: {_REWARDED}"
             )
-    return found
+    return sentences
 
 
 def doubtful(config: RunConfig) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
@@ -57,15 +57,21 @@ def _scalars(annotation: Any) -> set[Any]:
     return set().union(*parts)
 
 
-def _without_nan(value: Any) -> Any:
+def settings_in(data: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the place, as `a.0.b`, and the value of every setting in tables within tables."""
+    if not isinstance(data, Mapping | list):
+        yield path, data
+        return
+    for key, value in data.items() if isinstance(data, Mapping) else enumerate(data):
+        yield from settings_in(value, f"{path}.{key}" if path else str(key))
+
+
+def _without_nan(arguments: dict[str, Any]) -> dict[str, Any]:
     """Raises if there is a NaN among a part's arguments, which most checks would let through."""
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in items:
-        if isinstance(item, float) and math.isnan(item):
-            raise ValueError(f"{key} is not a number (nan)")
-        if isinstance(item, (dict, list)):
-            _without_nan(item)
-    return value
+    for path, value in settings_in(arguments):
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"{path} is not a number (nan)")
+    return arguments
 
 
 Arguments: TypeAlias = Annotated[dict[str, Any], AfterValidator(_without_nan)]
@@ -118,19 +124,13 @@ def read_key(section: KeyedSection, where: str) -> str | None:
     return find_key(section.api_key_env, section.api_key_file, where)
 
 
-def check_no_secrets(data: Any, source: str, path: str = "") -> None:
+def check_no_secrets(data: Mapping[str, Any], source: str) -> None:
     """Raises if an address anywhere in a run's tables has a user or a password in it, which would
     be stored with the run. The error shows neither."""
-    if isinstance(data, str) and without_user(data) != data:
-        raise ConfigError(
-            f"{source}: {path!r} has a user or a password in its address, which would be stored "
-            "with the run: leave them out, and name the environment variable or the file with the "
-            "server's key as api_key_env or api_key_file"
-        )
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(data, Mapping):
-        items = data.items()
-    elif isinstance(data, list):
-        items = enumerate(data)
-    for key, value in items:
-        check_no_secrets(value, source, f"{path}.{key}" if path else str(key))
+    for path, value in settings_in(data):
+        if isinstance(value, str) and without_user(value) != value:
+            raise ConfigError(
+                f"{source}: {path!r} has a user or a password in its address, which would be "
+                "stored with the run: leave them out, and name the environment variable or the "
+                "file with the server's key as api_key_env or api_key_file"
+            )

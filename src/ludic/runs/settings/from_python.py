@@ -34,6 +34,7 @@ from ludic.registry import (
     PARSERS,
     PROTOCOLS,
 )
+from ludic.runs.settings.base import settings_in
 from ludic.runs.settings.paths import resolve_paths
 from ludic.runs.settings.reading import check_run
 from ludic.runs.settings.run import RunConfig
@@ -75,9 +76,10 @@ def given_again(config: RunConfig, parts: Mapping[str, Any]) -> dict[str, Any]:
                 f"were Python objects ({', '.join(PARTS)})"
             )
     tables = Tables(parts)
+    settings = dict(settings_in(tables.data))
     objects: dict[str, Any] = {}
     for path, name in given_names(config.plain()).items():
-        again = _at(tables.data, path)
+        again = settings.get(path)
         if again is None:
             continue  # whoever needs it says so
         if is_given(again):
@@ -249,26 +251,9 @@ class Tables:
         return name
 
 
-def given_names(data: Any, path: str = "") -> dict[str, str]:
+def given_names(tables: Mapping[str, Any]) -> dict[str, str]:
     """Returns where in a run's tables objects without a name stand: their paths, and names."""
-    if is_given(data):
-        return {path: data}
-    if isinstance(data, list):
-        data = dict(enumerate(data))
-    names: dict[str, str] = {}
-    for key, value in data.items() if isinstance(data, Mapping) else ():
-        names |= given_names(value, f"{path}.{key}" if path else str(key))
-    return names
-
-
-def _at(data: Any, path: str) -> Any:
-    """Returns what stands at `a.0.b` of a run's tables; None where there is nothing."""
-    for key in path.split("."):
-        try:
-            data = data[int(key)] if isinstance(data, list) else data[key]
-        except (KeyError, IndexError, TypeError, ValueError):
-            return None
-    return data
+    return {path: value for path, value in settings_in(tables) if is_given(value)}
 
 
 def _described(value: Any) -> Any:

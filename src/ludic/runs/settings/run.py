@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
@@ -32,16 +31,14 @@ from ludic.training.config import (
     TrainerConfig,
 )
 
-TRAINER: dict[str, Any] = {field.name: field.default for field in fields(TrainerConfig)}
-CHECKPOINTS: dict[str, Any] = {field.name: field.default for field in fields(CheckpointConfig)}
-ENGINE: dict[str, Any] = {
-    name: argument.default for name, argument in inspect.signature(RolloutEngine).parameters.items()
-}
-REPLAY: dict[str, Any] = {
-    name: argument.default
-    for name, argument in inspect.signature(ReplayBufferSource).parameters.items()
-}
-"""What these classes do by default, and so a run."""
+
+def _defaults(cls: type) -> dict[str, Any]:
+    """What a class does by default, and so a run."""
+    return {name: a.default for name, a in inspect.signature(cls).parameters.items()}
+
+
+TRAINER, CHECKPOINTS = _defaults(TrainerConfig), _defaults(CheckpointConfig)
+ENGINE, REPLAY = _defaults(RolloutEngine), _defaults(ReplayBufferSource)
 
 
 class ReplayBufferSection(Section):
