@@ -168,11 +168,11 @@ def _check(url: str, receipts: list[Any], expected: Mapping[str, list[Any]]) -> 
     """Raises unless there are receipts, and all say what is expected."""
     if not receipts:
         raise PublishError(f"{url} did not answer with a receipt")
-    for rank, receipt in enumerate(receipts):
-        if not isinstance(receipt, Mapping) or "tensors" not in receipt:
-            why = receipt.get("error") if isinstance(receipt, Mapping) else receipt
+    for rank, answer in enumerate(receipts):
+        if not isinstance(answer, Mapping) or "tensors" not in answer:
+            why = answer.get("error") if isinstance(answer, Mapping) else answer
             raise PublishError(f"{url}, worker {rank}, has no receipt: {why}")
-        arrived = receipt["tensors"]
+        arrived = answer["tensors"]
         lacking = sorted(expected.keys() - arrived.keys())
         wrong = [n for n, e in expected.items() if n in arrived and arrived[n] != e]
         if lacking or wrong:
