@@ -248,7 +248,7 @@ def test_a_broadcast_over_gloo_ranks_brings_the_same_bits() -> None:
             invitation["host"],
             invitation["port"],
             rank=rank,
-            size=invitation["world_size"],
+            world_size=invitation["world_size"],
             backend="gloo",
             timeout_s=30,
         )

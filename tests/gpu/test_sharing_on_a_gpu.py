@@ -16,9 +16,8 @@ from ludic.training.config import TrainerConfig
 from ludic.training.update.attention import packed_attention
 from ludic.training.update.checks import check_packing
 from ludic.training.update.dense_attention import SequenceLengths, in_buckets, one_by_one
-from ludic.training.update.packing import lay_out, pack
+from ludic.training.update.packing import SharedKeys, lay_out, pack
 from ludic.training.update.policy import Policy
-from ludic.training.update.sharing import SharedKeys
 from tools.families import SMALL, tiny
 
 pytestmark = pytest.mark.gpu

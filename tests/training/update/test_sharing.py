@@ -24,11 +24,10 @@ from ludic.training.config import TrainerConfig
 from ludic.training.metrics.stats import StatBuffer
 from ludic.training.update.checks import check_packing
 from ludic.training.update.optimizer import MasterAdamW
-from ludic.training.update.packing import MicroBatch, lay_out, pack
+from ludic.training.update.packing import LEAST, MicroBatch, RowOrder, gather, lay_out, pack
 from ludic.training.update.passes import Passes
 from ludic.training.update.planning import Cost, plan_micro_batches, workload
 from ludic.training.update.policy import Policy
-from ludic.training.update.sharing import LEAST, RowOrder, gather
 from tools.families import tiny
 
 CPU = torch.device("cpu")

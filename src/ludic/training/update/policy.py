@@ -35,8 +35,7 @@ from ludic.training.update.attention import (
 )
 from ludic.training.update.graphed import PassGraphs
 from ludic.training.update.logprobs import action_logits, logit_rule, token_logprobs
-from ludic.training.update.packing import Layout, MicroBatch
-from ludic.training.update.sharing import gather
+from ludic.training.update.packing import Layout, MicroBatch, gather
 
 _log = logging.getLogger("ludic.training")
 _scoring: ContextVar[bool] = ContextVar("ludic_scoring", default=False)
