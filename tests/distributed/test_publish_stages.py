@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ludic.distributed.publisher import BroadcastPolicyPublisher
-from ludic.distributed.vllm import canary, weights_payload
+from ludic.distributed.vllm import canary, checksums, weights_payload
 from ludic.distributed.vllm.canary import MismatchBudget
 from ludic.distributed.vllm.delivery import PublishTimes, together
 from ludic.distributed.vllm.planes import SharedMemoryPlane, Shipment
@@ -107,7 +107,7 @@ async def test_the_trainer_checks_its_weights_while_the_servers_stage_them(
     client: VLLMChatClient, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staged = threading.Event()
-    compute = weights_payload.receipt
+    compute = checksums.receipt
 
     def waiting(tensors: Any) -> Any:
         assert staged.wait(60), "the servers waited for the trainer"
@@ -127,7 +127,7 @@ async def test_weights_that_are_not_finite_end_a_publish_that_hangs_in_staging(
     client: VLLMChatClient, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = threading.Event()
-    look = weights_payload.refuse_not_finite
+    look = checksums.refuse_not_finite
 
     def waiting(tensors: Any) -> None:
         assert told.wait(60)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from ludic.distributed.publisher import BroadcastPolicyPublisher
-from ludic.distributed.vllm import weights_payload
+from ludic.distributed.vllm import checksums, weights_payload
 from ludic.distributed.vllm.planes import BroadcastPlane, SharedMemoryPlane, Shipment
 from ludic.distributed.vllm.shared_memory import shared_folder
 from ludic.errors import DeadlineError, PublishError
@@ -111,7 +111,7 @@ async def test_a_server_samples_from_the_old_weights_while_the_new_ones_are_stag
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     go_on = threading.Event()
-    compute = weights_payload.receipt
+    compute = checksums.receipt
 
     def waiting(tensors: Any) -> Any:
         assert go_on.wait(600)

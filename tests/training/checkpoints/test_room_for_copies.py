@@ -60,13 +60,13 @@ def test_a_part_that_goes_on_does_not_change_what_is_being_written(
     saver = trainer._checkpoints
     assert saver is not None
     may_write = Event()
-    write = saver._write
+    write = checkpoint_contents.write_shard
 
     def later(*args: Any) -> None:
         assert may_write.wait(20)
         write(*args)
 
-    monkeypatch.setattr(saver, "_write", later)
+    monkeypatch.setattr(checkpoint_contents, "write_shard", later)
     seen = [1, 2]
     saver.save(trainer.model, trainer.optimizer, TrainerState(1, 1, parts={"mine": {"seen": seen}}))
     seen.append(3)
