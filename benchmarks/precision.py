@@ -71,9 +71,7 @@ def measure(precision: Precision, args: argparse.Namespace) -> dict[str, Any]:
         head_kernels=args.head_kernels,
         micro_token_budget=args.micro_token_budget,
     )
-    policy = Policy(
-        model, compile_layers=cfg.compile, precision=precision, head_kernels=cfg.head_kernels
-    )
+    policy = Policy(model, cfg)
     passes = Passes(policy, make_grpo().loss, cfg, World(device=device), attention_cost(model))
     optimizer = MasterAdamW(model.named_parameters(), cfg)
     layout = lay_out(batch)

@@ -76,7 +76,7 @@ def measure(precision: Precision, args: argparse.Namespace) -> dict[str, Any]:
     model = model.to(device, weights_dtype(precision)).eval()
     batch = grouped(args.rows, args.members, args.prompt, args.completion, vocabulary_size(model))
     cfg = TrainerConfig(learning_rate=1e-6, precision=precision)
-    policy = Policy(model, precision=precision)
+    policy = Policy(model, TrainerConfig(precision=precision))
     with float32_products(precision):
         check_packing(policy, device)
     passes = Passes(policy, make_grpo().loss, cfg, World(device=device), attention_cost(model))

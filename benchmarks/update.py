@@ -107,12 +107,7 @@ class Bench:
         return model.eval()
 
     def passes(self, model: nn.Module, cfg: TrainerConfig) -> Passes:
-        policy = Policy(
-            model,
-            attention=cfg.attention,
-            gradient_checkpointing=cfg.gradient_checkpointing,
-            compile_layers=cfg.compile,
-        )
+        policy = Policy(model, cfg)
         loss = TokenClippedSurrogateLoss(aggregation=token_mean)
         return Passes(policy, loss, cfg, World(device=self.device), attention_cost(model))
 

@@ -46,7 +46,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
         f"{_UPDATE}/test_sharing.py",
         _UPDATE,
     ),
-    "training/update/sharing.py": (f"{_UPDATE}/test_sharing.py", _UPDATE),
     "training/update/logprobs.py": (f"{_UPDATE}/test_logprobs.py", _UPDATE),
     "training/update/checks.py": (f"{_UPDATE}/test_policy.py",),
     "training/update/policy.py": (

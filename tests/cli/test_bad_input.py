@@ -198,7 +198,7 @@ def test_a_disk_that_fills_up_at_a_checkpoint_leaves_the_last_good_one(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write_shard(*args)
 
-    monkeypatch.setattr("ludic.training.checkpoint.write_shard", full)
+    monkeypatch.setattr("ludic.training.checkpoint_contents.write_shard", full)
     done = ludic("train", letters, "--out", "run")
     check(done, "could not write a checkpoint", "step-00000003", "Free some space")
     assert (tmp_path / "run/checkpoints/sft/latest").read_text() == "step-00000003"

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from ludic.distributed.publisher import BroadcastPolicyPublisher
-from ludic.distributed.vllm import canary
+from ludic.distributed.vllm import canary, checksums, weights_payload
 from ludic.distributed.vllm.canary import MismatchBudget
 from ludic.distributed.vllm.delivery import PublishTimes, together
 from ludic.distributed.vllm.planes import SharedMemoryPlane, Shipment
 from ludic.distributed.vllm.shared_memory import shared_folder
-from ludic.distributed.vllm.weights_payload import TrainerChecks
 from ludic.errors import DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient
@@ -108,16 +107,16 @@ async def test_the_trainer_checks_its_weights_while_the_servers_stage_them(
     client: VLLMChatClient, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staged = threading.Event()
-    compute = TrainerChecks._compute_expected
+    compute = checksums.receipt
 
-    def waiting(checks: Any) -> Any:
+    def waiting(tensors: Any) -> Any:
         assert staged.wait(60), "the servers waited for the trainer"
-        return compute(checks)
+        return compute(tensors)
 
     def arrived(_: Any) -> Any:
         staged.set()
 
-    monkeypatch.setattr(TrainerChecks, "_compute_expected", waiting)
+    monkeypatch.setattr(weights_payload, "receipt", waiting)
     fakes[0].faults["/update_weights"] = arrived
     report = await BroadcastPolicyPublisher(client).publish(WEIGHTS, 3)
     assert len(report.details["servers"]) == 2
@@ -128,17 +127,17 @@ async def test_weights_that_are_not_finite_end_a_publish_that_hangs_in_staging(
     client: VLLMChatClient, fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = threading.Event()
-    look = TrainerChecks._look_for_nan
+    look = checksums.refuse_not_finite
 
-    def waiting(checks: Any) -> None:
+    def waiting(tensors: Any) -> None:
         assert told.wait(60)
-        look(checks)
+        look(tensors)
 
     def arrived(request: Any) -> Any:
         told.set()
         return hanging(request)
 
-    monkeypatch.setattr(TrainerChecks, "_look_for_nan", waiting)
+    monkeypatch.setattr(weights_payload, "refuse_not_finite", waiting)
     fakes[1].faults["/update_weights"] = arrived
     with pytest.raises(PublishError, match=r"NaN or infinity, first c\.bias"):
         await BroadcastPolicyPublisher(client).publish(BROKEN, 3)

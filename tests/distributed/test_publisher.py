@@ -248,7 +248,7 @@ def test_a_broadcast_over_gloo_ranks_brings_the_same_bits() -> None:
             invitation["host"],
             invitation["port"],
             rank=rank,
-            size=invitation["world_size"],
+            world_size=invitation["world_size"],
             backend="gloo",
             timeout_s=30,
         )
@@ -276,7 +276,9 @@ def test_a_broadcast_over_gloo_ranks_brings_the_same_bits() -> None:
 
 def test_ranks_that_never_meet_say_so_in_time() -> None:
     with pytest.raises(DeadlineError, match="2 ranks to meet"):
-        BroadcastGroup("127.0.0.1", free_port(), rank=0, size=2, backend="gloo", timeout_s=1.0)
+        BroadcastGroup(
+            "127.0.0.1", free_port(), rank=0, world_size=2, backend="gloo", timeout_s=1.0
+        )
 
 
 def test_a_thousand_merges_of_an_adapter_change_neither_policy_nor_result() -> None:

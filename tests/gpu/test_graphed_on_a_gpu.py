@@ -7,6 +7,7 @@ import torch
 
 from ludic.inference.tiny import tiny_model
 from ludic.plumbing.precision import Precision, weights_dtype
+from ludic.training.config import TrainerConfig
 from ludic.training.update.policy import Policy
 from tests.training.update.test_graphed import packed
 
@@ -20,8 +21,8 @@ def test_replayed_passes_have_the_values_and_gradients_of_launched_ones(
     precision: Precision, share: bool
 ) -> None:
     model = tiny_model(hidden_size=256, layers=3).to(CUDA, weights_dtype(precision))
-    launched = Policy(model, precision=precision)
-    replayed = Policy(model, precision=precision, graphs=True)
+    launched = Policy(model, TrainerConfig(precision=precision))
+    replayed = Policy(model, TrainerConfig(precision=precision), graphs=True)
     assert replayed.graphs is not None
     for round_ in range(4):  # each size runs, is captured and then replayed
         for prompts in ((60, 57, 60, 31), (200, 40)):

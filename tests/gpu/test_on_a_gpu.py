@@ -119,7 +119,7 @@ def test_the_packed_kernel_agrees_with_one_sequence_at_a_time() -> None:
     for chosen in kinds:
         model = tiny_model(hidden_size=128, heads=2, kv_heads=1, initializer_range=0.02)
         model.to("cuda", torch.bfloat16)
-        policy = Policy(model, attention=chosen)
+        policy = Policy(model, TrainerConfig(attention=chosen))
         logprobs = policy.score(micro).logprobs
         logprobs.sum().backward()  # type: ignore[no-untyped-call]
         gradient = torch.cat(

@@ -12,12 +12,12 @@ from ludic.inference.tiny import tiny_model
 from ludic.plumbing.precision import Precision, float32_products, weights_dtype
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
+from ludic.training.config import TrainerConfig
 from ludic.training.update.attention import packed_attention
 from ludic.training.update.checks import check_packing
 from ludic.training.update.dense_attention import SequenceLengths, in_buckets, one_by_one
-from ludic.training.update.packing import lay_out, pack
+from ludic.training.update.packing import SharedKeys, lay_out, pack
 from ludic.training.update.policy import Policy
-from ludic.training.update.sharing import SharedKeys
 from tools.families import SMALL, tiny
 
 pytestmark = pytest.mark.gpu
@@ -115,8 +115,8 @@ def test_sharing_is_as_close_to_the_truth_as_rows_computed_whole(
     model = tiny_model(hidden_size=256, layers=3).to(CUDA, weights_dtype(precision))
     exact = tiny_model(hidden_size=256, layers=3).to(CUDA)
     exact.load_state_dict(model.state_dict())
-    truth = scored(Policy(exact.double(), attention="sdpa"), batch, share=False)
-    policy = Policy(model, precision=precision)
+    truth = scored(Policy(exact.double(), TrainerConfig(attention="sdpa")), batch, share=False)
+    policy = Policy(model, TrainerConfig(precision=precision))
     with float32_products(precision):
         check_packing(policy, CUDA)
     assert policy.shares
@@ -143,6 +143,6 @@ def test_recomputed_activations_share_too() -> None:
     batch = groups((60, 50), 8, 13, 250)
     model = tiny_model(hidden_size=256, layers=3).to(CUDA, torch.bfloat16)
     whole = scored(Policy(model), batch, share=False)
-    shared = scored(Policy(model, gradient_checkpointing=True), batch, share=True)
+    shared = scored(Policy(model, TrainerConfig(gradient_checkpointing=True)), batch, share=True)
     for ours, plain in zip(shared, whole, strict=True):
         assert (ours - plain).norm() < 0.05 * plain.norm()

@@ -4,9 +4,11 @@ import math
 from typing import Any
 
 import pytest
+from msgspec.structs import asdict
 
 from ludic.errors import ConfigError, NotTrainableError
 from ludic.inference import InferenceSpec, ReturnSpec, SamplingConfig, VLLMExtensions
+from ludic.saw.trainable import check_sampling
 from ludic.types import from_json, to_json
 
 
@@ -35,11 +37,13 @@ def test_a_setting_that_cannot_work_is_named(setting: str, value: Any) -> None:
         SamplingConfig(**{setting: value})
 
 
+def check(sampling: SamplingConfig, *, kept_ids_recorded: bool) -> None:
+    check_sampling(asdict(sampling), kept_ids_recorded=kept_ids_recorded, where="a completion")
+
+
 def test_the_defaults_may_be_trained_on() -> None:
-    SamplingConfig().check_trainable(kept_ids_recorded=False)
-    SamplingConfig(temperature=0.7, stop=("x",), max_tokens=1).check_trainable(
-        kept_ids_recorded=False
-    )
+    check(SamplingConfig(), kept_ids_recorded=False)
+    check(SamplingConfig(temperature=0.7, stop=("x",), max_tokens=1), kept_ids_recorded=False)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +60,7 @@ def test_a_distribution_that_cannot_be_reproduced_is_not_trained_on(
 ) -> None:
     for recorded in (False, True):
         with pytest.raises(NotTrainableError):
-            sampling.check_trainable(kept_ids_recorded=recorded)
+            check(sampling, kept_ids_recorded=recorded)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +68,8 @@ def test_a_distribution_that_cannot_be_reproduced_is_not_trained_on(
 )
 def test_truncated_sampling_is_trained_on_only_with_the_kept_ids(sampling: SamplingConfig) -> None:
     with pytest.raises(NotTrainableError, match="kept ids"):
-        sampling.check_trainable(kept_ids_recorded=False)
-    sampling.check_trainable(kept_ids_recorded=True)
+        check(sampling, kept_ids_recorded=False)
+    check(sampling, kept_ids_recorded=True)
 
 
 def test_a_spec_survives_json() -> None:

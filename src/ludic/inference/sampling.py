@@ -6,11 +6,10 @@ import math
 from numbers import Integral
 
 from msgspec import field
-from msgspec.structs import asdict, force_setattr, replace
+from msgspec.structs import force_setattr, replace
 
 from ludic.errors import ConfigError
 from ludic.plumbing.records import Record, changed
-from ludic.saw.trainable import check_sampling
 from ludic.types import Info
 
 
@@ -86,10 +85,6 @@ class SamplingConfig(Record, frozen=True):
     def penalises(self) -> bool:
         """Whether the distribution depends on the tokens before in a way a trainer cannot redo."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
-
-    def check_trainable(self, *, kept_ids_recorded: bool) -> None:
-        """Raises `NotTrainableError` when the trainer could not reproduce this distribution."""
-        check_sampling(asdict(self), kept_ids_recorded=kept_ids_recorded, where="a completion")
 
 
 class ReturnSpec(Record, frozen=True):

@@ -1,5 +1,4 @@
-"""Which sampling settings can be trained on: one rule for the settings stored in a rollout and for
-`SamplingConfig.check_trainable`."""
+"""Which sampling settings can be trained on: the rule for the settings stored in a rollout."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.plumbing.model_parts import decoder_layers
-from ludic.sharding.weights import local_rows
+from ludic.sharding.weights import local_rows, weight_files
 
 
 def init_mesh(device: str | None = None, *, timeout_s: float = 1800.0) -> DeviceMesh:
@@ -127,12 +126,10 @@ def _tensor_files(folder: Path) -> Mapping[str, Path]:
     """Which file holds which tensor."""
     from safetensors import safe_open
 
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: folder / file for name, file in names.items()}
-    single = folder / "model.safetensors"
-    if not single.is_file():
+    files: dict[str, Path] = {}
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as opened:
+            files |= dict.fromkeys(opened.keys(), file)
+    if not files:
         raise CheckpointError(f"{folder} holds no model.safetensors")
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
+    return files

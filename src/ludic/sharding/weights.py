@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,6 +77,17 @@ def local_rows(tensor: Tensor) -> tuple[Tensor | None, int | None, tuple[int, ..
         raise CheckpointError("only sharding by rows can be saved")
     rows = tensor.to_local()
     return (rows if rows.numel() else None), int(offset[0]), tuple(tensor.shape)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers and vLLM load: others, such as `consolidated.safetensors`, hold
+    the same weights under other names."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [folder / file for file in sorted(files)]
+    whole = folder / "model.safetensors"
+    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
 
 
 def plain_name(name: str) -> str:

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import deepcopy
@@ -20,23 +20,12 @@ from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ludic.errors import CheckpointError, DamagedCheckpointError
 from ludic.plumbing.files import file_checksum, replacing, sync, sync_tree
 from ludic.sharding.world import World
-from ludic.training.checkpoint_contents import (
-    FORMAT,
-    describe_shards,
-    has_room_for,
-    load_checkpoint,
-    model_fingerprint,
-    rng_state,
-    save_model,
-    trainer_tensors,
-    verify_checkpoint,
-    write_shard,
-)
+from ludic.training import checkpoint_contents as contents
 from ludic.training.checkpoint_contents import TrainerState as TrainerState
 from ludic.training.config import CheckpointConfig
 from ludic.training.update.optimizer import MasterAdamW
@@ -71,16 +60,43 @@ class Checkpointer:
         without room for the copies is no reason to fail: then all of it is waited for."""
         self.finish()
         name = f"step-{state.step:08d}"
-        pieces = trainer_tensors(optimizer)
-        copied = self.cfg.background and has_room_for(pieces.values())
+        pieces = contents.trainer_tensors(optimizer)
+        copied = self.cfg.background and contents.has_room_for(pieces.values())
         if copied:
             # Whatever training goes on to change: the tensors, and what parts gave as their state.
             pieces = {k: t.detach().clone() for k, t in pieces.items()}
             state = deepcopy(state)
-        model_files = save_model(model, self.world, self._tokenizer)
-        fingerprint = model_fingerprint(model)
-        rng = rng_state(self.world.device)
-        write = partial(self._write, name, pieces, model_files, fingerprint, rng, state, then)
+        model_files = contents.save_model(model, self.world, self._tokenizer)
+        fingerprint = contents.model_fingerprint(model)
+        rng = contents.rng_state(self.world.device)
+
+        def write() -> None:
+            temporary = self.folder / f"{_TEMPORARY}{name}"
+
+            def unwritable(exc: Exception) -> str:
+                shutil.rmtree(temporary, ignore_errors=True)
+                last = self.latest()
+                earlier = f"the last good one is {last}" if last else "there is no earlier one"
+                return (
+                    f"could not write a checkpoint to {self.folder}: {exc}; {earlier}. Free some "
+                    "space there, or move the run's folder to another disk, and resume it"
+                )
+
+            agreed = partial(self._agreed, unwritable, self._writers)
+            with agreed():
+                if self.world.leads:
+                    shutil.rmtree(temporary, ignore_errors=True)
+                    temporary.mkdir(parents=True)
+                    sync(self.folder.parent)
+                    model_files(temporary / "model")
+            with agreed():
+                contents.write_shard(temporary, pieces, rng, self.world)
+            with agreed():
+                if self.world.leads:
+                    self._complete(temporary, name, fingerprint, state)
+            if self.world.leads:
+                then()
+
         self._background.start(write)
         if not copied:
             self.finish()
@@ -90,42 +106,6 @@ class Checkpointer:
         """Waits for a checkpoint that is being written, and raises what went wrong with it, or
         `CheckpointError` when it takes longer than `write_timeout_s`."""
         self._background.finish()
-
-    def _write(
-        self,
-        name: str,
-        pieces: Mapping[str, Tensor],
-        model_files: Any,
-        fingerprint: str,
-        rng: Mapping[str, Tensor],
-        state: TrainerState,
-        then: Callable[[], object],
-    ) -> None:
-        temporary = self.folder / f"{_TEMPORARY}{name}"
-
-        def unwritable(exc: Exception) -> str:
-            shutil.rmtree(temporary, ignore_errors=True)
-            last = self.latest()
-            earlier = f"the last good one is {last}" if last else "there is no earlier one"
-            return (
-                f"could not write a checkpoint to {self.folder}: {exc}; {earlier}. Free some space "
-                "there, or move the run's folder to another disk, and resume it"
-            )
-
-        agreed = partial(self._agreed, unwritable, self._writers)
-        with agreed():
-            if self.world.leads:
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
-                sync(self.folder.parent)
-                model_files(temporary / "model")
-        with agreed():
-            write_shard(temporary, pieces, rng, self.world)
-        with agreed():
-            if self.world.leads:
-                self._complete(temporary, name, fingerprint, state)
-        if self.world.leads:
-            then()
 
     @contextmanager
     def _agreed(
@@ -152,11 +132,11 @@ class Checkpointer:
             if path.is_file()
         }
         manifest = {
-            "format": FORMAT,
+            "format": contents.FORMAT,
             "world_size": self.world.size,
             "fingerprint": fingerprint,
             "state": asdict(state),
-            "tensors": describe_shards(temporary, self.world.size),
+            "tensors": contents.describe_shards(temporary, self.world.size),
             "files": files,
         }
         try:
@@ -227,7 +207,7 @@ class Checkpointer:
         if name is None:
             return None
         path = self.folder / name
-        state = load_checkpoint(
+        state = contents.load_checkpoint(
             path, model, optimizer, self.world, manifest=whole[1] if whole else None
         )
         if damaged:
@@ -256,7 +236,7 @@ class Checkpointer:
         folders = sorted((p for p in self.folder.glob("step-*") if p.is_dir()), reverse=True)
         for path in dict.fromkeys([named, *folders] if named else folders):
             try:
-                return path, verify_checkpoint(path)
+                return path, contents.verify_checkpoint(path)
             except DamagedCheckpointError as exc:
                 damaged[path] = exc
         if damaged:

@@ -109,7 +109,7 @@ class Trainer:
         self.model, self.source, self.publisher = model, source, publisher
         self._weights_are_shared = publisher is not None and publisher.shares_weights
         check_precision(cfg.precision, model, "TrainerConfig")
-        self.policy = Policy.of_config(model, cfg, graphs=cfg.graphs and mesh is None)
+        self.policy = Policy(model, cfg, graphs=cfg.graphs and mesh is None)
         cost = attention_cost(model)
         device = next(model.parameters()).device
         if device.type != "meta":

@@ -17,13 +17,13 @@ from ludic.inference.sampling import ReturnSpec, SamplingConfig
 SHAPE = KVShape(1, 1, 2, torch.float32, torch.device("cpu"))
 
 
-class SaysOne:
+class SaysOne(EagerScheduler):
     """Every sampled token is 1."""
 
-    def __call__(self, work: Seq[Work]) -> list[Outcome]:
+    def compute(self, work: Seq[Work]) -> list[Outcome]:
         return [Outcome(1, -1.0) if w.samples else Outcome() for w in work]
 
-    def decode(self, work: Seq[Work]) -> None:
+    def decode_step(self, work: Seq[Work]) -> None:
         return None
 
 
@@ -36,7 +36,8 @@ class Spells:
 
 def scheduler(*, step_rows: int, max_slots: int) -> EagerScheduler:
     memory = SlotMemory(SHAPE, max_slots=max_slots, max_tokens=1024)
-    return EagerScheduler(SaysOne(), memory, PrefixStore(0), Spells(), step_rows=step_rows)
+    forward: Any = None  # nobody calls it
+    return SaysOne(forward, None, memory, PrefixStore(0), Spells(), step_rows=step_rows)
 
 
 def sequence(prompt: Seq[int], limit: int, answers: list[Any] | None = None) -> Sequence:

@@ -105,16 +105,12 @@ async def test_a_step_that_raises_fails_its_requests_and_the_next_ones_are_serve
 ) -> None:
     async with LocalChatClient(model, tokenizer) as client:
         scheduler: Any = client._scheduler
-        inner = scheduler.runner
 
-        class Broken:
-            def __call__(self, work: Any) -> Any:
-                scheduler.runner = inner
-                raise RuntimeError("the roof is on fire")
+        def broken(work: Any) -> Any:
+            del scheduler.compute, scheduler.decode_step
+            raise RuntimeError("the roof is on fire")
 
-            decode = __call__
-
-        scheduler.runner = Broken()
+        scheduler.compute = scheduler.decode_step = broken
         with pytest.raises(InferenceError, match="roof"):
             await client.complete_tokens(request([1], max_tokens=1, seed=0))
         assert (await client.complete_tokens(request([1], max_tokens=1, seed=0))).trace is not None

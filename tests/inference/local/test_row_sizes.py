@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ludic.inference.local import LocalChatClient, row_sizes
-from ludic.inference.local.eager import EagerRunner, EagerScheduler
+from ludic.inference.local.eager import EagerScheduler
 from ludic.inference.local.row_sizes import with_random_values
 from ludic.inference.local.view import module_view
 from ludic.inference.tiny import tiny_model
@@ -38,9 +38,7 @@ async def test_sizes_that_round_a_bias_differently_are_told_apart_while_it_is_st
     layer.__class__ = TwoKernels
     async with LocalChatClient(model, tokenizer) as client:
         assert isinstance(client._scheduler, EagerScheduler)
-        runner = client._scheduler.runner
-        assert isinstance(runner, EagerRunner)
-        sizes = runner.row_sizes
+        sizes = client._scheduler.row_sizes
     assert sizes is not None
     assert 16 not in sizes
     assert max(sizes) == 1024

@@ -29,20 +29,16 @@ async def test_a_broken_prompt_that_is_cancelled_before_its_end_leaves_a_clean_s
         model.model.embed_tokens.weight[200] = float("nan")
     async with LocalChatClient(model, tokenizer, max_slots=2, step_rows=64) as client:
         scheduler: Any = client._scheduler
-        inner = scheduler.runner
+        compute = scheduler.compute
 
-        class GivesUpBeforeTheEnd:
-            def __call__(self, work: Any) -> Any:
-                outcomes = inner(work)
-                if work[0].sequence.computed >= 768:
-                    scheduler.runner = inner
-                    work[0].sequence.cancelled = True
-                return outcomes
+        def gives_up_before_the_end(work: Any) -> Any:
+            outcomes = compute(work)
+            if work[0].sequence.computed >= 768:
+                del scheduler.compute, scheduler.decode_step
+                work[0].sequence.cancelled = True
+            return outcomes
 
-            def decode(self, work: Any) -> None:
-                return None
-
-        scheduler.runner = GivesUpBeforeTheEnd()
+        scheduler.compute, scheduler.decode_step = gives_up_before_the_end, lambda work: None
         broken = asyncio.create_task(
             client.complete_tokens(request([7] * 20 + [200] + [9] * 900, max_tokens=2, seed=0))
         )

@@ -200,7 +200,7 @@ async def test_a_server_that_comes_back_with_other_weights_stays_out() -> None:
         client = VLLMChatClient([first.url, second.url], backoff=QUICK)
         await stack.enter_async_context(client)
         first.version = second.version = "5"
-        client.expect_version(5)
+        client.version = 5
         for fake in (first, second):
             fake.faults[GENERATE] = failing(503, times=1)
         await client.complete_tokens(request())

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.distributed.vllm import checksums, weights_payload
 from ludic.distributed.vllm.planes import BroadcastPlane, SharedMemoryPlane, Shipment
 from ludic.distributed.vllm.shared_memory import shared_folder
-from ludic.distributed.vllm.weights_payload import TrainerChecks
 from ludic.errors import DeadlineError, PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient
@@ -111,13 +111,13 @@ async def test_a_server_samples_from_the_old_weights_while_the_new_ones_are_stag
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     go_on = threading.Event()
-    compute = TrainerChecks._compute_expected
+    compute = checksums.receipt
 
-    def waiting(checks: TrainerChecks) -> Any:
+    def waiting(tensors: Any) -> Any:
         assert go_on.wait(600)
-        return compute(checks)
+        return compute(tensors)
 
-    monkeypatch.setattr(TrainerChecks, "_compute_expected", waiting)
+    monkeypatch.setattr(weights_payload, "receipt", waiting)
     newer = server_model(seed=9)
     task = asyncio.create_task(publisher.publish(ModelWeights(newer), 1))
     try:

@@ -12,7 +12,7 @@ import torch
 
 from ludic.runs.model import trainer_config
 from ludic.runs.settings import check_run
-from ludic.training import checkpoint, checkpoint_contents
+from ludic.training import checkpoint_contents
 from ludic.training.checkpoint_contents import TrainerState, has_room_for, verify_checkpoint
 from tests.training.checkpoints.test_checkpoint import make, run
 
@@ -38,7 +38,7 @@ def test_a_gpu_needs_a_quarter_more_than_the_copies(
 def test_without_room_a_checkpoint_is_complete_when_saving_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "has_room_for", lambda tensors: False)
+    monkeypatch.setattr(checkpoint_contents, "has_room_for", lambda tensors: False)
     trainer = make(tmp_path, background=True)
     waited = []
     finish = trainer._checkpoints.finish  # type: ignore[union-attr]
@@ -60,13 +60,13 @@ def test_a_part_that_goes_on_does_not_change_what_is_being_written(
     saver = trainer._checkpoints
     assert saver is not None
     may_write = Event()
-    write = saver._write
+    write = checkpoint_contents.write_shard
 
     def later(*args: Any) -> None:
         assert may_write.wait(20)
         write(*args)
 
-    monkeypatch.setattr(saver, "_write", later)
+    monkeypatch.setattr(checkpoint_contents, "write_shard", later)
     seen = [1, 2]
     saver.save(trainer.model, trainer.optimizer, TrainerState(1, 1, parts={"mine": {"seen": seen}}))
     seen.append(3)

@@ -12,7 +12,7 @@ import torch
 from ludic.inference.tiny import tiny_model
 from ludic.sharding.fsdp import init_mesh
 from ludic.sharding.world import World
-from ludic.training import checkpoint
+from ludic.training import checkpoint_contents
 from ludic.training.checkpoint import Checkpointer
 from ludic.training.checkpoint_contents import TrainerState, verify_checkpoint, write_shard
 from ludic.training.config import CheckpointConfig, TrainerConfig
@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
         assert gate.wait(40), "the disk was waited for"
         write_shard(*args)
 
-    checkpoint.write_shard = slow  # type: ignore[attr-defined, assignment]
+    checkpoint_contents.write_shard = slow  # type: ignore[assignment]
     optimizer = MasterAdamW(model.named_parameters(), TrainerConfig())
     saver = Checkpointer(CheckpointConfig(folder, background=True), world)
     saver.save(model, optimizer, TrainerState(1, 1))

@@ -88,7 +88,7 @@ def test_a_rank_without_work_repeats_the_least_there_is() -> None:
     for rank in (0, 1):
         ours = passes(rank, 2)
         ours.policy.one_at_a_time("a test")
-        plans.append(ours.plan(layout))
+        plans.append(ours.plan(layout)[0])
     assert [len(plan) for plan in plans] == [2, 2]
     flat = [part for plan in plans for part in plan]
     assert sorted(indices for indices, counted in flat if counted) == [(0,), (1,), (2,)]

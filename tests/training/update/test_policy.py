@@ -231,7 +231,7 @@ def test_who_stops_packing_leaves_a_shared_model_to_who_still_packs() -> None:
     model = tiny_model()
     own = model.config._attn_implementation
     micro = pack(lay_out(synthetic_batch(0, 3)), range(3))
-    scorer, trainer = Policy(model), Policy(model, attention="sdpa")
+    scorer, trainer = Policy(model), Policy(model, TrainerConfig(attention="sdpa"))
     expected = scorer.score(micro).logprobs
     trainer.one_at_a_time("a test")
     torch.testing.assert_close(scorer.score(micro).logprobs, expected)
@@ -251,7 +251,7 @@ def test_each_user_of_a_shared_model_has_the_kernel_that_it_asked_for(
 
     monkeypatch.setattr(attention_module, "packed_attention", noting)
     model = tiny_model()
-    first, _ = Policy(model, attention="sdpa"), Policy(model)
+    first, _ = Policy(model, TrainerConfig(attention="sdpa")), Policy(model)
     first.score(pack(lay_out(synthetic_batch(0, 2)), range(2)))
     assert set(used) == {"sdpa"}
 
@@ -278,8 +278,10 @@ def test_activations_are_recomputed_only_where_a_backward_pass_follows_and_never
 
     monkeypatch.setattr(policy_module, "checkpoint", counting)
     model = tiny_model()
-    policy = Policy(model, gradient_checkpointing=checkpointing)
-    Policy(model, gradient_checkpointing=checkpointing)  # wrapped once, however often
+    policy = Policy(model, TrainerConfig(gradient_checkpointing=checkpointing))
+    Policy(
+        model, TrainerConfig(gradient_checkpointing=checkpointing)
+    )  # wrapped once, however often
     micro = pack(lay_out(synthetic_batch(0, 2)), range(2))
     with torch.set_grad_enabled(grad):
         model(micro.input_ids[None])

@@ -95,7 +95,7 @@ class LudicWeightTransferEngine(
                 init_info.host,
                 init_info.port,
                 rank=init_info.rank_offset + rank,
-                size=init_info.world_size,
+                world_size=init_info.world_size,
                 backend=init_info.backend,
                 timeout_s=init_info.timeout_s,
                 device=self.device,

@@ -8,13 +8,14 @@ into the parameters. Only what is known to be plain counts: all else is rebuilt.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from ludic.sharding.weights import weight_files
 
 Shape = tuple[int, ...]
 
@@ -31,14 +32,13 @@ def checkpoint_shapes(
     folder = _local_folder(model, revision, cache)
     shapes: dict[str, Shape] = {}
     try:
-        for file in [] if folder is None else _weight_files(folder):
+        for file in [] if folder is None else weight_files(folder):
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  (not a dict)
                     shapes[name] = tuple(opened.get_slice(name).get_shape())
     except FileNotFoundError:  # not all of it is here
         return None
-    kept = {n: s for n, s in shapes.items() if not n.endswith(_NEVER_SENT)}
-    return kept or None
+    return {n: s for n, s in shapes.items() if not n.endswith(_NEVER_SENT)} or None
 
 
 def same_under_other_names(one: Mapping[str, Shape], other: Mapping[str, Shape]) -> bool:
@@ -53,21 +53,11 @@ def _local_folder(model: str, revision: str | None, cache: str | None) -> Path |
     from huggingface_hub import snapshot_download
 
     try:
-        found = snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
+        return Path(
+            snapshot_download(model, revision=revision, cache_dir=cache, local_files_only=True)
+        )
     except (OSError, ValueError):  # not downloaded by this name, or no such name
         return None
-    return Path(found)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that vLLM loads: others, such as `consolidated.safetensors`, hold the same weights
-    under other names."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return [folder / file for file in sorted(files)]
-    whole = folder / "model.safetensors"
-    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
 
 
 _LAYERS = "vllm.model_executor.layers"

@@ -19,14 +19,8 @@ SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 _MERGEABLE = ("modules_to_save", "lora_bias")
 _REFUSED = (
     *_MERGEABLE,
-    "use_dora",
-    "target_parameters",
-    "trainable_token_indices",
-    "layer_replication",
-    "alora_invocation_tokens",
-    "use_qalora",
-    "use_bdlora",
-    "arrow_config",
+    *("use_dora", "target_parameters", "trainable_token_indices", "layer_replication"),
+    *("alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config"),
 )
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq")
 
@@ -43,7 +37,7 @@ class AdapterWeights:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.adapter = _only_adapter(model)
-        _check_settings(_settings(model, self.adapter))
+        _check_settings(model.peft_config[self.adapter])  # type: ignore[index]
         self.layers = _layers(model, self.adapter)
         _check_layers(model, self.layers, self.adapter)
 
@@ -53,9 +47,8 @@ class AdapterWeights:
             a = whole(layer.lora_A[self.adapter].weight)
             b = whole(layer.lora_B[self.adapter].weight).float() * layer.scaling[self.adapter]
             below = getattr(layer.get_base_layer(), "weight", a).dtype
-            dtype = (
-                below if below.is_floating_point else a.dtype
-            )  # over quantised weights: its own type
+            # Over quantised weights: its own type.
+            dtype = below if below.is_floating_point else a.dtype
             yield f"{name}.lora_A.weight", a.to(dtype, copy=True)
             yield f"{name}.lora_B.weight", b.to(dtype)
 
@@ -67,8 +60,8 @@ def ranks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         if not name.endswith(SUFFIXES):
             raise ConfigError(
                 f"{name} is not a tensor of an adapter: publish ModelWeights(model) of a PEFT "
-                "model, "
-                "or dict(AdapterWeights(model)); whole weights go through BroadcastPolicyPublisher"
+                "model, or dict(AdapterWeights(model)); whole weights go through "
+                "BroadcastPolicyPublisher"
             )
         if name.endswith(SUFFIXES[1]):
             continue
@@ -128,10 +121,6 @@ def _only_adapter(model: nn.Module) -> str:
     if len(names) != 1:
         raise _refusal(f"{len(names)} adapters are active ({names})")
     return str(names[0])
-
-
-def _settings(model: nn.Module, adapter: str) -> Any:
-    return model.peft_config[adapter]  # type: ignore[index]
 
 
 def _check_settings(settings: Any) -> None:

@@ -8,7 +8,7 @@ time would also wrap its storage once more, and use up an event, each time.)
 
 from __future__ import annotations
 
-import base64
+from base64 import b64decode, b64encode
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -115,9 +115,8 @@ def open_tensors(update: Mapping[str, Any], device: torch.device) -> list[tuple[
         if "memory" not in place:
             found.append((place["name"], torch.empty(shape, dtype=dtype, device=device)))
             continue
-        raw = opened[place["memory"]]
         size = torch.Size(shape).numel() * dtype.itemsize
-        part = raw[place["offset"] : place["offset"] + size]
+        part = opened[place["memory"]][place["offset"] : place["offset"] + size]
         found.append((place["name"], part.view(dtype).view(shape)))
     return found
 
@@ -130,10 +129,10 @@ def share_storage(tensor: Tensor) -> dict[str, Any]:
     device, handle, size, begins, _, counter, place = parts[6:13]
     return {
         "gpu": gpu_name(torch.device("cuda", device)),
-        "handle": _text(handle),
+        "handle": b64encode(handle).decode("ascii"),
         "bytes": size,
         "offset": begins,
-        "counter": _text(counter),
+        "counter": b64encode(counter).decode("ascii"),
         "counter_offset": place,
     }
 
@@ -172,11 +171,11 @@ def _open(handle: Mapping[str, Any], device: torch.device) -> Tensor:
         torch.storage.TypedStorage,
         torch.uint8,
         _index(device),
-        _bytes(handle["handle"]),
+        b64decode(handle["handle"]),
         handle["bytes"],
         handle["offset"],
         False,
-        _bytes(handle["counter"]),
+        b64decode(handle["counter"]),
         handle["counter_offset"],
         b"",
         False,  # no event: the trainer waited for its GPU
@@ -192,11 +191,3 @@ def _index(device: torch.device) -> int:
 
 def _end(tensor: Tensor) -> int:
     return tensor.data_ptr() + tensor.numel() * tensor.element_size()
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text)

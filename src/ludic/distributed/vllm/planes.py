@@ -34,30 +34,28 @@ class BroadcastGroup:
         port: int,
         *,
         rank: int,
-        size: int,
+        world_size: int,
         backend: str = "nccl",
         timeout_s: float = 120.0,
         device: torch.device | None = None,
     ) -> None:
-        if backend not in ("nccl", "gloo"):
-            raise ConfigError(f"BroadcastGroup(backend={backend!r}): must be 'nccl' or 'gloo'")
         limit = timedelta(seconds=timeout_s)
-        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self.rank, self.size, self.timeout_s = rank, world_size, timeout_s
         try:
             self._store = dist.TCPStore(  # type: ignore[attr-defined]
-                host, port, size, is_master=rank == 0, timeout=limit, wait_for_workers=True
+                host, port, world_size, is_master=rank == 0, timeout=limit, wait_for_workers=True
             )
         except dist.DistStoreError as exc:
-            raise DeadlineError(f"{size} ranks to meet", f"{host}:{port}", timeout_s) from exc
+            raise DeadlineError(f"{world_size} ranks to meet", f"{host}:{port}", timeout_s) from exc
         self._group: Any
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
             if device is not None:
                 torch.cuda.set_device(device)
-            self._group = dist.ProcessGroupNCCL(self._store, rank, size, options)
+            self._group = dist.ProcessGroupNCCL(self._store, rank, world_size, options)
         else:
-            self._group = dist.ProcessGroupGloo(self._store, rank, size, limit)
+            self._group = dist.ProcessGroupGloo(self._store, rank, world_size, limit)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's values into everybody's `tensor`, which must be contiguous."""
@@ -71,17 +69,13 @@ class BroadcastGroup:
                 shutdown()
 
 
-def _nothing() -> None:
-    """For shipments that leave nothing behind."""
-
-
 @dataclass(frozen=True, slots=True)
 class Shipment:
     """Weights on their way. `close` frees what was held for them."""
 
     update: Mapping[str, Any]
     move: Callable[[], None] | None = None
-    close: Callable[[], None] = _nothing
+    close: Callable[[], object] = bool
 
 
 class DataPlane(ABC):
@@ -164,9 +158,7 @@ class BroadcastPlane(DataPlane):
             raise ConfigError(f"BroadcastPlane(backend={backend!r}): must be 'nccl' or 'gloo'")
         self.backend, self.host, self._wanted_port = backend, host, port
         self.device = torch.device(device or ("cuda" if backend == "nccl" else "cpu"))
-        self._size = 0
-        self._port = 0
-        self._timeout_s = 0.0
+        self._invitation: dict[str, Any] = {}
         self._group: BroadcastGroup | None = None
 
     def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
@@ -187,32 +179,25 @@ class BroadcastPlane(DataPlane):
         return Shipment({"plane": "broadcast", "tensors": metas}, move, tensors.clear)
 
     def invitation(self, workers: int, timeout_s: float) -> Mapping[str, Any] | None:
-        if self._group is not None and self._size == workers + 1:
+        if self._group is not None and self._invitation["world_size"] == workers + 1:
             return None
         self.abandon()
-        self._size, self._timeout_s = workers + 1, timeout_s
         with socket.socket() as free:
             free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             free.bind((self.host, self._wanted_port or 0))
-            self._port = int(free.getsockname()[1])
-        return {
+            port = int(free.getsockname()[1])
+        self._invitation = {
             "host": self.host,
-            "port": self._port,
-            "world_size": self._size,
+            "port": port,
+            "world_size": workers + 1,
             "backend": self.backend,
             "timeout_s": timeout_s,
         }
+        return self._invitation
 
     def join(self) -> None:
-        self._group = BroadcastGroup(
-            self.host,
-            self._port,
-            rank=0,
-            size=self._size,
-            backend=self.backend,
-            timeout_s=self._timeout_s,
-            device=self.device if self.device.type == "cuda" else None,
-        )
+        device = self.device if self.device.type == "cuda" else None
+        self._group = BroadcastGroup(**self._invitation, rank=0, device=device)
 
     def abandon(self) -> None:
         group, self._group = self._group, None
@@ -228,12 +213,11 @@ def plane_for(weights: Mapping[str, Tensor]) -> DataPlane:
 
 def make_plane(name: str) -> DataPlane:
     """Returns a plane by name, with its defaults."""
-    if name == "shared_memory":
-        return SharedMemoryPlane()
-    if name == "ipc":
-        return IPCPlane()
     if name in ("nccl", "gloo"):
         return BroadcastPlane(backend=name)
+    for plane in (SharedMemoryPlane, IPCPlane):
+        if name == plane.name:
+            return plane()
     raise ConfigError(
         f"unknown data plane {name!r}: one of auto, shared_memory, ipc, nccl, gloo, or your own"
     )

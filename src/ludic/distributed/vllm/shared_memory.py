@@ -85,7 +85,13 @@ def write_shared(weights: Mapping[str, Tensor]) -> tuple[Path, OwnedFolder]:
     except BaseException as exc:
         folder.close()
         if isinstance(exc, SafetensorError | OSError) and "No space left" in str(exc):
-            raise _no_room(folder.parent, needed) from exc
+            free = shutil.disk_usage(folder.parent).free
+            raise PublishError(
+                f"the weights need {needed / 2**20:,.1f} MiB in {folder.parent}, and "
+                f"{free / 2**20:,.1f} MiB are free there: give it more (Docker: --shm-size, or "
+                "--ipc=host), or publish over another plane (ipc for weights on the servers' GPU, "
+                "nccl for those on others)"
+            ) from exc
         raise
     return path, folder
 
@@ -107,12 +113,3 @@ def _remove(path: Path, lock: int, owner: int) -> None:
     if os.getpid() == owner:  # else a fork of the owner ends
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
-
-
-def _no_room(folder: Path, needed: int) -> PublishError:
-    free = shutil.disk_usage(folder).free
-    return PublishError(
-        f"the weights need {needed / 2**20:,.1f} MiB in {folder}, and {free / 2**20:,.1f} MiB are "
-        "free there: give it more (Docker: --shm-size, or --ipc=host), or publish over another "
-        "plane (ipc for weights on the servers' GPU, nccl for those on others)"
-    )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ludic.errors import ConfigError
 from ludic.inference.local import attention
 from ludic.inference.local.arena import KVShape, SlotMemory
-from ludic.inference.local.eager import EagerRunner, EagerScheduler
+from ludic.inference.local.eager import EagerScheduler
 from ludic.inference.local.family_check import check_known_attention, check_same_logits
 from ludic.inference.local.gpu.device_batch import DeviceBatch, GraphCache
 from ludic.inference.local.gpu.fused_layer import fused_layers
@@ -80,10 +80,11 @@ def build_scheduler(
             positions = int(getattr(text, "max_position_embeddings", 0) or 512)
             trial = Forward(with_random_values(module_view(model, **look)), device, forward.direct)
             sizes = equal_row_sizes(trial, sizes, text.vocab_size, positions, device)
-        runner = EagerRunner(forward, memory, sizes)
         rows = sizes[-1] if sizes else _FAST_STEP_ROWS
         store = PrefixStore[Tensor](prefix_cache_tokens)
-        return EagerScheduler(runner, memory, store, tokenizer, step_rows=rows, version=version)
+        return EagerScheduler(
+            forward, sizes, memory, store, tokenizer, step_rows=rows, version=version
+        )
     graphs = GraphCache(
         device,
         capture=device.type == "cuda",

@@ -8,12 +8,11 @@ prompt's chunk in one attention problem.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ludic.inference.local.arena import SlotMemory
 from ludic.inference.local.sampler import draw, draw_outcomes
 from ludic.inference.local.scheduler import Outcome, Scheduler, Work, chunks
 from ludic.inference.local.sequence import Sequence
@@ -66,21 +65,78 @@ class SteadyBatch:
         return list(map(Outcome, tokens[:n].tolist(), logprobs[:n].tolist()))
 
 
-class EagerRunner:
-    """Rows beyond the work are padding that nobody reads.
+class EagerScheduler(Scheduler):
+    """Steps of at most `step_rows` tokens, prompts and decoding mixed.
 
     `row_sizes`: the numbers of rows that may be mixed without changing a bit; None: any number.
+    Rows beyond the work are padding that nobody reads.
     """
 
-    def __init__(self, forward: Forward, memory: SlotMemory, row_sizes: Seq[int] | None) -> None:
-        self.forward, self.memory, self.row_sizes = forward, memory, row_sizes
+    def __init__(
+        self,
+        forward: Forward,
+        row_sizes: Seq[int] | None,
+        *args: Any,
+        step_rows: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self.forward, self.row_sizes, self.step_rows = forward, row_sizes, step_rows
         self.exact = row_sizes is not None
-        self.device = memory.shape.device
-        self._steady: SteadyBatch | None = None
+        self.device = self.memory.shape.device
+        self._batch: SteadyBatch | None = None
+        self._steady: list[Work] | None = None
+        self._steady_since = -1
 
-    def __call__(self, work: Seq[Work]) -> list[Outcome]:
-        """A step with any mixture of work."""
+    def advance(self) -> None:
+        self._drop_cancelled()
+        if self.admitting:
+            self._admit()
+        work = self._plan()
+        if not work:
+            return
+        try:
+            outcomes = self.decode_step(work) if work is self._steady else None
+            if outcomes is None:
+                outcomes = self.compute(work)
+        except Exception as exc:
+            self._fail_step([item.sequence for item in work], exc)
+            return
+        self._take(work, outcomes)
+
+    def forget(self) -> None:
         self._steady = None
+        super().forget()
+
+    def _plan(self) -> list[Work]:
+        """Full prompt steps first, since they fill the batch; then decoding, with what is left of
+        prompts in the free rows."""
+        if self._steady is not None and self._steady_since == self.memory.generation:
+            return self._steady
+        self._steady = None
+        decoding = [s for s in self.running if s.computed == len(s.tokens) - 1]
+        prompts = [s for s in self.running if s.computed < len(s.tokens) - 1]
+        backlog = sum(len(s.tokens) - s.computed for s in prompts)
+        if backlog >= self.step_rows:
+            return chunks(prompts, self.step_rows)
+        most = self.step_rows - bool(prompts)  # one row at least is the prompts'
+        if len(decoding) > most:
+            # More than one step takes: those that waited longest go first.
+            decoding, behind = decoding[:most], decoding[most:]
+            self.running = prompts + behind + decoding
+        else:
+            decoding.sort(key=_place_in_memory)
+            if not prompts:
+                # The same work until somebody comes, goes or moves.
+                self._steady = [Work(s, 1) for s in decoding]
+                self._steady_since = self.memory.generation
+                return self._steady
+        room = self.step_rows - len(decoding)
+        return [Work(s, 1) for s in decoding] + chunks(prompts, room)
+
+    def compute(self, work: Seq[Work]) -> list[Outcome]:
+        """A step with any mixture of work."""
+        self._batch = None
         ids, positions, layout = self._lay_out(work, self._rows_for(sum(w.count for w in work)))
         needed: list[int] = []  # the rows whose logits somebody wants, in order
         last_rows: list[int] = []
@@ -104,16 +160,16 @@ class EagerRunner:
             return [Outcome() for _ in work]
         return draw_outcomes(work, logits, last_rows)
 
-    def decode(self, work: Seq[Work]) -> list[Outcome] | None:
+    def decode_step(self, work: Seq[Work]) -> list[Outcome] | None:
         """A step in which every sequence takes one plainly sampled token, or None when it is not
         of that kind. `work` has one row for each slot that is taken, and is the same list for as
         long as nobody comes, goes or moves: nothing is built anew meanwhile."""
-        steady = self._steady
+        steady = self._batch
         if steady is not None and steady.work is work:
             steady.layout.next_token()
         elif all(w.sequence.is_plain and not w.sequence.scores_prompt for w in work):
             ids, positions, layout = self._lay_out(work, self._rows_for(len(work)))
-            self._steady = steady = SteadyBatch(work, ids, positions, layout, self.device)
+            self._batch = steady = SteadyBatch(work, ids, positions, layout, self.device)
         else:
             return None
         return steady.draw(self.forward(steady.ids, steady.positions, steady.layout))
@@ -163,71 +219,6 @@ class EagerRunner:
             pieces.append((first, stop, length))
             first = stop
         return pieces
-
-
-class Runner(Protocol):
-    """Runs the model on chosen tokens. `decode` is the short way for a step in which every sequence
-    takes one plainly sampled token; it returns None when the step is not of that kind."""
-
-    def __call__(self, work: Seq[Work]) -> list[Outcome]: ...
-
-    def decode(self, work: Seq[Work]) -> list[Outcome] | None: ...
-
-
-class EagerScheduler(Scheduler):
-    """Steps of at most `step_rows` tokens, prompts and decoding mixed; `runner` computes them."""
-
-    def __init__(self, runner: Runner, *args: Any, step_rows: int, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.runner, self.step_rows = runner, step_rows
-        self._steady: list[Work] | None = None
-        self._steady_since = -1
-
-    def advance(self) -> None:
-        self._drop_cancelled()
-        if self.admitting:
-            self._admit()
-        work = self._plan()
-        if not work:
-            return
-        try:
-            outcomes = self.runner.decode(work) if work is self._steady else None
-            if outcomes is None:
-                outcomes = self.runner(work)
-        except Exception as exc:
-            self._fail_step([item.sequence for item in work], exc)
-            return
-        self._take(work, outcomes)
-
-    def forget(self) -> None:
-        self._steady = None
-        super().forget()
-
-    def _plan(self) -> list[Work]:
-        """Full prompt steps first, since they fill the batch; then decoding, with what is left of
-        prompts in the free rows."""
-        if self._steady is not None and self._steady_since == self.memory.generation:
-            return self._steady
-        self._steady = None
-        decoding = [s for s in self.running if s.computed == len(s.tokens) - 1]
-        prompts = [s for s in self.running if s.computed < len(s.tokens) - 1]
-        backlog = sum(len(s.tokens) - s.computed for s in prompts)
-        if backlog >= self.step_rows:
-            return chunks(prompts, self.step_rows)
-        most = self.step_rows - bool(prompts)  # one row at least is the prompts'
-        if len(decoding) > most:
-            # More than one step takes: those that waited longest go first.
-            decoding, behind = decoding[:most], decoding[most:]
-            self.running = prompts + behind + decoding
-        else:
-            decoding.sort(key=_place_in_memory)
-            if not prompts:
-                # The same work until somebody comes, goes or moves.
-                self._steady = [Work(s, 1) for s in decoding]
-                self._steady_since = self.memory.generation
-                return self._steady
-        room = self.step_rows - len(decoding)
-        return [Work(s, 1) for s in decoding] + chunks(prompts, room)
 
 
 def _place_in_memory(sequence: Sequence) -> tuple[int, int]:

@@ -6,6 +6,7 @@ It has what `HFChatTemplate` asks of a tokenizer. An actor that samples from a s
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,60 +16,59 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template*")
 
 
+@dataclass(eq=False)
 class PlainTokenizer:
-    """The tokenizer of a folder with `tokenizer.json`, as transformers saves it."""
+    """What `HFChatTemplate` asks of a tokenizer; `of_folder` reads what transformers saves."""
 
-    def __init__(self, folder: Path) -> None:
+    backend_tokenizer: Any
+    special_tokens_map: dict[str, str]
+    eos_token_id: int | None
+    chat_template: str | dict[str, str] | None
+    name_or_path: str
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> PlainTokenizer:
+        """The tokenizer of a folder with `tokenizer.json`."""
         from tokenizers import Tokenizer
 
-        self.name_or_path = str(folder)
         try:
-            self.backend_tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
             config: dict[str, Any] = _json(folder / "tokenizer_config.json")
         except Exception as exc:  # tokenizers raises plain exceptions
             raise TemplateError(f"no fast tokenizer in {folder}: {exc}") from exc
         if (folder / "special_tokens_map.json").is_file():
             config = {**_json(folder / "special_tokens_map.json"), **config}
         named = {name: config[name] for name in _NAMES if config.get(name)}
-        self.special_tokens_map = {
+        special = {
             name: token["content"] if isinstance(token, dict) else str(token)
             for name, token in named.items()
         }
-        eos = self.special_tokens_map.get("eos_token")
-        self.eos_token_id = None if eos is None else self.backend_tokenizer.token_to_id(eos)
-        self.chat_template = _template(folder, config)
+        eos = special.get("eos_token")
+        eos_id = None if eos is None else backend.token_to_id(eos)
+        return cls(backend, special, eos_id, _template(folder, config), str(folder))
 
     @classmethod
     def of(cls, tokenizer: Any) -> PlainTokenizer:
         """The same tokenizer without the package that made it."""
-        made = cls.__new__(cls)
-        for name in ("backend_tokenizer", "eos_token_id", "chat_template"):
-            setattr(made, name, getattr(tokenizer, name))
-        made.name_or_path = str(getattr(tokenizer, "name_or_path", ""))
-        made.special_tokens_map = dict(tokenizer.special_tokens_map)
-        return made
+        return cls(
+            tokenizer.backend_tokenizer,
+            dict(tokenizer.special_tokens_map),
+            tokenizer.eos_token_id,
+            tokenizer.chat_template,
+            str(getattr(tokenizer, "name_or_path", "")),
+        )
 
     def described(self) -> dict[str, Any]:
         """The tokenizer as plain values, for `from_description`."""
-        return {
-            "backend": self.backend_tokenizer.to_str(),
-            "special_tokens_map": self.special_tokens_map,
-            "eos_token_id": self.eos_token_id,
-            "chat_template": self.chat_template,
-            "name_or_path": self.name_or_path,
-        }
+        return {**vars(self), "backend_tokenizer": self.backend_tokenizer.to_str()}
 
     @classmethod
     def from_description(cls, description: dict[str, Any]) -> PlainTokenizer:
         """The tokenizer that `described` described."""
         from tokenizers import Tokenizer
 
-        made = cls.__new__(cls)
-        for name, value in description.items():
-            if name != "backend":
-                setattr(made, name, value)
-        made.backend_tokenizer = Tokenizer.from_str(description["backend"])
-        return made
+        backend = Tokenizer.from_str(description["backend_tokenizer"])
+        return cls(**{**description, "backend_tokenizer": backend})
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -87,7 +87,7 @@ def load_plain_tokenizer(name_or_path: str) -> PlainTokenizer:
             folder = Path(snapshot_download(name_or_path, allow_patterns=list(_FILES)))
         except (OSError, ValueError) as exc:
             raise TemplateError(f"no tokenizer could be loaded from {name_or_path!r}") from exc
-    return PlainTokenizer(folder)
+    return PlainTokenizer.of_folder(folder)
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] | None:

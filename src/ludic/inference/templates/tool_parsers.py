@@ -56,10 +56,7 @@ class HermesToolParser:
 
     OPEN: ClassVar[str] = "<tool_call>"
     CLOSE: ClassVar[str] = "</tool_call>"
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        return (self.OPEN, self.CLOSE)
+    markers: ClassVar[tuple[str, ...]] = (OPEN, CLOSE)
 
     def parse(self, text: str) -> ToolParse:
         calls: list[ToolCall] = []
@@ -94,9 +91,7 @@ class JSONToolParser:
     Text that does not begin with `{` or `[{` is prose and calls nothing.
     """
 
-    @property
-    def markers(self) -> tuple[str, ...]:
-        return ()
+    markers: ClassVar[tuple[str, ...]] = ()
 
     def parse(self, text: str) -> ToolParse:
         stripped = text.strip()

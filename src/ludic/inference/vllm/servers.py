@@ -1,29 +1,16 @@
-"""The vLLM servers of a client: what each can do and how it fares, and which may serve."""
+"""The vLLM servers of a client: what each can do, and how it fares."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import aiohttp
 
-from ludic.errors import (
-    ConfigError,
-    DeadlineError,
-    InferenceError,
-    PublishError,
-    RequestRejectedError,
-)
-from ludic.inference.http import Connections, UnreachableError, ask
-from ludic.inference.retries import Backoff
-from ludic.inference.vllm.flags import RECEIPT
-from ludic.inference.vllm.wire import version_number
-
-PROBE_TEXT = "Tokenizers agree: 12 + 30 = 42, naïve café, <b>tags</b>\n\tand\n\nlines."
+from ludic.errors import ConfigError, InferenceError, RequestRejectedError
+from ludic.inference.http import UnreachableError, ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +121,6 @@ async def server_facts(
     )
 
 
-def check_spelling(url: str, theirs: list[int], tokenizer: Any) -> None:
-    """Raises `ConfigError` where a tokenizer spells `PROBE_TEXT` otherwise than the server."""
-    ours = list(tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
-    if theirs != ours:
-        raise ConfigError(
-            f"the tokenizer does not fit {url}: a probe text is {len(ours)} tokens {ours[:8]}… "
-            f"here and {len(theirs)} tokens {theirs[:8]}… there. Load the tokenizer of the model "
-            "that the server serves"
-        )
-
-
-_REMEMBERED_CONVERSATIONS = 65536
-
-
 class WeightKeeper(Protocol):
     """Who keeps the servers' weights: a publisher, which tells its client of itself."""
 
@@ -158,202 +131,3 @@ class WeightKeeper(Protocol):
     async def restore(self, replica: Replica) -> bool:
         """Brings a server that was away up to date; False: that takes a publish."""
         ...
-
-
-class VLLMServers:
-    """Servers that hold the same model, in and out of rotation.
-
-    A conversation stays with its server. One that was away is used again only when it has the
-    weights of the expected version.
-    """
-
-    def __init__(
-        self,
-        replicas: tuple[Replica, ...],
-        *,
-        model: str | None,
-        version: int,
-        headers: Mapping[str, str],
-        backoff: Backoff,
-        connections: Connections,
-    ) -> None:
-        self.replicas, self.model, self.first_version = replicas, model, version
-        self.keeper: WeightKeeper | None = None
-        self._version = version
-        self._headers, self._backoff, self._connections = headers, backoff, connections
-        self._homes: OrderedDict[str, Replica] = OrderedDict()
-        self._learning: dict[Replica, asyncio.Task[None]] = {}
-
-    # Life
-
-    async def connect(self, *, tokenizer: Any = None, timeout_s: float = 30.0) -> None:
-        """Asks the servers what they are, once. Raises when none answers, when one serves another
-        model, or when `tokenizer` does not spell text as the servers do."""
-        results = await asyncio.gather(
-            *(self.learn(r, timeout_s) for r in self.replicas if r.facts is None),
-            return_exceptions=True,
-        )
-        for result in results:
-            away = isinstance(result, UnreachableError | DeadlineError)
-            if isinstance(result, BaseException) and not away:
-                raise result
-        known = [r for r in self.replicas if r.facts is not None]
-        if not known:
-            raise InferenceError(f"no vLLM server answers: {self._states()}. Are they up?")
-        if tokenizer is not None:
-            for replica in known:
-                assert replica.facts is not None
-                name = self.model or replica.facts.models[0]
-                body = {"model": name, "prompt": PROBE_TEXT, "add_special_tokens": False}
-                answer = await self.control(
-                    replica, "POST", "/tokenize", body=body, timeout_s=timeout_s
-                )
-                check_spelling(replica.url, list(answer["tokens"]), tokenizer)
-
-    async def close(self) -> None:
-        """Closes the connections; requests after that are refused."""
-        for task in list(self._learning.values()):
-            task.cancel()
-        await self._connections.close()
-
-    # What they are
-
-    @property
-    def version(self) -> int:
-        """The version that servers are expected to have."""
-        return self._version
-
-    def expect_version(self, version: int) -> None:
-        """Names the version that servers must have to be used after they were away."""
-        self._version = version
-
-    def in_rotation(self) -> list[Replica]:
-        """The servers that requests may go to."""
-        return [r for r in self.replicas if r.out is None and r.lost is None]
-
-    async def control(
-        self,
-        replica: Replica,
-        method: str,
-        path: str,
-        *,
-        body: Any = None,
-        timeout_s: float | None = None,
-        plain: bool = False,
-    ) -> Any:
-        """One exchange with a server's control routes, over a new connection."""
-        session = (await self._connections.get()).unpooled
-        url, headers = replica.url + path, self._headers
-        return await ask(
-            session, method, url, body=body, timeout_s=timeout_s, headers=headers, plain=plain
-        )
-
-    async def replica_version(self, replica: Replica, timeout_s: float = 10.0) -> int:
-        """The version that a server says it has. One that keeps none has what it was last brought
-        to, unless it was restarted since."""
-        if replica.facts is None:
-            await self.learn(replica, timeout_s)
-        if replica.serving.adapter is not None:
-            answer = await self.control(replica, "GET", "/v1/models", timeout_s=timeout_s)
-            has = any(card["id"] == replica.serving.adapter for card in answer["data"])
-            return replica.serving.version if has else self.first_version
-        if replica.facts is not None and replica.facts.names_versions:
-            answer = await self.control(replica, "GET", "/weight_info", timeout_s=timeout_s)
-            return version_number(answer["weight_version"], self.first_version)
-        if replica.version != self.first_version and not await self._applied(replica, timeout_s):
-            return self.first_version
-        return replica.version
-
-    async def _applied(self, replica: Replica, timeout_s: float) -> int:
-        """How many updates a server has applied since it was started: 0 for one that cannot say,
-        which has taken none."""
-        body = {"method": RECEIPT}
-        try:
-            answer = await self.control(
-                replica, "POST", "/collective_rpc", body=body, timeout_s=timeout_s
-            )
-        except UnreachableError as exc:
-            if exc.status != 500:  # what a worker without the method leads to
-                raise
-            return 0
-        except RequestRejectedError:
-            return 0
-        return min((int(r.get("applied", 0)) for r in answer["results"]), default=0)
-
-    # Which may serve
-
-    async def _choose(self, conversation: str | None, failed: set[Replica]) -> Replica | None:
-        """The conversation's server where it can serve, else the least loaded one that can; one
-        that failed the request before comes last."""
-        home = self._homes.get(conversation) if conversation is not None else None
-        # Among equals the one that served least, so that a quiet run spreads as well.
-        by_use = sorted(self.replicas, key=lambda r: r.served)
-        ordered = sorted(by_use, key=lambda r: (r in failed, r is not home, r.in_flight))
-        for replica in ordered:
-            if replica.out is not None or time.monotonic() < replica.retry_at:
-                continue
-            if replica.lost or replica.facts is None:
-                revival = self._revive(replica)
-                if any(r.facts is not None and not r.lost and r.out is None for r in ordered):
-                    continue  # nobody waits for one that is away while another serves
-                await asyncio.shield(revival)
-                if replica.lost or replica.facts is None or replica.out is not None:
-                    continue
-            if conversation is not None:
-                self._homes[conversation] = replica
-                self._homes.move_to_end(conversation)
-                if len(self._homes) > _REMEMBERED_CONVERSATIONS:
-                    self._homes.popitem(last=False)
-            return replica
-        return None
-
-    def _revive(self, replica: Replica) -> asyncio.Task[None]:
-        """Finds out, once for all callers, whether a server that was away may serve again."""
-        task = self._learning.get(replica)
-        if task is None or task.get_loop() is not asyncio.get_running_loop():
-            task = asyncio.create_task(self._welcome(replica))
-            self._learning[replica] = task
-            task.add_done_callback(lambda _: self._learning.pop(replica, None))
-        return task
-
-    async def _welcome(self, replica: Replica) -> None:
-        was_lost = replica.lost is not None
-        try:
-            await self.learn(replica, timeout_s=10.0)
-            if was_lost and not (self.keeper and await self.keeper.restore(replica)):
-                # A publish may run meanwhile. What the server said before an update reached it
-                # does not count afterwards; and then it may be ahead of what is expected of all.
-                had = None
-                while had != replica.version:
-                    had = replica.version
-                    found = await self.replica_version(replica)
-                expected = max(self._version, replica.version)
-                if found != expected:
-                    replica.out = (
-                        f"it was away and came back with version {found} instead of version "
-                        f"{expected}; the next publish brings it back"
-                    )
-            replica.mark_up()
-        except (UnreachableError, DeadlineError) as exc:
-            replica.mark_down(str(exc), self._backoff.pause_s(replica.failures))
-        except (InferenceError, ConfigError, PublishError) as exc:
-            replica.out = str(exc)
-
-    async def learn(self, replica: Replica, timeout_s: float) -> None:
-        """Asks a server what it is; it may have been restarted as another."""
-        replica.facts = None
-        session = (await self._connections.get()).unpooled
-        try:
-            facts = await server_facts(session, replica.url, self._headers, timeout_s)
-        except (UnreachableError, DeadlineError) as exc:
-            replica.mark_down(str(exc), self._backoff.pause_s(replica.failures))
-            raise
-        if self.model is not None and self.model not in facts.models:
-            raise ConfigError(
-                f"{replica.url} serves {list(facts.models)}, not {self.model!r}: give the client "
-                "one of those names, or start the server with --served-model-name"
-            )
-        replica.facts = facts
-
-    def _states(self) -> str:
-        return "; ".join(r.describe() for r in self.replicas)

@@ -58,10 +58,11 @@ class LocalScores:
         without_adapter: bool = False,
         precision: Precision | None = None,
     ) -> None:
+        from ludic.training.config import TrainerConfig
         from ludic.training.update.policy import Policy
 
         check_precision(precision, model, "LocalScores")
-        self.policy = Policy(model, precision=precision)
+        self.policy = Policy(model, TrainerConfig(precision=precision))
         self.micro_token_budget, self.without_adapter = micro_token_budget, without_adapter
         self._checked = 0
         self._adapter_off: Callable[[], Any] = (

@@ -1,6 +1,6 @@
 """Attention within packed sequences, for every transformers model that lets it be chosen.
 
-`enable_packed_attention` puts a function in front of the model's own attention: calls that carry
+`PackedAttention` puts a function in front of the model's own attention: calls that carry
 sequence boundaries go to a packed kernel, all others (a sampler's) to what was there before.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ludic.errors import ConfigError
 from ludic.training.config import AttentionKind
 from ludic.training.update.dense_attention import SequenceLengths, in_buckets, one_by_one
-from ludic.training.update.sharing import SharedKeys, gather
+from ludic.training.update.packing import SharedKeys, gather
 
 PREFIX = "ludic_packed_"
 
@@ -39,9 +39,38 @@ class PackedAttention:
         self.model, self.kind = model, kind
 
     def enable(self) -> None:
-        """Lets the model take packed sequences. Raises `CannotPack` for one whose attention is
-        not transformers' `AttentionInterface`."""
-        enable_packed_attention(self.model)
+        """Lets the model take packed sequences; doing it again changes nothing. Raises `CannotPack`
+        for one whose attention is not transformers' `AttentionInterface`."""
+        from transformers import AttentionInterface
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        config = getattr(self.model, "config", None)
+        before = getattr(config, "_attn_implementation", None)
+        supported = getattr(self.model, "_supports_attention_backend", True)
+        if config is None or before is None or not supported:
+            raise CannotPack("its attention does not go through transformers' AttentionInterface")
+        before = before.removeprefix(PREFIX)
+        name = PREFIX + before
+        before = "sdpa" if before == "eager" else before  # the same numbers, but found by its name
+        default = ALL_ATTENTION_FUNCTIONS[before]
+
+        def attention(
+            module: nn.Module,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | None,
+            **kwargs: Any,
+        ) -> tuple[Tensor, Tensor | None]:
+            if kwargs.get("cu_seq_lens_q") is None:
+                return default(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+            return packed_attention(module, query, key, value, **kwargs), None
+
+        AttentionInterface.register(name, attention)
+        if before in ALL_MASK_ATTENTION_FUNCTIONS:
+            AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
+        config._attn_implementation = name
         _users.setdefault(self.model, WeakSet()).add(self)
         device = next(self.model.parameters()).device
         if device.type == "cuda" and self.kind in ("auto", "varlen"):
@@ -51,55 +80,13 @@ class PackedAttention:
         """Gives the model its own attention back, unless somebody else still packs."""
         users = _users.get(self.model, WeakSet())
         users.discard(self)
-        if not users:
-            restore_attention(self.model)
+        config: Any = getattr(self.model, "config", None)
+        name = getattr(config, "_attn_implementation", None)
+        if not users and name is not None and name.startswith(PREFIX):
+            config._attn_implementation = name.removeprefix(PREFIX)
 
 
 _users: WeakKeyDictionary[nn.Module, WeakSet[PackedAttention]] = WeakKeyDictionary()
-
-
-def enable_packed_attention(model: nn.Module) -> None:
-    """Lets `model` take packed sequences. Doing it again changes nothing.
-
-    Raises `CannotPack` for a model whose attention is not transformers' `AttentionInterface`.
-    """
-    from transformers import AttentionInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    config = getattr(model, "config", None)
-    before = getattr(config, "_attn_implementation", None)
-    if config is None or before is None or not getattr(model, "_supports_attention_backend", True):
-        raise CannotPack("its attention does not go through transformers' AttentionInterface")
-    before = before.removeprefix(PREFIX)
-    name = PREFIX + before
-    before = "sdpa" if before == "eager" else before  # the same numbers, but found by its name
-    default = ALL_ATTENTION_FUNCTIONS[before]
-
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        if kwargs.get("cu_seq_lens_q") is None:
-            return default(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
-        return packed_attention(module, query, key, value, **kwargs), None
-
-    AttentionInterface.register(name, attention)
-    if before in ALL_MASK_ATTENTION_FUNCTIONS:
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[before])
-    config._attn_implementation = name
-
-
-def restore_attention(model: nn.Module) -> None:
-    """Undoes `enable_packed_attention`, where it was done."""
-    config: Any = getattr(model, "config", None)
-    name = getattr(config, "_attn_implementation", None)
-    if name is not None and name.startswith(PREFIX):
-        config._attn_implementation = name.removeprefix(PREFIX)
 
 
 def forget_longer_rows(model: nn.Module) -> None:

@@ -71,7 +71,7 @@ def calibrate(
             f"calibrate measures a GPU's memory, and the model is on {device}: on a CPU, choose "
             "micro_token_budget by hand"
         )
-    policy = Policy.of_config(model, cfg)
+    policy = Policy(model, cfg)
     if mesh is not None:
         from ludic.sharding.fsdp import shard_policy
 

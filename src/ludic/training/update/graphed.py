@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ludic.plumbing.cuda_graphs import capture
-from ludic.training.update.packing import MicroBatch
-from ludic.training.update.sharing import SharedKeys
+from ludic.training.update.packing import MicroBatch, SharedKeys
 
 _log = logging.getLogger("ludic.training")
 

@@ -86,13 +86,9 @@ class Passes:
         fitting = said or default_budget(base_causal_lm(self.policy.model), self.cfg, self.world)
         object.__setattr__(self, "budget", fitting)
 
-    def plan(self, layout: Layout) -> Plan:
-        """This rank's micro-batches, and whether each counts: a rank without work
+    def plan(self, layout: Layout) -> tuple[Plan, Workload]:
+        """This rank's micro-batches, and the work of all ranks that counts. A rank without work
         repeats a small one for nothing, since all must take part in the collectives."""
-        return self._plan(layout)[0]
-
-    def _plan(self, layout: Layout) -> tuple[Plan, Workload]:
-        """The plan, and the work of all ranks that counts."""
         plan = plan_micro_batches(
             layout,
             micro_token_budget=self.budget,
@@ -103,7 +99,7 @@ class Passes:
             shares=self.policy.shares,
         )
         works = {
-            m: workload(layout, m, self.cost, shares=shares_in(self.policy, layout, m))
+            m: workload(layout, m, self.cost, shares=self.policy.shares_in(layout, m))
             for rank in plan
             for m in rank
             if m
@@ -125,9 +121,9 @@ class Passes:
         """Adds the batch's gradient to the optimizer, one micro-batch after another. `keep` has
         what takes the scores, and the numbers that it knows the layout's items by. Returns what
         all ranks computed for it."""
-        plan, work = self._plan(layout)
+        plan, work = self.plan(layout)
         for indices, counted in plan:
-            share = shares_in(self.policy, layout, indices)
+            share = self.policy.shares_in(layout, indices)
             micro = pack(layout, indices, proximal_logprobs=proximal, share=share)
             try:
                 micro = micro.to(self.world.device)
@@ -173,12 +169,7 @@ class Passes:
 
     def score(self, layout: Layout) -> Scores:
         """The present policy's log-probs of every item, on every rank."""
-        return score_layout(self.policy, layout, self.plan(layout), self.world)
-
-
-def shares_in(policy: Policy, layout: Layout, indices: Sequence[int]) -> bool:
-    """Whether these rows, in one micro-batch, may share what they begin with."""
-    return policy.shares_among(layout.order.lengths[i] for i in indices)
+        return score_layout(self.policy, layout, self.plan(layout)[0], self.world)
 
 
 @torch.no_grad()
@@ -187,7 +178,7 @@ def score_layout(policy: Policy, layout: Layout, plan: Plan, world: World) -> Sc
     places = np.concatenate([[0], np.cumsum([p.actions.size for p in layout.packed])])
     values = torch.zeros(int(places[-1]), device=world.device)
     for indices, counted in plan:
-        share = shares_in(policy, layout, indices)
+        share = policy.shares_in(layout, indices)
         micro = pack(layout, indices, share=share).to(world.device)
         with float32_products(policy.precision):
             scored = policy.score(micro).logprobs.float()

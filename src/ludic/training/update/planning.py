@@ -27,8 +27,7 @@ from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.stats import Workload
 from ludic.training.types import Scope
-from ludic.training.update.packing import Layout, describe
-from ludic.training.update.sharing import REPEATED
+from ludic.training.update.packing import REPEATED, Layout, describe
 
 USUAL, MOST = 16_384, 131_072
 _SHARE = 0.4

@@ -23,8 +23,8 @@ from ludic.plumbing.model_parts import (
     decoder_layers,
     head_of,
 )
-from ludic.plumbing.precision import Precision, autocast, sampling_dtype
-from ludic.training.config import AttentionKind, HeadKernels, TrainerConfig
+from ludic.plumbing.precision import autocast, sampling_dtype
+from ludic.training.config import AttentionKind, TrainerConfig
 from ludic.training.types import TokenLogProbs
 from ludic.training.update.attention import (
     CannotPack,
@@ -35,8 +35,7 @@ from ludic.training.update.attention import (
 )
 from ludic.training.update.graphed import PassGraphs
 from ludic.training.update.logprobs import action_logits, logit_rule, token_logprobs
-from ludic.training.update.packing import MicroBatch
-from ludic.training.update.sharing import gather
+from ludic.training.update.packing import Layout, MicroBatch, gather
 
 _log = logging.getLogger("ludic.training")
 _scoring: ContextVar[bool] = ContextVar("ludic_scoring", default=False)
@@ -49,52 +48,32 @@ class Policy(nn.Module):
     a sampler may share it. Under FSDP2 this module is the root. Where `packs` is False, the rows
     of a micro-batch go through the model's own forward pass, one after another; so do those of one
     with a row above `longest_packed`. With the precision `mixed` the backbone runs under autocast,
-    and the head multiplies in bfloat16.
+    and the head multiplies in bfloat16. `graphs`: passes may be replayed as CUDA graphs.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        attention: AttentionKind = "auto",
-        gradient_checkpointing: bool = False,
-        compile_layers: bool = False,
-        precision: Precision | None = None,
-        head_kernels: HeadKernels = "auto",
-        graphs: bool = False,
+        self, model: nn.Module, cfg: TrainerConfig | None = None, *, graphs: bool = False
     ) -> None:
         super().__init__()
+        cfg = cfg or TrainerConfig()
         self.model = model
         self.packs = self.sharing = True
-        self.precision, self.head_kernels = precision, head_kernels
+        self.precision, self.head_kernels = cfg.precision, cfg.head_kernels
         causal = base_causal_lm(model)
         facts = config_facts(causal)
         self.rule, self.rope_threshold = logit_rule(facts), rope_threshold(facts)
-        self._attention = PackedAttention(causal, attention)
+        self._attention = PackedAttention(causal, cfg.attention)
         try:
             self._attention.enable()
         except CannotPack as exc:
             self.one_at_a_time(exc)
         self.graphs: PassGraphs | None = None
-        if gradient_checkpointing or compile_layers:
+        if cfg.gradient_checkpointing or cfg.compile:
             for layer in decoder_layers(model):
-                _wrap_layer(layer, gradient_checkpointing, compile_layers)
-        elif graphs and self._has_graphs(attention):
+                _wrap_layer(layer, cfg.gradient_checkpointing, cfg.compile)
+        elif graphs and self._has_graphs(cfg.attention):
             layers = len(decoder_layers(model))
             self.graphs = PassGraphs(self._logprobs_and_entropies, model, layers, capture=True)
-
-    @classmethod
-    def of_config(cls, model: nn.Module, cfg: TrainerConfig, *, graphs: bool = False) -> Policy:
-        """The policy that a trainer with these settings updates."""
-        return cls(
-            model,
-            attention=cfg.attention,
-            gradient_checkpointing=cfg.gradient_checkpointing,
-            compile_layers=cfg.compile,
-            precision=cfg.precision,
-            head_kernels=cfg.head_kernels,
-            graphs=graphs,
-        )
 
     def _has_graphs(self, attention: AttentionKind) -> bool:
         """Whether a pass takes nothing from the host but what its tensors say: with the kernel for
@@ -192,9 +171,9 @@ class Policy(nn.Module):
         which every row draws for itself."""
         return self.packs and self.sharing and active_dropout(self.model) is None
 
-    def shares_among(self, lengths: Iterable[int]) -> bool:
-        """Whether rows of these lengths may share what they begin with."""
-        return self.shares and max(lengths) <= self.longest_packed
+    def shares_in(self, layout: Layout, indices: Iterable[int]) -> bool:
+        """Whether these rows, in one micro-batch, may share what they begin with."""
+        return self.shares and max(layout.order.lengths[i] for i in indices) <= self.longest_packed
 
     def one_at_a_time(self, why: object) -> None:
         """From now on computes rows alone, by the model's own attention, and says why."""
