@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ludic.envs.code_exec.sandbox import BubblewrapSandbox, SandboxPool
+from ludic.envs.code_exec.sandbox.bubblewrap import BubblewrapSandbox
+from ludic.envs.code_exec.sandbox.pool import SandboxPool
 
 NEEDS = ("bwrap",)
 PROGRAM = b"print(42)\n"
@@ -74,7 +75,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, SandboxPool(workers=2) as pool:
         path = Path(folder) / "main.py"
         path.write_bytes(PROGRAM)
-        pool.warm_up()
+        at_once(pool, 2, 1)  # starts both
         warm(pool)
         for _ in range(args.rounds):
             note("subprocess_s", timed(lambda: bare(path), args.times))

@@ -144,7 +144,7 @@ def test_a_slot_that_cannot_be_freed_still_lets_its_request_know() -> None:
         if broken_text:
             _raise_in(scheduler, "decode", ValueError("?"), lambda ids: True)
 
-        def release(tenant: Any, *, wipe: bool = False) -> None:
+        def release(tenants: Any, *, wipe: bool = False) -> list[tuple[int, int]]:
             raise RuntimeError("the device is lost")
 
         scheduler.memory.release = release  # type: ignore[method-assign]

@@ -113,14 +113,19 @@ def _evaluation(reports: Mapping[str, EvalReport]) -> str:
             cells = [stage.replace("_", " ") + (f", {part}" if part else "")]
             cells += [str(len(report.by_episode()))]
             for figure in figures:
-                estimate = figure.of(report)
-                cells.append(_percent(estimate) if figure.is_rate else str(estimate))
+                cells.append((percent if figure.is_rate else number)(figure.of(report)))
             rows.append("| " + " | ".join(cells) + " |")
     return "Held-out episodes, with 95 % intervals.\n\n" + "\n".join(rows)
 
 
-def _percent(rate: Estimate) -> str:
+def percent(rate: Estimate) -> str:
+    """Returns a rate with its interval."""
     return f"{rate.value:.1%} [{rate.low:.1%}, {rate.high:.1%}]"
+
+
+def number(value: Estimate) -> str:
+    """Returns a mean with its interval."""
+    return f"{value.value:.3f} [{value.low:.3f}, {value.high:.3f}]"
 
 
 def _settings(facts: RunFacts) -> list[str]:
@@ -165,10 +170,13 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 class RunFacts:
     """A run as its card states it."""
 
+    name: str
     settings: Mapping[str, Any]
     """All of them, as in the run folder's `run.json`."""
     origin: Mapping[str, Any]
     reports: Mapping[str, EvalReport] = field(default_factory=dict)
+    rewards: tuple[float, ...] = ()
+    """The mean reward of each update."""
     figures: Mapping[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     earlier: bool = False
@@ -193,10 +201,13 @@ class RunFacts:
             figures["completion tokens"] = sum(tokens)
         if elapsed:
             figures["seconds of training"] = elapsed[-1]
+        settings = folder.read_json("run.json")
         return RunFacts(
-            settings=in_public(folder.read_json("run.json")),
+            name=str(settings.get("run", {}).get("name", folder.path.name)),
+            settings=in_public(settings),
             origin=in_public(folder.read_json("origin.json")) if folder.has("origin.json") else {},
             reports={s: read_report(path) for s, path in there.items() if path.is_file()},
+            rewards=tuple(rewards),
             figures=figures,
             warnings=tuple(summary.get("warnings", ())),
         )
