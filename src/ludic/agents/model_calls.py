@@ -93,12 +93,23 @@ class ModelCaller:
     def begin_calls(self, seed: int | None, conversation_id: str | None) -> None:
         """Counts calls from here on. `conversation_id` lets a backend keep them together."""
         self._seed = seed
-        self._conversation_id = conversation_id
+        self.conversation_id = conversation_id
         self._calls = 0
 
     def template_for(self, tools: ToolRequest | None) -> ChatTemplate:
         """The template that renders and reads a call with these tools."""
         return self.chat_template
+
+    @property
+    def context_limit(self) -> int | None:
+        """The longest prompt plus completion; None where that is unknown."""
+        return self.client.max_context_tokens
+
+    def prompt(
+        self, messages: tuple[Message, ...], tools: ToolRequest | None, previous: ModelCall | None
+    ) -> tuple[tuple[int, ...], tuple[Message, ...], Fork | None]:
+        """The prompt's ids, the messages that are new in it, and why it forks, if it does."""
+        return _prompt(self.template_for(tools), messages, tools, previous)
 
     async def complete(
         self,
@@ -123,7 +134,7 @@ class ModelCaller:
             )
         else:
             prompt, new_messages, fork = _prompt(template, messages, tools, previous)
-        limit = self.client.max_context_tokens
+        limit = self.context_limit
         room = None if limit is None else limit - len(prompt)
         if room is not None and room < 1:
             return None
@@ -154,7 +165,7 @@ class ModelCaller:
             prompt,
             sampling,
             self.inference.returns,
-            self._conversation_id,
+            self.conversation_id,
             self.request_timeout_s,
             self.inference.extensions,
         )
@@ -206,7 +217,7 @@ def _prompt(
     shown = previous.messages
     n = len(shown)
     grew = len(messages) > n and messages[n] == previous.parsed.message and messages[:n] == shown
-    new_messages = messages[n + 1 :] if grew else _unseen(messages, shown)
+    new_messages = messages[n + 1 :] if grew else unseen(messages, shown)
     trace = previous.response.trace
     if trace is None:  # a backend without ids: nothing to extend, and nothing to fork from
         return tuple(template.render(messages, schemas)), new_messages, None
@@ -232,7 +243,7 @@ def _as_json(sampling: SamplingConfig) -> Mapping[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
-def _unseen(messages: tuple[Message, ...], shown: tuple[Message, ...]) -> tuple[Message, ...]:
+def unseen(messages: tuple[Message, ...], shown: tuple[Message, ...]) -> tuple[Message, ...]:
     """The end of a rewritten history that is new in it: what follows the last assistant message,
     and whatever else was shown before. Messages are told apart as objects, not by their text,
     since an observation may come twice."""

@@ -6,12 +6,19 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal
 
+from ludic.errors import ConfigError
 from ludic.registry import CORRECTIONS, FILTERS
 from ludic.runs.model import configuring, precision_of
 from ludic.runs.settings import RunConfig
+from ludic.saw.credit import CreditAssigner
 from ludic.saw.filters import SampleFilter, combine
 from ludic.seeding import derive_seed
 from ludic.training import CheckpointConfig, RLAlgorithm, TrainerConfig, make_algorithm
+from ludic.training.credit_assignment.returns import (
+    GroupNormalizedReturn,
+    HybridNormalizedReturn,
+    SummaryCredit,
+)
 from ludic.training.losses.corrections import CorrectedLoss
 from ludic.training.preprocess import KLInReward, chain
 
@@ -22,6 +29,10 @@ def algorithm_of(config: RunConfig) -> RLAlgorithm:
     section, reference = config.algorithm, config.reference
     with configuring(f"algorithm {section.name!r} with {section.kwargs}"):
         algorithm = make_algorithm(section.name, **section.kwargs)
+    if section.summaries != "advantage":
+        algorithm = replace(
+            algorithm, credit_assigner=_with_summaries(algorithm, section.summaries)
+        )
     if section.corrections:
         with configuring("algorithm.corrections"):
             corrections = [CORRECTIONS.make_from(table) for table in section.corrections]
@@ -31,6 +42,17 @@ def algorithm_of(config: RunConfig) -> RLAlgorithm:
         algorithm = replace(algorithm, preprocess=chain(algorithm.preprocess, charge))
     keep = config.training.lost_member == "keep_partial"
     return algorithm.with_partial_groups() if keep else algorithm
+
+
+def _with_summaries(algorithm: RLAlgorithm, summaries: SummaryCredit) -> CreditAssigner:
+    credit = algorithm.credit_assigner
+    if not isinstance(credit, GroupNormalizedReturn | HybridNormalizedReturn):
+        raise ConfigError(
+            f"algorithm.summaries={summaries!r} is for algorithms that compare groups, and "
+            f"{algorithm.name!r} does not: to leave summaries out of training, set "
+            'training.filters = ["drop_compactions"]'
+        )
+    return replace(credit, summaries=summaries)
 
 
 def sft_algorithm(config: RunConfig) -> RLAlgorithm:

@@ -28,7 +28,7 @@ from ludic.runs.episodes import (
     tool_parser_of,
     with_template,
 )
-from ludic.runs.model import build_model, check_device, configuring
+from ludic.runs.model import build_model, check_device, configuring, tokenizer_of
 from ludic.runs.players.scoring import check_scoring
 from ludic.runs.players.seating import check_seating
 from ludic.runs.players.teacher import load_teacher
@@ -66,7 +66,7 @@ def _check_parts(config: RunConfig, closing: ExitStack) -> None:
     for section in config.eval.env:
         _make_env(section, closing)
     agents = _make_agents(config)
-    _make_agents(config, held_out=True)
+    _check_windows(config, [*agents, *_make_agents(config, held_out=True)], envs)
     check_seating(config, algorithm)
     if config.sft is not None:
         _check_sft(config)
@@ -152,6 +152,27 @@ def _make_agents(config: RunConfig, *, held_out: bool = False) -> list[Agent]:
             check_tools(agents_of(protocol, request))
             found += agents_of(protocol, request, trained=True)
     return found
+
+
+def _check_windows(config: RunConfig, agents: Sequence[Agent], envs: Sequence[Env]) -> None:
+    """Raises if the window of a context that compacts is too small, where it is stated. Otherwise
+    it is the model's, and the first episode finds out."""
+    compacting = [agent for agent in agents if agent.compactor is not None]
+    stated = config.inference.max_context_tokens
+    if not compacting or (any(agent.context_limit is None for agent in compacting) and not stated):
+        return
+    template = HFChatTemplate(tokenizer_of(config), tool_parser_of(config))
+    for agent in compacting:
+        agent.client = ScriptedChatClient([""], template, max_context_tokens=stated)
+        agent.chat_template = template
+        if agent.tool_request is not None:
+            agent.chat_template = template.for_tools()
+        prompts = [agent.system_prompt]
+        if agent.system_prompt is None:
+            prompts = [env.suggested_sysprompt(role) for env in envs for role in env.agent_ids]
+        assert agent.compactor is not None
+        for prompt in prompts:
+            agent.compactor.check(prompt)
 
 
 def _check_sft(config: RunConfig) -> None:

@@ -92,6 +92,14 @@ def _from_run(
     return (merge() if merge else model).to(dtype), tokenizer
 
 
+def tokenizer_of(config: RunConfig) -> Any:
+    """Returns the run's tokenizer without loading the model, if that is possible."""
+    name = config.model.name
+    if name == "tiny" or is_given(name) or earlier_run(name) is not None:
+        return build_model(config)[1]
+    return with_template(config, load_tokenizer(name, "model"))
+
+
 def load_tokenizer(name: str, where: str) -> Any:
     """Returns the tokenizer of a folder or of a name on the hub."""
     from transformers import AutoTokenizer

@@ -147,6 +147,8 @@ DESCRIPTIONS: dict[str, dict[str, str]] = {
     "algorithm": {
         "name": "`ludic algorithms` lists them",
         "kwargs": "[its arguments](algorithm_arguments.md), including an `aggregation`",
+        "summaries": "what the summaries of the context `compacting` get of group-relative credit: "
+        "their rollout's advantage, or none, so that they are not trained on",
         "corrections": "of the mismatch between sampler and trainer: "
         '`{ kind = "truncated_importance", upper = 2.0 }`',
     },
