@@ -107,9 +107,9 @@ class Compactor:
             raise ConfigError(
                 f"context 'compacting': a window of {self._window()} tokens is too small. The "
                 f"system prompt and the request take {size} of it and a summary up to "
-                f"{ctx.summary_tokens}, and a prompt may fill {max(most, 0):.0f} before the dialogue "
-                "is compacted (`share` of the window, with room for an answer, the request and a "
-                "summary): enlarge the window, or lower summary_tokens or the sampling's max_tokens"
+                f"{ctx.summary_tokens}, and a prompt may fill {max(most, 0):.0f} (`share` of the "
+                "window, with room for an answer, the request and a summary): enlarge the window, "
+                "or lower summary_tokens or the sampling's max_tokens"
             )
 
     def _most(self) -> float:
