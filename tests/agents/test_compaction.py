@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
@@ -397,7 +398,7 @@ async def test_a_summary_gets_the_return_of_what_came_after_it_undiscounted() ->
     for step in compactions(rollout):
         assert credit["e/agent", step.turn_index] == credit["e/agent", step.turn_index + 1]
     moves = [turn for turn in rollout.turns() if not turn.compacted]
-    for turn, after in zip(moves, moves[1:], strict=False):
+    for turn, after in pairwise(moves):
         value = turn.reward + 0.9 * credit["e/agent", after.index]
         assert credit["e/agent", turn.index] == pytest.approx(value)
 
