@@ -1,4 +1,4 @@
-"""Runs whose dialogues are compacted: the same in other processes, resumed, replayed, over Redis."""
+"""Runs whose dialogues are compacted: in other processes, resumed, replayed, over Redis."""
 
 from __future__ import annotations
 

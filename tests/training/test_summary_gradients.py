@@ -121,7 +121,8 @@ def _scored(step: AgentStep) -> Tensor:
     start = len(trace.prompt_token_ids)
     logprobs = logits[start - 1 : -1].log_softmax(-1).gather(1, ids[0, start:, None])[:, 0]
     ratio = (logprobs - torch.tensor(trace.completion_logprobs, dtype=torch.float64)).exp().detach()
-    return (ratio * logprobs).sum()
+    total: Tensor = (ratio * logprobs).sum()
+    return total
 
 
 def _gradient() -> Tensor:
