@@ -71,9 +71,10 @@ class Agent(ModelCaller):
     @property
     def context_limit(self) -> int | None:
         """What the client takes, or the window of the context if that is smaller."""
-        window = self.ctx.window if isinstance(self.ctx, CompactingDialog) else None
-        limits = [n for n in (super().context_limit, window) if n is not None]
-        return min(limits, default=None)
+        limit = self.client.max_context_tokens
+        if not isinstance(self.ctx, CompactingDialog) or self.ctx.window is None:
+            return limit
+        return self.ctx.window if limit is None else min(limit, self.ctx.window)
 
     @property
     def tool_request(self) -> ToolRequest | None:

@@ -24,6 +24,7 @@ class CompactingDialog(FullDialog):
     The dialogue then begins with the system prompt, the request with the agent's notes, and the
     model's summary; the last `keep_turns` turns follow, as many of them as fill no more than half
     of what a prompt may fill. A turn is an observation and all that follows it up to the next one.
+    What was replaced is forgotten here: the rollout has it.
 
     Args:
         window: The longest prompt plus completion, in tokens; by default, what the model takes.

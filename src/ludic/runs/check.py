@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -169,7 +169,8 @@ def _check_windows(config: RunConfig, agents: Sequence[Agent], envs: Sequence[En
             agent.chat_template = template.for_tools()
         prompts = [agent.system_prompt]
         if agent.system_prompt is None:
-            prompts = [env.suggested_sysprompt(role) for env in envs for role in env.agent_ids]
+            with suppress(Exception):  # an environment may know its prompts only after a reset
+                prompts = [env.suggested_sysprompt(role) for env in envs for role in env.agent_ids]
         assert agent.compactor is not None
         for prompt in prompts:
             agent.compactor.check(prompt)
