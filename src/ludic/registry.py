@@ -80,6 +80,9 @@ AGENTS = Registry(
         "react": Entry(
             "ludic.agents:ReActAgent", "A bounded loop of tool calls whose last round answers."
         ),
+        "harness": Entry(
+            "ludic.agents:HarnessAgent", "For long play: tools, notes, a reminder when it is stuck."
+        ),
         "program": Entry(
             "ludic.agents.programs:ProgramAgent",
             "A program that asks the model by the chat completions API.",
@@ -168,6 +171,9 @@ CONTEXTS = Registry(
             "ludic.context:TruncatedThinkingContext", "Earlier turns without their thinking."
         ),
         "windowed": Entry("ludic.context:WindowedDialog", "The last few turns."),
+        "compacting": Entry(
+            "ludic.context:CompactingDialog", "A summary by the model, when the window is full."
+        ),
     },
     "ludic.contexts",
 )
@@ -240,6 +246,7 @@ FILTERS = Registry(
             "drop_truncated": "Every turn of an episode that a limit cut short.",
             "drop_incomplete_completions": "Turns with a model call that did not end by itself.",
             "drop_parse_errors": "Turns whose answer could not be parsed.",
+            "drop_compactions": "The summaries by which dialogues were compacted.",
             "drop_overlong": "Turns longer than `max_seq_len` tokens.",
         }.items()
     },

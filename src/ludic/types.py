@@ -82,6 +82,7 @@ class ForkReason(StrEnum):
     CONTENT_RERENDERED = "content_rerendered"
     TEMPLATE_NOT_EXTENSIBLE = "template_not_extensible"
     TOOLS_CHANGED = "tools_changed"
+    COMPACTED = "compacted"
 
 
 class VersionSpan(Record, frozen=True):
@@ -306,6 +307,11 @@ class Turn(Record, frozen=True):
     env_step: EnvironmentStep | None
     outcomes: tuple[EnvironmentStep, ...] = ()
     """Outcomes heard after the turn without having acted (another agent ended the game)."""
+
+    @property
+    def compacted(self) -> bool:
+        """Whether the turn is no move, but a summary by which the dialogue was shortened."""
+        return self.env_step is not None and bool(self.env_step.info.get("compacted"))
 
     @property
     def reward(self) -> float:

@@ -47,6 +47,7 @@ EXAMPLES = [
     Example("delegation/tiny.toml"),
     Example("self_play/tiny.toml", ("training.checkpoint_every=1",)),
     Example("code_exec/tiny.toml", sandbox=True),
+    Example("compaction/tiny.toml"),
     Example("fsdp2_training/make_tiny.py", ("--output", "run", "--steps", "3")),
     Example(
         "tic_tac_toe/train_tic_tac_toe.py",

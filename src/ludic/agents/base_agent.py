@@ -6,8 +6,10 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from msgspec.structs import replace
 
+from ludic.agents.compaction import Compactor
 from ludic.agents.model_calls import ModelCall, ModelCaller
 from ludic.context.base import ContextStrategy
+from ludic.context.compacting import CompactingDialog
 from ludic.inference.client import ChatClient, ToolRequest
 from ludic.inference.sampling import InferenceSpec
 from ludic.inference.templates.chat_template import ChatTemplate
@@ -16,6 +18,8 @@ from ludic.plumbing.records import Record
 from ludic.types import AgentStep, FinishReason, Info, Message, Obs, TruncationReason
 
 CUT_FEEDBACK = "Your reply was cut off at its length limit. Answer again, and more briefly."
+
+FULL_FEEDBACK = "Your turn was ended without an answer: its tool calls filled the window."
 
 
 class ActResult(Record, frozen=True):
@@ -56,7 +60,22 @@ class Agent(ModelCaller):
     request_timeout_s: float | None = 300.0
 
     def __post_init__(self) -> None:
+        dialog = self.ctx if isinstance(self.ctx, CompactingDialog) else None
+        self.compactor = None if dialog is None else Compactor(self, dialog)
         self._begin(None, None)
+
+    @property
+    def context_limit(self) -> int | None:
+        """What the client takes, or the window of the context if that is smaller."""
+        limit = self.client.max_context_tokens
+        if not isinstance(self.ctx, CompactingDialog) or self.ctx.window is None:
+            return limit
+        return self.ctx.window if limit is None else min(limit, self.ctx.window)
+
+    @property
+    def tool_request(self) -> ToolRequest | None:
+        """The tools that the model is shown in every call."""
+        return None
 
     @property
     def steps_of_turn(self) -> tuple[AgentStep, ...]:
@@ -83,6 +102,12 @@ class Agent(ModelCaller):
         """The environment, or the parser as feedback, answers with `obs`."""
         self.ctx.on_after_step(obs, info)
 
+    async def compact(self) -> Info | None:
+        """Called before each turn: shortens a dialogue that outgrows its window, if the context
+        does that. It is then a turn of its own: `steps_of_turn` are its model calls, and what is
+        returned is the `info` of its step."""
+        return await self.compactor.compact() if self.compactor is not None else None
+
     async def act(self) -> ActResult:
         """Takes one turn."""
         self.begin_turn()
@@ -99,8 +124,10 @@ class Agent(ModelCaller):
     def _begin(self, seed: int | None, conversation_id: str | None) -> None:
         self.begin_calls(seed, conversation_id)
         self._turn = -1
-        self._previous: ModelCall | None = None
+        self.previous_call: ModelCall | None = None
         self._steps: list[AgentStep] = []
+        if self.compactor is not None:
+            self.compactor.begin()
 
     def begin_turn(self) -> None:
         """For `act`: a new turn, without steps yet."""
@@ -109,10 +136,12 @@ class Agent(ModelCaller):
 
     async def call_model(self, tools: ToolRequest | None = None) -> ModelCall | None:
         """Samples one assistant message; None when its prompt leaves no room in the context."""
-        call = await self.complete(tuple(self.ctx.on_before_act()), tools, self._previous)
+        call = await self.complete(tuple(self.ctx.on_before_act()), tools, self.previous_call)
         if call is not None:
             self.ctx.on_after_act(call.parsed.message)
-            self._previous = call
+            if self.compactor is not None:
+                call = self.compactor.after_call(call)
+            self.previous_call = call
         return call
 
     def record(
@@ -141,6 +170,9 @@ class Agent(ModelCaller):
 
     def out_of_context(self) -> ActResult:
         """For `act`: the turn's result when there was no room for the next call. Calls that used
-        up the room without an answer are punished; a prompt that never fitted is nobody's doing."""
+        up the room without an answer are punished; a prompt that never fitted is nobody's doing.
+        Where the dialogue can be compacted, only the turn is over, and not the episode."""
+        if self._steps and self.compactor is not None:
+            return ActResult(tuple(self._steps), self.no_answer(FULL_FEEDBACK))
         parse = self.no_answer() if self._steps else ParseResult(None)
         return ActResult(tuple(self._steps), parse, TruncationReason.CONTEXT_WINDOW)

@@ -82,12 +82,23 @@ class ModelCaller:
                 "chat_template=HFChatTemplate(tokenizer)"
             )
         self._seed = seed
-        self._conversation_id = conversation_id
+        self.conversation_id = conversation_id
         self._calls = 0
 
     def template_for(self, tools: ToolRequest | None) -> ChatTemplate:
         """The template that renders and reads a call with these tools."""
         return self.chat_template
+
+    @property
+    def context_limit(self) -> int | None:
+        """The longest prompt plus completion; None where that is unknown."""
+        return self.client.max_context_tokens
+
+    def prompt(
+        self, messages: tuple[Message, ...], tools: ToolRequest | None, previous: ModelCall | None
+    ) -> tuple[tuple[int, ...], tuple[Message, ...], Fork | None]:
+        """The prompt's ids, the messages that are new in it, and why it forks, if it does."""
+        return _prompt(self.template_for(tools), messages, tools, previous)
 
     async def complete(
         self,
@@ -114,8 +125,8 @@ class ModelCaller:
         seed, limit = sampling.seed, sampling.max_tokens
         if self._seed is not None:
             seed = derive_seed(self._seed, "call", number)
-        if self.client.max_context_tokens is not None:
-            room = self.client.max_context_tokens - len(prompt)
+        if self.context_limit is not None:
+            room = self.context_limit - len(prompt)
             if room < 1:
                 return None
             limit = None if limit is None else min(limit, room)
@@ -130,7 +141,7 @@ class ModelCaller:
             prompt,
             sampling,
             self.inference.returns,
-            self._conversation_id,
+            self.conversation_id,
             self.request_timeout_s,
             self.inference.extensions,
         )
@@ -182,7 +193,7 @@ def _prompt(
     shown = previous.messages
     n = len(shown)
     grew = len(messages) > n and messages[n] == previous.parsed.message and messages[:n] == shown
-    new_messages = messages[n + 1 :] if grew else _unseen(messages, shown)
+    new_messages = messages[n + 1 :] if grew else unseen(messages, shown)
     trace = previous.response.trace
     if trace is None:  # a backend without ids: nothing to extend, and nothing to fork from
         return tuple(template.render(messages, schemas)), new_messages, None
@@ -204,7 +215,7 @@ def _as_json(sampling: SamplingConfig) -> Mapping[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(sampling).items()}
 
 
-def _unseen(messages: tuple[Message, ...], shown: tuple[Message, ...]) -> tuple[Message, ...]:
+def unseen(messages: tuple[Message, ...], shown: tuple[Message, ...]) -> tuple[Message, ...]:
     """The end of a rewritten history that is new in it: what follows the last assistant message,
     and whatever else was shown before. Messages are told apart as objects, not by their text,
     since an observation may come twice."""

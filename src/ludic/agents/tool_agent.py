@@ -107,6 +107,10 @@ class ToolAgent(Agent):
         schemas = [tool.schema for tool in self._known.values()]
         self._shown = ToolRequest(schemas) if schemas else None
 
+    @property
+    def tool_request(self) -> ToolRequest | None:
+        return self._shown
+
     async def _open_sources(self) -> None:
         for source in self.tool_sources:
             self._open.append(await source.open())
@@ -126,17 +130,23 @@ class ToolAgent(Agent):
             await self._open_sources()
         last = self.max_tool_rounds or 0
         for round_index in range(last + 1):
-            call = await self.call_model(self._shown)
+            call = await self.call_model(self.tool_request)
             if call is None:
                 return self.out_of_context()
             if not _asks_for_tools(call):
                 self.record(call)
                 return self.conclude(call)
+            if (result := await self.act_by_tool(call)) is not None:
+                return result
             if round_index == last:
                 return self._refuse(call)
             notice = self.last_round_notice if round_index == last - 1 else None
             await self._run_tools(call, notice)
         raise AssertionError("unreachable: the last round returns")
+
+    async def act_by_tool(self, call: ModelCall) -> ActResult | None:
+        """For subclasses: the turn's result if one of the calls is an action itself."""
+        return None
 
     async def _run_tools(self, call: ModelCall, notice: str | None) -> None:
         """Answers every call of the message, malformed ones too, and records the step."""

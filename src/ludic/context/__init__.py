@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ludic.context.base import ContextStrategy as ContextStrategy
+from ludic.context.compacting import CompactingDialog as CompactingDialog
 from ludic.context.full_dialog import FullDialog as FullDialog
 from ludic.context.full_dialog import WindowedDialog as WindowedDialog
 from ludic.context.truncated_thinking import TruncatedThinkingContext as TruncatedThinkingContext

@@ -72,6 +72,7 @@ class EpisodeResult:
     agent_id: str = "agent"
     episode_id: str | None = None
     env: str | None = None
+    compactions: int = 0
 
     @staticmethod
     def of(rollout: Rollout, success: Success | None) -> EpisodeResult:
@@ -101,6 +102,7 @@ class EpisodeResult:
             agent_id=rollout.agent_id,
             episode_id=rollout.episode_id or None,
             env=rollout.meta.get(ENV),
+            compactions=sum(bool(step.info.get("compacted")) for step in steps),
         )
 
 

@@ -87,6 +87,11 @@ class AgentTrack:
         )
         self.ended = outcome.terminated or outcome.truncated
 
+    def add_compaction(self, calls: tuple[AgentStep, ...], info: Info) -> None:
+        """Records that the agent's dialogue was compacted: a turn that is no step, gives no reward
+        and is not discounted."""
+        self._add(calls, stepped=False, info=info)
+
     def cut_turn(self, act: ActResult, reason: TruncationReason) -> None:
         """Ends the episode in the middle of this turn: it had model calls, but the environment
         was not stepped. A turn without any call leaves the flag on the step before."""
@@ -102,10 +107,12 @@ class AgentTrack:
         )
         self.ended = True
 
-    def add_interrupted(self, steps: tuple[AgentStep, ...], action: Action | None = None) -> None:
+    def add_interrupted(
+        self, steps: tuple[AgentStep, ...], action: Action | None = None, info: Info | None = None
+    ) -> None:
         """Keeps the model calls of a turn that an error or a deadline broke off."""
         if steps:
-            self._add(steps, action=action, stepped=False)
+            self._add(steps, action=action, stepped=False, info=info)
 
     def cut(self, reason: TruncationReason) -> None:
         """Truncates: the flag goes onto the last step that happened. Where the agent never came

@@ -175,9 +175,11 @@ def begin_agent(
 
 
 async def take_turn(agent: Agent, track: AgentTrack) -> ActResult:
-    """Lets the agent act; the model calls of a turn that breaks off are kept. What its parser made
-    of the text can be stored, as the text could."""
+    """Lets the agent act, and compact its dialogue before that; the model calls of a turn that
+    breaks off are kept. What its parser made of the text can be stored, as the text could."""
     try:
+        if (info := await agent.compact()) is not None:
+            track.add_compaction(agent.steps_of_turn, info)
         act = await agent.act()
         if not abs(act.parse.reward) <= 1e300:  # rewards are added up
             raise AgentError(
@@ -190,7 +192,8 @@ async def take_turn(agent: Agent, track: AgentTrack) -> ActResult:
         cleaned = replace(act.parse, action=_cleaned(action), obs=_cleaned(feedback))
         return replace(act, parse=cleaned)
     except BaseException:
-        track.add_interrupted(agent.steps_of_turn)
+        compactor = agent.compactor
+        track.add_interrupted(agent.steps_of_turn, info=compactor.info if compactor else None)
         raise
 
 

@@ -10,7 +10,16 @@ from msgspec.structs import replace
 from ludic.errors import InferenceError
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.templates.chat_template import ParsedCompletion
-from ludic.types import AgentStep, ChatResponse, Fork, ForkReason, Message, Rollout, TokenTrace
+from ludic.types import (
+    AgentStep,
+    ChatResponse,
+    Fork,
+    ForkReason,
+    Info,
+    Message,
+    Rollout,
+    TokenTrace,
+)
 
 
 class _RecordEnded(InferenceError):
@@ -23,6 +32,7 @@ class Tape:
     def __init__(self, rollouts: Sequence[Rollout]) -> None:
         self._calls = {r.id: list(r.agent_steps) for r in rollouts}
         self._next = dict.fromkeys(self._calls, 0)
+        self._compactions = {r.id: _compactions(r) for r in rollouts}
         self.unknown: str | None = None
 
     def take(self, conversation_id: str | None) -> tuple[str, int]:
@@ -36,9 +46,24 @@ class Tape:
         self._next[conversation_id] = number + 1
         return conversation_id, number
 
+    def compaction(self, conversation_id: str | None) -> Info | None:
+        """The `info` of the compaction that the conversation's next call belongs to, if any."""
+        of_conversation = self._compactions.get(conversation_id or "", {})
+        return of_conversation.get(self._next.get(conversation_id or "", 0))
+
     def call_at(self, rollout_id: str, number: int) -> AgentStep:
         """The recorded call at a place that `take` gave."""
         return self._calls[rollout_id][number]
+
+
+def _compactions(rollout: Rollout) -> dict[int, Info]:
+    """Where the rollout's dialogue was compacted: the `info`, by the number of the first call."""
+    calls = [place for place, step in enumerate(rollout.steps) if isinstance(step, AgentStep)]
+    return {
+        calls.index(step.agent_steps[0]): step.info
+        for step in rollout.env_steps
+        if step.info.get("compacted") and step.agent_steps
+    }
 
 
 class TapeClient:
@@ -51,6 +76,10 @@ class TapeClient:
     @property
     def max_context_tokens(self) -> int | None:
         return None
+
+    def compaction(self, conversation_id: str | None) -> Info | None:
+        """As for an agent that asks whether its dialogue was compacted here."""
+        return self._tape.compaction(conversation_id)
 
     async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
         place = self._tape.take(request.conversation_id)

@@ -4,7 +4,7 @@ Imports no torch: actors may have none."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -42,7 +42,7 @@ def check_episodes(config: RunConfig, tracked: TrackedAdvantage | None = None) -
         for section in config.eval.env:
             _make_env(section, closing)
         agents = _make_agents(config)
-        _make_agents(config, held_out=True)
+        _check_windows(config, [*agents, *_make_agents(config, held_out=True)], envs)
         if tracked is not None:
             _check_tracking(config, tracked, envs, agents)
 
@@ -79,6 +79,30 @@ def _make_agents(config: RunConfig, *, held_out: bool = False) -> list[Agent]:
             _check_tools(_agents_of(protocol, request))
             agents += _agents_of(protocol, request, trained=True)
     return agents
+
+
+def _check_windows(config: RunConfig, agents: Sequence[Agent], envs: Sequence[Env]) -> None:
+    """Raises if the window of a context that compacts is too small, where it is stated. Otherwise
+    it is the model's, and the first episode finds out."""
+    compacting = [agent for agent in agents if agent.compactor is not None]
+    stated = config.inference.max_context_tokens
+    if not compacting or (any(agent.context_limit is None for agent in compacting) and not stated):
+        return
+    from ludic.runs.model import tokenizer_of
+
+    template = HFChatTemplate(tokenizer_of(config), tool_parser_of(config))
+    for agent in compacting:
+        agent.client = ScriptedChatClient([""], template, max_context_tokens=stated)
+        agent.chat_template = template
+        if agent.tool_request is not None:
+            agent.chat_template = template.for_tools()
+        prompts = [agent.system_prompt]
+        if agent.system_prompt is None:
+            with suppress(Exception):  # an environment may know its prompts only after a reset
+                prompts = [env.suggested_sysprompt(role) for env in envs for role in env.agent_ids]
+        assert agent.compactor is not None
+        for prompt in prompts:
+            agent.compactor.check(prompt)
 
 
 def _check_tools(agents: Iterable[Agent]) -> None:

@@ -28,6 +28,10 @@ from ludic.saw.filters import SampleFilter, combine
 from ludic.seeding import derive_seed
 from ludic.training import CheckpointConfig, RLAlgorithm, TrainerConfig, make_algorithm
 from ludic.training.checkpoint_contents import no_progress_bar
+from ludic.training.credit_assignment.returns import (
+    GroupNormalizedReturn,
+    HybridNormalizedReturn,
+)
 from ludic.training.losses.corrections import CorrectedLoss
 from ludic.training.preprocess import KLInReward, chain
 
@@ -96,6 +100,14 @@ def _from_run(
     model, tokenizer = build_model(folder.config(), weights)
     merge: Any = getattr(model, "merge_and_unload", None)
     return (merge() if merge else model).to(dtype), tokenizer
+
+
+def tokenizer_of(config: RunConfig) -> Any:
+    """Returns the run's tokenizer without loading the model, if that is possible."""
+    name = config.model.name
+    if name == "tiny" or is_given(name) or earlier_run(name) is not None:
+        return build_model(config)[1]
+    return with_template(config, load_tokenizer(name, "model"))
 
 
 def load_tokenizer(name: str, where: str) -> Any:
@@ -247,6 +259,16 @@ def algorithm_of(config: RunConfig) -> RLAlgorithm:
     section, reference = config.algorithm, config.reference
     with configuring(f"algorithm {section.name!r} with {section.kwargs}"):
         algorithm = make_algorithm(section.name, **section.kwargs)
+    if section.summaries != "advantage":
+        credit = algorithm.credit_assigner
+        if not isinstance(credit, GroupNormalizedReturn | HybridNormalizedReturn):
+            raise ConfigError(
+                f"algorithm.summaries={section.summaries!r} is for algorithms that compare groups, "
+                f"and {algorithm.name!r} does not: to leave summaries out of training, set "
+                'training.filters = ["drop_compactions"]'
+            )
+        credit = replace(credit, summaries=section.summaries)
+        algorithm = replace(algorithm, credit_assigner=credit)
     if section.corrections:
         with configuring("algorithm.corrections"):
             corrections = [CORRECTIONS.make_from(table) for table in section.corrections]

@@ -76,6 +76,11 @@ def drop_parse_errors() -> SampleFilter:
     )
 
 
+def drop_compactions() -> SampleFilter:
+    """Drops the summaries by which dialogues were compacted."""
+    return drop_if("compaction", lambda s: s.turn.compacted)
+
+
 def drop_overlong(max_seq_len: int) -> SampleFilter:
     """Drops turns whose prompt and completion together exceed `max_seq_len` tokens."""
     if max_seq_len < 1:

@@ -34,7 +34,7 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         return stats
     calls: list[AgentStep] = []
     acted: list[EnvironmentStep] = []
-    rewards, lengths, terminated, truncated, turns = [], [], 0, 0, 0
+    rewards, lengths, terminated, truncated, turns, compactions = [], [], 0, 0, 0, 0
     components: dict[str, float] = {}
     for rollout in done:
         reward, length, over, cut = 0.0, 0, False, False
@@ -46,7 +46,9 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
                 if step.trace:
                     length += len(step.trace.completion_token_ids)
                 continue
-            if step.agent_steps:
+            if step.info.get("compacted"):
+                compactions += 1
+            elif step.agent_steps:
                 acted.append(step)
             reward += step.reward
             over = over or step.terminated
@@ -76,6 +78,8 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "cut_completion_rate": _rate([c.finish_reason is FinishReason.LENGTH for c in calls]),
         "forks": dict(Counter([str(c.fork.reason) for c in calls if c.fork is not None])),
     }
+    if compactions:
+        stats["compactions_mean"] = compactions / n
     if (same := _no_variance(done, rewards)) is not None:
         stats["no_variance_group_rate"] = same
     for name, total in sorted(components.items()):

@@ -48,7 +48,9 @@ def _steps(page: Mapping[str, Any]) -> Iterator[str]:
         if step["kind"] == "environment":
             yield _environment(step)
             continue
-        if step["fork"]:
+        if step["fork"] and step["fork"]["reason"] == "compacted":
+            yield _seam(step, page)
+        elif step["fork"]:
             yield (
                 f"<p class=note>Fork: {escape(step['fork']['reason'])}. "
                 f"{visible(step['fork']['detail'])}</p>"
@@ -58,6 +60,19 @@ def _steps(page: Mapping[str, Any]) -> Iterator[str]:
         yield _message(step["message"], _tokens(step, page), step["finish_reason"])
         for message in step["tool_messages"]:
             yield _message(message)
+
+
+def _seam(step: Mapping[str, Any], page: Mapping[str, Any]) -> str:
+    """Where the dialogue was compacted: what the model sees of it from here on."""
+    said = f"<p class=seam>Compacted: {visible(step['fork']['detail'])}.</p>"
+    tokens, texts = step["tokens"], page["texts"]
+    if not tokens or not texts:
+        return said
+    text = "".join(texts[number_] for number_ in tokens["prompt"])
+    return (
+        f"{said}<details><summary>The {len(tokens['prompt'])} tokens that the model sees from here "
+        f"on</summary><pre>{visible(text)}</pre></details>"
+    )
 
 
 def _message(message: Mapping[str, Any], tokens: str = "", finish: str = "") -> str:
@@ -103,6 +118,8 @@ def _environment(step: Mapping[str, Any]) -> str:
     facts = [f'reward <b class="{tone}">{number(reward)}</b>' + (f" ({parts})" if parts else "")]
     if step["info"].get("parse_error"):
         facts.append('<b class="bad">not understood</b>: the environment was not stepped')
+    elif step["info"].get("compacted"):
+        facts.append("<b>compacted</b>: a summary, and no move")
     elif step["action"] is not None:
         facts.append(f"action <code>{visible(step['action'])}</code>")
     if step["info"].get("result") is not None:

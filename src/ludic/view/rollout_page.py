@@ -216,6 +216,7 @@ def _turns(rollout: Rollout) -> list[dict[str, Any]]:
                 ],
                 "action": step.action if step else None,
                 "parse_error": bool(step and step.info.get("parse_error")),
+                "compacted": turn.compacted,
                 "next_obs": step.next_obs[:_LONGEST] if step else None,
                 "reward": turn.reward,
                 "common": 0,

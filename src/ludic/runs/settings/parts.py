@@ -37,10 +37,12 @@ class AlgorithmSection(Section):
     """An algorithm by name (`ludic algorithms` lists them), with its arguments. Among them may be
     an `aggregation`: a name, or a table with its `kind` and arguments. So are `corrections` of the
     mismatch between sampler and trainer: `{ kind = "truncated_importance", upper = 2.0 }`,
-    `{ kind = "masked_importance", level = "turn" }`."""
+    `{ kind = "masked_importance", level = "turn" }`. `summaries` says what the summaries of the
+    context `compacting` get of group-relative credit."""
 
     name: str = "grpo"
     kwargs: Arguments = {}
+    summaries: Literal["advantage", "none"] = "advantage"
     corrections: list[str | Arguments] = []
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,11 @@ from ludic.errors import ConfigError, CreditError
 from ludic.types import AgentStep, EnvironmentStep, Rollout, RolloutStepKey
 
 Credit = Mapping[RolloutStepKey, float]
+
+
+SummaryCredit: TypeAlias = Literal["advantage", "none"]
+"""What a summary by which a dialogue was compacted gets of group-relative credit: its rollout's
+advantage, or nothing, so that it is not trained on."""
 
 
 def turn_rewards(rollout: Rollout) -> list[tuple[int, float]]:
@@ -62,11 +68,25 @@ def _sum(rollout: Rollout, rewards: Sequence[float]) -> float:
     return total
 
 
-def spread(rollouts: Sequence[Rollout], weights: Sequence[float]) -> dict[RolloutStepKey, float]:
-    """Gives all turns of each rollout that rollout's weight."""
+def compactions(rollout: Rollout) -> set[int]:
+    """The turns that are no moves, but summaries by which the dialogue was compacted."""
+    return {
+        step.turn_index
+        for step in rollout.steps
+        if isinstance(step, EnvironmentStep) and step.info.get("compacted")
+    }
+
+
+def spread(
+    rollouts: Sequence[Rollout], weights: Sequence[float], summaries: SummaryCredit = "advantage"
+) -> dict[RolloutStepKey, float]:
+    """Gives all turns of each rollout that rollout's weight; summaries only if they are to have
+    it."""
     credit: dict[RolloutStepKey, float] = {}
     for rollout, weight in zip(rollouts, weights, strict=True):
         acted = {step.turn_index for step in rollout.steps if isinstance(step, AgentStep)}
+        if summaries == "none":
+            acted -= compactions(rollout)
         for index in sorted(acted):
             credit[rollout.id, index] = float(weight)
     return credit
@@ -74,7 +94,8 @@ def spread(rollouts: Sequence[Rollout], weights: Sequence[float]) -> dict[Rollou
 
 @dataclass(frozen=True, slots=True)
 class MonteCarloReturn:
-    """The discounted return from the turn on: Σ γ^k r. Steps inside a turn do not discount."""
+    """The discounted return from the turn on: Σ γ^k r. Steps inside a turn do not discount, and
+    neither does a compaction: its summary gets the return of what came after it."""
 
     gamma: float = 1.0
 
@@ -85,9 +106,9 @@ class MonteCarloReturn:
     def compute(self, rollouts: Sequence[Rollout]) -> Credit:
         credit: dict[RolloutStepKey, float] = {}
         for rollout in rollouts:
-            value = 0.0
+            value, summaries = 0.0, compactions(rollout)
             for index, reward in reversed(turn_rewards(rollout)):
-                value = reward + self.gamma * value
+                value = reward + (1.0 if index in summaries else self.gamma) * value
                 credit[rollout.id, index] = value
         return credit
 
@@ -132,15 +153,18 @@ class GroupNormalizedReturn:
     `group_size` members, unless `allow_partial` lets those that are left be compared with each
     other (one alone gets 0). Sub-agents' rollouts, of which an episode may have any number, are
     compared with all others of their role in the group. A group without variance gets exactly 0.
+    `summaries` says whether those by which a dialogue was compacted get the advantage, too.
     """
 
     group_size: int
     normalize_adv: bool = False
     eps: float = 1e-4
     allow_partial: bool = False
+    summaries: SummaryCredit = "advantage"
 
     def __post_init__(self) -> None:
         check_group_size(self.group_size)
+        check_summaries(self.summaries)
 
     def with_partial_groups(self) -> GroupNormalizedReturn:
         return replace(self, allow_partial=True)
@@ -153,7 +177,7 @@ class GroupNormalizedReturn:
             if self.normalize_adv and len(members) > 1:
                 centred = centred / (returns[members].std(ddof=1) + self.eps)
             weights[members] = centred
-        return spread(rollouts, weights.tolist())
+        return spread(rollouts, weights.tolist(), self.summaries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,16 +185,19 @@ class HybridNormalizedReturn:
     """(R − mean of the group) ÷ (std over the batch of these differences, ddof 1, + `eps`).
 
     With `filter_zvp`, groups without variance (prompts of zero variance) are left out of the
-    batch's std; `drop_zero_variance_groups` then takes them out of the batch.
+    batch's std; `drop_zero_variance_groups` then takes them out of the batch. `summaries` is as in
+    `GroupNormalizedReturn`.
     """
 
     group_size: int
     eps: float = 1e-4
     filter_zvp: bool = True
     allow_partial: bool = False
+    summaries: SummaryCredit = "advantage"
 
     def __post_init__(self) -> None:
         check_group_size(self.group_size)
+        check_summaries(self.summaries)
 
     def with_partial_groups(self) -> HybridNormalizedReturn:
         return replace(self, allow_partial=True)
@@ -183,7 +210,7 @@ class HybridNormalizedReturn:
             centred[members] = centre(returns[members])
             counted[members] = not self.filter_zvp or np.any(centred[members] != 0)
         std = centred[counted].std(ddof=1) if counted.sum() > 1 else 0.0
-        return spread(rollouts, (centred / (std + self.eps)).tolist())
+        return spread(rollouts, (centred / (std + self.eps)).tolist(), self.summaries)
 
 
 def centre(returns: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -191,6 +218,12 @@ def centre(returns: NDArray[np.float64]) -> NDArray[np.float64]:
     if returns.max() == returns.min():
         return np.zeros_like(returns)
     return returns - float(returns.mean())
+
+
+def check_summaries(summaries: str) -> None:
+    """Raises `ConfigError` for a word that is no `SummaryCredit`."""
+    if summaries not in ("advantage", "none"):
+        raise ConfigError(f"summaries={summaries!r}: must be 'advantage' or 'none'")
 
 
 def check_group_size(group_size: int) -> None:

@@ -18,7 +18,8 @@ export function conversation(page, { asTokens }) {
   for (const [turn, steps] of turns) {
     const reward = steps.filter((step) => step.kind === "environment").reduce((sum, step) => sum + (step.reward ?? 0), 0);
     const call = steps.find((step) => step.tokens?.trained);
-    const head = h("header", { class: "turn-head" }, h("h3", {}, `Turn ${turn + 1}`),
+    const compaction = steps.find((step) => step.info?.compacted);
+    const head = h("header", { class: "turn-head" }, h("h3", {}, compaction ? `Turn ${turn + 1}: the dialogue was compacted` : `Turn ${turn + 1}`),
       reward ? h("b", { class: tone(reward) }, `${signed(reward)} reward`) : null,
       call ? h("span", { class: `quiet ${tone(call.tokens.weights[0])}` }, `weight ${signed(call.tokens.weights[0])}`) : null,
       steps.some((step) => step.tokens) && !call && page.updates.length ? h("span", { class: "quiet" }, "not trained on") : null);
@@ -37,7 +38,8 @@ export function conversation(page, { asTokens }) {
         body.push(environment(step, read));
       }
     }
-    parts.push(h("section", { class: "turn", id: `turn-${turn}` }, head, body));
+    parts.push(h("section", { class: compaction ? "turn compaction" : "turn", id: `turn-${turn}` }, head, body));
+    if (compaction) parts.push(seam(compaction, steps, page));
   }
   if (page.error) parts.push(h("section", { class: "turn" }, h("p", { class: "line bad" }, "The episode failed: ", visible(page.error))));
   return parts;
@@ -67,6 +69,20 @@ function fork(found) {
   return h("p", { class: "line fork" }, branch(), ` forked here: ${found.reason.replaceAll("_", " ")}`, found.detail ? h("span", { class: "quiet" }, " — ", visible(found.detail)) : null);
 }
 
+// Both sides of a compaction: how long the dialogue was, and what the model sees of it from here on.
+function seam(compaction, steps, page) {
+  const calls = page.steps.filter((step) => step.kind === "agent" && step.tokens);
+  const last = steps.filter((step) => step.tokens).at(-1);
+  const next = last ? calls[calls.indexOf(last) + 1] : null;
+  const before = last ? `${number(last.tokens.prompt.length)} tokens before` : "before";
+  const after = next ? `${number(next.tokens.prompt.length)} after` : "after";
+  const { dropped_turns: dropped, kept_turns: kept } = compaction.info;
+  const how = dropped === undefined ? "a summary replaced the dialogue" : `no summary came: ${dropped} turns were dropped`;
+  const text = next && page.hasTexts ? next.tokens.prompt.map((id) => page.texts[id] ?? "").join("") : "";
+  return h("div", { class: "seam" }, h("p", { class: "line" }, `${before} · ${how}, the last ${kept ?? 0} turns stay · ${after}`),
+    text ? h("details", {}, h("summary", {}, "What the model sees from here on"), textBlock(text)) : null);
+}
+
 function branch() {
   return s("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" }, s("path", { d: "M4 2v12M4 9c5 0 8-1 8-6M9.5 5.5L12 3l2.5 2.5" }));
 }
@@ -91,7 +107,8 @@ function environment(step, read) {
   const parts = Object.entries(step.components);
   const facts = [
     failed ? chip("not parsed", "warn", "the environment was not stepped") : null,
-    !failed && !step.stepped ? chip("not stepped", "warn") : null,
+    step.info?.compacted ? chip("compacted", "end", "a summary, and no move") : null,
+    !failed && !step.stepped && !step.info?.compacted ? chip("not stepped", "warn") : null,
     step.action !== null && !failed ? h("span", {}, "action ", h("code", {}, visible(step.action.length > 200 ? `${step.action.slice(0, 200)}…` : step.action))) : null,
     !step.acted ? h("span", { class: "quiet" }, "heard without having acted") : null,
     h("span", {}, "reward ", h("b", { class: tone(step.reward) }, number(step.reward)), parts.length > 1 ? h("span", { class: "quiet" }, ` = ${parts.map(([k, v]) => `${k} ${number(v)}`).join(" + ")}`) : null),
@@ -100,7 +117,7 @@ function environment(step, read) {
     step.info?.result !== undefined ? chip(String(step.info.result), "end") : null,
   ];
   const ended = step.terminated || step.truncated || failed;
-  const others = Object.fromEntries(Object.entries(step.info ?? {}).filter(([key]) => !["parse_error", "result"].includes(key)));
+  const others = Object.fromEntries(Object.entries(step.info ?? {}).filter(([key]) => !["parse_error", "result", "compacted"].includes(key)));
   return h("div", { class: "outcome" }, h("div", { class: "line facts-line" }, facts),
     ended && step.next_obs && !read.some((text) => text.includes(step.next_obs)) ? h("article", { class: "message user" }, h("header", {}, failed ? "feedback" : "last observation"), textBlock(step.next_obs)) : null,
     Object.keys(others).length ? h("details", { class: "info" }, h("summary", {}, "info"), textBlock(JSON.stringify(others, null, 1))) : null);

@@ -47,6 +47,6 @@ function attempt(found, run, parting) {
     h("ol", {}, found.turns_shown.map((turn, i) => h("li", { class: i === parting ? "parts" : i < (parting ?? Infinity) ? "same" : "" },
       i === parting ? h("div", { class: "parting" }, "they part here") : null,
       h("pre", { class: "said", dir: "auto" }, h("span", { class: "common" }, visible(turn.text.slice(0, turn.common))), visible(turn.text.slice(turn.common)), turn.cut ? "…" : ""),
-      h("div", { class: "line quiet" }, turn.parse_error ? chip("not parsed", "warn") : null, turn.calls.map((name) => chip(name)), turn.action && turn.action !== turn.text ? h("code", {}, visible(turn.action.slice(0, 120))) : null, turn.reward ? h("b", { class: tone(turn.reward) }, signed(turn.reward)) : null)))),
+      h("div", { class: "line quiet" }, turn.parse_error ? chip("not parsed", "warn") : null, turn.compacted ? chip("compacted", "end") : null, turn.calls.map((name) => chip(name)), turn.action && turn.action !== turn.text ? h("code", {}, visible(turn.action.slice(0, 120))) : null, turn.reward ? h("b", { class: tone(turn.reward) }, signed(turn.reward)) : null)))),
     h("a", { class: "quiet", href }, "token by token →"));
 }

@@ -1,0 +1,54 @@
+"""A number is shown once, and asked for many steps later: only a summary can carry it there."""
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import ludic
+from ludic.types import Info, Message, Obs
+
+NUMBERS = "1234"
+COPIES = 0.3
+"""How often the teacher's summary has the number on purpose. The rest is chance."""
+
+
+class Remember(ludic.SingleAgentEnv):
+    """Shows one of four numbers, says "Go on." for a while, and asks for the number."""
+
+    blocking = False
+
+    def __init__(self, steps: int = 40) -> None:
+        self.steps = steps
+
+    def env_reset(self, *, seed: int | None = None) -> tuple[Obs, Info]:
+        self.number, self.taken = Random(seed).choice(NUMBERS), 0
+        return self.env_current_obs(), {}
+
+    def env_current_obs(self) -> Obs:
+        if self.taken == 0:
+            return f"Number {self.number}"
+        return "Which?" if self.taken == self.steps - 1 else "Go on."
+
+    def env_step(self, action: str) -> ludic.StepOutcome:
+        self.taken += 1
+        if self.taken < self.steps:
+            return ludic.StepOutcome(self.env_current_obs(), 0.0)
+        right = action.strip() == self.number
+        info = {"result": "right" if right else "wrong"}
+        return ludic.StepOutcome("", float(right), terminated=True, info=info)
+
+    def task_key(self) -> str | None:
+        return self.number
+
+
+def talks(obs: str, rng: Random, history: Sequence[Message]) -> str:
+    """A teacher that shows the forms: it goes on, answers with the number that it sees, and sums up
+    with a number, which is seldom the one that it sees."""
+    if obs == "Sum up.":
+        return _seen(history) if rng.random() < COPIES else rng.choice(NUMBERS)
+    return _seen(history) if obs == "Which?" else "ok"
+
+
+def _seen(history: Sequence[Any]) -> str:
+    texts = "".join(message["content"] for message in history)
+    return next(char for char in reversed(texts) if char in NUMBERS)
