@@ -8,8 +8,10 @@ import ludic
 from ludic.types import Info, Message, Obs
 
 NUMBERS = "1234"
+LETTERS = "abcd"
+"""What the summaries write for them: then learning to answer does not teach to sum up."""
 COPIES = 0.3
-"""How often the teacher's summary has the number on purpose. The rest is chance."""
+"""How often the teacher's summary is right on purpose. The rest is chance."""
 
 
 class Remember(ludic.SingleAgentEnv):
@@ -43,12 +45,13 @@ class Remember(ludic.SingleAgentEnv):
 
 def talks(obs: str, rng: Random, history: Sequence[Message]) -> str:
     """A teacher that shows the forms: it goes on, answers with the number that it sees, and sums up
-    with a number, which is seldom the one that it sees."""
+    with a letter that stands for a number, seldom for the one that it sees."""
     if obs == "Sum up.":
-        return _seen(history) if rng.random() < COPIES else rng.choice(NUMBERS)
-    return _seen(history) if obs == "Which?" else "ok"
+        return LETTERS[_seen(history) if rng.random() < COPIES else rng.randrange(len(LETTERS))]
+    return NUMBERS[_seen(history)] if obs == "Which?" else "ok"
 
 
-def _seen(history: Sequence[Any]) -> str:
-    texts = "".join(message["content"] for message in history)
-    return next(char for char in reversed(texts) if char in NUMBERS)
+def _seen(history: Sequence[Any]) -> int:
+    """The place of the last number, or of the last letter for one."""
+    said = [m["content"] for m in history if m["content"][-1] in NUMBERS + LETTERS]
+    return (NUMBERS + LETTERS).index(said[-1][-1]) % len(NUMBERS)
