@@ -57,7 +57,7 @@ def test_a_sample_is_spread_over_the_targets_and_repeats() -> None:
 
 
 def test_without_a_sample_every_fault_is_tried() -> None:
-    assert mutation.chosen_faults(["grouping"], None, 0) == mutation.faults("saw/grouping.py")
+    assert mutation.chosen_faults(["saw/filters"], None, 0) == mutation.faults("saw/filters.py")
 
 
 @pytest.mark.slow

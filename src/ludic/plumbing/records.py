@@ -52,6 +52,8 @@ def changed(record: R, /, **changes: Any) -> R:
     passed them, and the caller vouches for the changes."""
     copy: R = record.__copy__()  # type: ignore[attr-defined]
     for name, value in changes.items():
+        if name not in record.__struct_fields__:
+            raise TypeError(f"{type(record).__name__} has no field {name!r}")
         force_setattr(copy, name, value)
     return copy
 

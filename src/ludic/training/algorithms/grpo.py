@@ -29,8 +29,7 @@ def group_relative(
     kl_coeff: float = 0.0,
     entropy_coeff: float = 0.0,
 ) -> RLAlgorithm:
-    """`loss` on group-relative credit, plus `kl_coeff` times k3 and minus `entropy_coeff`
-    times the entropy, both aggregated as the loss is."""
+    """`loss` on group-relative credit; KL (k3) and entropy are aggregated as the loss is."""
     credit = GroupNormalizedReturn(group_size, normalize_adv=normalize_adv)
     whole = with_kl(loss, kl_coeff, loss.aggregation)
     return RLAlgorithm(name, credit, with_entropy(whole, entropy_coeff, loss.aggregation))
