@@ -26,7 +26,8 @@ class HarnessAgent(ReActAgent):
 
     An environment may offer its actions as tools: it lists their JSON schemas as `info["tools"]`
     of its reset. A call of one of them ends the turn, and is the action: a JSON object with `name`
-    and `arguments`. A message without a call is read by the parser, as always.
+    and `arguments`. A message without a call is read by the parser, as always. A step takes at most
+    `max_rounds` model calls.
 
     Args:
         notes: Whether the model has the tools `note` and `forget`. What it notes is shown with
@@ -35,7 +36,6 @@ class HarnessAgent(ReActAgent):
         remind_after: After so many steps that led to the same observation, or to none because the
             answer could not be read, the model is reminded to try something else; 0 for never.
         reminder: What it is then told.
-        max_rounds: How many model calls a step may take, at most.
     """
 
     def __init__(
