@@ -16,10 +16,10 @@ from torch import Tensor
 from ludic.errors import ConfigError
 from ludic.inference import LocalChatClient
 from ludic.inference.client import TokenCompletionRequest
-from ludic.inference.local.gpu.fused_layer import FAMILIES as FUSED
 from ludic.inference.local.gpu.fused_layer import FusedLayer
 from ludic.inference.local.sizes import engine_memory
 from ludic.inference.tiny import tiny_tokenizer
+from ludic.plumbing.llama_layers import FAMILIES as FUSED
 from ludic.types import ChatResponse
 from tests.inference.local.asking import ask_all, request
 from tests.inference.local.trained import FAMILIES, built

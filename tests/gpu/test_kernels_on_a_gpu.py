@@ -11,9 +11,10 @@ from torch import Tensor
 from ludic.inference import LocalChatClient, SamplingConfig
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local.attention import rotate
-from ludic.inference.local.gpu.fused_layer import Adapter, FusedLayer
+from ludic.inference.local.gpu.fused_layer import FusedLayer
 from ludic.inference.local.sampler import draw
 from ludic.inference.tiny import tiny_tokenizer
+from ludic.plumbing.llama_layers import Adapter
 from ludic.seeding import keyed_uniform
 from tests.inference.local.test_families import family
 

@@ -14,7 +14,7 @@ from ludic.training.trainer import Trainer
 from tests.training.synthetic import SyntheticSource, reinforce
 
 
-def main(folder: Path, steps: int, background: bool) -> None:
+def main(folder: Path, steps: int, mode: str) -> None:
     torch.set_num_threads(1)
     trainer = Trainer(
         model=tiny_model(),
@@ -28,7 +28,10 @@ def main(folder: Path, steps: int, background: bool) -> None:
             total_steps=steps,
             warmup_steps=2,
             run_dir=folder,
-            checkpoint=CheckpointConfig(folder / "ck", every=1, keep=2, background=background),
+            optimizer_device="cpu" if mode == "host" else None,
+            checkpoint=CheckpointConfig(
+                folder / "ck", every=1, keep=2, background=mode == "background"
+            ),
         ),
     )
     print("started", flush=True)
@@ -39,4 +42,4 @@ def main(folder: Path, steps: int, background: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "background")
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

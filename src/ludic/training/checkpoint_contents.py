@@ -10,6 +10,8 @@ A checkpoint is a folder:
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, DamagedCheckpointError
 from ludic.plumbing.files import file_checksum, sync
-from ludic.sharding.weights import local_rows, whole
+from ludic.sharding.weights import laid_out_like, local_rows, whole
 from ludic.sharding.world import World
 from ludic.training.update.optimizer import MasterAdamW
 
@@ -145,11 +147,20 @@ def trainer_tensors(optimizer: MasterAdamW, *, moments: bool = False) -> dict[st
 def has_room_for(tensors: Iterable[Tensor]) -> bool:
     """Whether copies fit beside all that training has taken so far, with a quarter to spare: its
     next step may need every byte that was ever its own."""
-    own = [rows for t in tensors if t.is_cuda and (rows := local_rows(t)[0]) is not None]
-    if not own:
-        return True
-    free, _ = torch.cuda.mem_get_info(own[0].device)
-    return bool(4 * free >= 5 * sum(rows.numel() * rows.element_size() for rows in own))
+    needs: dict[torch.device, int] = {}
+    for tensor in tensors:
+        if (rows := local_rows(tensor)[0]) is not None:
+            size = rows.numel() * rows.element_size()
+            needs[rows.device] = needs.get(rows.device, 0) + size
+    return all(4 * _free_bytes(device) >= 5 * needed for device, needed in needs.items())
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if "SC_AVPHYS_PAGES" not in os.sysconf_names:
+        return sys.maxsize
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
@@ -250,15 +261,7 @@ def _read_like(name: str, like: Tensor, pieces: Any, opened: Mapping[str, Any]) 
         if low < high:
             parts.append(part[low - begin : high - begin])
     local = torch.cat(parts) if parts else like.new_zeros(0, *like.shape[1:], device="cpu")
-    if not isinstance(like, DTensor):
-        return local
-    return DTensor.from_local(
-        local.to(like.device),
-        like.device_mesh,
-        like.placements,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    return laid_out_like(local.to(like.device) if isinstance(like, DTensor) else local, like)
 
 
 _SAMPLED = 16

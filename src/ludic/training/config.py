@@ -17,6 +17,7 @@ AttentionKind: TypeAlias = Literal["auto", "varlen", "sdpa"]
 HeadKernels: TypeAlias = Literal["auto", "triton", "compiled", "eager"]
 """What works on a chunk of logits on a GPU: our Triton kernels, torch.compile, or plain torch.
 "auto" is Triton where it can compile, else plain torch."""
+OptimizerDevice: TypeAlias = Literal["cpu"]
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 
 
@@ -51,8 +52,9 @@ class CheckpointConfig:
 class TrainerConfig:
     """How to optimise, and how much fits on the device at once.
 
-    `micro_token_budget` bounds the tokens of one forward pass and is all that memory depends on;
-    None: 16,384 or `max_seq_len`, and on a single GPU more if an estimate says that it fits.
+    `micro_token_budget` bounds the tokens of one forward pass, on which memory depends; None: as
+    many as fit and still gain speed (`ludic.memory`). With `gradient_checkpointing` layers are
+    computed again in the backward pass; None: if a row of `max_seq_len` does not fit without it.
     `max_seq_len` bounds a single sample. A longer one costs the episode that it was played in; in
     data that was given, it is an error. `epochs` and `mini_batches` give several optimizer steps
     per batch, with proximal log-probs from before the first. `overlap` samples the next batch,
@@ -61,8 +63,11 @@ class TrainerConfig:
     error. None sets no bound.
     `precision` must fit the weights; None: in their type, with torch's switches as they are.
     `compile` has torch.compile work on the decoder layers, which takes a while to begin with;
-    `head_kernels` says what turns logits into log-probs on a GPU. `graphs` replays passes as CUDA
-    graphs where the model is so small that launching is what they cost.
+    `optimizer_device="cpu"` has the optimizer's masters and moments in the host's memory; None: on
+    the model's device.
+    `head_kernels` says what turns logits into log-probs on a GPU. `fused_layers` computes layers
+    of the best-known families in fewer kernels there. `graphs` replays passes as CUDA graphs where
+    the model is so small that launching is what they cost.
     """
 
     learning_rate: float = 1e-5
@@ -74,6 +79,7 @@ class TrainerConfig:
     warmup_steps: int = 0
     total_steps: int | None = None
     final_lr_ratio: float = 0.0
+    optimizer_device: OptimizerDevice | None = None
 
     max_seq_len: int = 2048
     micro_token_budget: int | None = None
@@ -84,9 +90,10 @@ class TrainerConfig:
 
     precision: Precision | None = None
     attention: AttentionKind = "auto"
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | None = None
     compile: bool = False
     head_kernels: HeadKernels = "auto"
+    fused_layers: bool = True
     graphs: bool = True
 
     max_nonfinite_steps: int = 3
@@ -126,6 +133,7 @@ class TrainerConfig:
                 "precision",
                 f"one of {get_args(Precision)} or None",
             ),
+            (self.optimizer_device in (None, "cpu"), "optimizer_device", '"cpu" or None'),
             (self.warmup_steps >= 0, "warmup_steps", ">= 0"),
             (0 <= self.final_lr_ratio <= 1, "final_lr_ratio", "in [0, 1]"),
             (self.max_seq_len >= 2, "max_seq_len", ">= 2"),

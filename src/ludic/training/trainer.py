@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ludic.distributed.interfaces import PolicyPublisher
-from ludic.errors import ConfigError, NonFiniteError, TrainingError
+from ludic.errors import ConfigError, NonFiniteError, OutOfMemoryError, TrainingError
 from ludic.plumbing.precision import check_precision, float32_products
 from ludic.rollouts.token_log import TokenLog
 from ludic.saw.items import SAWBatch
@@ -43,9 +43,10 @@ from ludic.training.metrics.stats import (
     over_steps,
 )
 from ludic.training.types import Evaluates
+from ludic.training.update.budget import filled_in
 from ludic.training.update.checks import check_packing, check_split
+from ludic.training.update.host_optimizer import make_optimizer
 from ludic.training.update.optimizer import (
-    MasterAdamW,
     clipped,
     curve,
     describe_change,
@@ -100,7 +101,7 @@ class Trainer:
         callbacks: Sequence[Callable[[int, Metrics], object]] = (),
         token_log: TokenLog | None = None,
     ) -> None:
-        self.cfg = cfg = cfg or TrainerConfig()
+        self.cfg = cfg = filled_in(cfg or TrainerConfig(), model, mesh)
         source = None if batch_source is None else as_source(batch_source)
         self.algo = algo = one_algorithm(algo, source.algorithm if source else None)
         self._source_name = type(batch_source).__name__  # for errors: not that of a wrapper
@@ -129,7 +130,7 @@ class Trainer:
             raise ConfigError("rank 0 needs a batch source")
         if self.world.size > 1 and source and source.works_ahead and not cfg.overlap:
             raise ConfigError("on several ranks a source that works ahead needs overlap=True")
-        self.optimizer = MasterAdamW(model.named_parameters(), cfg)
+        self.optimizer = make_optimizer(model.named_parameters(), cfg)
         self.passes = Passes(self.policy, algo.loss, cfg, self.world, cost)
         self.step = self.version = self.nonfinite_steps = 0
         self.evaluate, self.callbacks, self.token_log = evaluate, callbacks, token_log
@@ -151,7 +152,7 @@ class Trainer:
         self._states_before_ahead: dict[str, Any] | None = None
         self._asked = self._taken = 0  # steps in this process; a resumed `step` may be ahead
         self._goal: int | None = 0
-        self._started = self._stopping = False
+        self._started = self._stopping = self._moved = False
 
     def train_sync(self, num_steps: int | None = None) -> None:
         """`train` for callers without an event loop."""
@@ -232,7 +233,8 @@ class Trainer:
             self.source.start_ahead()
         parts = await self._run(mini_batches, batch, self.cfg, step=self.step)
         several, watched = len(parts) > 1, self.algo.watches_drift
-        before = await self._run(score_batch, self.passes, batch) if several or watched else None
+        self._moved = False
+        before = await self._fit(score_batch, self.passes, batch) if several or watched else None
         stats, stepped = StatBuffer(), False
         lines, skipped, work = list[Metrics](), list[Metrics](), list[Workload]()
         rate = learning_rate(self.cfg, self.step)
@@ -251,7 +253,7 @@ class Trainer:
                 if scores and number * self.cfg.epochs < len(parts)
                 else None,
             )
-            work.append(await self._run(accumulate))
+            work.append(await self._fit(accumulate))
             norm = await self._run(self.optimizer.gradient_norm)
             line = await self._run(stats.reduce, self.world.group, norm)
             clock.lap("perf/forward_backward_s")
@@ -264,8 +266,8 @@ class Trainer:
                 await self._settle()  # the next batch must be sampled under the present policy
             async with self.publisher.updating() if self.publisher else nullcontext():
                 clip = clipped(line["train/grad_norm"], self.cfg.max_grad_norm)
-                await self._run(self.optimizer.step, rate, clip)
-            stepped = True
+                await self._fit(self.optimizer.step, rate, clip)
+            stepped = self._moved = True
             clock.lap("perf/optimizer_s")
         if scores is not None:
             await self._run(scores.write, self.token_log, self.step + 1, self.world)
@@ -301,6 +303,20 @@ class Trainer:
         for callback in self.callbacks:
             callback(self.step, metrics)
         return metrics
+
+    async def _fit(self, work: Callable[..., T], *args: Any) -> T:
+        """`_run` for what takes much memory. Where nothing helps, a checkpoint is written: of the
+        steps so far, if this one has moved no weight, and without the batch that did not fit."""
+        try:
+            return await self._run(work, *args)
+        except OutOfMemoryError as exc:
+            alone = self.world.size == 1
+            if self._checkpoints and (alone or exc.on_all_ranks) and not self._moved:
+                self.optimizer.zero_grad()
+                if self._checkpoints.last_step != self.step:
+                    await self._save()
+                exc.add_note(f"The checkpoint of step {self.step} is in {self._checkpoints.folder}")
+            raise
 
     async def _logging_tokens(self) -> bool:
         """Whether rank 0 has a token log: all ranks take part in filling it."""
@@ -415,6 +431,7 @@ class Trainer:
         """Closes the loggers and the compute thread. A closed trainer cannot train any more."""
         self.log.close()
         self._compute.shutdown(wait=True)
+        self.optimizer.close()
 
     async def _run(self, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs `work` in the trainer's own thread, so that the event loop can keep sampling."""

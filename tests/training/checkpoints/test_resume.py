@@ -50,9 +50,10 @@ def kill_and_resume(folder: Path, kills: int, mode: str, seed: int) -> tuple[byt
 
 
 @pytest.mark.timeout(300)
-def test_three_kills_change_no_bit(tmp_path: Path) -> None:
-    undisturbed = finish(tmp_path / "undisturbed", "plain")
-    weights, landed = kill_and_resume(tmp_path / "killed", 3, "plain", seed=0)
+@pytest.mark.parametrize("mode", ["plain", "host"])  # the second with its optimizer on the host
+def test_three_kills_change_no_bit(tmp_path: Path, mode: str) -> None:
+    undisturbed = finish(tmp_path / "undisturbed", mode)
+    weights, landed = kill_and_resume(tmp_path / "killed", 3, mode, seed=0)
     assert landed, "no kill came before the end"
     assert weights == undisturbed
     steps = [

@@ -17,20 +17,17 @@ from ludic.training.checkpoint_contents import TrainerState, has_room_for, verif
 from tests.training.checkpoints.test_checkpoint import make, run
 
 
-def test_the_hosts_memory_is_not_asked() -> None:
-    assert has_room_for([torch.ones(3)])
-
-
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize(("free", "fits"), [(124, False), (125, True)])
-def test_a_gpu_needs_a_quarter_more_than_the_copies(
-    monkeypatch: pytest.MonkeyPatch, free: int, fits: bool
+def test_a_device_needs_a_quarter_more_than_the_copies(
+    monkeypatch: pytest.MonkeyPatch, free: int, fits: bool, device: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1000))
+    where = torch.device(device)
+    monkeypatch.setattr(checkpoint_contents, "_free_bytes", lambda own: free * (own == where))
     monkeypatch.setattr(checkpoint_contents, "local_rows", lambda tensor: (tensor, None, ()))
     # 60 and 40 bytes.
     tensors: list[Any] = [
-        SimpleNamespace(is_cuda=True, device="cuda", numel=lambda n=n: n, element_size=lambda: 4)
-        for n in (15, 10)
+        SimpleNamespace(device=where, numel=lambda n=n: n, element_size=lambda: 4) for n in (15, 10)
     ]
     assert has_room_for(tensors) == fits
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ludic.training.update.logprobs import LogitRule, action_logits, chunk_tokens, token_logprobs
+from ludic.memory.update import chunk_tokens
+from ludic.training.update.logprobs import LogitRule, action_logits, token_logprobs
 from ludic.training.update.packing import KeptIds
 
 VOCAB, WIDTH = 23, 7
@@ -173,16 +174,16 @@ def test_results_of_a_bfloat16_model_are_float32_and_close() -> None:
 
 @pytest.mark.parametrize("vocab", [300, 151_936, 2**24])
 def test_a_chunk_holds_at_least_some_tokens_and_at_most_64_mb_on_a_cpu(vocab: int) -> None:
-    tokens = chunk_tokens(vocab, torch.device("cpu"))
+    tokens = chunk_tokens(vocab, "cpu")
     assert tokens == 32 or tokens * vocab * 4 <= 2**26
 
 
 @pytest.mark.parametrize(("device", "megabytes"), [("cpu", 64), ("cuda", 1024)])
 def test_a_chunk_is_as_large_as_its_device_allows(device: str, megabytes: int) -> None:
-    tokens = chunk_tokens(1000, torch.device(device))
+    tokens = chunk_tokens(1000, device)
     assert tokens % 128 == 0
     assert tokens * 1000 * 4 <= megabytes * 2**20 < (tokens + 128) * 1000 * 4
-    assert chunk_tokens(2**30, torch.device(device)) == 32
+    assert chunk_tokens(2**30, device) == 32
 
 
 class OnAGPU:
@@ -203,7 +204,7 @@ def test_the_settings_say_what_works_on_logits_on_a_gpu(monkeypatch: pytest.Monk
     assert chosen(gpu, "compiled") is compiled
     assert chosen(gpu, "triton") is triton
     for works, expected in ((True, triton), (False, plain)):
-        monkeypatch.setattr(logprobs, "_triton_works", lambda device, works=works: works)
+        monkeypatch.setattr(logprobs, "triton_works", lambda device, works=works: works)
         assert chosen(gpu, "auto") is expected
     for kernels in ("auto", "triton", "compiled"):
         assert chosen(torch.ones(1), kernels) is plain
@@ -217,7 +218,7 @@ def test_where_a_kernel_cannot_be_compiled_plain_torch_is_used_with_a_word(
 ) -> None:
     from ludic.training.update import head_kernels, logprobs
 
-    works = logprobs._triton_works.__wrapped__
+    works = logprobs.triton_works.__wrapped__
     monkeypatch.setattr(head_kernels, "reduce", lambda *args: None)
     assert works(torch.device("cpu"))
     assert caplog.messages == []

@@ -123,7 +123,7 @@ class Failing:
 def test_only_a_lack_of_memory_is_called_one() -> None:
     layout = lay_out(synthetic_batch(0, 2))
     full = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")
-    with pytest.raises(OutOfMemoryError, match=f"lower micro_token_budget={BUDGET}"):
+    with pytest.raises(OutOfMemoryError, match="not even with their activations dropped"):
         accumulated(passes(loss=Failing(full)), layout)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         accumulated(passes(loss=Failing(RuntimeError("shapes do not match"))), layout)

@@ -28,6 +28,7 @@ from ludic.training.update.packing import lay_out, pack
 from ludic.training.update.passes import score_layout
 from ludic.training.update.planning import attention_cost, plan_micro_batches
 from ludic.training.update.policy import Policy
+from ludic.training.update.recovery import Recovery
 from tests.training.synthetic import synthetic_batch
 from tools.families import tiny
 
@@ -202,7 +203,7 @@ def test_rows_above_a_threshold_run_alone_and_the_others_packed(name: str, scope
     if scope == "token":
         assert all(len(m) == 1 for m in plan if any(len(items[i].input_ids) > 12 for i in m))
         assert any(len(m) > 1 for m in plan)
-    found = score_layout(policy, layout, [(m, True) for m in plan], World(device=CPU))
+    found = score_layout(Recovery(policy, World(device=CPU), 64), layout, [(m, True) for m in plan])
     for item, scores in zip(items, found, strict=True):
         row = torch.from_numpy(item.input_ids)
         fresh: Any = tiny(name).double()

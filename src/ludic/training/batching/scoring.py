@@ -58,12 +58,16 @@ class LocalScores:
         without_adapter: bool = False,
         precision: Precision | None = None,
     ) -> None:
+        from ludic.sharding.world import World
         from ludic.training.config import TrainerConfig
         from ludic.training.update.policy import Policy
+        from ludic.training.update.recovery import Recovery
 
         check_precision(precision, model, "LocalScores")
         self.policy = Policy(model, TrainerConfig(precision=precision))
-        self.micro_token_budget, self.without_adapter = micro_token_budget, without_adapter
+        world = World(device=next(self.policy.parameters()).device)
+        self._recovery = Recovery(self.policy, world, micro_token_budget)
+        self.without_adapter = without_adapter
         self._checked = 0
         self._adapter_off: Callable[[], Any] = (
             model.disable_adapter if without_adapter else nullcontext  # type: ignore[assignment]
@@ -84,7 +88,6 @@ class LocalScores:
 
     def _score(self, items: Sequence[SAWItem]) -> Scores:
         from ludic.plumbing.model_parts import active_dropout
-        from ludic.sharding.world import World
         from ludic.training.update.packing import lay_out
         from ludic.training.update.passes import score_layout
         from ludic.training.update.planning import plan_micro_batches
@@ -100,13 +103,12 @@ class LocalScores:
         self._check(longest)
         (plan,) = plan_micro_batches(
             layout,
-            micro_token_budget=max(self.micro_token_budget, longest),
+            micro_token_budget=max(self._recovery.budget, longest),
             longest_packed=self.policy.longest_packed,
             shares=self.policy.shares,
         )
-        world = World(device=next(self.policy.parameters()).device)
         with self._adapter_off():
-            return score_layout(self.policy, layout, [(m, True) for m in plan if m], world)
+            return score_layout(self._recovery, layout, [(m, True) for m in plan if m])
 
 
 @dataclass(frozen=True, slots=True)

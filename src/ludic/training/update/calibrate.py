@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ludic.errors import ConfigError, OutOfMemoryError
+from ludic.memory.plan import HEADROOM, settled
 from ludic.plumbing.model_parts import base_causal_lm, vocabulary_size
 from ludic.plumbing.precision import float32_products
 from ludic.saw.batch import make_batch
@@ -22,7 +22,9 @@ from ludic.sharding.world import World
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.stats import StatBuffer
 from ludic.training.types import Loss
+from ludic.training.update.budget import plan_update
 from ludic.training.update.checks import check_packing
+from ludic.training.update.host_optimizer import make_optimizer
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.packing import lay_out
 from ludic.training.update.passes import Passes
@@ -80,7 +82,7 @@ def calibrate(
         with float32_products(cfg.precision):
             check_packing(policy, device, cfg.max_seq_len)
     world = World.of(mesh, device)
-    optimizer = MasterAdamW(model.named_parameters(), replace(cfg, precision=None))
+    optimizer = make_optimizer(model.named_parameters(), replace(cfg, precision=None))
     vocab = vocabulary_size(base_causal_lm(model))
     total = torch.cuda.get_device_properties(device).total_memory
 
@@ -89,7 +91,7 @@ def calibrate(
     def peak(tokens: int) -> int | None:
         """The peak of an update over one micro-batch per rank; None where it does not fit."""
         settings = replace(cfg, micro_token_budget=tokens, max_seq_len=min(cfg.max_seq_len, tokens))
-        passes = Passes(policy, loss, settings, world, Cost())
+        passes = Passes(policy, loss, settings, world, Cost(), recovers=False)
         batch = synthetic_batch(tokens, settings.max_seq_len, action_share, vocab, world.size)
         gc.collect()
         torch.cuda.empty_cache()
@@ -114,10 +116,24 @@ def calibrate(
         return True
 
     smallest = max(min(cfg.max_seq_len, 2048), ROUND)
-    limit = -worst_of_ranks(-trainer_limit(total, headroom, reserved_bytes), world)
+    limit = -world.largest(-trainer_limit(total, headroom, reserved_bytes))[0]
+    plan = plan_update(model, cfg, world)
+    if plan is not None:  # where to begin looking
+        plan = settled(
+            plan,
+            int(limit / (1 - HEADROOM)),
+            smallest,
+            checkpointing=plan.training.checkpointing,
+            most=max_tokens,
+        )
     budget, used = largest_that_fits(
-        agreed(peak, has_room, world), limit=int(limit), smallest=smallest, largest=max_tokens
+        agreed(peak, has_room, world),
+        limit=int(limit),
+        smallest=smallest,
+        largest=max_tokens,
+        first=plan.training.tokens if plan else None,
     )
+    optimizer.close()
     return Calibration(budget, used, total, reserved_bytes)
 
 
@@ -142,22 +158,13 @@ def agreed(
     """
 
     def together(tokens: int) -> int | None:
-        if worst_of_ranks(0.0 if has_room(tokens) else 1.0, world):
+        if world.largest(0.0 if has_room(tokens) else 1.0)[0]:
             return None
         used = peak(tokens)
-        worst = worst_of_ranks(math.inf if used is None else used, world)
+        (worst,) = world.largest(math.inf if used is None else used)
         return None if math.isinf(worst) else int(worst)
 
     return together
-
-
-def worst_of_ranks(value: float, world: World) -> float:
-    """The largest of the ranks' values."""
-    if world.group is None:
-        return value
-    shared = torch.tensor([value], dtype=torch.float64, device=world.device)
-    dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=world.group)
-    return float(shared.item())
 
 
 def foretold(tries: Mapping[int, int], tokens: int) -> int:
@@ -179,12 +186,18 @@ def trainer_limit(total: int, headroom: float, reserved_bytes: int) -> int:
 
 
 def largest_that_fits(
-    peak: Callable[[int], int | None], *, limit: int, smallest: int, largest: int
+    peak: Callable[[int], int | None],
+    *,
+    limit: int,
+    smallest: int,
+    largest: int,
+    first: int | None = None,
 ) -> tuple[int, int]:
     """The largest size, in steps of 256, whose peak is within `limit`, and that peak.
 
     `peak` grows with the size, about linearly, and is None where a try fails: two small tries
     give the line, and the guess it makes is tested, and corrected by halving what is unknown.
+    `first` is a guess to begin with.
     """
     low, low_peak = smallest, peak(smallest)
     if low_peak is None or low_peak > limit:
@@ -193,7 +206,7 @@ def largest_that_fits(
             "give an engine in the same process fewer slots, or shard the model over more devices"
         )
     high: int | None = None
-    guess = min(2 * smallest, largest)
+    guess = min(max(first or 2 * smallest, smallest + ROUND), largest)
     while True:
         guess = max(low + ROUND, guess // ROUND * ROUND)
         if guess > largest or (high is not None and guess >= high):

@@ -225,6 +225,11 @@ class PassGraphs:
     def captured(self) -> None:
         self._failures = 0
 
+    def forget(self) -> None:
+        """Gives back the memory of all graphs, and of what is held between two passes."""
+        self.passes.clear()
+        self._addresses, self.gradients, self.pool = (), [], None
+
     def failed(self, why: object) -> None:
         """Leaves captures alone for a while, since what was in the way may go; the third time in a
         row for good. Graphs that there are stay."""
@@ -270,10 +275,10 @@ class PassGraphs:
         pairs = [(self.trained[i], self.gradients[i]) for i in used]
         fresh = [(p, g) for p, g in pairs if p.grad is None]
         more = [(p.grad, g) for p, g in pairs if p.grad is not None]
+        copies = [torch.empty_like(g) for _, g in fresh]  # first: nothing else can fail
         if more:
             torch._foreach_add_([held for held, _ in more], [g for _, g in more])
         if fresh:
-            copies = [torch.empty_like(g) for _, g in fresh]
             torch._foreach_copy_(copies, [g for _, g in fresh])
             for (parameter, _), copy in zip(fresh, copies, strict=True):
                 parameter.grad = copy

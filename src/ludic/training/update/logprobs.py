@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ludic.memory.update import chunk_tokens
 from ludic.training.config import HeadKernels
 from ludic.training.update.packing import KeptIds
 
@@ -57,12 +58,6 @@ def logit_rule(facts: Mapping[str, Any]) -> LogitRule:
     return LogitRule(scale, float(caps[0]) if caps else None)
 
 
-def chunk_tokens(vocab: int, device: torch.device) -> int:
-    """How many tokens' logits are held at once: about 1 GB in float32 on a GPU, 64 MB on a CPU."""
-    elements = 2**28 if device.type == "cuda" else 2**24
-    return max(elements // vocab // 128 * 128, 32)
-
-
 def token_logprobs(
     hidden: Float[Tensor, "tokens width"],
     head: nn.Module,
@@ -85,7 +80,7 @@ def token_logprobs(
     rule = rule or LogitRule()
     hidden = hidden if narrow is None else hidden.to(narrow)
     if type(head) is nn.Linear and rule.softcap is None:
-        chunk = chunk or chunk_tokens(head.out_features, hidden.device)
+        chunk = chunk or chunk_tokens(head.out_features, hidden.device.type)
         scales = rule.scale / temperatures.to(_wide(hidden.dtype))
         logprobs, entropies = _FusedLogProbs.apply(  # type: ignore[no-untyped-call]
             hidden, head.weight, head.bias, targets, scales, kept, entropy, chunk, kernels
@@ -182,7 +177,7 @@ def _kernel(plain: Callable[..., Any], scales: Tensor, kernels: HeadKernels) -> 
         return plain
     if kernels == "compiled":
         return _fused(plain)
-    if kernels == "triton" or _triton_works(scales.device):
+    if kernels == "triton" or triton_works(scales.device):
         from ludic.training.update import head_kernels
 
         return getattr(head_kernels, plain.__name__[1:])  # type: ignore[no-any-return]
@@ -190,7 +185,7 @@ def _kernel(plain: Callable[..., Any], scales: Tensor, kernels: HeadKernels) -> 
 
 
 @cache
-def _triton_works(device: torch.device) -> bool:
+def triton_works(device: torch.device) -> bool:
     """Whether a kernel can be compiled here: Triton needs a C compiler, which not all have."""
     try:
         from ludic.training.update import head_kernels
@@ -348,7 +343,7 @@ def _checkpointed(
 ) -> TokenValues:
     """The same for logits that are more than one product (LoRA on the head, a soft cap)."""
     vocab = int(getattr(head, "out_features", 2**17))
-    chunk = chunk or chunk_tokens(vocab, hidden.device)
+    chunk = chunk or chunk_tokens(vocab, hidden.device.type)
 
     def score(part: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
         logits = rule(_wide_logits(part, head))

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ludic.errors import CheckpointError, ConfigError
+from ludic.errors import CheckpointError, ConfigError, OutOfMemoryError
 from ludic.seeding import derive_seed, keyed_uniform
 from ludic.sharding.weights import local_rows
 from ludic.training.config import TrainerConfig
+from ludic.training.update.device_memory import is_out_of_memory, release_memory
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_log = logging.getLogger("ludic.training")
+GradientsHeld: TypeAlias = dict[str, tuple[Tensor, int]]
+"""Gradients by parameter, each with the version of its values."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _DITHERED_AT_ONCE = 1 << 22
 
 
@@ -54,6 +60,11 @@ def _is_rounded(parameter: Tensor) -> bool:
     return rows is not None and bool((rows == rows.bfloat16()).all())
 
 
+def is_narrow(parameter: Tensor) -> bool:
+    """Whether the parameter has a master of its own."""
+    return torch.finfo(parameter.dtype).bits < 32
+
+
 class MasterAdamW:
     """AdamW over float32 masters of the trained parameters.
 
@@ -65,19 +76,19 @@ class MasterAdamW:
     such a place as well. Matrices decay; vectors (norms, biases) do not.
     """
 
+    sends_gradients = False
+    """Set for each backward pass: whether it is the only one of its step."""
+    remedy = 'set optimizer_device="cpu", train an adapter, or give the engine fewer slots'
+
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], cfg: TrainerConfig) -> None:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         if not self.parameters:
             raise ConfigError("the model has no parameter that requires a gradient")
-        self.masters: dict[str, Tensor] = {}
-        self._seed = cfg.seed
-        for name, parameter in self.parameters.items():
-            narrow = torch.finfo(parameter.dtype).bits < 32
-            key = self._key(name)
-            self.masters[name] = dithered(parameter, key) if narrow else parameter
-            if cfg.precision == "mixed" and parameter.ndim >= 2 and _is_rounded(parameter):
-                with torch.no_grad():
-                    parameter.copy_(dithered(parameter.bfloat16(), key))
+        self._seed, self._told = cfg.seed, False
+        self.masters = {name: self._master(name, cfg) for name in self.parameters}
+        self._begin(cfg)
+
+    def _begin(self, cfg: TrainerConfig) -> None:
         self._narrow = [
             (p, self.masters[name])
             for name, p in self.parameters.items()
@@ -97,6 +108,19 @@ class MasterAdamW:
             fused=self._fused or None,
         )
 
+    @torch.no_grad()
+    def _master(self, name: str, cfg: TrainerConfig) -> Tensor:
+        parameter, key = self.parameters[name], self._key(name)
+        if is_narrow(parameter):
+            return dithered(parameter, key)
+        if cfg.precision == "mixed" and parameter.ndim >= 2 and _is_rounded(parameter):
+            parameter.copy_(dithered(parameter.bfloat16(), key))
+        return parameter
+
+    def _state(self, name: str) -> dict[str, Tensor]:
+        """Moments and number of steps; empty before the first."""
+        return self._adam.state[self.masters[name]]  # type: ignore[no-any-return]
+
     def _key(self, name: str) -> int:
         return derive_seed(self._seed, "masters", name)
 
@@ -109,18 +133,43 @@ class MasterAdamW:
             if master is not parameter and not torch.equal(master.to(parameter.dtype), parameter):
                 master.copy_(dithered(parameter, self._key(name)))
 
-    @torch.no_grad()
     def accumulate(self) -> None:
         """Moves the gradients of the last backward pass into the masters, in float32."""
-        fresh = [(p, m) for p, m in self._narrow if p.grad is not None and m.grad is None]
+        self._with_what_is_free(self._move_gradients)
+
+    @torch.no_grad()
+    def _move_gradients(self) -> None:
+        """One by one, so that what has been moved stays where this is called again."""
         more = [(p, m) for p, m in self._narrow if p.grad is not None and m.grad is not None]
-        for parameter, master in fresh:
-            master.grad = parameter.grad.float()  # type: ignore[union-attr]
         if more:
             sums = [m.grad for _, m in more if m.grad is not None]
             torch._foreach_add_(sums, [p.grad for p, _ in more if p.grad is not None])
-        for parameter, _ in self._narrow:
+        for parameter, _ in more:
             parameter.grad = None
+        for parameter, master in self._narrow:
+            if parameter.grad is not None:
+                master.grad = parameter.grad.float()
+                parameter.grad = None
+
+    def gradients_held(self) -> GradientsHeld:
+        """The gradients that parameters have before a pass, with the versions of their values."""
+        return {
+            name: (p.grad, p.grad._version)
+            for name, p in self.parameters.items()
+            if p.grad is not None
+        }
+
+    def take_back(self, before: GradientsHeld) -> list[nn.Parameter]:
+        """Drops what a backward pass that failed has left, and returns the parameters where that
+        cannot be told from what they had: they have all of its gradient, the others none of it."""
+        for name, parameter in self.parameters.items():
+            if name not in before:
+                parameter.grad = None
+        return [
+            self.parameters[name]
+            for name, (gradient, version) in before.items()
+            if gradient._version != version
+        ]
 
     def gradients(self) -> list[Tensor]:
         return [m.grad for m in self.masters.values() if m.grad is not None]
@@ -135,6 +184,7 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self, learning_rate: float, scale: float = 1.0) -> None:
         """One step with the gradients times `scale` (below 1 where their norm was clipped)."""
+        self._with_what_is_free(self._make_moments)
         if scale != 1.0:
             torch._foreach_mul_(self.gradients(), scale)
         for group in self._adam.param_groups:
@@ -143,6 +193,42 @@ class MasterAdamW:
         if self._narrow:
             torch._foreach_copy_([p for p, _ in self._narrow], [m for _, m in self._narrow])
         self.zero_grad()
+
+    def _make_moments(self) -> None:
+        """Makes room for the moments of a first step, before any weight moves: the step itself
+        takes no more memory."""
+        for group in self._adam.param_groups:
+            for master in group["params"]:
+                state = self._adam.state[master]
+                if master.grad is not None and not state:
+                    moments = [torch.zeros_like(master) for _ in MOMENTS]
+                    where = master.device if self._fused else torch.device("cpu")
+                    state["step"] = torch.zeros((), device=where)
+                    state |= dict(zip(MOMENTS, moments, strict=True))
+
+    def _with_what_is_free(self, work: Callable[[], None]) -> None:
+        """Does `work`, again with all memory that nobody uses where it did not fit. It must go on
+        where it stopped."""
+        try:
+            work()
+            return
+        except Exception as exc:
+            if not is_out_of_memory(exc):
+                raise
+        release_memory()
+        if not self._told:
+            self._told = True
+            _log.warning("out of memory in the optimizer: tried again with what is free")
+        try:
+            work()
+        except torch.OutOfMemoryError as exc:
+            raise OutOfMemoryError(
+                "out of memory in the optimizer, whose masters, moments and gradients take up to "
+                f"16 bytes for each trained parameter: {self.remedy}"
+            ) from exc
+
+    def close(self) -> None:
+        """Lets go of the parameters: another optimizer may train them."""
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
@@ -160,9 +246,9 @@ class MasterAdamW:
         for name, master in self.masters.items():
             if master is not self.parameters[name]:
                 state[f"{name}/master"] = master
-            for key in (*_MOMENTS, "step"):
-                if key in self._adam.state[master]:
-                    state[f"{name}/{key}"] = self._adam.state[master][key]
+            for key in (*MOMENTS, "step"):
+                if key in self._state(name):
+                    state[f"{name}/{key}"] = self._state(name)[key]
         return state
 
     @torch.no_grad()
@@ -177,11 +263,11 @@ class MasterAdamW:
                 master.copy_(state[f"{name}/master"])
             if f"{name}/step" not in state:
                 continue
-            own = self._adam.state[master]
+            own = self._state(name)
             # A fused step counts on the device, the others on the CPU.
             where = master.device if self._fused else torch.device("cpu")
             own["step"] = state[f"{name}/step"].to(where, copy=True)
-            for key in _MOMENTS:
+            for key in MOMENTS:
                 own[key] = torch.zeros_like(master)
                 own[key].copy_(state[f"{name}/{key}"])
 

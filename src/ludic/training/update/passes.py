@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
-from ludic.errors import OutOfMemoryError
-from ludic.plumbing.model_parts import base_causal_lm
 from ludic.plumbing.precision import float32_products
 from ludic.rollouts.token_log import TokenLog, UpdateTokens
 from ludic.saw.batch import make_batch
@@ -24,10 +23,12 @@ from ludic.training.config import TrainerConfig
 from ludic.training.losses.policy_ratio import MAX_LOG_RATIO
 from ludic.training.metrics.stats import StatBuffer, Workload, policy_stats
 from ludic.training.types import Loss, Stat, TokenLogProbs
+from ludic.training.update.budget import default_budget
 from ludic.training.update.optimizer import MasterAdamW
-from ludic.training.update.packing import Layout, MicroBatch, lay_out, pack
-from ludic.training.update.planning import Cost, default_budget, plan_micro_batches, workload
+from ludic.training.update.packing import Layout, lay_out, pack
+from ludic.training.update.planning import Cost, plan_micro_batches, workload
 from ludic.training.update.policy import Policy
+from ludic.training.update.recovery import Part, Recovery
 
 
 class ScoreRecord:
@@ -62,36 +63,41 @@ class ScoreRecord:
             log.write(UpdateTokens(update, items, logprobs, entropies))
 
 
-Plan = list[tuple[tuple[int, ...], bool]]
-"""One rank's micro-batches, and whether each counts."""
-
 Scores = list[NDArray[np.float32]]
 """Log-probs of a batch's action tokens, one array per item."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Passes:
-    """Forward and backward passes over macro-batches, on this rank."""
+    """Forward and backward passes over macro-batches, on this rank. One that does not fit is
+    computed in parts (`recovery`), unless `recovers` is False."""
 
     policy: Policy
     loss: Loss
     cfg: TrainerConfig
     world: World
     cost: Cost
-    budget: int = field(init=False)
-    """The tokens of one forward pass: as `cfg` says, or as many as fit."""
+    recovers: bool = True
+    recovery: Recovery = field(init=False)
 
     def __post_init__(self) -> None:
         said = self.cfg.micro_token_budget
-        fitting = said or default_budget(base_causal_lm(self.policy.model), self.cfg, self.world)
-        object.__setattr__(self, "budget", fitting)
+        fitting = said or default_budget(self.policy.model, self.cfg, self.world)
+        self.recovery = Recovery(self.policy, self.world, fitting, on=self.recovers)
 
-    def plan(self, layout: Layout) -> tuple[Plan, Workload]:
+    @property
+    def budget(self) -> int:
+        """The tokens of one forward pass: as `cfg` says, or as many as fit."""
+        return self.recovery.budget
+
+    def plan(self, layout: Layout) -> tuple[list[Part], Workload]:
         """This rank's micro-batches, and the work of all ranks that counts. A rank without work
         repeats a small one for nothing, since all must take part in the collectives."""
+        # A budget that was found too large for several rows does not bar a longer one alone.
+        longest = max(layout.order.lengths)
         plan = plan_micro_batches(
             layout,
-            micro_token_budget=self.budget,
+            micro_token_budget=max(self.budget, min(longest, self.recovery.first_budget)),
             scope=self.loss.scope,
             cost=self.cost,
             world_size=self.world.size,
@@ -122,69 +128,102 @@ class Passes:
         what takes the scores, and the numbers that it knows the layout's items by. Returns what
         all ranks computed for it."""
         plan, work = self.plan(layout)
-        for indices, counted in plan:
-            share = self.policy.shares_in(layout, indices)
-            micro = pack(layout, indices, proximal_logprobs=proximal, share=share)
+        already: _Already = []
+
+        def forward(part: Part) -> _Made:
+            optimizer.sends_gradients = [part] == plan
+            _require_gradients(already, True)
+            _require_gradients([own for own in already if own[0].issuperset(part[0])], False)
+            return self._forward(layout, part, proximal, version)
+
+        def backward(made: _Made) -> TokenLogProbs:
+            before = optimizer.gradients_held()
             try:
-                micro = micro.to(self.world.device)
-                with float32_products(self.policy.precision):
-                    scored = self._one(micro, counted, optimizer, stats, version)
-            except torch.OutOfMemoryError as exc:
-                raise self._out_of_memory(micro) from exc
-            except RuntimeError as exc:
-                if "can't allocate memory" not in str(exc):
-                    raise
-                raise self._out_of_memory(micro) from exc
-            if keep is not None and counted:
-                keep[0].add([keep[1][i] for i in indices], scored)
+                self._backward(made.loss)
+            except Exception:
+                already.append((set(made.part[0]), optimizer.take_back(before)))
+                raise
+            optimizer.accumulate()
+            stats.add(made.stats, counted=made.part[1])
+            return made.scored
+
+        try:
+            for whole in plan:
+                passes = self.recovery.run(layout, whole, self.loss.scope, forward, backward)
+                for (items, counted), scored in passes:
+                    if keep is not None and counted:
+                        keep[0].add([keep[1][i] for i in items], scored)
+        finally:
+            optimizer.sends_gradients = False
+            _require_gradients(already, True)
         return work
 
-    def _one(
-        self,
-        micro: MicroBatch,
-        counted: bool,
-        optimizer: MasterAdamW,
-        stats: StatBuffer,
-        version: int,
-    ) -> TokenLogProbs:
-        scored = self.policy.score(micro, entropy=True, logits=self.loss.needs_logits)
-        loss, loss_stats = self.loss.compute(scored, micro.loss)
-        # FSDP averages gradients over ranks, while these losses are shares of a sum.
-        (loss * (self.world.size if counted else 0)).backward()  # type: ignore[no-untyped-call]
-        optimizer.accumulate()
+    def _forward(self, layout: Layout, part: Part, proximal: Scores | None, version: int) -> _Made:
+        items, counted = part
+        share = self.policy.shares_in(layout, items)
+        micro = pack(layout, items, proximal_logprobs=proximal, share=share).to(self.world.device)
+        with float32_products(self.policy.precision):
+            scored = self.policy.score(micro, entropy=True, logits=self.loss.needs_logits)
+            loss, loss_stats = self.loss.compute(scored, micro.loss)
         own: dict[str, Stat] = {"loss": Stat.sum(loss)}
         own |= policy_stats(scored, micro.loss, version)
-        stats.add(own | dict(loss_stats), counted=counted)
         # Without what leads back to the parameters, which would stay alive during the next pass.
         entropy = None if scored.entropy is None else scored.entropy.detach()
-        return TokenLogProbs(scored.logprobs.detach(), entropy)
-
-    def _out_of_memory(self, micro: MicroBatch) -> OutOfMemoryError:
-        return OutOfMemoryError(
-            f"out of memory on {self.world.device} with a micro-batch of {len(micro.input_ids)} "
-            f"tokens ({len(micro.target_ids)} actions): lower micro_token_budget="
-            f"{self.budget} (`ludic calibrate` finds the largest that fits), or "
-            "set gradient_checkpointing=True"
+        # FSDP averages gradients over ranks, while these losses are shares of a sum.
+        return _Made(
+            loss * (self.world.size if counted else 0),
+            TokenLogProbs(scored.logprobs.detach(), entropy),
+            own | dict(loss_stats),
+            part,
         )
+
+    def _backward(self, loss: Tensor) -> None:
+        if loss.requires_grad:
+            with float32_products(self.policy.precision):
+                loss.backward()  # type: ignore[no-untyped-call]
 
     def score(self, layout: Layout) -> Scores:
         """The present policy's log-probs of every item, on every rank."""
-        return score_layout(self.policy, layout, self.plan(layout)[0], self.world)
+        return score_layout(self.recovery, layout, self.plan(layout)[0])
+
+
+_Already: TypeAlias = list[tuple[set[int], list[nn.Parameter]]]
+"""Items, and the parameters that have got their gradient, in a pass that failed elsewhere."""
+
+
+def _require_gradients(already: _Already, required: bool) -> None:
+    for _, parameters in already:
+        for parameter in parameters:
+            parameter.requires_grad_(required)
+
+
+class _Made(NamedTuple):
+    """What a forward pass leaves for the backward pass."""
+
+    loss: Tensor
+    scored: TokenLogProbs
+    stats: dict[str, Stat]
+    part: Part
 
 
 @torch.no_grad()
-def score_layout(policy: Policy, layout: Layout, plan: Plan, world: World) -> Scores:
+def score_layout(recovery: Recovery, layout: Layout, plan: Sequence[Part]) -> Scores:
     """The policy's log-probs of every item, each rank having computed its own micro-batches."""
+    policy, world = recovery.policy, recovery.world
     places = np.concatenate([[0], np.cumsum([p.actions.size for p in layout.packed])])
     values = torch.zeros(int(places[-1]), device=world.device)
-    for indices, counted in plan:
-        share = policy.shares_in(layout, indices)
-        micro = pack(layout, indices, share=share).to(world.device)
+
+    def forward(part: Part) -> Tensor:
+        share = policy.shares_in(layout, part[0])
+        micro = pack(layout, part[0], share=share).to(world.device)
         with float32_products(policy.precision):
-            scored = policy.score(micro).logprobs.float()
-        if counted:
-            where = np.concatenate([np.arange(places[i], places[i + 1]) for i in indices])
-            values[torch.from_numpy(where).to(values.device)] = scored
+            return policy.score(micro).logprobs.float()
+
+    for part in plan:
+        for (items, counted), scored in recovery.run(layout, part, "token", forward):
+            if counted:
+                where = np.concatenate([np.arange(places[i], places[i + 1]) for i in items])
+                values[torch.from_numpy(where).to(values.device)] = scored
     if world.group is not None:
         dist.all_reduce(values, group=world.group)
     flat = values.cpu().numpy()

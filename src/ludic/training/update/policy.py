@@ -7,14 +7,17 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
-from typing import Any
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ludic.errors import ConfigError
+from ludic.plumbing.llama_layers import can_fuse
 from ludic.plumbing.model_parts import (
     active_dropout,
     backbone_of,
@@ -33,12 +36,14 @@ from ludic.training.update.attention import (
     packed_arguments,
     rope_threshold,
 )
+from ludic.training.update.fused_layers import fused_forward
 from ludic.training.update.graphed import PassGraphs
 from ludic.training.update.logprobs import action_logits, logit_rule, token_logprobs
 from ludic.training.update.packing import Layout, MicroBatch, gather
 
 _log = logging.getLogger("ludic.training")
 _scoring: ContextVar[bool] = ContextVar("ludic_scoring", default=False)
+_recomputing: ContextVar[bool] = ContextVar("ludic_recomputing", default=False)
 
 
 class Policy(nn.Module):
@@ -68,12 +73,14 @@ class Policy(nn.Module):
         except CannotPack as exc:
             self.one_at_a_time(exc)
         self.graphs: PassGraphs | None = None
-        if cfg.gradient_checkpointing or cfg.compile:
-            for layer in decoder_layers(model):
-                _wrap_layer(layer, cfg.gradient_checkpointing, cfg.compile)
-        elif graphs and self._has_graphs(cfg.attention):
-            layers = len(decoder_layers(model))
-            self.graphs = PassGraphs(self._logprobs_and_entropies, model, layers, capture=True)
+        self.always_recomputes, self._cfg = bool(cfg.gradient_checkpointing), cfg
+        changed = self.always_recomputes or cfg.compile
+        for layer in _layers_of(model, needed=changed):
+            if changed or hasattr(layer, "ludic_pass") or (cfg.fused_layers and can_fuse(layer)):
+                _wrap_layer(layer, cfg)
+        if graphs and not changed and self._has_graphs(cfg.attention):
+            compute, layers = self._logprobs_and_entropies, len(decoder_layers(model))
+            self.graphs = PassGraphs(compute, model, layers, capture=True)
 
     def _has_graphs(self, attention: AttentionKind) -> bool:
         """Whether a pass takes nothing from the host but what its tensors say: with the kernel for
@@ -87,7 +94,8 @@ class Policy(nn.Module):
         self, micro: MicroBatch, entropy: bool = False, logits: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log-probs, entropies and logits of the action tokens; a plain tuple, for FSDP's hooks."""
-        if self.graphs is not None and not logits and torch.is_grad_enabled():
+        launched = logits or _recomputing.get() or not torch.is_grad_enabled()
+        if self.graphs is not None and not launched:
             alone = micro.longest > self.longest_packed or active_dropout(self.model)
             replayed = None if alone else self.graphs(micro)
             if replayed is not None:
@@ -182,6 +190,21 @@ class Policy(nn.Module):
         name = type(base_causal_lm(self.model)).__name__
         _log.warning("%s: rows are not packed but computed one at a time: %s", name, why)
 
+    @contextmanager
+    def recomputing(self, on: bool) -> Iterator[None]:
+        """Inside, passes keep no activations but the layers' inputs, where `on`."""
+        if not on or self.always_recomputes:
+            yield
+            return
+        for layer in _layers_of(self.model, needed=False):
+            if not hasattr(layer, "ludic_pass"):
+                _wrap_layer(layer, self._cfg)
+        token = _recomputing.set(True)
+        try:
+            yield
+        finally:
+            _recomputing.reset(token)
+
     def score(
         self, micro: MicroBatch, *, entropy: bool = False, logits: bool = False
     ) -> TokenLogProbs:
@@ -198,18 +221,51 @@ def _scoring_pass() -> Iterator[None]:
         _scoring.reset(token)
 
 
-def _wrap_layer(layer: nn.Module, checkpointing: bool, compiled: bool) -> None:
-    """Changes the layer for the trainer's passes only: a sampler sharing it sees the original."""
-    original: Callable[..., Any] = getattr(layer.forward, "ludic_original", layer.forward)
-    training = torch.compile(original) if compiled else original
+def _layers_of(model: nn.Module, *, needed: bool) -> Iterable[nn.Module]:
+    """The decoder layers; none of a model that has no list of them, unless they are needed."""
+    try:
+        return decoder_layers(model)
+    except ConfigError:
+        if needed:
+            raise
+        return ()
 
-    @wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not _scoring.get():
-            return original(*args, **kwargs)
-        if checkpointing and torch.is_grad_enabled():
-            return checkpoint(training, *args, use_reentrant=False, **kwargs)
-        return training(*args, **kwargs)
 
-    forward.ludic_original = original  # type: ignore[attr-defined]
-    layer.forward = forward
+class _LayerPass(NamedTuple):
+    """How the trainer's passes go through a layer."""
+
+    own: Callable[..., Any]
+    training: Callable[..., Any]
+    checkpointing: bool
+
+
+def _wrap_layer(layer: nn.Module, cfg: TrainerConfig) -> None:
+    """Changes the layer for the trainer's passes only: a sampler sharing it sees the original, and
+    a copy of the layer uses the copy's weights."""
+    before: _LayerPass | None = getattr(layer, "ludic_pass", None)
+    own: Callable[..., Any]
+    if before is not None:
+        own = before.own
+    elif "forward" in vars(layer):
+        own = partial(_without_layer, layer.forward)
+    else:
+        own = type(layer).forward
+    training = torch.compile(own) if cfg.compile else own
+    replaced = isinstance(own, partial)  # somebody else has changed what the layer does
+    if cfg.fused_layers and not (cfg.compile or replaced) and can_fuse(layer):
+        training = partial(fused_forward, own)
+    layer.ludic_pass = _LayerPass(own, training, bool(cfg.gradient_checkpointing))  # type: ignore[assignment]
+    layer.forward = MethodType(_layer_forward, layer)
+
+
+def _without_layer(forward: Callable[..., Any], _: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
+
+
+def _layer_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    own, training, checkpointing = layer.ludic_pass
+    if not _scoring.get():
+        return own(layer, *args, **kwargs)
+    if (checkpointing or _recomputing.get()) and torch.is_grad_enabled():
+        return checkpoint(training, layer, *args, use_reentrant=False, **kwargs)
+    return training(layer, *args, **kwargs)

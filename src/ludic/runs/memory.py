@@ -1,0 +1,191 @@
+"""Whether a run fits its device: told from its settings before a model is loaded, then from the
+model itself, and at last by one real pass before the first episode is played."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+import torch
+from torch import nn
+
+from ludic.errors import ConfigError, OutOfMemoryError
+from ludic.inference.vllm.memory import server_need
+from ludic.memory.engine import default_context
+from ludic.memory.plan import Engine, Plan, remedies, settled
+from ludic.memory.shape import PLAIN_FAMILIES, Adapter, ModelShape
+from ludic.memory.update import Training
+from ludic.plumbing.given import is_given
+from ludic.runs.gpu_share import server_shares_gpu, trainer_settings
+from ludic.runs.model import algorithm_of, check_device, precision_of
+from ludic.runs.ranks import samples
+from ludic.runs.settings import RunConfig
+from ludic.runs.settings.reading import earlier_run
+from ludic.sharding.ranks import launched
+from ludic.sharding.world import World
+from ludic.training import TrainerConfig
+from ludic.training.update.budget import USUAL, free_memory, host_memory, shape_of
+from ludic.training.update.trial import trial_pass
+
+_CPU_SLOTS = 8
+"""Slots that an engine on a CPU begins with; it makes more as they are needed."""
+
+
+def check_memory(config: RunConfig, free: int | None = None) -> None:
+    """Raises `OutOfMemoryError` if the configuration of the run's model alone tells that training
+    it cannot fit into `free` bytes (None: what the device has), and `ConfigError` if the context is
+    longer than the model's. Says nothing of models that are not here, or are of other families."""
+    facts = config_of(config)
+    shape = ModelShape.of(facts)
+    if shape is None or facts.get("model_type") not in PLAIN_FAMILIES:
+        return
+    device = check_device(config.model)
+    if free is None:
+        free = free_memory(device) if device.type == "cuda" else host_memory()
+    refuse_unless_it_fits(config, plan_run(config, shape, device, free), free)
+
+
+def plan_loaded(config: RunConfig, model: nn.Module) -> Plan | None:
+    """The same for a model of any family, once it is loaded and before there is an engine. Returns
+    the plan of a run in one process; None on several ranks, whose trainers plan together."""
+    device, shape = next(model.parameters()).device, shape_of(model)
+    if shape is None or launched().size > 1:
+        return None
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    free = free_memory(device) + held if device.type == "cuda" else host_memory()
+    plan = plan_run(config, shape, device, free)
+    refuse_unless_it_fits(config, plan, free)
+    return plan
+
+
+def try_plan(config: RunConfig, model: nn.Module, plan: Plan) -> None:
+    """Tries one pass over the largest micro-batch on a GPU, beside the engine. Nothing changes."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return
+    free = free_memory(device) + plan.parts["weights"]
+    try:
+        cfg = planned(trainer_settings(config), plan)
+        trial_pass(model, algorithm_of(config).loss, cfg, World(device=device))
+    except (OutOfMemoryError, torch.OutOfMemoryError) as exc:
+        raise _refused(config, plan, free, "a pass was tried and does not fit") from exc
+
+
+def planned(cfg: TrainerConfig, plan: Plan | None) -> TrainerConfig:
+    """A trainer's settings as a plan on a GPU settles them; on a CPU, and without a plan, the
+    trainer does that by itself."""
+    if plan is None or plan.training.device != "cuda":
+        return cfg
+    how = plan.training
+    return replace(cfg, micro_token_budget=how.tokens, gradient_checkpointing=how.checkpointing)
+
+
+def config_of(config: RunConfig) -> dict[str, Any]:
+    """The configuration of the run's model, if it is in a folder or was downloaded earlier."""
+    name = config.model.name
+    if name == "tiny" or is_given(name) or earlier_run(name) is not None:
+        return {}
+    from huggingface_hub import try_to_load_from_cache
+    from transformers import AutoConfig
+
+    folder = Path(name)
+    if not (folder / "config.json").is_file():
+        with suppress(ValueError):  # it is no name, which loading says best
+            cached = try_to_load_from_cache(name, "config.json", revision=config.model.revision)
+            if isinstance(cached, str):
+                folder = Path(cached).parent
+    try:
+        found = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError):
+        return {}
+    facts: dict[str, Any] = found.get_text_config().to_dict()
+    return facts | config.model.kwargs
+
+
+def plan_run(config: RunConfig, shape: ModelShape, device: torch.device, free: int) -> Plan:
+    """What the run takes of its device, with what it leaves open settled for `free` bytes."""
+    training, lora = config.training, config.model.lora
+    on_gpu, ranks = device.type == "cuda", launched().size
+    how = Training(
+        tokens=training.max_seq_len,
+        precision=precision_of(config),
+        device="cuda" if on_gpu else "cpu",
+        adapter=None if lora is None else Adapter(lora.rank, _targets(lora.target_modules)),
+        optimizer_device=training.optimizer_device or "cuda",
+        fused_layers=training.fused_layers and not training.compile,
+        whole_logits=algorithm_of(config).loss.needs_logits,
+        ranks=ranks,
+    )
+    others: dict[str, int] = {}
+    if server_shares_gpu(config, device):
+        others["vLLM server"] = _server(config, shape, how)
+    plan = Plan(shape, how, _engine(config, shape, on_gpu), others)
+    if copies := training.past_opponents:
+        sampling = plan.engine_memory(plan.engine).total if plan.engine else 0
+        size = copies * (sampling + shape.parameters * how.weight_item)
+        plan = replace(plan, others={**others, "past opponents": size})
+    return settled(
+        plan,
+        free if on_gpu else free // ranks,
+        training.max_seq_len,
+        tokens=training.micro_token_budget,
+        checkpointing=training.gradient_checkpointing,
+        most=None if on_gpu else USUAL,
+    )
+
+
+def _targets(said: Any) -> Any:
+    return said if isinstance(said, str) else tuple(said)
+
+
+def _engine(config: RunConfig, shape: ModelShape, on_gpu: bool) -> Engine | None:
+    """The engine in this process, if there is one. On a CPU its slots grow with what is played, so
+    only those that it begins with are certain."""
+    inference = config.inference
+    if inference.backend != "local" or not samples(config):
+        return None
+    said, limit = inference.max_context_tokens, shape.positions
+    if said is not None and limit is not None and said > limit:
+        raise ConfigError(
+            f"inference.max_context_tokens={said} is more than the {limit} positions of "
+            f"{config.model.name!r}: set it to {limit} at most"
+        )
+    context = said or default_context(
+        limit or config.training.max_seq_len, "cuda" if on_gpu else "cpu"
+    )
+    if on_gpu:
+        return Engine(config.slots, context, bool(inference.deterministic))
+    return Engine(min(config.slots, _CPU_SLOTS), min(context, config.training.max_seq_len))
+
+
+def _server(config: RunConfig, shape: ModelShape, how: Training) -> int:
+    """The least that the vLLM server which the run starts on this GPU takes."""
+    need = server_need(
+        shape,
+        weights=shape.parameters * how.item,
+        item=how.item,
+        slots=config.slots,
+        context=config.inference.max_context_tokens,
+    )
+    return need.least if need else 0
+
+
+def refuse_unless_it_fits(config: RunConfig, plan: Plan, free: int) -> None:
+    """Raises `OutOfMemoryError` with the table and what would help."""
+    if not plan.fits(free):
+        raise _refused(config, plan, free, "this run does not fit")
+
+
+def _refused(config: RunConfig, plan: Plan, free: int, why: str) -> OutOfMemoryError:
+    found = remedies(plan, free, config.training.max_seq_len)
+    helps = "".join(f"\n  {remedy}" for remedy in found) or "\n  nothing here: it is too large"
+    table = indent(plan.table(free), "  ")
+    place = "the GPU" if plan.training.device == "cuda" else "this machine"
+    return OutOfMemoryError(
+        f"{why} into {place}'s memory: {config.model.name}, {plan.shape.parameters / 1e9:.3g}B "
+        f"parameters in {plan.training.precision}\n{table}\nwhat would make it fit, "
+        f"each line by itself:{helps}"
+    )
