@@ -38,7 +38,7 @@ help:
 	@echo "make chaos       60 kills of actors, trainer and Redis; what was lost and doubled"
 	@echo "make test-view   the tests of the pages, in the system's chromium"
 	@echo "make test-vllm   the tests against a real vLLM server"
-	@echo "make test-sandbox the tests that need bubblewrap, which then must be there"
+	@echo "make test-sandbox the tests that need bubblewrap or Rust, which then must be there"
 	@echo "make test-examples  every example's tiny setting, in one process"
 	@echo "make test-adapters  the tests with other packages' environments and tools"
 	@echo "make lint        ruff: style and formatting;  make format puts it right"
@@ -65,7 +65,7 @@ test-gpu: setup
 	@$(PY) -m pytest -q -m gpu $(ARGS)
 
 test-sandbox: setup
-	@echo "==> the tests that need bubblewrap"
+	@echo "==> the tests that need bubblewrap, and Rust for some"
 	@LUDIC_SANDBOX_TESTS=required $(PYTEST) -m "sandbox and not slow" $(ARGS)
 
 test-pipeline: setup
@@ -85,7 +85,7 @@ test-vllm: setup vllm
 
 test-adapters: setup adapters
 	@echo "==> the tests with other packages' environments and tools"
-	@OMP_NUM_THREADS=1 $(ADAPTERS_PY) -m pytest -q -n $(JOBS) -m adapters tests/envs/adapters tests/agents tests/runs $(ARGS)
+	@OMP_NUM_THREADS=1 $(ADAPTERS_PY) -m pytest -q -n $(JOBS) -m adapters tests/envs/adapters tests/envs/gameboy tests/agents tests/runs $(ARGS)
 
 test-examples: setup
 	@echo "==> every example's tiny setting"

@@ -75,7 +75,11 @@ def run_of(args: argparse.Namespace, *, updates: int) -> RunConfig:
         "workers": args.workers,
         "overlap": args.overlap,
         "checkpoint_every": 0,
+        "optimizer_device": args.optimizer_device,
+        "gradient_checkpointing": args.recompute,
     }
+    if args.micro_tokens:
+        tables["training"]["micro_token_budget"] = args.micro_tokens
     if args.slots:
         tables["inference"]["slots"] = tables["training"]["concurrency"] = args.slots
     tables["logging"] = {"loggers": ["console"], "keep_rollouts": not args.no_rollouts}

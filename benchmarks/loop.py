@@ -105,6 +105,7 @@ def run_of(
             "learning_rate": 1e-5,
             "max_seq_len": context,
             "overlap": args.overlap and not host,
+            "optimizer_device": None if host else args.optimizer_device,
         },
         "logging": {"loggers": ["console"], "keep_rollouts": not args.no_rollouts},
     }
@@ -212,7 +213,8 @@ class WorkClock:
     def running(self) -> Iterator[None]:
         with ExitStack() as stack:
             for owner, name in (
-                (Passes, "_one"),
+                (Passes, "_forward"),
+                (Passes, "_backward"),
                 (MasterAdamW, "step"),
                 (MasterAdamW, "gradient_norm"),
             ):
@@ -280,6 +282,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=0, help="processes that play the episodes")
     parser.add_argument("--overlap", action="store_true", help="sample ahead")
     parser.add_argument("--precision", choices=get_args(Precision), help="as in a run file")
+    parser.add_argument("--optimizer-device", choices=("cpu",), help="as in a run file")
+    parser.add_argument("--micro-tokens", type=int, help="micro_token_budget (gsm8k)")
+    parser.add_argument("--recompute", action="store_true", help="gradient checkpointing (gsm8k)")
     parser.add_argument("--no-rollouts", action="store_true", help="rollouts are not written")
     parser.add_argument("--profile", type=int, choices=(1, 4), help="of the host, with such turns")
     parser.add_argument("--peer", action="store_true", help="TRL too, as sums have it anyway")

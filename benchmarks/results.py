@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ludic.eval import Estimate, EvalReport, Headline, headline_of
-from ludic.runs.publishing.card import RunFacts, in_public, number, percent
+from ludic.runs.publishing.card import RunFacts, in_public, percent
 from ludic.runs.results.summary import read_curve, smoothed
 from ludic.runs.storage.folder import RunFolder
 
@@ -204,7 +204,7 @@ def _headline(groups: Mapping[str, Sequence[Series]]) -> Headline:
 
 
 def _shown(figure: Estimate, headline: Headline) -> str:
-    return percent(figure) if headline.is_rate else number(figure)
+    return percent(figure) if headline.is_rate else str(figure)
 
 
 def _stage_cell(reports: Sequence[EvalReport], headline: Headline) -> str:
@@ -240,7 +240,7 @@ def runs_table(series: Sequence[Series]) -> str | None:
         for stage, report in (run.facts.reports if run.facts else {}).items():
             led, count = _shown(headline.of(report), headline), str(len(report.by_episode()))
             cells = [run.name, str(run.seed), stage.replace("_", " "), count, led]
-            rows.append([*cells, number(report.reward)])
+            rows.append([*cells, str(report.reward)])
     return table(rows) if len(rows) > 1 else None
 
 

@@ -13,7 +13,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 from ludic.plumbing.shapes import check_shapes
 from tests.left_runs import LeftRuns
-from tests.sandboxes import mark_by_name, need_bubblewrap
+from tests.sandboxes import mark_by_name, need_bubblewrap, need_rust
 
 # Before anything imports transformers: a test that asks a hub for a file is a broken test.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -46,6 +46,8 @@ settings.load_profile(os.environ.get("LUDIC_HYPOTHESIS_PROFILE", "ludic"))
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("sandbox"):
         need_bubblewrap()
+    if item.get_closest_marker("rust"):
+        need_rust()
 
 
 def pytest_configure(config: pytest.Config) -> None:

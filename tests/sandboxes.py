@@ -2,7 +2,7 @@
 
 Where bubblewrap cannot be used they are skipped, with the reason. With LUDIC_SANDBOX_TESTS=required
 (as in `make test-sandbox`) they fail instead where it is not installed; a kernel that allows no
-namespaces is still a reason to skip.
+namespaces is still a reason to skip. Those that compile Rust have the mark `rust` too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import shutil
 import subprocess
 
 import pytest
+
+from ludic.errors import ConfigError
 
 
 def mark_by_name(item: pytest.Item) -> None:
@@ -32,6 +34,18 @@ def need_bubblewrap() -> None:
     except SandboxUnavailableError as error:
         required = os.environ.get("LUDIC_SANDBOX_TESTS") == "required"
         if required and (not shutil.which("bwrap") or _namespaces_are_allowed()):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+
+
+def need_rust() -> None:
+    """Skips the test where there is no compiler for Rust, or fails it if it has to be there."""
+    from ludic.envs.rustorio.crate import find_toolchain
+
+    try:
+        find_toolchain()
+    except ConfigError as error:
+        if os.environ.get("LUDIC_SANDBOX_TESTS") == "required":
             pytest.fail(str(error))
         pytest.skip(str(error))
 

@@ -304,3 +304,11 @@ def test_a_tool_is_the_function_itself() -> None:
         assert registry.list_tools()["test_registry_add"] == "Adds."
     finally:
         registry.unregister_tool("test_registry_add")
+
+
+def test_a_module_that_is_not_found_says_where_to_start() -> None:
+    with pytest.raises(ConfigError, match=r"No module named 'nowhere' \(start in the folder of"):
+        registry.PARSERS.get("nowhere:parse")
+    with pytest.raises(ConfigError, match="cannot be loaded") as caught:
+        registry.PARSERS.get("json:nothing")
+    assert "start in" not in str(caught.value)

@@ -16,8 +16,9 @@ from pathlib import Path
 HIDDEN = (
     *("bwrap", "redis-*", "valkey-*"),
     *("chromium*", "chrome", "chromedriver*", "google-chrome*"),
+    *("rustc", "cargo"),
 )
-"""The programs of bubblewrap, Redis and chromium, and of what would stand in for them."""
+"""The programs of bubblewrap, Redis, chromium and Rust, and of what would stand in for them."""
 
 
 def link_programs(folder: Path, path: str) -> None:

@@ -131,6 +131,9 @@ class NonFiniteError(LudicError, ArithmeticError):
 class OutOfMemoryError(LudicError, MemoryError):
     """The device ran out of memory; the message names the setting to lower."""
 
+    on_all_ranks = False
+    """Whether ranks that train together have agreed on it, and all raise it."""
+
 
 class HubError(LudicError):
     """A model that could not be brought to the hub; the message says what is there now."""

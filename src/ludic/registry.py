@@ -52,6 +52,14 @@ ENVS = Registry(
             "ludic.envs.key_door:KeyDoorEnv",
             "A grid world seen in part: find the key, open the door.",
         ),
+        "gameboy": Entry(
+            "ludic.envs.gameboy:GameBoyEnv",
+            "A game of the Game Boy, from your ROM and a file that describes it.",
+        ),
+        "rustorio": Entry(
+            "ludic.envs.rustorio:RustorioEnv",
+            "A factory game whose rules are Rust's types, played by writing programs.",
+        ),
         "gymnasium": Entry(
             "ludic.envs.adapters.gymnasium:GymnasiumEnv",
             "An environment of Gymnasium by its id, with words for actions.",

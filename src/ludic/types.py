@@ -6,7 +6,6 @@ inverse to each other: `from_json(Rollout, to_json(rollout)) == rollout`.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from math import fsum, isfinite
@@ -124,8 +123,8 @@ class TokenTrace(Record, frozen=True):
             and (logprobs is None or (type(logprobs) is tuple and len(logprobs) == n))
             and self.kept_token_ids is None
             and (not spans or (len(spans) == 1 and spans[0].start == 0 and spans[0].end == n))
-            and _are_ids(prompt)
-            and _are_ids(completion)
+            and are_ids(prompt)
+            and are_ids(completion)
             and (logprobs is None or all_finite(logprobs))
         ):
             return
@@ -143,8 +142,8 @@ class TokenTrace(Record, frozen=True):
                 )
         for name in ("prompt_token_ids", "completion_token_ids"):
             ids = getattr(self, name)
-            if not _are_ids(ids):
-                wrong = next(i for i in ids if not _are_ids((i,)))
+            if not are_ids(ids):
+                wrong = next(i for i in ids if not are_ids((i,)))
                 raise DataError(f"TokenTrace.{name} has {wrong!r}: an id is an int from 0 on")
         logprobs = self.completion_logprobs or ()
         if not all_finite(logprobs):
@@ -422,14 +421,13 @@ RolloutStepKey: TypeAlias = tuple[str, int]
 """(rollout id, turn index): what credit is assigned to."""
 
 
-def _are_ids(values: tuple[int, ...]) -> bool:
-    """Whether these are ints from 0 on. Prompts are long, so nothing here looks at single ids."""
+def are_ids(values: tuple[int, ...]) -> bool:
+    """Whether these are plain ints from 0 on. Prompts are long, so nothing here looks at single
+    ids: only such ints are written in nothing but digits."""
     try:
-        array("Q", values)  # refuses what is negative or has a fraction
-        encode(values)  # refuses NumPy's integers
-    except (TypeError, OverflowError):
+        return not encode(values)[1:-1].translate(None, b"0123456789,")
+    except (TypeError, ValueError, OverflowError, RecursionError):  # NumPy's integers, for one
         return False
-    return True
 
 
 def all_finite(values: Sequence[float]) -> bool:

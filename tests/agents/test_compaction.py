@@ -240,6 +240,14 @@ async def test_an_observation_that_never_fits_ends_the_episode() -> None:
     assert longest(rollout) <= 400
 
 
+async def test_an_answer_of_any_length_stays_within_the_window_of_the_context() -> None:
+    agent = scripted_agent(lambda _: "on and " * 200, ctx=compacting())
+    assert agent.inference.sampling.max_tokens is None
+    rollout = await play(agent, max_steps=3)
+    assert rollout.error is None
+    assert longest(rollout) == 400
+
+
 async def test_tools_that_fill_the_window_end_the_turn_and_not_the_episode() -> None:
     def dig() -> str:
         """Digs."""

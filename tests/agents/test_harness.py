@@ -15,7 +15,15 @@ from ludic.inference.scripted_client import ScriptedCall
 from ludic.interaction.factories import build_agent
 from ludic.types import StepOutcome
 from tests.agents.scripted import move, scripted_agent, scripted_runtime, tiny_template, tool_call
-from tests.agents.test_compaction import ASKED, compacting, compactions, play, prompt, said_last
+from tests.agents.test_compaction import (
+    ASKED,
+    compacting,
+    compactions,
+    longest,
+    play,
+    prompt,
+    said_last,
+)
 from tests.interaction.worlds import Countdown
 
 
@@ -46,7 +54,9 @@ async def test_what_was_noted_survives_every_compaction_and_no_episode() -> None
             return tool_call("note", text="the key is red")
         return move("go")
 
-    agent = scripted_agent(policy, HarnessAgent, ctx=compacting(1800), remind_after=0)
+    agent = scripted_agent(
+        policy, HarnessAgent, ctx=compacting(1800), remind_after=0, max_note_chars=100
+    )
     rollout = await play(agent, Countdown(60))
     assert rollout.error is None
     assert len(compactions(rollout)) >= 3
@@ -55,6 +65,27 @@ async def test_what_was_noted_survives_every_compaction_and_no_episode() -> None
     agent.reset("Again.")
     assert agent.notes is not None
     assert agent.notes.text() == ""
+
+
+async def test_full_notes_leave_room_to_go_on_or_the_window_is_refused() -> None:
+    def policy(call: ScriptedCall) -> str:
+        if ASKED in said_last(call):
+            return "Went on."
+        return tool_call("note", text="y" * 190) if call.index % 3 == 0 else move("go")
+
+    def agent(window: int) -> HarnessAgent:
+        return scripted_agent(
+            policy, HarnessAgent, ctx=compacting(window), remind_after=0, max_note_chars=1000
+        )
+
+    with pytest.raises(ConfigError, match=r"full notes.*max_note_chars"):
+        await play(agent(2200))
+    player = agent(2500)
+    rollout = await play(player, Countdown(60))
+    assert player.notes is not None
+    assert player.notes.text().count("y") == 950
+    assert rollout.terminated
+    assert longest(rollout) <= 2500
 
 
 def test_notes_are_off_by_a_setting() -> None:

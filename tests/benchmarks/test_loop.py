@@ -42,9 +42,13 @@ def test_only_decode_steps_between_two_log_lines_count() -> None:
 
 def gsm8k_arguments(data: Path, *, shape: str | None) -> Namespace:
     left_out = ("episodes", "group", "max_tokens", "context", "learning_rate", "host_updates")
-    args = Namespace(**dict.fromkeys((*left_out, "slots", "precision", "lora")))
+    args = Namespace(
+        **dict.fromkeys(
+            (*left_out, "slots", "precision", "lora", "optimizer_device", "micro_tokens")
+        )
+    )
     args.__dict__ |= {"model": "tiny", "device": "cpu", "data": data, "shape": shape}
-    args.__dict__ |= {"workers": 0, "overlap": False, "no_rollouts": False}
+    args.__dict__ |= {"workers": 0, "overlap": False, "no_rollouts": False, "recompute": False}
     gsm8k.settle(args)
     return args
 

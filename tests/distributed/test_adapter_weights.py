@@ -138,8 +138,6 @@ def test_folders_are_private_and_gone_with_their_owner(tmp_path: Path) -> None:
     assert not is_abandoned(folders.path)
     AdapterFolders(tmp_path).close()
     assert folder.is_dir()
-    folders.remove(folder)
-    folders.remove(folder)
     del folders
     assert not os.listdir(tmp_path)
 

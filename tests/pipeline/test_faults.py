@@ -36,14 +36,14 @@ def over(server: LocalRedis, patience_s: float = 30.0, call_s: float = 1.0) -> P
 async def test_a_paused_redis_is_waited_for(own_server: LocalRedis) -> None:
     config = over(own_server)
     source = await announced(make_source(config, lease_s=20.0))
-    assert own_server.pid is not None
+    assert own_server.process is not None
     async with acting(config, lease_s=20.0):
         assert units_of(await source.next_batch()) == [0, 1]
-        os.kill(own_server.pid, signal.SIGSTOP)
+        own_server.process.send_signal(signal.SIGSTOP)
         following = asyncio.create_task(source.next_batch())
         await asyncio.sleep(2.5)
         assert not following.done()
-        os.kill(own_server.pid, signal.SIGCONT)
+        own_server.process.send_signal(signal.SIGCONT)
         assert units_of(await asyncio.wait_for(following, 60)) == [2, 3]
     await source.close()
 

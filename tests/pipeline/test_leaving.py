@@ -14,7 +14,7 @@ import pytest
 
 from ludic.errors import PipelineError
 from ludic.pipeline import LocalRedis, PipelineConfig
-from ludic.pipeline.local_redis import end_with_us
+from ludic.pipeline.local_redis import WatchedProcess
 from ludic.pipeline.store import Store
 from ludic.runs.pipeline import training
 from ludic.runs.pipeline.acting import actor_log
@@ -124,8 +124,7 @@ def short_lived(pipeline: RunPipeline, monkeypatch: pytest.MonkeyPatch) -> list[
         log = actor_log(pipeline.folder, name)
         log.parent.mkdir(exist_ok=True)
         log.write_text("no such model\n")
-        pipeline._actors[name] = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-        pipeline._watchers[name] = end_with_us(pipeline._actors[name].pid)
+        pipeline._actors[name] = WatchedProcess([sys.executable, "-c", "raise SystemExit(3)"])
 
     monkeypatch.setattr(pipeline, "_start", start)
     return started

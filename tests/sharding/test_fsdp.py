@@ -125,6 +125,29 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_back(tmp_path: Path) -> 
         torch.testing.assert_close(back[name], four[name], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("where", ["0", "head", "room"])
+def test_a_rank_that_runs_out_of_memory_has_all_split_the_pass(tmp_path: Path, where: str) -> None:
+    out = tmp_path / "two.safetensors"
+    said = run_ranks("two_ranks.py", out, 2, "float64", "-", "-", 0, "-", where)
+    alone = train_alone(tmp_path / "alone", 2, torch.float64)
+    for name, tensor in load_file(out).items():
+        torch.testing.assert_close(tensor, alone[name], rtol=1e-6, atol=1e-9)
+    assert said.count("WARNING out of memory on cpu") == 1
+
+
+def test_ranks_keep_their_optimizer_on_the_host_and_resume_on_one(tmp_path: Path) -> None:
+    folder = tmp_path / "ck"
+    run_ranks("two_ranks.py", tmp_path / "a.safetensors", 2, "float64", folder, "-", 0, "cpu")
+    resumed = train_alone(tmp_path / "resumed", 3, torch.float64, folder)
+    run_ranks("two_ranks.py", tmp_path / "b.safetensors", 4, "float64", folder, "-", 0, "cpu")
+    three = train_alone(tmp_path / "three", 3, torch.float64)
+    four = train_alone(tmp_path / "four", 4, torch.float64)
+    back = load_file(tmp_path / "b.safetensors")
+    for name in three:
+        torch.testing.assert_close(resumed[name], three[name], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(back[name], four[name], rtol=1e-6, atol=1e-9)
+
+
 def test_a_model_without_memory_is_filled_from_its_folder_rank_by_rank(tmp_path: Path) -> None:
     tiny_model().double().save_pretrained(tmp_path / "model")
     out = tmp_path / "two.safetensors"

@@ -46,7 +46,7 @@ def test_on_this_machine_only_the_hidden_ones_are_missed(tmp_path: Path, repo_ro
     assert made.stdout.strip() == str(bare)
     for name in ("sh", "env", "ls"):
         assert shutil.which(name, path=str(bare)) is not None
-    for name in ("bwrap", "redis-server", "redis-cli", "chromium", "google-chrome"):
+    for name in ("bwrap", "redis-server", "redis-cli", "chromium", "google-chrome", "rustc"):
         assert shutil.which(name, path=str(bare)) is None
 
 

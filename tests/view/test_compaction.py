@@ -11,7 +11,7 @@ from ludic.view.export import rollout_html
 from ludic.view.folders import RunPlace
 from ludic.view.index import RunIndex
 from ludic.view.rollout_page import group_page, rollout_page
-from ludic.view.token_text import TokenizerStore
+from ludic.view.token_text import texts_of
 from tests.view.made import make_run, rollout
 
 
@@ -29,7 +29,7 @@ def test_a_compaction_is_a_seam_with_both_sides(tmp_path: Path) -> None:
     index = RunIndex(place)
     index.update()
     with index.reading() as db:
-        page = rollout_page(place, db, "step-0/0/0/agent", TokenizerStore().of(place))
+        page = rollout_page(place, db, "step-0/0/0/agent", texts_of(place))
         group = group_page(place, db, "g")
     assert page["steps"][3]["info"]["compacted"]
     assert page["steps"][4]["fork"]["reason"] == "compacted"

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import struct
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ludic.rollouts.storage import RolloutWriter, rollout_row
 from ludic.rollouts.token_log import TokenLog
 from ludic.runs.run import Run
-from ludic.types import Rollout
+from ludic.types import AgentStep, Rollout
+from tests.agents.scripted import move, scripted_agent
+from tests.agents.test_compaction import Policy, compacting, compactions, play, prompt, said_last
 from tests.view.made import add_metrics, make_run, rollout, tokens_of, training
 from tests.view.serving import Served, serving
 
@@ -273,6 +278,39 @@ def test_agents_are_side_by_side_and_sub_agents_below(
     page.wait_for_selector(".sub >> text=Looked up.")
     page.goto(served.address + "#/rollout?run=two&id=step-0/1/0/X")
     page.wait_for_selector("text=The episode failed: ValueError: the world ended")
+
+
+def test_a_compaction_is_a_seam_with_both_sides(tmp_path: Path, serve: Serve, pages: Any) -> None:
+    def policy(summary: str) -> Policy:
+        return lambda call: move("go") if said_last(call).startswith(tuple("123")) else summary
+
+    played: list[Rollout] = []
+    for number, summary in enumerate(("It went on.", "")):
+        agent = scripted_agent(policy(summary), ctx=compacting())
+        with ThreadPoolExecutor(1) as pool:  # this thread's loop is the browser's
+            made = pool.submit(asyncio.run, play(agent)).result()
+        played.append(replace(made, id=f"step-0/{number}/0/agent", episode_id=f"step-0/{number}/0"))
+    make_run(tmp_path / "runs" / "long", played, steps=1)
+    served = serve(tmp_path / "runs")
+    for made, how in zip(played, ("a summary replaced", "no summary came: "), strict=True):
+        page = pages(served.link(f"#/rollout?run=long&id={made.id}"))
+        page.wait_for_selector(".seam")
+        seams, steps = compactions(made), made.steps
+        assert page.locator(".seam").count() == len(seams) >= 3
+        assert page.locator(".turn.compaction + .seam + .turn:not(.compaction)").count() == len(
+            seams
+        )
+        before, after = steps[seams[0].agent_steps[-1]], steps[steps.index(seams[0]) + 1]
+        assert isinstance(before, AgentStep)
+        assert isinstance(after, AgentStep)
+        line = page.locator(".seam .line").first.inner_text()
+        assert line.startswith(f"{len(prompt(before))} tokens before · {how}")
+        assert line.endswith(f" · {len(prompt(after))} after")
+        page.locator(".seam summary").first.click()
+        shown = page.locator(".seam details").first.inner_text()
+        assert seams[0].obs in shown
+        assert (before.message["content"] or "turns were dropped here]") in shown
+        assert "forked here: compacted" in page.locator(".seam + .turn").first.inner_text()
 
 
 def test_the_keyboard_the_address_and_the_phone(tmp_path: Path, serve: Serve, pages: Any) -> None:

@@ -22,7 +22,7 @@ from ludic.view.index import RunIndex
 from ludic.view.overview import compared, differing, flattened
 from ludic.view.rollout_page import group_page, rollout_page
 from ludic.view.rows import beginning
-from ludic.view.token_text import TokenizerStore
+from ludic.view.token_text import texts_of
 from tests.view.made import add_metrics, ids, make_run, rollout, training
 
 
@@ -154,7 +154,7 @@ def test_a_histogram_counts_every_rollout(index: RunIndex) -> None:
 
 
 def test_a_rollout_has_its_tokens_and_their_credit(index: RunIndex, run: RunPlace) -> None:
-    texts = TokenizerStore().of(run)
+    texts = texts_of(run)
     with index.reading() as db:
         page = rollout_page(run, db, "step-2/1/0/agent", texts)
     calls = [step for step in page["steps"] if step["kind"] == "agent"]
@@ -204,7 +204,7 @@ def test_an_exported_rollout_is_inert(tmp_path: Path) -> None:
     index = RunIndex(place)
     index.update()
     with index.reading() as db:
-        page = rollout_page(place, db, "step-0/0/0/agent", TokenizerStore().of(place))
+        page = rollout_page(place, db, "step-0/0/0/agent", texts_of(place))
     html = rollout_html(page, "<script>run</script>")
     assert "<script" not in html
     assert "<img" not in html
@@ -277,10 +277,10 @@ def test_token_texts_are_those_of_the_tokenizer(
 ) -> None:
     folder = make_run(tmp_path / "run", [], tokens=False)
     place = RunPlace("run", folder.resolve(), folder.resolve())
-    assert TokenizerStore().of(place) is None
+    assert texts_of(place) is None
     target = folder / "rollouts" / "tokenizer.json"
     target.write_bytes((smollm2_path / "tokenizer.json").read_bytes())
-    texts = TokenizerStore().of(place)
+    texts = texts_of(place)
     assert texts is not None
     text = "Hello, world!\n\tnaïve  façade → 3.14"
     numbers = smollm2_tokenizer.encode(text)

@@ -68,9 +68,10 @@ class Agent(ModelCaller):
     def context_limit(self) -> int | None:
         """What the client takes, or the window of the context if that is smaller."""
         limit = self.client.max_context_tokens
-        if not isinstance(self.ctx, CompactingDialog) or self.ctx.window is None:
+        window = None if self.compactor is None else self.compactor.dialog.window
+        if window is None:
             return limit
-        return self.ctx.window if limit is None else min(limit, self.ctx.window)
+        return window if limit is None else min(limit, window)
 
     @property
     def tool_request(self) -> ToolRequest | None:

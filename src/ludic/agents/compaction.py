@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 _ADDED = 256
+_SOME_TEXT = "The red door is locked; the key was in room 3. "
 
 
 @runtime_checkable
@@ -49,7 +50,7 @@ class Compactor:
     """Compacts the dialogue of one agent."""
 
     def __init__(self, agent: Agent, ctx: CompactingDialog) -> None:
-        self._agent, self._ctx = agent, ctx
+        self._agent, self.dialog = agent, ctx
         self.begin()
 
     def begin(self) -> None:
@@ -73,17 +74,17 @@ class Compactor:
             return None
         self._agent.begin_turn()
         info = self.info = {"compacted": True, "left_out": []}
-        question, call = await self._ask(record, info["left_out"])
+        call = await self._ask(record, info["left_out"])
         self.info = None
         if call is None:
             return None
-        summary = (question, call.parsed.message) if _is_summary(call) else None
+        summary = call.parsed.message if _is_summary(call) else None
         if summary is not None:
             self._keep(call)
         kept = self._kept_turns(summary) if record is None else record["kept_turns"]
         info["kept_turns"] = kept
         if summary is None:
-            info["dropped_turns"] = self._ctx.turns - kept
+            info["dropped_turns"] = self.dialog.turns - kept
         self._begin_again(summary, kept, call)
         return info
 
@@ -97,25 +98,26 @@ class Compactor:
 
     def check(self, system_prompt: str | None) -> None:
         """Raises `ConfigError` if the window is unknown, or has no room for the system prompt, the
-        request and a summary before it would have to be compacted again."""
-        ctx, most = self._ctx, self._most()
+        request below full notes and a summary before it would have to be compacted again."""
+        ctx, most = self.dialog, self._most()
         head: list[Message] = []
         if system_prompt:
             head.append({"role": "system", "content": system_prompt})
-        size = self._size((*head, ctx.question()))
+        full = (_SOME_TEXT * ctx.max_note_chars)[: ctx.max_note_chars]
+        size = self._size((*head, ctx.question(full)))
         if size + ctx.summary_tokens >= most:
             raise ConfigError(
                 f"context 'compacting': a window of {self._window()} tokens is too small. The "
-                f"system prompt and the request take {size} of it and a summary up to "
+                f"system prompt, full notes and the request take {size} of it and a summary up to "
                 f"{ctx.summary_tokens}, and a prompt may fill {max(most, 0):.0f} (`share` of the "
                 "window, with room for an answer, the request and a summary): enlarge the window, "
-                "or lower summary_tokens or the sampling's max_tokens"
+                "or lower summary_tokens, max_note_chars or the sampling's max_tokens"
             )
 
     def _most(self) -> float:
         """The longest prompt of a turn: after it there must be room for an answer, and for asking
         for a summary of all that."""
-        ctx, window = self._ctx, self._window()
+        ctx, window = self.dialog, self._window()
         question = len(self._agent.prompt((ctx.question(),), None, None)[0])
         answer = self._agent.inference.sampling.max_tokens or ctx.summary_tokens
         return min(ctx.share * window, window - answer - question - ctx.summary_tokens)
@@ -129,7 +131,7 @@ class Compactor:
         return window
 
     def _is_due(self) -> bool:
-        ctx, most = self._ctx, self._most()
+        ctx, most = self.dialog, self._most()
         messages = tuple(ctx.on_before_act())
         if not self._checked:
             system = messages[0] if messages and messages[0]["role"] == "system" else None
@@ -148,15 +150,12 @@ class Compactor:
         added = sum(_ADDED + len(message["content"].encode()) for message in new)
         return len(trace.prompt_token_ids) + len(trace.completion_token_ids) + added
 
-    async def _ask(
-        self, record: Info | None, left_outs: list[int]
-    ) -> tuple[Message, ModelCall | None]:
-        """Asks for a summary, and once more if what came is none. Returns the request and the last
-        call, None where there is no room to ask; `left_outs` gets what each call left out."""
-        agent, ctx = self._agent, self._ctx
+    async def _ask(self, record: Info | None, left_outs: list[int]) -> ModelCall | None:
+        """Asks for a summary, and once more if what came is none. Returns the last call, None where
+        there is no room to ask; `left_outs` gets what each call left out."""
+        agent, ctx = self._agent, self.dialog
         sampling = replace(agent.inference.sampling, max_tokens=ctx.summary_tokens)
-        question = ctx.question()
-        asked, previous, last = [question], agent.previous_call, None
+        asked, previous, last = [ctx.question()], agent.previous_call, None
         for attempt in range(2):
             if record is None:
                 left_out = self._left_out(asked, previous)
@@ -175,19 +174,19 @@ class Compactor:
             if _is_summary(call):
                 break
             asked += [call.parsed.message, {"role": "user", "content": AGAIN}]
-        return question, last
+        return last
 
     def _left_out(self, asked: Sequence[Message], previous: ModelCall | None) -> int | None:
         """How many of the oldest turns the model cannot be shown if the summary is to fit."""
-        room = self._window() - self._ctx.summary_tokens
-        for left_out in range(self._ctx.turns + 1):
-            if self._size(self._ctx.asking(left_out, asked), previous) <= room:
+        room = self._window() - self.dialog.summary_tokens
+        for left_out in range(self.dialog.turns + 1):
+            if self._size(self.dialog.asking(left_out, asked), previous) <= room:
                 return left_out
         return None
 
-    def _kept_turns(self, summary: Sequence[Message] | None) -> int:
+    def _kept_turns(self, summary: Message | None) -> int:
         """How many of the last turns stay. Without a summary, the oldest one goes in any case."""
-        ctx = self._ctx
+        ctx = self.dialog
         most = min(ctx.keep_turns, ctx.turns) if summary is not None else ctx.turns - 1
         room = self._most() / 2
         for kept in range(most, 0, -1):
@@ -195,8 +194,8 @@ class Compactor:
                 return kept
         return 0
 
-    def _begin_again(self, summary: Sequence[Message] | None, kept: int, call: ModelCall) -> None:
-        messages = self._ctx.begin_again(summary, kept)
+    def _begin_again(self, summary: Message | None, kept: int, call: ModelCall) -> None:
+        messages = self.dialog.begin_again(summary, kept)
         here = {id(message) for message in messages}
         self._sampled = {key: value for key, value in self._sampled.items() if key in here}
         previous, why = self._as_sampled(messages)

@@ -58,7 +58,7 @@ class HarnessAgent(ReActAgent):
         self._last_obs: Obs | None = None
         self._unchanged = 0
         if self.notes is not None and isinstance(self.ctx, CompactingDialog):
-            self.ctx.notes = self.notes.text
+            self.ctx.notes, self.ctx.max_note_chars = self.notes.text, max_note_chars
 
     def reset(self, *args: Any, **options: Any) -> None:
         super().reset(*args, **options)

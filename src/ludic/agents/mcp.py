@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from ludic.agents.tools import Tool
-from ludic.errors import AgentError, ConfigError, DeadlineError, MissingExtraError, ToolError
+from ludic.envs.adapters import load_package
+from ludic.errors import AgentError, ConfigError, DeadlineError, ToolError
 from ludic.plumbing.arguments import misfit
 from ludic.plumbing.lazy import names_are_stored
 from ludic.plumbing.text import clean_text, words_of
@@ -84,7 +85,7 @@ class MCPServer:
         missing = [v for v in (*self.pass_env, *self.headers_env.values()) if v not in os.environ]
         if missing:
             raise ConfigError(f"{self.label}: the variables {missing} are not set")
-        _package()
+        load_package("mcp", "mcp")  # says how to get it, where it is not
 
     @property
     def label(self) -> str:
@@ -181,9 +182,8 @@ class _Connection:
         try:
             async with AsyncExitStack() as stack:
                 streams = await stack.enter_async_context(_transport(self.server, stack))
-                session = await stack.enter_async_context(
-                    _package().ClientSession(streams[0], streams[1])
-                )
+                make_session = load_package("mcp", "mcp").ClientSession
+                session = await stack.enter_async_context(make_session(*streams[:2]))
                 await session.initialize()
                 self.listed = await all_tools(session)
                 self._session = session
@@ -329,20 +329,10 @@ def _close_at_exit() -> None:
 # What is used of the package `mcp`, whose versions 1 and 2 differ.
 
 
-def _package() -> Any:
-    """The package; `MissingExtraError` says how to get it."""
-    try:
-        return import_module("mcp")
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] != "mcp":
-            raise
-        raise MissingExtraError("mcp", "mcp") from error
-
-
 @asynccontextmanager
 async def _transport(server: MCPServer, stack: AsyncExitStack) -> AsyncIterator[Any]:
     """The streams to a server that is started, or has an address."""
-    mcp = _package()
+    mcp = load_package("mcp", "mcp")
     if server.url is None:
         log = stack.enter_context(_appended(server.log or os.devnull))
         parameters = mcp.StdioServerParameters(

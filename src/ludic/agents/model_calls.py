@@ -6,7 +6,7 @@ the template allows it; where not, the new call's `fork` says why. Agents are on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any
@@ -17,7 +17,7 @@ from ludic.errors import AgentError, DeadlineError, InferenceError
 from ludic.inference.client import ChatClient, TokenCompletionRequest, ToolRequest
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.templates.chat_template import ChatTemplate, ParsedCompletion
-from ludic.plumbing.records import Record, changed
+from ludic.plumbing.records import Record
 from ludic.plumbing.text import clean_json, clean_text
 from ludic.seeding import derive_seed
 from ludic.types import AgentStep, ChatResponse, FinishReason, Fork, ForkReason, Message
@@ -58,7 +58,7 @@ class ModelCall(Record, frozen=True):
             tool_messages,
             tool_call_errors or self.parsed.tool_call_errors,
             self.sampling,
-            self.response.info,
+            clean_json(self.response.info),
         )
 
 
@@ -84,6 +84,7 @@ class ModelCaller:
         self._seed = seed
         self.conversation_id = conversation_id
         self._calls = 0
+        self._is_punctual: bool = getattr(self.client, "keeps_deadlines", False)
 
     def template_for(self, tools: ToolRequest | None) -> ChatTemplate:
         """The template that renders and reads a call with these tools."""
@@ -125,36 +126,41 @@ class ModelCaller:
         seed, limit = sampling.seed, sampling.max_tokens
         if self._seed is not None:
             seed = derive_seed(self._seed, "call", number)
-        if self.context_limit is not None:
-            room = self.context_limit - len(prompt)
+        if (most := self.context_limit) is not None:
+            room = most - len(prompt)
             if room < 1:
                 return None
-            limit = None if limit is None else min(limit, room)
-        response = await self._complete(prompt, sampling.for_call(seed, limit))
-        parsed = _cleaned(template.parse(response))
-        settings = {**_as_json(sampling), "seed": seed, "max_tokens": limit}
-        return ModelCall(messages, tools, new_messages, parsed, response, fork, settings)
-
-    async def _complete(self, prompt: tuple[int, ...], sampling: SamplingConfig) -> ChatResponse:
+            if limit is not None or most != self.client.max_context_tokens:
+                limit = room if limit is None else min(limit, room)  # else the client sees to it
         request = TokenCompletionRequest(
             self.model,
             prompt,
-            sampling,
+            sampling.for_call(seed, limit),
             self.inference.returns,
             self.conversation_id,
             self.request_timeout_s,
             self.inference.extensions,
         )
+        answer = self.client.complete_tokens(request)
+        response = await (answer if self._is_punctual else self._bounded(answer))
+        self._check(prompt, response)
+        parsed = _cleaned(template.parse(response))
+        settings = {**_as_json(sampling), "seed": seed, "max_tokens": limit}
+        return ModelCall(messages, tools, new_messages, parsed, response, fork, settings)
+
+    async def _bounded(self, answer: Awaitable[ChatResponse]) -> ChatResponse:
+        """Holds when the client does not keep the deadline itself."""
         try:
-            # The client has the deadline too; this one holds when the client does not keep it.
             with deadline(self.request_timeout_s) as limit:
-                response = await self.client.complete_tokens(request)
+                return await answer
         except TimeoutError as exc:
             if isinstance(exc, DeadlineError) or not limit.expired:
                 raise
             raise DeadlineError(
                 "a completion", f"model {self.model!r}", self.request_timeout_s or 0.0
             ) from exc
+
+    def _check(self, prompt: tuple[int, ...], response: ChatResponse) -> None:
         trace = response.trace
         if trace and trace.prompt_token_ids is not prompt and trace.prompt_token_ids != prompt:
             raise InferenceError(
@@ -163,7 +169,6 @@ class ModelCaller:
             )
         if response.finish_reason is FinishReason.ABORT:
             raise InferenceError(f"the backend of model {self.model!r} aborted the request")
-        return changed(response, info=clean_json(response.info)) if response.info else response
 
 
 def _cleaned(parsed: ParsedCompletion) -> ParsedCompletion:

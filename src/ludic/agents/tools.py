@@ -118,7 +118,6 @@ class OpenTools(Protocol):
 
     async def close(self) -> None:
         """Lets go of the source. Never raises."""
-        ...
 
 
 class ToolSource(Protocol):
@@ -242,11 +241,10 @@ def as_text(value: Any) -> str:
         return value
     from pydantic_core import to_json
 
-    return to_json(clean_json(value), inf_nan_mode="constants", fallback=_as_clean_text).decode()
+    def text_of(other: Any) -> str:
+        return clean_text(str(other))
 
-
-def _as_clean_text(value: Any) -> str:
-    return clean_text(str(value))
+    return to_json(clean_json(value), inf_nan_mode="constants", fallback=text_of).decode()
 
 
 def _arguments_model(

@@ -11,6 +11,7 @@ def main() -> None:
     from ludic.cli.app import app
     from ludic.errors import LudicError
     from ludic.plumbing.text import visible
+    from ludic.sharding.ranks import launched
 
     debug = "--debug" in sys.argv
     if debug:
@@ -18,30 +19,23 @@ def main() -> None:
     try:
         app()
     except Exception as exc:
-        if not _tells(exc):
+        here = launched()
+        if here.size > 1 and not _tells(exc):
             sys.exit(2)
         if debug or not isinstance(exc, LudicError | OSError):
             raise
         sentence = str(exc) if isinstance(exc, LudicError) else _explained(exc)
-        print(f"ludic{_rank()}: {visible(' '.join(sentence.split()))}", file=sys.stderr)
+        rank = "" if here.leads else f" (rank {here.rank})"
+        print(f"ludic{rank}: {visible(' '.join(sentence.split()))}", file=sys.stderr)
         sys.exit(2)
 
 
 def _tells(exc: Exception) -> bool:
-    """Whether this process is to report a failure: of several ranks, one does."""
-    from ludic.sharding.ranks import launched, tells_of_failure
-
-    if launched().size == 1:
-        return True
+    """Whether this rank is to report a failure: of several, one does."""
+    from ludic.sharding.ranks import tells_of_failure
     from ludic.sharding.world import PeerError
 
     return tells_of_failure(told_of_it=isinstance(exc, PeerError))
-
-
-def _rank() -> str:
-    from ludic.sharding.ranks import launched
-
-    return "" if launched().leads else f" (rank {launched().rank})"
 
 
 def _explained(exc: OSError) -> str:

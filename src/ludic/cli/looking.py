@@ -11,10 +11,7 @@ import typer
 from ludic.cli.arguments import ANY_RUN, Overrides, RunFile
 
 
-def doctor(
-    run: Annotated[str | None, ANY_RUN] = None,
-    overrides: Overrides = None,
-) -> None:
+def doctor(run: Annotated[str | None, ANY_RUN] = None, overrides: Overrides = None) -> None:
     """Check the machine and, for a run, that sampler and trainer agree."""
     from rich.table import Table
 
@@ -42,15 +39,12 @@ def calibrate(run: RunFile, overrides: Overrides = None) -> None:
     from ludic.runs.gpu_share import calibrate_run
     from ludic.runs.results.terminal import say
 
-    calibration, gib = calibrate_run(run, overrides or []), 2**30
-    found, share = calibration.found, calibration.gpu_memory
-    sampling = (
-        f", and sampling takes {found.reserved_bytes / gib:.1f}" if found.reserved_bytes else ""
-    )
+    (fit, share), gib = calibrate_run(run, overrides or []), 2**30
+    sampling = f", and sampling takes {fit.reserved_bytes / gib:.1f}" if fit.reserved_bytes else ""
     say(
-        f"training.micro_token_budget={found.micro_token_budget}"
+        f"training.micro_token_budget={fit.micro_token_budget}"
         + (f" inference.vllm.gpu_memory={share}" if share is not None else "")
-        + f": the peak is {found.peak_bytes / gib:.1f} of {found.total_bytes / gib:.1f} GiB"
+        + f": the peak is {fit.peak_bytes / gib:.1f} of {fit.total_bytes / gib:.1f} GiB"
         + sampling
     )
 

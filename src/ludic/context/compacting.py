@@ -59,6 +59,8 @@ class CompactingDialog(FullDialog):
         self.keep_turns, self.request = keep_turns, request
         self.notes: Callable[[], str] | None = None
         """Returns the notes of the agent, if it takes any."""
+        self.max_note_chars = 0
+        """How long they may get."""
         self._opening: tuple[Message, ...] = ()
         self._grown = False
 
@@ -80,9 +82,8 @@ class CompactingDialog(FullDialog):
         super().on_after_act(message)
         self._grown = True
 
-    def question(self) -> Message:
-        """The request for a summary, below the notes if there are any."""
-        notes = self.notes() if self.notes else ""
+    def question(self, notes: str = "") -> Message:
+        """The request for a summary, below `notes` if there are any."""
         return {"role": "user", "content": "\n\n".join(filter(None, (notes, self.request)))}
 
     def asking(self, left_out: int, asked: Sequence[Message]) -> tuple[Message, ...]:
@@ -91,28 +92,26 @@ class CompactingDialog(FullDialog):
         head, turns, _ = self._parts()
         return (*head, *self._opening, *chain.from_iterable(turns[left_out:]), *asked)
 
-    def beginning(self, summary: Sequence[Message] | None, kept: int) -> tuple[Message, ...]:
-        """The dialogue with `summary` (the request and its answer) for all but the last `kept`
-        turns; without one, these turns are dropped, which the next message says."""
+    def beginning(self, summary: Message | None, kept: int) -> tuple[Message, ...]:
+        """The dialogue with the notes and `summary` for all but the last `kept` turns; without a
+        summary, these turns are dropped, which the next message says."""
         head, turns, waiting = self._parts()
         rest = [*chain.from_iterable(turns[len(turns) - kept :]), *waiting]
+        notes = self.notes() if self.notes else ""
         if summary is not None:
-            return (*head, *summary, *rest)
-        said = [
-            self.notes() if self.notes else "",
-            f"[{len(turns) - kept} turns were dropped here]",
-        ]
+            return (*head, self.question(notes), summary, *rest)
+        said = [notes, f"[{len(turns) - kept} turns were dropped here]"]
         if rest and rest[0]["role"] == "user":
             said.append(rest.pop(0)["content"])
         first: Message = {"role": "user", "content": "\n\n".join(filter(None, said))}
         return (*head, *self._opening, first, *rest)
 
-    def begin_again(self, summary: Sequence[Message] | None, kept: int) -> tuple[Message, ...]:
+    def begin_again(self, summary: Message | None, kept: int) -> tuple[Message, ...]:
         """Makes `beginning` the dialogue."""
-        messages = self.beginning(summary, kept)
+        head, messages = self._parts()[0], self.beginning(summary, kept)
         self._messages = list(messages)
         if summary is not None:
-            self._opening = tuple(summary)
+            self._opening = messages[len(head) : len(head) + 2]
         self._grown = False
         return messages
 

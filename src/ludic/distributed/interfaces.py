@@ -64,7 +64,6 @@ class PolicyPublisher(Protocol):
 
     async def publish(self, weights: Weights, version: int) -> PublishReport:
         """Makes `weights` policy `version`. Returns when every sampler uses them."""
-        ...
 
 
 def named_tensors(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:

@@ -150,14 +150,14 @@ class ServerPublisher(PolicyPublisher):
         return "; ".join(map(self.payload.state, self.client.replicas))
 
     def _as_publish_error(self, exc: BaseException, version: int) -> BaseException:
-        known = isinstance(exc, (LudicError, RuntimeError, OSError))
-        if not known or isinstance(exc, TimeoutError):
+        expected = isinstance(exc, (LudicError, RuntimeError, OSError))
+        if not expected or isinstance(exc, TimeoutError):
             return exc
-        kept = {r.url: r.version for r in self.client.replicas if r.out is None}
+        serving = {r.url: r.version for r in self.client.replicas if r.out is None}
         gone = [r.describe() for r in self.client.replicas if r.out is not None]
         return PublishError(
             f"version {version} was not published: {exc}. The servers go on with the versions "
-            f"before: {kept or 'none'}" + (f"; out of rotation: {gone}" if gone else "")
+            f"before: {serving or 'none'}" + (f"; out of rotation: {gone}" if gone else "")
         )
 
 

@@ -7,6 +7,7 @@ Files and hub datasets are loaded once per process and shared by all environment
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
+from ludic.envs.adapters import load_package
 from ludic.envs.single_agent_env import SingleAgentEnv
-from ludic.errors import ConfigError, MissingExtraError
+from ludic.errors import ConfigError
 from ludic.seeding import derive_seed
 
 Row: TypeAlias = Mapping[str, Any]
@@ -98,28 +100,36 @@ def load_rows(
         )
     if rows is not None:
         dataset = DatasetRows("rows", rows)
+    elif hub is not None:
+        with _loading:
+            dataset = _from_hub(hub, config, split)
     else:
-        with _loading:  # many environments start at once: one loads, the others find it there
-            dataset = _from_hub(hub, config, split) if hub is not None else _from_file(str(path))
+        dataset = _from_file(str(path))
     if not len(dataset.rows):
         raise ConfigError(f"the dataset {dataset.name!r} has no rows")
     return dataset
 
 
 _loading = threading.Lock()
+"""Many environments start at once: one loads, the others find it there. Nothing else is done with
+the lock: each call of the system would let all of them queue for it."""
 
 
 def _from_file(path: str) -> DatasetRows:
     try:
-        stat = Path(path).stat()
-        return _read_jsonl(Path(path).resolve(), stat.st_mtime_ns, stat.st_size)
+        stat = os.stat(path)
+        file = (stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size)
+        with _loading:
+            return _read_jsonl(path, file)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the dataset {path!r} cannot be read: {error}") from error
 
 
 @lru_cache(maxsize=8)
-def _read_jsonl(path: Path, mtime_ns: int, size: int) -> DatasetRows:
+def _read_jsonl(place: str, file: tuple[int, ...]) -> DatasetRows:
+    """The file's rows. `file` tells it from others that are, or were, at the same place."""
     rows: list[Row] = []
+    path = Path(place)
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -136,9 +146,5 @@ def _read_jsonl(path: Path, mtime_ns: int, size: int) -> DatasetRows:
 
 @lru_cache(maxsize=8)
 def _from_hub(name: str, config: str | None, split: str) -> DatasetRows:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise MissingExtraError("datasets", "datasets") from error
-    data = load_dataset(name, config, split=split)
+    data = load_package("datasets", "datasets").load_dataset(name, config, split=split)
     return DatasetRows("/".join(filter(None, (name, config, split))), data)

@@ -99,6 +99,11 @@ class LudicEnv(ABC, Generic[AgentIDT, ObsT, ActionT]):
         """A system prompt that explains the task to `agent_id`; agents may use another."""
         return None
 
+    def picture(self) -> str | None:
+        """What a person at the keyboard is shown instead of the observations; None where these say
+        it all."""
+        return None
+
     def task_key(self) -> str | None:
         """A stable name of the task that the last `reset` chose (a dataset row, a level)."""
         return None
@@ -118,4 +123,3 @@ class Killable(Protocol):
 
     def kill(self) -> None:
         """Ends the process at once. May be called from any thread, during any call."""
-        ...

@@ -51,22 +51,17 @@ class Level:
         """The fewest moves from the start to the goal, by breadth-first search over the place and
         whether the key is held; None if there is no way."""
         start = (self.start, self.start == self.key)
-        came_from: dict[tuple[Cell, bool], tuple[tuple[Cell, bool], str]] = {start: (start, "")}
+        ways: dict[tuple[Cell, bool], tuple[str, ...]] = {start: ()}
         queue = deque([start])
         while queue:
-            state = queue.popleft()
-            cell, has_key = state
+            cell, has_key = state = queue.popleft()
             if cell == self.goal:
-                moves: list[str] = []
-                while state != start:
-                    state, move = came_from[state]
-                    moves.append(move)
-                return tuple(reversed(moves))
+                return ways[state]
             for move in MOVES:
                 ahead = self.next_cell(cell, has_key, move)
                 reached = (ahead, has_key or ahead == self.key)
-                if reached not in came_from:
-                    came_from[reached] = (state, move)
+                if reached not in ways:
+                    ways[reached] = (*ways[state], move)
                     queue.append(reached)
         return None
 

@@ -138,11 +138,8 @@ def _bent(t: float, skewness: float, n: int) -> float:
     if abs(skewness) < 1e-9:
         return t
     slope = skewness / 3
-    return (
-        (math.cbrt(1 + 3 * slope * (t / math.sqrt(n) - skewness / (6 * n))) - 1)
-        / slope
-        * (math.sqrt(n))
-    )
+    root = math.cbrt(1 + 3 * slope * (t / math.sqrt(n) - skewness / (6 * n)))
+    return (root - 1) / slope * math.sqrt(n)
 
 
 def _normal_quantile(confidence: float) -> float:

@@ -44,12 +44,12 @@ class ToolRequest(Record, frozen=True):
 
 @runtime_checkable
 class ChatClient(Protocol):
-    """A policy that can be asked for tokens."""
+    """A policy that can be asked for tokens. One that sets `keeps_deadlines = True` vouches that no
+    call outlasts its `timeout_s`; for any other, agents keep the deadline too."""
 
     @property
     def max_context_tokens(self) -> int | None:
         """The longest prompt plus completion it takes; None when it does not know."""
-        ...
 
     async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
         """Samples one completion.
@@ -58,7 +58,6 @@ class ChatClient(Protocol):
         end-of-sequence and stop tokens included. Raises `RequestRejectedError` for a request that
         cannot be served, `DeadlineError` past `timeout_s`, and is safe to cancel.
         """
-        ...
 
     async def sync_weights(
         self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
@@ -67,7 +66,6 @@ class ChatClient(Protocol):
         then on is sampled from them; raises `PublishError` where they do not fit or `version` goes
         back, `DeadlineError` past `timeout_s`. A sampler that shares the trainer's module needs no
         tensors: `params` may be empty."""
-        ...
 
 
 @runtime_checkable
@@ -109,8 +107,6 @@ class QueueingClient(ChatClient, Protocol):
 
     def try_submit(self, request: TokenCompletionRequest, waiter: Waiter) -> Any:
         """Returns what `withdraw` takes, or None, with nothing queued, if there is no room."""
-        ...
 
     def withdraw(self, ticket: Any) -> None:
         """Takes a request back; its waiter hears nothing more."""
-        ...

@@ -200,13 +200,9 @@ class OpenAIChatClient:
         backoff: Backoff | None = None,
         reports_sampled_logprobs: bool = False,
     ) -> None:
+        address, is_url = without_user(base_url), base_url.startswith(("http://", "https://"))
         rules = (
-            (
-                base_url.startswith(("http://", "https://")),
-                "base_url",
-                without_user(base_url),
-                "an http(s) URL",
-            ),
+            (is_url, "base_url", address, "an http(s) URL"),
             (prompts in ("token_ids", "text"), "prompts", prompts, "'token_ids' or 'text'"),
             (dialect in ("openai", "vllm"), "dialect", dialect, "'openai' or 'vllm'"),
             (max_concurrency >= 1, "max_concurrency", max_concurrency, ">= 1"),

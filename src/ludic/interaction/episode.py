@@ -178,7 +178,7 @@ async def take_turn(agent: Agent, track: AgentTrack) -> ActResult:
     """Lets the agent act, and compact its dialogue before that; the model calls of a turn that
     breaks off are kept. What its parser made of the text can be stored, as the text could."""
     try:
-        if (info := await agent.compact()) is not None:
+        if agent.compactor is not None and (info := await agent.compact()) is not None:
             track.add_compaction(agent.steps_of_turn, info)
         act = await agent.act()
         if not abs(act.parse.reward) <= 1e300:  # rewards are added up

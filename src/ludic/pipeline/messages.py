@@ -11,7 +11,7 @@ are checked like those of a file. Nothing is unpickled and nothing is executed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate, pairwise
@@ -132,14 +132,10 @@ def read_group(message: bytes) -> Group:
 
 def _put_rollout(rollout: Rollout) -> _Rollout:
     stored = without_repeats(rollout)
-    calls = [step for step in stored.rollout.steps if isinstance(step, AgentStep)]
-    steps = tuple(
-        replace(step, trace=None) if isinstance(step, AgentStep) else step
-        for step in stored.rollout.steps
-    )
+    traces = [call.trace for call in stored.rollout.agent_steps]
     return _Rollout(
-        to_json(stored.rollout.labelled(steps=steps)).decode(),
-        [None if call.trace is None else _put_trace(call.trace) for call in calls],
+        to_json(with_traces(stored.rollout, lambda _: None)).decode(),
+        [None if trace is None else _put_trace(trace) for trace in traces],
         _put(np.array(stored.shared, dtype=np.int64)),
     )
 
@@ -148,12 +144,21 @@ def _get_rollout(data: _Rollout) -> Rollout:
     bare = from_json(Rollout, data.rollout)
     if len(data.traces) != len(bare.agent_steps):
         raise SerializationError(f"rollout {bare.id!r}: {len(data.traces)} traces for its calls")
-    traces = iter(data.traces)
-    steps = tuple(
-        replace(step, trace=_get_trace(next(traces))) if isinstance(step, AgentStep) else step
-        for step in bare.steps
+    traces = map(_get_trace, data.traces)
+    whole = with_traces(bare, lambda _: next(traces))
+    return with_repeats(StoredRollout(whole, tuple(_listed(data.shared))))
+
+
+def with_traces(
+    rollout: Rollout, change: Callable[[TokenTrace | None], TokenTrace | None]
+) -> Rollout:
+    """The rollout with what `change` makes of the trace of each model call, in order."""
+    return rollout.labelled(
+        steps=tuple(
+            replace(step, trace=change(step.trace)) if isinstance(step, AgentStep) else step
+            for step in rollout.steps
+        )
     )
-    return with_repeats(StoredRollout(bare.labelled(steps=steps), tuple(_listed(data.shared))))
 
 
 def _put_trace(trace: TokenTrace) -> _Trace:
@@ -226,17 +231,11 @@ def _listed(array: _Array) -> list[Any]:
 def pack(kind: str, body: Any) -> bytes:
     """Returns `body` as one message."""
     plain = msgspec.msgpack.encode(body)
-    if len(plain) > MAX_BODY_BYTES:
-        raise SerializationError(
-            f"a {kind} of {len(plain):,} bytes is over the limit of {MAX_BODY_BYTES:,}"
-        )
+    _check_size(f"a {kind}", len(plain), MAX_BODY_BYTES)
     packed = zstandard.ZstdCompressor(level=3, write_content_size=True).compress(plain)
     envelope = _Envelope(SCHEMA, kind, len(plain), _checksum(kind, packed), packed)
     message = msgspec.msgpack.encode(envelope)
-    if len(message) > MAX_MESSAGE_BYTES:
-        raise SerializationError(
-            f"a {kind} of {len(message):,} bytes is over the limit of {MAX_MESSAGE_BYTES:,}"
-        )
+    _check_size(f"a {kind}", len(message), MAX_MESSAGE_BYTES)
     return message
 
 
@@ -246,10 +245,7 @@ def unpack(kind: str, message: bytes, cls: Any = Any) -> Any:
     Raises `SchemaVersionError` for a newer schema, and `SerializationError` for whatever is
     damaged, too large, or of another kind.
     """
-    if len(message) > MAX_MESSAGE_BYTES:
-        raise SerializationError(
-            f"a message of {len(message):,} bytes is over the limit of {MAX_MESSAGE_BYTES:,}"
-        )
+    _check_size("a message", len(message), MAX_MESSAGE_BYTES)
     envelope = _opened(message)
     if envelope.kind != kind:
         raise SerializationError(f"a message of kind {envelope.kind!r:.40} where a {kind} belongs")
@@ -277,10 +273,7 @@ def _opened(message: bytes) -> _Envelope:
 
 
 def _decompressed(envelope: _Envelope) -> bytes:
-    if not 0 <= envelope.size <= MAX_BODY_BYTES:
-        raise SerializationError(
-            f"a body of {envelope.size:,} bytes is over the limit of {MAX_BODY_BYTES:,}"
-        )
+    _check_size("a body", envelope.size, MAX_BODY_BYTES)
     try:
         # The frame says its size itself, and zstandard goes by that before any limit it is given.
         if zstandard.get_frame_parameters(envelope.body).content_size != envelope.size:
@@ -293,6 +286,11 @@ def _decompressed(envelope: _Envelope) -> bytes:
     if len(plain) != envelope.size:
         raise SerializationError("a message is damaged: its body is cut")
     return plain
+
+
+def _check_size(what: str, size: int, most: int) -> None:
+    if not 0 <= size <= most:
+        raise SerializationError(f"{what} of {size:,} bytes is over the limit of {most:,}")
 
 
 def _newer(schema: int) -> SchemaVersionError:

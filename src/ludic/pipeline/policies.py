@@ -6,8 +6,9 @@ Actors that sample in-process load them from safetensors files, by address, vers
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,9 @@ from msgspec.structs import replace
 from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights, named_tensors
 from ludic.errors import PipelineError, PublishError
 from ludic.pipeline.lease import TrainerLease
+from ludic.pipeline.messages import with_traces
 from ludic.plumbing.files import file_checksum, replacing
-from ludic.types import AgentStep, Rollout, TokenTrace, VersionSpan
+from ludic.types import Rollout, TokenTrace, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,10 +40,11 @@ class StoredPolicy:
     at: str = ""
 
     @staticmethod
-    def read(facts: Mapping[str, Any]) -> StoredPolicy:
+    def read(announced: bytes) -> StoredPolicy:
         """Raises `PipelineError` for what is no policy."""
+        serial, facts = json.loads(announced)
         try:
-            return StoredPolicy(**facts)
+            return StoredPolicy(serial, **facts)
         except TypeError as exc:
             raise PipelineError(f"not an announced policy: {exc}") from exc
 
@@ -114,7 +117,7 @@ class PipelinePublisher(PolicyPublisher):
     async def publish(self, weights: Weights, version: int) -> PublishReport:
         began = time.perf_counter()
         opened = await self.lease.acquire_async()
-        report = None
+        report = PublishReport(version, 0.0, verified=True)
         if self.inner is not None:
             report = await self.inner.publish(weights, version)
         facts: dict[str, Any] = {}
@@ -125,8 +128,6 @@ class PipelinePublisher(PolicyPublisher):
             )
         await asyncio.to_thread(self.lease.announce, version, **facts)
         seconds = time.perf_counter() - began
-        if report is None:
-            return PublishReport(version, seconds, verified=True)
         return PublishReport(version, seconds, report.bytes, report.verified, report.details)
 
 
@@ -149,17 +150,15 @@ def stamped(
 
     def named(span: VersionSpan) -> VersionSpan:
         if by_serial:
-            policy = policies.get(span.version)
-            if policy is None:
-                return span
+            policy = policies.get(span.version, span)
             return replace(span, version=policy.version, attempt=policy.attempt)
-        known = attempts.get(span.version, set())
-        if len(known) > 1:
+        possible = attempts.get(span.version, set())
+        if len(possible) > 1:
             raise AmbiguousVersionError(
-                f"version {span.version} is that of the attempts {sorted(known)}, and both were "
+                f"version {span.version} is that of the attempts {sorted(possible)}, and both were "
                 "there while it was sampled"
             )
-        attempt = next(iter(known), seen[-1].attempt if seen else 0)
+        attempt = next(iter(possible), seen[-1].attempt if seen else 0)
         return replace(span, attempt=attempt)
 
     def traced(trace: TokenTrace | None) -> TokenTrace | None:
@@ -167,12 +166,4 @@ def stamped(
             return trace
         return replace(trace, version_spans=tuple(map(named, trace.version_spans)))
 
-    return [
-        rollout.labelled(
-            steps=tuple(
-                replace(step, trace=traced(step.trace)) if isinstance(step, AgentStep) else step
-                for step in rollout.steps
-            )
-        )
-        for rollout in rollouts
-    ]
+    return [with_traces(rollout, traced) for rollout in rollouts]

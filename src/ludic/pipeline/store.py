@@ -26,18 +26,8 @@ from ludic.inference.addresses import without_user
 
 try:
     import redis
+    from redis import exceptions as errors
     from redis.backoff import NoBackoff
-    from redis.exceptions import (
-        AuthenticationError,
-        BusyLoadingError,
-        ConnectionError,
-        NoPermissionError,
-        OutOfMemoryError,
-        ReadOnlyError,
-        RedisError,
-        ResponseError,
-        TimeoutError,
-    )
     from redis.retry import Retry
 except ModuleNotFoundError as exc:  # one sentence that names the extra
     raise MissingExtraError("redis", "redis") from exc
@@ -45,7 +35,11 @@ except ModuleNotFoundError as exc:  # one sentence that names the extra
 _log = logging.getLogger("ludic.pipeline")
 T = TypeVar("T")
 
-_PASSING = (ConnectionError, TimeoutError, BusyLoadingError, OutOfMemoryError, ReadOnlyError)
+_PASSING = (
+    *(errors.ConnectionError, errors.TimeoutError, errors.BusyLoadingError),
+    *(errors.OutOfMemoryError, errors.ReadOnlyError),
+)
+_PASSING_CODES = ("OOM", "LOADING", "MISCONF", "BUSY", "READONLY", "MASTERDOWN")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
 MAX_NAME = 200
 _LUA = Path(__file__).with_name("scripts.lua")
@@ -166,19 +160,19 @@ class Store:
         """What `call` returns, asked again while the server cannot answer."""
         patience = self.config.patience_s if patience_s is None else patience_s
         began = time.monotonic()
-        wait, said = _FIRST_WAIT_S, False
+        wait, warned = _FIRST_WAIT_S, False
         while True:
             try:
                 return call()
-            except (AuthenticationError, NoPermissionError) as exc:
+            except (errors.AuthenticationError, errors.NoPermissionError) as exc:
                 raise PipelineError(
                     f"Redis at {self.config.shown} refuses this user: {exc}. Check the user and "
                     "password in the URL, and the user's ACL (keys ludic:*, scripts and streams)"
                 ) from None
             except _PASSING as exc:
-                problem: RedisError = exc
-            except ResponseError as exc:
-                if not _is_passing(exc):
+                problem: errors.RedisError = exc
+            except errors.ResponseError as exc:
+                if _code(exc) not in _PASSING_CODES:
                     raise PipelineError(
                         f"Redis at {self.config.shown} cannot do {what!r}: {exc}"
                     ) from exc
@@ -190,12 +184,12 @@ class Store:
                     f"waited {waited:.3g} s for Redis at {self.config.shown} ({what}): "
                     f"{_in_words(problem)}"
                 ) from problem
-            if not said and waited > 2.0:
+            if not warned and waited > 2.0:
                 _log.warning(
                     "waiting for Redis at %s (%s): %s; gives up after %.3g s",
                     *(self.config.shown, what, _in_words(problem), patience),
                 )
-                said = True
+                warned = True
             self._closed.wait(min(wait, max(patience - waited, 0.01)))
             wait = min(wait * 2, _LONGEST_WAIT_S)
 
@@ -204,10 +198,10 @@ class Store:
         confirmed), "everysec" (about a second), "no" (more), "off" (everything since its last
         snapshot), or "unknown" where it does not say."""
         try:
-            said = self.patiently(lambda: self._redis.config_get("append*"), "its settings")
+            settings = self.patiently(lambda: self._redis.config_get("append*"), "its settings")
         except PipelineError:
             return "unknown"
-        plain = {_text(k): _text(v) for k, v in said.items()}
+        plain = {_text(k): _text(v) for k, v in settings.items()}
         if plain.get("appendonly") != "yes":
             return "off" if "appendonly" in plain else "unknown"
         return plain.get("appendfsync", "unknown")
@@ -264,15 +258,11 @@ def _code(error: Exception) -> str:
     return text.partition(" ")[0]
 
 
-def _is_passing(error: ResponseError) -> bool:
-    return _code(error) in ("OOM", "LOADING", "MISCONF", "BUSY", "READONLY", "MASTERDOWN")
-
-
 def _in_words(error: Exception) -> str:
     text = str(error)
-    if isinstance(error, OutOfMemoryError) or _code(error) == "OOM":
+    if isinstance(error, errors.OutOfMemoryError) or _code(error) == "OOM":
         return "its memory is full (maxmemory): raise it, or lower pipeline.max_bytes"
-    if isinstance(error, TimeoutError):
+    if isinstance(error, errors.TimeoutError):
         return f"it does not answer ({text})"
     return text or type(error).__name__
 
@@ -281,17 +271,9 @@ def _text(value: Any) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
-def entries(found: Sequence[Any]) -> list[tuple[str, int, bytes]]:
+def entries(rows: Sequence[Any]) -> list[tuple[str, int, bytes]]:
     """Stream entries as scripts return them: entry id, unit number, message."""
-    return [(_text(entry), int(number), message) for entry, number, message in found]
-
-
-def policy_of(said: bytes) -> dict[str, Any] | None:
-    """The announced policy; None before the first."""
-    if not said:
-        return None
-    serial, facts = json.loads(said)
-    return {"serial": serial, **facts}
+    return [(_text(entry), int(number), message) for entry, number, message in rows]
 
 
 def flat(pairs: Iterable[Sequence[Any]]) -> list[Any]:

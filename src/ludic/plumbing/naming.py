@@ -241,7 +241,10 @@ def _load(kind: str, name: str, place: str, of: str = "") -> Callable[..., Any]:
     except MissingExtraError:  # says itself what to install
         raise
     except (ImportError, AttributeError, ValueError) as exc:
-        raise ConfigError(f"{kind} {name!r}{of} cannot be loaded from {place!r}: {exc}") from exc
+        problem = f"{kind} {name!r}{of} cannot be loaded from {place!r}: {exc}"
+        if isinstance(exc, ModuleNotFoundError) and exc.name == re.split("[.:]", place)[0]:
+            problem += f" (start in the folder of {exc.name}.py, or put that folder on PYTHONPATH)"
+        raise ConfigError(problem) from exc
     if not callable(thing):
         raise ConfigError(f"{kind} {name!r}{of}: {place!r} cannot be called")
     return thing  # type: ignore[no-any-return]

@@ -51,10 +51,11 @@ def changed(record: R, /, **changes: Any) -> R:
     """What `msgspec.structs.replace` returns, without the checks in `__post_init__`: `record`
     passed them, and the caller vouches for the changes."""
     copy: R = record.__copy__()  # type: ignore[attr-defined]
-    for name, value in changes.items():
-        if name not in record.__struct_fields__:
-            raise TypeError(f"{type(record).__name__} has no field {name!r}")
-        force_setattr(copy, name, value)
+    try:
+        for name, value in changes.items():
+            force_setattr(copy, name, value)
+    except AttributeError:
+        raise TypeError(f"{type(record).__name__} has no field {name!r}") from None
     return copy
 
 

@@ -15,6 +15,7 @@ import asyncio
 import inspect
 import math
 import numbers
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -215,10 +216,10 @@ def _name(function: RewardFn) -> str:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     result = []
     for name in names:
-        seen[name] = seen.get(name, 0) + 1
+        seen[name] += 1
         result.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
     if len(set(result)) != len(result):
         raise ConfigError(f"reward names must differ: {list(names)}")

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from ludic.errors import ConfigError
 from ludic.inference.tiny import tiny_tokenizer
+from ludic.registry import LOGGERS
 from ludic.runs.check_episodes import check_episodes
 from ludic.runs.episodes import inference_spec, requests_of, with_template
+from ludic.runs.memory import check_memory
 from ludic.runs.model import (
     algorithm_of,
     build_model,
@@ -24,7 +26,6 @@ from ludic.runs.ranks import check_ranks
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.base import read_key
 from ludic.runs.settings.from_python import given_names
-from ludic.runs.updates import check_loggers
 from ludic.runs.vllm_backend import check_publishing
 from ludic.training import RLAlgorithm
 from ludic.training.credit_assignment.value_tracker import TrackedAdvantage
@@ -33,6 +34,7 @@ from ludic.training.credit_assignment.value_tracker import TrackedAdvantage
 def check_parts(config: RunConfig) -> None:
     """Raises if a part of the run is missing, does not fit, or could never train."""
     check_device(config.model)
+    check_memory(config)
     with_template(config, tiny_tokenizer())  # raises if the file cannot be read
     check_ranks(config)
     if config.pipeline is not None:
@@ -42,7 +44,8 @@ def check_parts(config: RunConfig) -> None:
     _check_workers(config)
     if config.model.name == "tiny":  # any other takes too long to load twice
         build_model(config)
-    check_loggers(config)
+    for logger in config.logging.loggers:
+        LOGGERS.maker(logger)  # raises if there is none of that name
     algorithm = algorithm_of(config)
     credit = algorithm.credit_assigner
     tracked = credit if config.training.steps and isinstance(credit, TrackedAdvantage) else None
@@ -94,8 +97,8 @@ def _check_sampling(config: RunConfig) -> None:
             "inference.sampling.temperature=0 always gives the same answer, so nothing can be "
             "learned: set it above 0; for greedy evaluation set eval.temperature=0"
         )
-    kept = backend == "local" or (config.inference.servers and sampling.top_k)
-    if config.training.steps and inference_spec(config).returns.kept_ids and not kept:
+    reported = backend == "local" or (config.inference.servers and sampling.top_k)
+    if config.training.steps and inference_spec(config).returns.kept_ids and not reported:
         raise ConfigError(
             "inference.sampling with top_p, top_k or min_p can be trained on with vLLM only if the "
             "server reports which tokens it kept: set top_k above 0 and name servers that were "

@@ -80,7 +80,7 @@ def rollout_engine(
     config: RunConfig, runtime: Runtime, *, seed: int = 0, workers: WorkerPool | None = None
 ) -> RolloutEngine:
     """Returns an engine with the run's deadlines and its policy for groups that lost a member."""
-    training = config.training
+    training, envs = config.training, (*config.env, *config.eval.env)
     return RolloutEngine(
         runtime=runtime,
         seed=seed,
@@ -88,14 +88,8 @@ def rollout_engine(
         episode_timeout_s=training.episode_timeout_s,
         lost_member=training.lost_member,
         workers=workers,
-        isolated=isolated_kinds(config),
+        isolated=frozenset(env.kind for env in envs if env.isolation == "process"),
     )
-
-
-def isolated_kinds(config: RunConfig) -> frozenset[str]:
-    """Returns which environments the run file puts into processes of their own."""
-    both = (*config.env, *config.eval.env)
-    return frozenset(section.kind for section in both if section.isolation == "process")
 
 
 def make_importable(folder: Path) -> None:
@@ -168,7 +162,7 @@ def teachers_by_env(config: RunConfig, envs: Sequence[str]) -> Mapping[str, str]
             f"teachers {rest[0] + 1} and {rest[1] + 1} both say neither `envs` nor `tasks`: say "
             f"which is for what, as in envs = [{envs[0]!r}]"
         )
-    found: dict[str, str] = {}
+    by_env: dict[str, str] = {}
     for env in envs:
         own = [i for i, t in enumerate(teachers) if env in t.envs]
         if len(own) > 1:
@@ -176,10 +170,10 @@ def teachers_by_env(config: RunConfig, envs: Sequence[str]) -> Mapping[str, str]
                 f"teachers {own[0] + 1} and {own[1] + 1} are both for environment {env!r}"
             )
         if own or rest:
-            found[env] = teacher_name((own or rest)[0])
+            by_env[env] = teacher_name((own or rest)[0])
         elif not any(t.tasks for t in teachers):
             raise ConfigError(f"no teacher is for environment {env!r}: name it in one's `envs`")
-    return found
+    return by_env
 
 
 def teacher_name(index: int) -> str:

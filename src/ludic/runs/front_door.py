@@ -79,11 +79,7 @@ def evaluate(run: Any, *, episodes: int | None = None, **settings: Any) -> EvalR
     `run` is a `Run`, a run folder or a run file; or an environment, and then the other arguments
     are those of `Run`: `evaluate(Guess, model="runs/first", parser=…)`.
     """
-    if isinstance(run, Run):
-        _refuse(settings, "the run")
-        config, weights, objects, name = run.config, _weights(run), run.objects, run.config.run.name
-    else:
-        config, weights, objects, name = _subject(run, settings)
+    config, weights, objects, name = _subject(run, settings)
     if episodes is not None:
         held_out = config.eval.model_copy(update={"episodes": episodes})
         config = config.model_copy(update={"eval": held_out})
@@ -102,7 +98,7 @@ def play(env: Any, *, model: Any = None, seed: int = 0, **settings: Any) -> list
             play_by_hand(build_env(spec), seed=seed)
             return []
         if isinstance(model, Run):
-            config, weights, given = model.config, _weights(model), model.objects
+            config, weights, given, _ = _subject(model, {})
         elif isinstance(model, str | Path) and (Path(model) / "run.json").is_file():
             config, weights, given, _ = _subject(model, {**settings, "env": env})
         else:
@@ -125,15 +121,14 @@ def _refuse(settings: dict[str, Any], run: str) -> None:
         raise ConfigError(f"{run} has its own settings: {min(settings)}= cannot be given, too")
 
 
-def _weights(run: Run) -> Path | None:
-    """The trained weights of a run; None before it began."""
-    return run.folder.weights() if (run.folder.path / "run.json").is_file() else None
-
-
 def _subject(
     run: Any, settings: dict[str, Any]
 ) -> tuple[RunConfig, Path | None, dict[str, Any], str]:
-    """What is to be evaluated: a run folder or file, or an environment with its settings."""
+    """What is to be evaluated: a run, its folder or file, or an environment with its settings."""
+    if isinstance(run, Run):
+        _refuse(settings, "the run")
+        begun = run.folder.has("run.json")
+        return run.config, run.folder.weights() if begun else None, run.objects, run.config.run.name
     if isinstance(run, str | Path):
         path = Path(run)
         if (path / "run.json").is_file():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,15 +14,16 @@ from ludic.runs.locate import locate
 from ludic.runs.model import algorithm_of, build_model, precision_of
 from ludic.runs.settings import RunConfig
 from ludic.sharding.ranks import launched
+from ludic.sharding.world import World
 from ludic.training import TrainerConfig
+from ludic.training.update.budget import trainer_bytes
 from ludic.training.update.calibrate import Calibration, calibrate
-from ludic.training.update.planning import trainer_bytes
 
 
 def trainer_settings(config: RunConfig) -> TrainerConfig:
     """Returns the settings that the memory of an update depends on."""
-    names = {"max_seq_len", "micro_token_budget", "gradient_checkpointing"}
-    names |= {"compile", "head_kernels"}
+    names = {"max_seq_len", "micro_token_budget", "gradient_checkpointing", "optimizer_device"}
+    names |= {"compile", "fused_layers", "head_kernels"}
     return TrainerConfig(
         **config.training.model_dump(include=names), precision=precision_of(config)
     )
@@ -38,10 +38,10 @@ def sampling_bytes(config: RunConfig, model: nn.Module, device: torch.device | N
         if not server_shares_gpu(config, where):
             return 0
         total = torch.cuda.get_device_properties(where).total_memory
-        said, need = config.inference.vllm.gpu_memory, need_of_server(config, model)
-        if said is None and need is not None:
+        stated, need = config.inference.vllm.gpu_memory, need_of_server(config, model)
+        if stated is None and need is not None:
             return need.wanted
-        return int((0.5 if said is None else said) * total)
+        return int((0.5 if stated is None else stated) * total)
     from ludic.inference.local.sizes import engine_memory
 
     engine = engine_memory(
@@ -59,9 +59,9 @@ def share_of_server(config: RunConfig, model: nn.Module) -> float | None:
     """Returns the share of the GPU's memory for the vLLM server that the run starts: as the run
     says, or as is left beside the trainer, whose `model` is on the GPU already; None, which is
     vLLM's own default, if the two are on different devices."""
-    said, device = config.inference.vllm.gpu_memory, next(model.parameters()).device
-    if said is not None or not server_shares_gpu(config, device):
-        return said
+    stated, device = config.inference.vllm.gpu_memory, next(model.parameters()).device
+    if stated is not None or not server_shares_gpu(config, device):
+        return stated
     free, total = torch.cuda.mem_get_info(device)
     return share_beside_trainer(
         total, free, beside_the_weights(config, model, free), need_of_server(config, model)
@@ -72,7 +72,9 @@ def beside_the_weights(config: RunConfig, model: nn.Module, free: int) -> int:
     """Estimates what this process will still take of its GPU, where `free` bytes are left: for the
     training, and for other models, each counted as large as the policy. Half of what is left if the
     model does not say how large it is."""
-    training = trainer_bytes(model, trainer_settings(config), ranks=launched().size)
+    device = next(model.parameters()).device
+    world = World(size=launched().size, device=device)
+    training = trainer_bytes(model, trainer_settings(config), world)
     others = [config.reference, *config.teacher, *config.player]
     here = [other for other in others if other is not None and other.server is None]
     copies = len(here) + config.training.past_opponents
@@ -106,8 +108,8 @@ def server_shares_gpu(config: RunConfig, device: torch.device) -> bool:
 def _gpus(config: RunConfig) -> int:
     """How many GPUs the server that is started is spread over."""
     names = ("tensor-parallel-size", "pipeline-parallel-size")
-    said = [config.inference.vllm.flag(name) for name in names]
-    tensor, pipeline = (size if isinstance(size, int) else 1 for size in said)
+    sizes = [config.inference.vllm.flag(name) for name in names]
+    tensor, pipeline = (size if isinstance(size, int) else 1 for size in sizes)
     return tensor * pipeline
 
 
@@ -115,23 +117,14 @@ def _weight_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-@dataclass(frozen=True, slots=True)
-class RunCalibration:
-    """What was found for a run; `gpu_memory` is the share to state for the vLLM server that it
-    starts on the same GPU, if it does."""
-
-    found: Calibration
-    gpu_memory: float | None = None
-
-
-def calibrate_run(run: str, overrides: Sequence[str] = ()) -> RunCalibration:
+def calibrate_run(run: str, overrides: Sequence[str] = ()) -> tuple[Calibration, float | None]:
     """Measures real updates of the run's model without changing its weights. The budget leaves room
     for what samples on the same GPU: the engines in this process, or the vLLM server that the run
-    starts. Needs a GPU."""
+    starts, whose share of the GPU to state is returned, too. Needs a GPU."""
     config, weights = locate(run, overrides)
     model, _ = build_model(config, weights)
     loss = algorithm_of(config).loss
     reserved = sampling_bytes(config, model)
-    found = calibrate(model, loss, trainer_settings(config), reserved_bytes=reserved)
+    measured = calibrate(model, loss, trainer_settings(config), reserved_bytes=reserved)
     beside = server_shares_gpu(config, next(model.parameters()).device)
-    return RunCalibration(found, round(reserved / found.total_bytes, 4) if beside else None)
+    return measured, round(reserved / measured.total_bytes, 4) if beside else None

@@ -11,15 +11,8 @@ from dataclasses import dataclass
 
 from ludic.errors import LudicError
 
-_EXTRAS = {
-    "vllm": "vllm",
-    "redis": "redis",
-    "wandb": "wandb",
-    "tensorboard": "tensorboard",
-    "datasets": "datasets",
-    "peft": "peft",
-    "matplotlib": "plot",
-}
+_OPTIONAL = ("vllm", "redis", "wandb", "tensorboard", "datasets", "peft", "matplotlib")
+"""Packages of extras, each of its own name but for matplotlib's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +28,21 @@ def check_machine() -> list[MachineFact]:
     """Returns what is installed, which GPU there is, and what is missing."""
     import torch
 
+    from ludic.envs.code_exec.sandbox.pool import describe_sandbox
+
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     facts = [
         MachineFact("python", f"{platform.python_version()} at {sys.executable}"),
         MachineFact("machine", f"{os.cpu_count()} cores, {memory:.0f} GiB"),
     ]
-    for name in ("ludic-rl", "torch", "transformers"):
-        facts.append(MachineFact(name, installed(name) or "not installed"))
+    packages = ("ludic-rl", "torch", "transformers")
+    facts += [MachineFact(name, installed(name) or "not installed") for name in packages]
     facts.append(_gpu())
     if torch.cuda.is_available():
         facts.append(_compiler())
-    facts.append(_sandbox())
-    for package, extra in _EXTRAS.items():
-        version = installed(package)
+    facts.append(MachineFact("sandbox", *describe_sandbox()))
+    for package in _OPTIONAL:
+        version, extra = installed(package), "plot" if package == "matplotlib" else package
         if package == "vllm" and version is None:
             facts.append(_vllm())
         elif version is None:
@@ -57,22 +52,15 @@ def check_machine() -> list[MachineFact]:
     return facts
 
 
-def _sandbox() -> MachineFact:
-    """What programs that a model wrote run in."""
-    from ludic.envs.code_exec.sandbox.pool import describe_sandbox
-
-    return MachineFact("sandbox", *describe_sandbox())
-
-
 def _gpu() -> MachineFact:
     import torch
 
     if not torch.cuda.is_available():
         built = "a CUDA build of torch" if torch.version.cuda else "a CPU build of torch"
         return MachineFact("GPU", f"none ({built}); everything runs on the CPU")
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return MachineFact(
-        "GPU", "; ".join(f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for p in found)
+        "GPU", "; ".join(f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for p in gpus)
     )
 
 
@@ -86,9 +74,9 @@ def gpu_name() -> str | None:
 def _compiler() -> MachineFact:
     """Triton and torch.compile need one to launch their kernels on a GPU."""
     named = os.environ.get("CC")
-    found = shutil.which(named) if named else shutil.which("clang") or shutil.which("gcc")
-    if found:
-        return MachineFact("C compiler", found)
+    compiler = shutil.which(named) if named else shutil.which("clang") or shutil.which("gcc")
+    if compiler:
+        return MachineFact("C compiler", compiler)
     remedy = "install gcc, or let CC name one: training on a GPU compiles its kernels with it"
     return MachineFact("C compiler", "missing", remedy + (f" (CC={named})" if named else ""))
 

@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from ludic.errors import ConfigError, MissingExtraError
+from ludic.envs.adapters import load_package
+from ludic.errors import ConfigError
 from ludic.inference import LocalChatClient
 from ludic.plumbing.arguments import unknown_argument
 from ludic.plumbing.given import given, is_given
@@ -22,16 +23,13 @@ from ludic.registry import CORRECTIONS, FILTERS
 from ludic.runs.episodes import with_template
 from ludic.runs.settings import ModelSection, RunConfig
 from ludic.runs.settings.base import configuring
-from ludic.runs.settings.paths import earlier_run
+from ludic.runs.settings.reading import earlier_run
 from ludic.runs.storage.folder import RunFolder
 from ludic.saw.filters import SampleFilter, combine
 from ludic.seeding import derive_seed
 from ludic.training import CheckpointConfig, RLAlgorithm, TrainerConfig, make_algorithm
 from ludic.training.checkpoint_contents import no_progress_bar
-from ludic.training.credit_assignment.returns import (
-    GroupNormalizedReturn,
-    HybridNormalizedReturn,
-)
+from ludic.training.credit_assignment.returns import GroupNormalizedReturn, HybridNormalizedReturn
 from ludic.training.losses.corrections import CorrectedLoss
 from ludic.training.preprocess import KLInReward, chain
 
@@ -65,8 +63,8 @@ def precision_of(config: RunConfig) -> Precision:
     """Returns what trainer and engine compute in: as the run says, or as its device suggests. A
     loaded model that a script gave is taken as it is."""
     section = config.model
-    if said := section.precision or section.dtype:
-        return said
+    if stated := section.precision or section.dtype:
+        return stated
     if is_given(section.name):
         weights = next(given(section.name, "model")[0].parameters())
         return "bfloat16" if weights.dtype == torch.bfloat16 else "float32"
@@ -77,10 +75,10 @@ def _tiny(section: ModelSection, seed: int, dtype: torch.dtype) -> tuple[nn.Modu
     from ludic.inference.tiny import tiny_model, tiny_tokenizer
 
     options = dict(section.kwargs)
-    known = [*signature(tiny_model).parameters, "words"]
-    known = [name for name in known if name not in ("seed", "vocab_size")]
-    if unknown := [name for name in options if name not in known]:
-        raise ConfigError(f"model.kwargs of the tiny model: {unknown_argument(unknown[0], known)}")
+    names = [*signature(tiny_model).parameters, "words"]
+    names = [name for name in names if name not in ("seed", "vocab_size")]
+    if unknown := [name for name in options if name not in names]:
+        raise ConfigError(f"model.kwargs of the tiny model: {unknown_argument(unknown[0], names)}")
     try:
         tokenizer = tiny_tokenizer(words=options.pop("words", ()))
         model = tiny_model(seed, vocab_size=len(tokenizer), **options)
@@ -199,18 +197,15 @@ def _from_pretrained(section: ModelSection, name: str, dtype: torch.dtype) -> tu
 def _misfit(section: ModelSection, name: str, error: TypeError) -> str:
     from transformers import AutoConfig
 
-    known = sorted(AutoConfig.from_pretrained(name).to_dict())
-    unknown = [key for key in section.kwargs if key not in known and key in str(error)]
-    return unknown_argument(unknown[0], known) if unknown else str(error)
+    names = sorted(AutoConfig.from_pretrained(name).to_dict())
+    unknown = [key for key in section.kwargs if key not in names and key in str(error)]
+    return unknown_argument(unknown[0], names) if unknown else str(error)
 
 
 def _with_adapter(model: nn.Module, section: ModelSection) -> nn.Module:
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as exc:
-        raise MissingExtraError("peft", "peft") from exc
+    peft = load_package("peft", "peft")
     assert section.lora is not None
-    adapter = LoraConfig(
+    adapter = peft.LoraConfig(
         r=section.lora.rank,
         lora_alpha=section.lora.alpha,
         target_modules=section.lora.target_modules,
@@ -219,7 +214,7 @@ def _with_adapter(model: nn.Module, section: ModelSection) -> nn.Module:
     )
     with configuring("model.lora"):
         # In the module's own type: float32 masters are the optimizer's, as for any other weight.
-        wrapped: nn.Module = get_peft_model(model, adapter, autocast_adapter_dtype=False)
+        wrapped: nn.Module = peft.get_peft_model(model, adapter, autocast_adapter_dtype=False)
         return wrapped
 
 

@@ -20,19 +20,15 @@ from ludic.errors import ConfigError
 from ludic.inference import LocalChatClient, VLLMChatClient
 from ludic.inference.client import ChatClient
 from ludic.interaction import Runtime
+from ludic.memory.plan import Plan
 from ludic.plumbing.given import bind_objects
 from ludic.plumbing.precision import float32_products
 from ludic.rollouts.processes import WorkerPool
+from ludic.runs import episodes
 from ludic.runs.check import check_parts
-from ludic.runs.episodes import (
-    evaluate_policy,
-    import_user_modules,
-    inference_spec,
-    rollout_engine,
-    runtime_of,
-)
 from ludic.runs.interruption import blocking
 from ludic.runs.locate import check_given
+from ludic.runs.memory import planned
 from ludic.runs.model import (
     algorithm_of,
     build_model,
@@ -255,7 +251,7 @@ class Run:
         self._set(config, objects)
         self.modules, self.folder, self.resumed = modules, folder, resumed
         with bind_objects(self.objects):
-            import_user_modules(config, modules)
+            episodes.import_user_modules(config, modules)
             check_given(config, str(folder.path))
             check_parts(config)
 
@@ -265,6 +261,7 @@ class Run:
         self.config, self.objects, self._weights = config, dict(objects), weights
         self.given, self.callbacks = {}, []
         self.watch = LearningWatch(config)
+        self.plan: Plan | None = None  # of the memory, once the model is loaded
         self.parts = Parts(self.objects)
         self._stages = Stages(self)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -358,12 +355,12 @@ class Run:
     @Part
     def players(self) -> OtherPlayers:
         return OtherPlayers(
-            self.config, self.tokenizer, inference_spec(self.config, trained_on=False)
+            self.config, self.tokenizer, episodes.inference_spec(self.config, trained_on=False)
         )
 
     @Part
     def runtime(self) -> Runtime:
-        return runtime_of(self.config, self.client, self.tokenizer, self.players.runtimes)
+        return episodes.runtime_of(self.config, self.client, self.tokenizer, self.players.runtimes)
 
     @asynccontextmanager
     async def opened(self, folder: Path | None = None) -> AsyncIterator[None]:
@@ -409,11 +406,7 @@ class Run:
     @Part
     def scoring(self) -> Scoring:
         return Scoring(
-            self.config,
-            self.model,
-            self.tokenizer,
-            self.folder.path,
-            sharded=self.ranks.several,
+            self.config, self.model, self.tokenizer, self.folder.path, sharded=self.ranks.several
         )
 
     @Part
@@ -436,7 +429,7 @@ class Run:
             self.pipeline.source(self.seating.curriculum, self.algorithm)
             if self.pipeline
             else RolloutBatchSource(
-                engine=rollout_engine(
+                engine=episodes.rollout_engine(
                     self.config, self.seating.runtime, seed=seed, workers=self.workers
                 ),
                 request_fn=self.seating.curriculum,
@@ -490,7 +483,7 @@ class Run:
             algo=algorithm,
             batch_source=source,
             publisher=self._publisher_of(stage),
-            cfg=trainer_config(self.config, stage, self.folder.path),
+            cfg=planned(trainer_config(self.config, stage, self.folder.path), self.plan),
             loggers=self._loggers_of(stage) if leads else (),
             mesh=self.ranks.mesh,
             evaluate=evaluate,
@@ -528,7 +521,7 @@ class Run:
 
     async def _evaluate_during(self, step: int) -> dict[str, float]:
         """Plays the held-out episodes between two updates, and returns figures to log."""
-        report = await evaluate_policy(self.config, self.runtime, name=f"step-{step}")
+        report = await episodes.evaluate_policy(self.config, self.runtime, name=f"step-{step}")
         self.folder.write_json(f"eval/step-{step}.json", report.to_dict())
         for sentence in self.watch.take_report(report):
             warn(f"update {step}: {sentence}")

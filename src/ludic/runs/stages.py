@@ -17,20 +17,13 @@ from ludic.rollouts.token_log import open_token_log
 from ludic.runs.episodes import evaluate_policy
 from ludic.runs.interruption import interruptible
 from ludic.runs.locate import how_to_resume
+from ludic.runs.memory import plan_loaded, try_plan
 from ludic.runs.model import precision_of, sft_algorithm
 from ludic.runs.players.teacher import write_lessons
 from ludic.runs.ranks import HOW, cold_start_copy, samples
+from ludic.runs.results import watch
 from ludic.runs.results.report import conclude, conclude_unmeasured
 from ludic.runs.results.terminal import episodes_bar, say, warn
-from ludic.runs.results.watch import (
-    OUTCOME,
-    REWARD,
-    LearningWatch,
-    doubtful,
-    fallen,
-    hacked,
-    measured_alike,
-)
 from ludic.runs.storage.env_sources import note_env_sources
 from ludic.runs.storage.folder import RunFolder, locked
 from ludic.runs.storage.rollout_log import (
@@ -110,10 +103,14 @@ class Stages:
         config, folder, started = self.config, self.folder, time.monotonic()
         say(f"run folder: {folder.path}")
         with interruptible(self.stop):
+            run = self.run
+            run.plan = await asyncio.to_thread(plan_loaded, config, run.model)
             async with self.opened():
                 say(f"model: {config.model.name}, {self._model_in_words()}")
-                for doubt in doubtful(config):
+                for doubt in watch.doubtful(config):
                     warn(doubt)
+                if run.plan is not None:
+                    await asyncio.to_thread(try_plan, config, run.model, run.plan)
                 await self._all()
                 seconds, warnings = time.monotonic() - started, self.warnings()
                 if self.stopped:
@@ -181,13 +178,14 @@ class Stages:
 
     def warnings(self) -> list[str]:
         """Says what is wrong with the run so far, each with the setting to look at."""
-        fell, hack = fallen(self.config, self.reports), hacked(self.config, self.reports)
+        config, reports = self.config, self.reports
+        fell, hack = watch.fallen(config, reports), watch.hacked(config, reports)
         signs = self.run.watch.standing()
         if fell:
-            signs.pop(REWARD, None)  # the held-out episodes say it better
+            signs.pop(watch.REWARD, None)  # the held-out episodes say it better
         if hack:
-            signs.pop(OUTCOME, None)
-        return [*doubtful(self.config), *fell, *hack, *signs.values()]
+            signs.pop(watch.OUTCOME, None)
+        return [*watch.doubtful(config), *fell, *hack, *signs.values()]
 
     def stop(self) -> None:
         """Lets the run end after the current step, with a checkpoint."""
@@ -242,8 +240,8 @@ class Stages:
             trainer.version = version
             await trainer.start()
             stage_before = self.reports.get("after_sft") or self.reports.get("before")
-            alike = measured_alike(self.config, stage_before)
-            run.watch = LearningWatch(self.config, alike, stage_before)
+            alike = watch.measured_alike(self.config, stage_before)
+            run.watch = watch.LearningWatch(self.config, alike, stage_before)
             run.watch.take_file(self.folder.metrics, trainer.step)
             async with AsyncExitStack() as stack:
                 stack.enter_context(rare_collections())

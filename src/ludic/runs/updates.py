@@ -59,15 +59,9 @@ def make_loggers(config: RunConfig, folder: RunFolder, stage: Stage) -> list[Log
         if options.get("kind") == "live" and not console.is_terminal:
             options = {"kind": "console"}
         with configuring(f"logging.loggers: {entry!r}"):
-            known = of_this_run.get(str(options.get("kind")), {})
-            loggers.append(LOGGERS.make_from({**known, **options}))
+            usual = of_this_run.get(str(options.get("kind")), {})
+            loggers.append(LOGGERS.make_from({**usual, **options}))
     return loggers
-
-
-def check_loggers(config: RunConfig) -> None:
-    """Raises if the run names a logger that is not there."""
-    for entry in config.logging.loggers:
-        LOGGERS.maker(entry)
 
 
 class LastingLogger:

@@ -23,7 +23,7 @@ from ludic.distributed import (
     PolicyPublisher,
 )
 from ludic.distributed.vllm.canary import MismatchBudget
-from ludic.distributed.vllm.placement import ChosenPlane, Place, choose_plane
+from ludic.distributed.vllm.placement import Place, choose_plane
 from ludic.distributed.vllm.planes import BroadcastPlane, DataPlane, make_plane
 from ludic.errors import ConfigError, DeadlineError, InferenceError
 from ludic.inference import VLLMChatClient
@@ -35,7 +35,7 @@ from ludic.plumbing.precision import sampling_dtype
 from ludic.runs.gpu_share import server_shares_gpu, share_of_server
 from ludic.runs.model import check_device, precision_of
 from ludic.runs.results.terminal import say
-from ludic.runs.settings import InferenceSection, RunConfig
+from ludic.runs.settings import RunConfig
 from ludic.runs.settings.base import read_key
 from ludic.sharding.ranks import launched
 from ludic.sharding.weights import plain_name
@@ -157,28 +157,21 @@ def save_for_vllm(model: nn.Module, where: Path, *, merged: bool) -> None:
 async def plane_of(
     config: RunConfig, client: VLLMChatClient, device: torch.device, *, gathered: bool
 ) -> DataPlane:
-    """Returns the plane that the run names, or else the one that fits where its servers are.
+    """Returns the plane that the run names, or else the one that fits where its servers are. A
+    broadcast is given an address that the first server reaches, unless the run names one.
     `gathered`: the weights come from several ranks."""
     section, chosen = config.inference, config.inference.publish_plane
     if chosen == "auto":
         here = Place.of(device)
         workers = [p for replica in client.replicas for p in await _places(client, replica, here)]
         chosen = choose_plane(here, workers, gathered=gathered)
-    return plane_by_name(chosen, section, client.replicas[0].url, device)
-
-
-def plane_by_name(
-    name: ChosenPlane, section: InferenceSection, server: str, device: torch.device
-) -> DataPlane:
-    """Returns a plane; a broadcast is given an address that `server` reaches, unless the run names
-    one."""
-    if name not in ("nccl", "gloo"):
-        return make_plane(name)
+    if chosen not in ("nccl", "gloo"):
+        return make_plane(chosen)
     return BroadcastPlane(
-        backend=name,
-        host=section.publish_address or own_address(server),
+        backend=chosen,
+        host=section.publish_address or own_address(client.replicas[0].url),
         port=section.publish_port,
-        device=str(device) if name == "nccl" else None,
+        device=str(device) if chosen == "nccl" else None,
     )
 
 
@@ -189,22 +182,22 @@ async def _places(client: VLLMChatClient, replica: Replica, here: Place) -> list
         answer = await client.control(
             replica, "POST", "/collective_rpc", body={"method": PLACE}, timeout_s=ASKING_S
         )
-        found = [Place.read(said) for said in answer["results"]]
+        places = [Place.read(result) for result in answer["results"]]
     except (InferenceError, DeadlineError, KeyError, TypeError):
-        found = [None]
+        places = [None]
     far = Place("elsewhere", None if here.gpu is None else f"of {replica.url}")
     unknown = here if is_here(replica.url) else far
-    return [place or unknown for place in found]
+    return [place or unknown for place in places]
 
 
 def is_here(url: str) -> bool:
     """Whether an address is one of this machine's."""
     host = urlsplit(url).hostname or ""
     try:
-        found = socket.gethostbyname(host)
+        address = socket.gethostbyname(host)
     except OSError:
         return False
-    return ipaddress.ip_address(found).is_loopback or _binds(found) is None
+    return ipaddress.ip_address(address).is_loopback or _binds(address) is None
 
 
 def own_address(url: str) -> str:

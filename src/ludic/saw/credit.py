@@ -31,7 +31,6 @@ class AllowsPartialGroups(Protocol):
 
     def with_partial_groups(self) -> CreditAssigner:
         """Returns this credit for groups of at most `group_size`."""
-        ...
 
 
 @runtime_checkable

@@ -60,18 +60,20 @@ def rollout_statistics(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         terminated += over
         truncated += cut
         turns += len(own_turns)
-    n, found, sizes = len(done), np.array(rewards), np.array(lengths)
+    n, earned, sizes = len(done), np.array(rewards), np.array(lengths)
     stats |= {
-        "reward_mean": float(found.mean()),
-        "reward_std": float(found.std()),
-        "reward_min": float(found.min()),
-        "reward_max": float(found.max()),
+        "reward_mean": float(earned.mean()),
+        "reward_std": float(earned.std()),
+        "reward_min": float(earned.min()),
+        "reward_max": float(earned.max()),
         "turns_mean": turns / n,
         "calls_mean": len(calls) / n,
         "completion_tokens": int(sizes.sum()),
         "completion_tokens_mean": float(sizes.mean()),
         "completion_tokens_max": int(sizes.max()),
-        "prompt_tokens_max": max([_prompt_length(call) for call in calls], default=0),
+        "prompt_tokens_max": max(
+            [len(t.prompt_token_ids) for c in calls if (t := c.trace)], default=0
+        ),
         "terminated_rate": terminated / n,
         "truncated_rate": truncated / n,
         "parse_error_rate": _rate([s.info.get("parse_error", False) for s in acted]),
@@ -123,10 +125,10 @@ def item_statistics(items: Sequence[SAWItem]) -> dict[str, Any]:
         "item_tokens_max": int(lengths.max()),
     }
     versions = [v for item in items if (v := item.attachments.versions) is not None]
-    known = np.concatenate(versions) if versions else np.empty(0, dtype=np.int64)
-    known = known[known != UNKNOWN_VERSION]
-    if known.size:
-        stats |= {"version_max": int(known.max()), "version_min": int(known.min())}
+    seen = np.concatenate(versions) if versions else np.empty(0, dtype=np.int64)
+    seen = seen[seen != UNKNOWN_VERSION]
+    if seen.size:
+        stats |= {"version_max": int(seen.max()), "version_min": int(seen.min())}
     return stats
 
 
@@ -139,10 +141,6 @@ def _no_variance(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> float
             by_group.setdefault(r.group_id, {}).setdefault(r.agent_id, []).append(reward)
     groups = [g.values() for g in by_group.values() if any(len(role) > 1 for role in g.values())]
     return _rate(all(len(set(v)) == 1 for v in group) for group in groups) if groups else None
-
-
-def _prompt_length(call: AgentStep) -> int:
-    return len(call.trace.prompt_token_ids) if call.trace else 0
 
 
 def _rate(flags: Iterable[Any]) -> float:

@@ -79,6 +79,24 @@ def local_rows(tensor: Tensor) -> tuple[Tensor | None, int | None, tuple[int, ..
     return (rows if rows.numel() else None), int(offset[0]), tuple(tensor.shape)
 
 
+def own_rows(tensor: Tensor) -> Tensor:
+    """This rank's rows of a tensor; the tensor itself where it is not sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def laid_out_like(rows: Tensor, like: Tensor) -> Tensor:
+    """`rows` as this rank's part of a tensor that is sharded as `like` is, on whichever device they
+    are; `rows` itself where that is not sharded."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    if not isinstance(like, DTensor):
+        return rows
+    meta = TensorMeta(like.shape, like.stride(), rows.dtype)
+    spec = DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta)
+    return DTensor(rows, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The files that transformers and vLLM load: others, such as `consolidated.safetensors`, hold
     the same weights under other names."""

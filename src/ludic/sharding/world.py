@@ -54,12 +54,10 @@ class World:
         if self.leads:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         dist.broadcast(buffer, group=self.group, group_src=0)
-        shared: dict[str, Any] = (
-            dict(value or {})
-            if self.leads
-            else msgspec.msgpack.decode(buffer.cpu().numpy().tobytes())
-        )
-        if "error" in shared and not self.leads:
+        if self.leads:
+            return dict(value or {})
+        shared: dict[str, Any] = msgspec.msgpack.decode(buffer.cpu().numpy().tobytes())
+        if "error" in shared:
             raise PeerError(f"rank 0 failed: {shared['error']}")
         return shared
 
@@ -67,6 +65,14 @@ class World:
         """Waits for all ranks."""
         if self.group is not None:
             dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+
+    def largest(self, *values: float) -> list[float]:
+        """The largest of the ranks' values, for each of them."""
+        if self.group is None:
+            return list(values)
+        shared = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group)
+        return [float(value) for value in shared.tolist()]
 
     def agree(self, error: BaseException | None) -> None:
         """Raises on every rank when any of them has an error, its own where it has one."""

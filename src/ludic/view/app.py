@@ -22,23 +22,14 @@ except ImportError as exc:
     raise MissingExtraError("starlette", "view") from exc
 
 from ludic.errors import LudicError
-from ludic.view import queries
+from ludic.view import overview, queries
 from ludic.view.curves import STAGES, CurveStore
 from ludic.view.export import rollout_html
 from ludic.view.folders import Folders, QueryError, RunPlace, state_of
 from ludic.view.index import Indexes, RunIndex
-from ludic.view.overview import (
-    card,
-    compared,
-    details,
-    differing,
-    figures,
-    fingerprint,
-    read_report,
-)
 from ludic.view.rollout_page import group_page, rollout_page
 from ludic.view.security import LOOPBACK, Guard
-from ludic.view.token_text import TokenizerStore
+from ludic.view.token_text import texts_of
 
 MOST_CURVES = 64
 _FIRST_INDEX_S = 10.0
@@ -52,17 +43,16 @@ class View:
     def __init__(self, roots: Iterable[Path]) -> None:
         self.folders = Folders(list(roots))
         self.indexes, self.curves = Indexes(), CurveStore()
-        self.tokenizers = TokenizerStore()
 
     def runs(self, _: Request) -> Any:
         """All runs, and in which settings they differ."""
         cards = []
         for run in self.folders.runs().values():
             try:
-                cards.append(card(run, self.curves))
+                cards.append(overview.card(run, self.curves))
             except (LudicError, OSError) as exc:
                 cards.append({"name": run.name, "problems": [str(exc)], "settings": {}})
-        different = differing(cards)
+        different = overview.differing(cards)
         for each in cards:
             each["settings"] = {k: v for k, v in each["settings"].items() if k in different}
         return {
@@ -78,17 +68,17 @@ class View:
         reports = {}
         for name in run.reports():
             try:
-                reports[name] = figures(read_report(run, name))
+                reports[name] = overview.figures(overview.read_report(run, name))
             except LudicError as exc:
                 reports[name] = {"name": name, "problem": str(exc)}
-        return details(run, self.curves) | {"figures_of_reports": reports}
+        return overview.details(run, self.curves) | {"figures_of_reports": reports}
 
     def state(self, request: Request) -> Any:
         """A text that changes when something did; polled by the pages."""
         if not request.query_params.get("run"):
             runs = self.folders.runs()
             paths = [r.path / name for r in runs.values() for name in ("metrics.jsonl", ".lock")]
-            return {"version": f"{len(runs)}:{fingerprint(paths)}"}
+            return {"version": f"{len(runs)}:{overview.fingerprint(paths)}"}
         run = self._run(request)
         index = self.indexes.of(run)
         with index.reading() as db:
@@ -96,8 +86,9 @@ class View:
             rollouts = db.execute("SELECT coalesce(max(n), 0) FROM rollouts").fetchone()[0]
             notes = [dict(note) for note in db.execute("SELECT * FROM notes")]
         names = [*STAGES.values(), "summary.json", "run.json", "eval"]
+        files = overview.fingerprint(run.path / name for name in names)
         return {
-            "version": f"{rows}:{fingerprint(run.path / name for name in names)}",
+            "version": f"{rows}:{files}",
             "state": state_of(run),
             "rollouts": rollouts,
             "progress": index.progress,
@@ -130,15 +121,10 @@ class View:
 
     def rollouts(self, request: Request) -> Any:
         """One page of the table."""
-        query = request.query_params
+        offset, limit = _count(request, "offset", 0), _count(request, "limit", 50)
         with self.indexes.of(self._run(request)).reading() as db:
             return queries.page(
-                db,
-                _filters(request),
-                sort=query.get("sort", "n"),
-                descending=query.get("order", "desc") != "asc",
-                offset=_count(request, "offset", 0),
-                limit=_count(request, "limit", 50),
+                db, _filters(request), **_order(request), offset=offset, limit=limit
             )
 
     def facets(self, request: Request) -> Any:
@@ -153,22 +139,16 @@ class View:
 
     def neighbours(self, request: Request) -> Any:
         """What comes before and after a rollout in the table."""
-        query = request.query_params
+        identity = request.query_params.get("id", "")
         with self.indexes.of(self._run(request)).reading() as db:
-            return queries.neighbours(
-                db,
-                query.get("id", ""),
-                _filters(request),
-                sort=query.get("sort", "n"),
-                descending=query.get("order", "desc") != "asc",
-            )
+            return queries.neighbours(db, identity, _filters(request), **_order(request))
 
     def rollout(self, request: Request) -> Any:
         """One rollout with its tokens."""
         run = self._run(request)
         with self._whole(run).reading() as db:
             identity = request.query_params.get("id", "")
-            return rollout_page(run, db, identity, self.tokenizers.of(run))
+            return rollout_page(run, db, identity, texts_of(run))
 
     def group(self, request: Request) -> Any:
         """The attempts of a group."""
@@ -190,13 +170,8 @@ class View:
         sides = []
         for side in ("a", "b"):
             run = self.folders.run(query.get(f"{side}_run", ""))
-            sides.append(read_report(run, query.get(side, "")))
-        return compared(*sides)
-
-    def export(self, request: Request) -> str:
-        """One rollout as a file that needs nothing else."""
-        page = self.rollout(request)
-        return rollout_html(page, self._run(request).name)
+            sides.append(overview.read_report(run, query.get(side, "")))
+        return overview.compared(*sides)
 
     def _whole(self, run: RunPlace) -> RunIndex:
         """The run's index. A link to one rollout may be the first that is asked for, so this waits
@@ -277,7 +252,7 @@ def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
 
 def _export(view: View) -> Callable[[Request], Response]:
     def handle(request: Request) -> Response:
-        page = view.export(request)
+        page = rollout_html(view.rollout(request), request.query_params.get("run", ""))
         name = "".join(
             c if c.isascii() and (c.isalnum() or c in "-_.") else "-"
             for c in request.query_params.get("id", "rollout")
@@ -313,6 +288,11 @@ def _file(body: bytes, kind: str) -> Callable[[Request], Any]:
 
 def _filters(request: Request) -> dict[str, str]:
     return {k: v for k, v in request.query_params.items() if k not in _CONTROL}
+
+
+def _order(request: Request) -> dict[str, Any]:
+    query = request.query_params
+    return {"sort": query.get("sort", "n"), "descending": query.get("order", "desc") != "asc"}
 
 
 def _count(request: Request, key: str, default: int) -> int:

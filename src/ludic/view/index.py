@@ -130,9 +130,8 @@ class RunIndex:
         inode, size, tail = indexed
         try:
             now = source.path.stat()
-            if now.st_ino != inode or now.st_size < size:
-                return True
-            return _tail(source.path, size) != bytes(tail)
+            same = now.st_ino == inode and now.st_size >= size
+            return not same or _tail(source.path, size) != bytes(tail)
         except OSError:
             return True
 
@@ -226,11 +225,11 @@ class RunIndex:
         return len(rows)
 
     def _note(self, db: sqlite3.Connection, file: str, start: int | None, what: str) -> None:
-        known = db.execute(
+        total, same = db.execute(
             "SELECT count(*), sum(file = ? AND what = ? AND start IS ?) FROM notes",
             (file, what, start),
         ).fetchone()
-        if known[0] < _MOST_NOTES and not known[1]:
+        if total < _MOST_NOTES and not same:
             db.execute("INSERT INTO notes VALUES (?, ?, ?)", (file, start, what))
 
     def _open_or_make(self) -> None:
@@ -330,10 +329,9 @@ class Indexes:
     def _loop(self) -> None:
         while not self._stop.is_set():
             with self._lock:
-                now = time.monotonic()
-                watched = [p for p, t in self._asked.items() if now - t < self.watched_s]
-                for path in [p for p in self._asked if p not in watched]:
-                    del self._asked[path]
+                since = time.monotonic() - self.watched_s
+                self._asked = {path: asked for path, asked in self._asked.items() if asked > since}
+                watched = list(self._asked)
             for path in watched:
                 try:
                     self._indexes[path].update(keep_on=lambda: not self._stop.is_set())

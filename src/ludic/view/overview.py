@@ -4,6 +4,7 @@ reports of their evaluations."""
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -85,17 +86,12 @@ def differing(cards: Iterable[Mapping[str, Any]]) -> list[str]:
 def flattened(config: Any, prefix: str = "") -> dict[str, Any]:
     """Nested tables as one, with dotted keys; a list that is not of tables stays one value."""
     flat: dict[str, Any] = {}
-    items: Iterable[tuple[str, Any]] = ()
-    if isinstance(config, dict):
-        items = config.items()
-    elif isinstance(config, list):
-        items = ((str(number), value) for number, value in enumerate(config))
-    for key, value in items:
+    for key, value in config.items() if isinstance(config, dict) else enumerate(config):
         tables = isinstance(value, list) and value and all(isinstance(v, dict) for v in value)
         if (isinstance(value, dict) and value) or tables:
             flat |= flattened(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
@@ -242,12 +238,12 @@ def _pairs(a: EvalReport, b: EvalReport) -> list[dict[str, Any]]:
 
 
 def _by_seed(report: EvalReport) -> dict[tuple[int | None, str, int], EpisodeResult]:
-    seen: dict[tuple[int | None, str], int] = {}
+    seen: Counter[tuple[int | None, str]] = Counter()
     episodes = {}
     for episode in report.episodes:
         key = (episode.env_seed, episode.agent_id)
-        episodes[(*key, seen.get(key, 0))] = episode
-        seen[key] = seen.get(key, 0) + 1
+        episodes[(*key, seen[key])] = episode
+        seen[key] += 1
     return episodes
 
 

@@ -18,7 +18,7 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 class _Message(msgspec.Struct):
-    content: str = ""
+    content: str | None = None
 
 
 class _Row(msgspec.Struct):
@@ -46,13 +46,9 @@ class _Info(msgspec.Struct):
     parse_error: Any = None
 
 
-class _Said(msgspec.Struct):
-    content: str | None = None
-
-
 class _Step(msgspec.Struct):
     kind: str = ""
-    message: _Said | None = None
+    message: _Message | None = None
     fork: dict[str, Any] | None = None
     finish_reason: str = ""
     reward_components: dict[str, float] | None = None
@@ -104,14 +100,14 @@ def rollout_columns(line: bytes) -> tuple[tuple[Any, ...], str]:
     else:
         steps = _decode(_decode_stored, _Stored, row.rollout).rollout.steps
     components: dict[str, float] = {}
-    outcome, last_obs, said = None, "", ""
+    outcome, last_obs, first_words = None, "", ""
     failures = forks = cut = tools = 0
     for step in steps:
         if step.kind == "agent":
             forks += step.fork is not None
             cut += step.finish_reason == "length"
             tools += len(step.tool_messages)
-            said = said or beginning((step.message and step.message.content) or "")
+            first_words = first_words or beginning((step.message and step.message.content) or "")
             continue
         for name, value in (step.reward_components or {}).items():
             components[name] = components.get(name, 0.0) + value
@@ -125,9 +121,9 @@ def rollout_columns(line: bytes) -> tuple[tuple[Any, ...], str]:
         *(row.num_tokens, row.terminated, row.truncated, row.truncation_reason, row.error),
         None if outcome is None else str(outcome)[:200],
         json.dumps(finite) if finite else None,
-        *(failures, forks, cut, tools, said),
+        *(failures, forks, cut, tools, first_words),
     )
-    text = "\n".join([*(message.content for message in row.messages), last_obs, row.error])
+    text = "\n".join([*(message.content or "" for message in row.messages), last_obs, row.error])
     if len(text) > _LONGEST_TEXT:
         text = text[: _LONGEST_TEXT // 2] + "\n" + text[-_LONGEST_TEXT // 2 :]
     return values, text

@@ -62,14 +62,11 @@ def view(
 
 def _bound(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-        listening.listen()  # the browser may be there before the server
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    try:  # it listens at once: the browser may be there before the server
+        return socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as exc:
-        listening.close()
+        why = (exc.strerror or str(exc)).partition(" (while")[0]  # which would say it twice
         raise ConfigError(
-            f"cannot listen on {host}, port {port}: {exc.strerror}; name another with --port"
+            f"cannot listen on {host}, port {port}: {why}; name another with --port"
         ) from exc
-    return listening

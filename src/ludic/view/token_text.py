@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +58,8 @@ def _piece_reader(data: Any) -> Callable[[str], str]:
         return byte_level
 
     def spaced(piece: str) -> str:
-        if found := _BYTE.fullmatch(piece):
-            return readable(bytes([int(found[1], 16)]))
+        if byte := _BYTE.fullmatch(piece):
+            return readable(bytes([int(byte[1], 16)]))
         return piece.replace("\u2581", " ")
 
     return spaced
@@ -68,35 +70,21 @@ def readable(data: bytes) -> str:
     return data.decode("utf-8", "backslashreplace")
 
 
-class TokenizerStore:
-    """The tokenizers of runs, each read once."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[Path, float], TokenTexts | None] = {}
-
-    def of(self, run: RunPlace) -> TokenTexts | None:
-        """The run's tokenizer: beside the rollouts, or with a checkpoint. None if there is none,
-        or it cannot be read."""
-        for path in self._places(run):
-            try:
-                real = run.confined(path)
-                stat = real.stat()
-            except (ViewError, OSError):
-                continue
-            key = (real, stat.st_mtime)
-            if key not in self._found:
-                self._found[key] = _read(real) if stat.st_size < _LARGEST else None
-            if self._found[key] is not None:
-                return self._found[key]
-        return None
-
-    def _places(self, run: RunPlace) -> Iterable[Path]:
-        yield run.path / "rollouts" / "tokenizer.json"
-        folder = run.path / "checkpoints"
-        yield from sorted(folder.glob("*/step-*/model/tokenizer.json"), reverse=True)
+def texts_of(run: RunPlace) -> TokenTexts | None:
+    """The texts of the run's tokenizer: beside the rollouts, or with a checkpoint. None if there is
+    none, or it cannot be read."""
+    saved = (run.path / "checkpoints").glob("*/step-*/model/tokenizer.json")
+    for path in (run.path / "rollouts" / "tokenizer.json", *sorted(saved, reverse=True)):
+        with suppress(ViewError, OSError):
+            real = run.confined(path)
+            stat = real.stat()
+            if stat.st_size < _LARGEST and (texts := _read(real, stat.st_mtime)) is not None:
+                return texts
+    return None
 
 
-def _read(path: Path) -> TokenTexts | None:
+@lru_cache(maxsize=32)
+def _read(path: Path, modified: float) -> TokenTexts | None:
     try:
         return TokenTexts(path)
     except Exception:  # whatever is wrong with it, the ids can be shown

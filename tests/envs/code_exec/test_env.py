@@ -199,6 +199,9 @@ def test_rows_become_tasks() -> None:
 def test_code_is_found_in_an_answer() -> None:
     assert extract_code("x = 1") == "x = 1"
     assert extract_code("a\n```\nx\n```\nb\n```python\ny\n```\n```text\nz\n```") == "y\n"
+    rust = "```rust\nx\n```\n```python\ny\n```\n```text\nz\n```"
+    assert extract_code(rust) == "y\n"
+    assert extract_code(rust, ("rust", "rs")) == "x\n"
     assert extract_code("```\nx = '```'\n```") == "x = '```'\n"
     assert extract_code("```py\r\nx\r\n```") == "x\n"
     assert extract_code("```python\nnever closed") == "```python\nnever closed"

@@ -12,8 +12,8 @@ from ludic.errors import ConfigError
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local import LocalChatClient, attention
 from ludic.inference.local.attention import Masks, grouped_attention
-from ludic.inference.local.gpu.fused_layer import _window
 from ludic.inference.tiny import tiny_model
+from ludic.plumbing.llama_layers import attention_window
 from tests.inference.local.asking import MODES, ask_all, plain_logprobs, request
 from tests.inference.local.trained import FAMILIES, SMALL, WINDOW, built, small
 
@@ -142,9 +142,9 @@ def test_a_layer_that_biases_its_attention_is_refused(tokenizer: Any) -> None:
 def test_a_fused_layer_has_the_window_that_its_familys_code_has() -> None:
     llama, mistral, qwen = small("llama"), small("mistral"), small("qwen2 with windows")
     llama.config.sliding_window = 7  # a number that Llama's code never reads
-    assert [_window(layer.self_attn) for layer in llama.model.layers] == [None, None]
-    assert [_window(layer.self_attn) for layer in mistral.model.layers] == [WINDOW, WINDOW]
-    assert [_window(layer.self_attn) for layer in qwen.model.layers] == [None, WINDOW]
+    assert [attention_window(layer.self_attn) for layer in llama.model.layers] == [None, None]
+    assert [attention_window(layer.self_attn) for layer in mistral.model.layers] == [WINDOW, WINDOW]
+    assert [attention_window(layer.self_attn) for layer in qwen.model.layers] == [None, WINDOW]
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -156,7 +156,8 @@ def test_queries_whose_mask_would_be_too_large_attend_in_parts(
     keys, values = torch.randn(2, 2, 2, 32, 8, generator=noise)
     masks = Masks(torch.stack([torch.arange(13), torch.arange(19, 32)]), 32)
     whole = grouped_attention(q, keys, values, masks, 0.3, window)
-    monkeypatch.setattr(attention, "MAX_MASK", 3 * 2 * 32 * 2)
+    most = 3 * 2 * 32 * 2
+    monkeypatch.setattr(attention, "MAX_MASK", most)
     made: list[torch.Tensor] = []
     get = Masks.get
 
@@ -167,5 +168,5 @@ def test_queries_whose_mask_would_be_too_large_attend_in_parts(
     monkeypatch.setattr(Masks, "get", counted)
     parts = grouped_attention(q, keys, values, masks, 0.3, window)
     assert len(made) == 5
-    assert max(mask.numel() for mask in made) <= attention.MAX_MASK
+    assert max(mask.numel() for mask in made) <= most
     torch.testing.assert_close(parts, whole)

@@ -99,8 +99,8 @@ class ChatServer:
         if path.startswith("/v1/models/"):
             routes[path] = ("GET", _show_model)
         if path not in routes:
-            known = "there are /v1/chat/completions and /v1/models"
-            raise ApiError(404, f"no such address as {path[:80]}: {known}", code="unknown_url")
+            there = "there are /v1/chat/completions and /v1/models"
+            raise ApiError(404, f"no such address as {path[:80]}: {there}", code="unknown_url")
         method, handler = routes[path]
         if request.method != method:
             raise ApiError(405, f"{path} takes only {method}", code="method_not_supported")
@@ -133,13 +133,9 @@ async def _complete(request: web.Request, session: Session) -> web.StreamRespons
             await response.prepare(request)
         # Sent here and not by the framework: only so is it known whether there was anybody.
         await response.write_eof()
-        _check_connected(request)
+        if request.transport is None or request.transport.is_closing():
+            raise ConnectionResetError("the connection was cut before the answer was sent")
     return response
-
-
-def _check_connected(request: web.Request) -> None:
-    if request.transport is None or request.transport.is_closing():
-        raise ConnectionResetError("the connection was cut before the answer was sent")
 
 
 async def _list_models(request: web.Request, session: Session) -> web.StreamResponse:

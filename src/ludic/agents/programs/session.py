@@ -20,17 +20,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ludic import errors
 from ludic.agents.model_calls import ModelCall, ModelCaller
 from ludic.agents.programs.chat_api import Answer, ApiError, ChatRequest, answer_of
-from ludic.errors import (
-    ConfigError,
-    DeadlineError,
-    EngineClosedError,
-    LudicError,
-    QueueFullError,
-    RequestRejectedError,
-    TemplateError,
-)
 from ludic.inference.client import ChatClient, ToolRequest
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.templates.chat_template import ChatTemplate, ChoosesToolParser
@@ -214,10 +206,10 @@ class Session(ModelCaller):
     def _continued(self, request: ChatRequest) -> _Asked | None:
         """The answered request that this one continues: the longest, and of those the last."""
         fitting = [a for a in self._asked if a.is_continued_by(request.messages)]
-        found = max(reversed(fitting), key=lambda a: len(a.request.messages), default=None)
-        if found is not None:  # what is continued has arrived, whatever the connection says
-            found.delivered = True
-        return found
+        head = max(reversed(fitting), key=lambda a: len(a.request.messages), default=None)
+        if head is not None:  # what is continued has arrived, whatever the connection says
+            head.delivered = True
+        return head
 
     async def _sample(self, asked: _Asked) -> ModelCall:
         request, head = asked.request, asked.continues
@@ -276,18 +268,18 @@ class Session(ModelCaller):
     def _where(self, asked: _Asked) -> str:
         if asked.continues is None:
             return "the messages continue no earlier answer"
-        kept = [a for a in self._asked if a.recorded]
-        return f"the messages go on from answer {kept.index(asked.continues) + 1}"
+        recorded = [a for a in self._asked if a.recorded]
+        return f"the messages go on from answer {recorded.index(asked.continues) + 1}"
 
 
 def _as_api_error(exc: Exception) -> ApiError:
     text = f"{type(exc).__name__}: {exc}"
-    if isinstance(exc, TemplateError | ConfigError | RequestRejectedError):
+    if isinstance(exc, errors.TemplateError | errors.ConfigError | errors.RequestRejectedError):
         return ApiError(400, str(exc))
-    if isinstance(exc, QueueFullError):
+    if isinstance(exc, errors.QueueFullError):
         return ApiError(429, text, code="rate_limit_exceeded")
-    if isinstance(exc, DeadlineError):
+    if isinstance(exc, errors.DeadlineError):
         return ApiError(504, text, code="timeout")
-    if isinstance(exc, EngineClosedError):
+    if isinstance(exc, errors.EngineClosedError):
         return ApiError(503, text)
-    return ApiError(502 if isinstance(exc, LudicError) else 500, text)
+    return ApiError(502 if isinstance(exc, errors.LudicError) else 500, text)

@@ -22,6 +22,7 @@ from torch import Tensor
 from ludic.distributed.in_vllm.served_model import (
     checkpoint_shapes,
     same_under_other_names,
+    ties_words,
     why_rebuild,
 )
 from ludic.distributed.vllm.checksums import receipt
@@ -251,19 +252,19 @@ class LudicWeightTransferEngine(
     def _checkpoint_shapes(self) -> dict[str, tuple[int, ...]] | None:
         config, whole = self.model_config, getattr(self, "vllm_config", None)
         loading = getattr(whole, "load_config", None)
-        found = checkpoint_shapes(
+        shapes = checkpoint_shapes(
             config.model,
             revision=getattr(config, "revision", None),
             cache=getattr(loading, "download_dir", None),
         )
-        if found is None:
+        if shapes is None:
             _log.warning(
                 "no safetensors of %s were found on this machine, so the first update's names and "
                 "shapes are checked only while it is applied; start the server from a folder to "
                 "have them checked before",
                 config.model,
             )
-        return found
+        return shapes
 
     def _repack_tied_head(self) -> None:
         """On the CPU the head multiplies with a packed copy of its weight. Where the weight is the
@@ -274,5 +275,4 @@ class LudicWeightTransferEngine(
             method.process_weights_after_loading(head)
 
     def _tied(self) -> set[str]:
-        config = getattr(self.model_config, "hf_text_config", self.model_config.hf_config)
-        return {"lm_head.weight"} if getattr(config, "tie_word_embeddings", False) else set()
+        return {"lm_head.weight"} if ties_words(self.model_config) else set()

@@ -93,7 +93,7 @@ def why_rebuild(model: nn.Module, model_config: Any, device: torch.device) -> st
             return f"{name or 'the model'}: {why}"
         for parameter in module.parameters(recurse=False):
             other = owners.setdefault(id(parameter), name)
-            if other != name and not _ties_words(model_config):
+            if other != name and not ties_words(model_config):
                 return f"{name} shares a parameter with {other}"
     return None
 
@@ -107,7 +107,8 @@ def _why_module(module: nn.Module, device: torch.device) -> str | None:
         return "its parameters lie on another device"
     method = getattr(module, "quant_method", None)
     if kind == _ATTENTION:
-        if own or method is not None or _has_sinks(module):
+        sinks = getattr(getattr(module, "impl", None), "sinks", None)
+        if own or method is not None or sinks is not None:
             return "its attention has its own parameters"
         return None
     if hasattr(module, "process_weights_after_loading"):
@@ -123,14 +124,10 @@ def _why_module(module: nn.Module, device: torch.device) -> str | None:
     return None
 
 
-def _has_sinks(attention: Any) -> bool:
-    return getattr(getattr(attention, "impl", None), "sinks", None) is not None
-
-
-def _ties_words(model_config: Any) -> bool:
-    config = getattr(model_config, "hf_text_config", None) or getattr(
-        model_config, "hf_config", None
-    )
+def ties_words(model_config: Any) -> bool:
+    """Whether the output head has the embedding's weight."""
+    text = getattr(model_config, "hf_text_config", None)
+    config = text or getattr(model_config, "hf_config", None)
     return bool(getattr(config, "tie_word_embeddings", False))
 
 

@@ -48,7 +48,7 @@ _CANARY_TOKENS = 4
 
 
 class AdapterFolders(OwnedFolder):
-    """Makes and removes adapters' folders, all of them within its own."""
+    """Makes adapters' folders, all of them within its own."""
 
     def write(self, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Path:
         """A new folder that PEFT and vLLM read as an adapter. No pickle."""
@@ -61,13 +61,9 @@ class AdapterFolders(OwnedFolder):
             save_file(plain, folder / "adapter_model.safetensors", metadata={"format": "pt"})
             (folder / "adapter_config.json").write_text(json.dumps(dict(config), indent=1))
         except BaseException:
-            self.remove(folder)
+            shutil.rmtree(folder, ignore_errors=True)
             raise
         return folder
-
-    def remove(self, folder: Path) -> None:
-        """Removes one; one that is gone is not an error."""
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +366,7 @@ class AdapterPayload(Payload):
                 self._idle.discard(name)
             elif name in self._idle:
                 self._idle.remove(name)
-                self.folders.remove(self._written.pop(name))
+                shutil.rmtree(self._written.pop(name), ignore_errors=True)
             else:
                 self._idle.add(name)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -82,10 +83,7 @@ class WeightsServer(ServerUpdate):
         try:
             # It computes nothing meanwhile, so it does not matter which of the two comes first.
             await together(
-                [
-                    self._timed("apply", "/finish_weight_update", named),
-                    self._timed("reset", forget),
-                ]
+                [self._timed("apply", "/finish_weight_update", named), self._timed("reset", forget)]
             )
             await self._timed("resume", "/resume")
         except (InferenceError, DeadlineError) as exc:
@@ -338,7 +336,10 @@ class WeightsDelivery(Delivery[WeightsServer]):
         workers = sum(server.workers for server in self.servers)
         invitation = self._plane.invitation(workers, self.job.timeout_s)
         if invitation is not None:
-            inviting = [s.invite(invitation, rank) for s, rank in _first_ranks(self.servers)]
+            # Each server's workers come after those of the servers before it; the trainer is 0.
+            first = accumulate((s.workers for s in self.servers[:-1]), initial=1)
+            servers = zip(self.servers, first, strict=True)
+            inviting = [server.invite(invitation, rank) for server, rank in servers]
             with self.job.times.timed("join"):
                 await together([asyncio.to_thread(self._plane.join), *inviting])
         await self.each(lambda server: server.start())
@@ -364,11 +365,3 @@ class WeightsDelivery(Delivery[WeightsServer]):
 def _free(made: asyncio.Task[Shipment]) -> None:
     if not made.cancelled() and made.exception() is None:
         made.result().close()
-
-
-def _first_ranks(servers: list[WeightsServer]) -> Iterator[tuple[WeightsServer, int]]:
-    """Each server with the rank of its first worker; the trainer's is 0."""
-    rank = 1
-    for server in servers:
-        yield server, rank
-        rank += server.workers

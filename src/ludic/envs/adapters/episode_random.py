@@ -28,7 +28,8 @@ class EpisodeRandom:
 
     def __init__(self, seed: int | None = None) -> None:
         self.python = random.Random(seed)
-        self.numpy = np.random.RandomState(None if seed is None else self._words(seed))
+        words = None if seed is None else [seed >> shift & 0xFFFFFFFF for shift in (0, 32)]
+        self.numpy = np.random.RandomState(words)
 
     @contextmanager
     def drawn_from(self) -> Iterator[None]:
@@ -38,10 +39,6 @@ class EpisodeRandom:
             yield
         finally:
             _now.reset(token)
-
-    @staticmethod
-    def _words(seed: int) -> list[int]:
-        return [seed >> shift & 0xFFFFFFFF for shift in (0, 32)]
 
 
 class _Random:

@@ -76,7 +76,8 @@ class ReasoningGymEnv(SingleAgentEnv):
         return self.env_current_obs(), {"task": self._key}
 
     def env_step(self, action: Action) -> StepOutcome:
-        info: dict[str, Any] = {"target": _text_or_none(self._entry.get("answer"))}
+        target = self._entry.get("answer")
+        info: dict[str, Any] = {"target": None if target is None else str(target)}
         try:
             score = self._questions.score(action, self._entry)
         except Exception as error:  # the scorers of some tasks raise for what they cannot read
@@ -168,7 +169,3 @@ def _name(task: str, level: str, config: str, seed: int) -> str:
     if config != "{}":
         name += f"~{hashlib.blake2b(config.encode(), digest_size=4).hexdigest()}"
     return f"{name}/{seed}"
-
-
-def _text_or_none(value: Any) -> str | None:
-    return None if value is None else str(value)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from ludic.envs.adapters import load_package, plain, refuse_stored
@@ -205,7 +206,7 @@ def _loaded(id: str, args: str) -> Any:
         )
     # An environment takes over Ctrl-C when it is made, which is not its business here, and which
     # only the main thread could do.
-    load_package("verifiers.envs.environment", "verifiers").signal = _NoSignals()
+    load_package("verifiers.envs.environment", "verifiers").signal = _no_signals
     logging.getLogger("verifiers").setLevel(logging.ERROR)
     try:
         env = vf.load_environment(id, **json.loads(args))
@@ -224,15 +225,8 @@ def _loaded(id: str, args: str) -> Any:
     return env
 
 
-class _NoSignals:
-    """Stands for the module `signal`, and does nothing."""
-
-    SIGINT = SIGTERM = 0
-    default_int_handler = None
-
-    @staticmethod
-    def signal(number: int, handler: Any) -> None:
-        return None
+_no_signals = SimpleNamespace(SIGINT=0, SIGTERM=0, default_int_handler=None, signal=lambda *_: None)
+"""Stands for the module `signal`, and does nothing."""
 
 
 @lru_cache(maxsize=1)

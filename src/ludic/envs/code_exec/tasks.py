@@ -6,7 +6,7 @@ import ast
 import builtins
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -129,9 +129,9 @@ def mbpp_task(row: Row) -> FunctionTask:
 _OPENING = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)")
 
 
-def extract_code(answer: str) -> str:
-    """The program in an answer: its last fenced block, that of Python if there is one, or all of
-    it where nothing is fenced. Takes time in proportion to the answer, whatever it is."""
+def extract_code(answer: str, languages: Sequence[str] = ("python", "py", "python3")) -> str:
+    """The program in an answer: its last fenced block, in one of the languages if there is one, or
+    all of it where nothing is fenced. Takes time in proportion to the answer, whatever it is."""
     fence, language, begin = "", "", 0
     last: dict[bool, str] = {}
     lines = answer.replace("\r\n", "\n").split("\n")
@@ -139,7 +139,7 @@ def extract_code(answer: str) -> str:
     for number, line in enumerate(lines):
         if fence and line.strip(" \t") == fence:
             code = "".join(f"{one}\n" for one in lines[begin:number])
-            last[language.lower() in ("python", "py", "python3")] = code
+            last[language.lower() in languages] = code
             fence = ""
             continue
         opening = None if fence else _OPENING.match(line)

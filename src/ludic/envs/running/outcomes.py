@@ -76,7 +76,7 @@ def _for_agents(
     says: str, agent_ids: Sequence[AgentID], result: Any, wanted: str, read: Callable[[Any], T]
 ) -> dict[AgentID, T]:
     """What `read` makes of each agent's part of the result."""
-    if not isinstance(result, Mapping):
+    if type(result) is not dict and not isinstance(result, Mapping):
         raise EnvError(f"{says} returned {_kind(result)}; return {{agent_id: {wanted}}}")
     parts: dict[AgentID, T] = {}
     for agent, part in result.items():
@@ -95,13 +95,16 @@ def _for_agents(
 def _opening(opening: Any) -> tuple[Obs, Info]:
     if not (isinstance(opening, tuple) and len(opening) == 2):
         raise _Broken(f"{_kind(opening)}; give it (obs, info)")
-    obs, info = opening
+    return _told(*opening)
+
+
+def _told(obs: Any, info: Any) -> tuple[Obs, Info]:
     if not isinstance(obs, str):
         raise _Broken(f"an observation that is {_kind(obs)}; observations are text: give a str")
-    if not isinstance(info, Mapping):
+    if type(info) is not dict and not isinstance(info, Mapping):
         raise _Broken(f"an info that is {_kind(info)}; give a dict")
     try:
-        return clean_text(obs), json_copy(info, "info")
+        return clean_text(obs), json_copy(info, "info") if info else {}
     except SerializationError as exc:
         raise _Broken(
             f"facts that could not be stored: {exc}; give plain numbers, strings, lists and dicts"
@@ -111,31 +114,32 @@ def _opening(opening: Any) -> tuple[Obs, Info]:
 def _outcome(outcome: Any) -> StepOutcome:
     if not isinstance(outcome, StepOutcome):
         raise _Broken(f"{_kind(outcome)}; give a StepOutcome")
-    obs, info = _opening((outcome.obs, outcome.info))
-    terminated, truncated = _flag(outcome, "terminated"), _flag(outcome, "truncated")
+    obs, info = _told(outcome.obs, outcome.info)
+    terminated, truncated = outcome.terminated, outcome.truncated
+    if type(terminated) is not bool or type(truncated) is not bool:
+        terminated, truncated = _flag(outcome, "terminated"), _flag(outcome, "truncated")
     if terminated and truncated:
         raise _Broken(
             "an outcome that is both terminated and truncated; an episode that is over was not "
             "cut: set truncated only if terminated is not"
         )
     components = outcome.reward_components or {}
-    if not isinstance(components, Mapping):
+    if type(components) is not dict and not isinstance(components, Mapping):
         raise _Broken(
             f"reward_components that are {_kind(components)}; give a mapping of names to numbers"
         )
-    for part in components:
+    floats: dict[str, float] = {}
+    for part, value in components.items():
         if not isinstance(part, str):
             raise _Broken(f"a reward component named {part!r}, {_kind(part)}; name it in text")
+        floats[clean_text(part)] = _number(f"reward component {part!r}", value)
     return StepOutcome(
         obs,
         _number("reward", outcome.reward),
         terminated=terminated,
         truncated=truncated,
         info=info,
-        reward_components={
-            clean_text(part): _number(f"reward component {part!r}", value)
-            for part, value in components.items()
-        },
+        reward_components=floats,
     )
 
 
@@ -151,7 +155,7 @@ _NUMPY_BOOLS = (("numpy", "bool"), ("numpy", "bool_"))
 
 
 def _number(what: str, value: Any) -> float:
-    if not isinstance(value, numbers.Real):
+    if type(value) is not float and not isinstance(value, numbers.Real):
         raise _Broken(f"the {what} {value!r}, which is {_kind(value)}; give a float")
     number = float(value)
     if not math.isfinite(number):

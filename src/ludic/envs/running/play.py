@@ -37,8 +37,9 @@ async def _play(
             prompt = runner.suggested_sysprompt(agent)
             if prompt:
                 _print(f"[{agent}] {prompt}\n", stdout)
+        picture = env.picture()
         for agent, (obs, _) in openings.items():
-            _print(f"[{agent}]\n{obs}", stdout)
+            _print(f"[{agent}]\n{obs if picture is None else picture}", stdout)
         while not runner.done:
             actions = {}
             for agent in runner.active_agents:
@@ -49,7 +50,7 @@ async def _play(
                     return 1
                 actions[agent] = line
             outcomes = await runner.step(actions)
-            _show(outcomes, stdout)
+            _show(outcomes, None if picture is None else env.picture(), stdout)
             for agent, outcome in outcomes.items():
                 totals[agent] += outcome.reward
     finally:
@@ -64,7 +65,7 @@ def _print(text: str, stdout: TextIO, end: str = "\n") -> None:
     print(visible(text), end=end, file=stdout, flush=True)
 
 
-def _show(outcomes: Mapping[str, StepOutcome], stdout: TextIO) -> None:
+def _show(outcomes: Mapping[str, StepOutcome], picture: str | None, stdout: TextIO) -> None:
     for agent, outcome in outcomes.items():
         ending = "terminated" if outcome.terminated else "truncated" if outcome.truncated else ""
         parts = [f"[{agent}]"]
@@ -74,7 +75,8 @@ def _show(outcomes: Mapping[str, StepOutcome], stdout: TextIO) -> None:
             parts.append(", ".join(f"{k} {v:g}" for k, v in outcome.reward_components.items()))
         if ending:
             parts.append(ending)
-        if outcome.obs:
-            _print(" ".join(parts) + "\n" + outcome.obs, stdout)
+        obs = outcome.obs if picture is None else picture
+        if obs:
+            _print(" ".join(parts) + "\n" + obs, stdout)
         elif len(parts) > 1:
             _print(" ".join(parts), stdout)

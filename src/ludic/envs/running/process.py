@@ -109,11 +109,7 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
     def reset(self, *, seed: int | None = None) -> Mapping[AgentID, tuple[Obs, Info]]:
         if self._closed:
             raise EnvError(f"environment {self.name} was closed, or killed: make a new one")
-        if self._process is None:
-            self._process = _shared.take(self._setup["factory"], name=f"environment {self.name}")
-            if self._killed:  # from another thread, while it was starting
-                self.kill()
-            self._exchange({"call": "build", **self._setup})
+        self._begin()
         openings = self._ask({"call": "reset", "seed": seed})
         return {agent: (obs, info) for agent, (obs, info) in openings.items()}
 
@@ -123,6 +119,15 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
 
     def current_obs(self) -> Mapping[AgentID, Obs]:
         return dict(self._seen("current_obs"))
+
+    def picture(self) -> str | None:
+        picture: str | None = self._ask({"call": "picture"})
+        return picture
+
+    def check_machine(self) -> None:
+        """Builds the environment in its process, which finds out what is missing."""
+        self._begin()
+        self._exchange({"call": "check_machine"})
 
     def suggested_sysprompt(self, agent_id: AgentID) -> str | None:
         prompt: str | None = self._seen("sysprompts").get(agent_id)
@@ -148,6 +153,14 @@ class ProcessEnv(LudicEnv[AgentID, Obs, str]):
             _shared.bring_back(self._setup["factory"], process)
         else:
             process.close()
+
+    def _begin(self) -> None:
+        """Has the environment built in a process, once."""
+        if self._process is None:
+            self._process = _shared.take(self._setup["factory"], name=f"environment {self.name}")
+            if self._killed:  # from another thread, while it was starting
+                self.kill()
+            self._exchange({"call": "build", **self._setup})
 
     def _is_left_clean(self, process: ChildProcess) -> bool:
         try:
@@ -198,20 +211,16 @@ class EnvProcesses:
     def take(self, factory: str, *, name: str) -> ChildProcess:
         """A process that has served this factory before and is alive; else a new one."""
         wanted = _surroundings(factory)
-        dead = []
-        try:
+        while True:
             with self._lock:
-                for place in reversed(range(len(self._idle))):
-                    surroundings, process = self._idle[place]
-                    if surroundings == wanted:
-                        del self._idle[place]
-                        if process.is_alive:
-                            process.name = name
-                            return process
-                        dead.append(process)
-        finally:
-            for process in dead:
-                process.close()
+                fitting = [i for i, (its, _) in enumerate(self._idle) if its == wanted]
+                if not fitting:
+                    break
+                _, process = self._idle.pop(fitting[-1])
+            if process.is_alive:
+                process.name = name
+                return process
+            process.close()
         return ChildProcess(f"{__name__}:serve_envs", None, name=name)
 
     def bring_back(self, factory: str, process: ChildProcess) -> None:
@@ -273,6 +282,11 @@ class _Served:
 
     def answer(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         env = self._env
+        if message["call"] == "check_machine":
+            env.check_machine()
+            return {}
+        if message["call"] == "picture":
+            return {"value": env.picture(), "state": _state(env)}
         if message["call"] == "reset":
             value = self._finish(env.reset(seed=message["seed"]))
             value = {agent: list(opening) for agent, opening in dict(value).items()}

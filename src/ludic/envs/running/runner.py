@@ -17,9 +17,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -88,8 +87,13 @@ class EnvRunner:
         """The agents that act in the next step; none when the episode is over."""
         if self.done:
             return ()
-        with self._named("active_agents"):
+        try:
             active: tuple[AgentID, ...] = tuple(self.env.active_agents)
+        except BaseException as error:
+            self._fail("active_agents", error)
+            raise
+        if active == self._agent_ids and not self._ended:
+            return active
         left = [agent for agent in self._agent_ids if agent not in self._ended]
         strays = [agent for agent in active if agent not in left]
         if len(set(active)) != len(active):
@@ -109,9 +113,11 @@ class EnvRunner:
     @property
     def accepts_partial_actions(self) -> bool:
         """Whether a step may leave out an active agent whose answer could not be parsed."""
-        with self._named("accepts_partial_actions"):
-            accepts: bool = bool(self.env.accepts_partial_actions)
-        return accepts
+        try:
+            return bool(self.env.accepts_partial_actions)
+        except BaseException as error:
+            self._fail("accepts_partial_actions", error)
+            raise
 
     async def reset(self, seed: int | None = None) -> Mapping[AgentID, tuple[Obs, Info]]:
         """Begins an episode; what each agent first sees."""
@@ -119,11 +125,18 @@ class EnvRunner:
             raise EnvError(f"environment {self.name} was {self._state}: make a new one")
         self._ended.clear()
         self._steps = 0
-        with self._named("reset"):
-            ask = partial(self.env.reset, seed=seed)
-            result = await self._answer(ask, "reset", self._reset_in_thread)
+        try:
+            if self._reset_in_thread:
+                result = await self._in_thread(partial(self.env.reset, seed=seed), "reset")
+            else:
+                result = self.env.reset(seed=seed)
+            if type(result) is not dict and inspect.isawaitable(result):
+                result = await self._awaited(result, "reset")
             self._agent_ids = tuple(self.env.agent_ids)
             opening = checked_opening(self.name, self._agent_ids, result)
+        except BaseException as error:
+            self._fail("reset", error)
+            raise
         self._state = "running"
         return opening
 
@@ -132,13 +145,22 @@ class EnvRunner:
         self._check_actions(actions)
         self._steps += 1
         where = f"step {self._steps}"
-        with self._named(where):
-            ask = partial(self.env.step, actions)
-            result = await self._answer(ask, where, self._step_in_thread)
+        try:
+            if self._step_in_thread:
+                result = await self._in_thread(partial(self.env.step, actions), where)
+            else:
+                result = self.env.step(actions)
+            if type(result) is not dict and inspect.isawaitable(result):
+                result = await self._awaited(result, where)
             outcomes = checked_outcomes(
                 self.name, where, self._agent_ids, self._ended, actions, result
             )
-        self._ended.update(a for a, o in outcomes.items() if o.terminated or o.truncated)
+        except BaseException as error:
+            self._fail(where, error)
+            raise
+        for agent, outcome in outcomes.items():
+            if outcome.terminated or outcome.truncated:
+                self._ended.add(agent)
         return outcomes
 
     def suggested_sysprompt(self, agent_id: AgentID) -> str | None:
@@ -172,8 +194,11 @@ class EnvRunner:
             _warn_of_close(self.name, error)
 
     def _text(self, what: str, ask: Callable[[], Any]) -> str | None:
-        with self._named(what):
+        try:
             value = ask()
+        except BaseException as error:
+            self._fail(what, error)
+            raise
         if value is None:
             return None
         if isinstance(value, str):
@@ -196,6 +221,8 @@ class EnvRunner:
                     "actions are text"
                 )
         active = self.active_agents
+        if tuple(actions) == active:
+            return
         missing = [agent for agent in active if agent not in actions]
         extra = [agent for agent in actions if agent not in active]
         if extra or not actions or (missing and not self.accepts_partial_actions):
@@ -204,20 +231,15 @@ class EnvRunner:
                 f"missing {missing}, out of turn {extra}"
             )
 
-    async def _answer(self, ask: Callable[[], Any], where: str, in_thread: bool) -> Any:
-        """What the environment answers, called the way it asks to be called."""
-        if in_thread:
-            result = await self._threads.run(
-                ask,
-                what=where,
-                whom=f"environment {self.name}",
-                timeout_s=self.step_timeout_s,
-                on_abandon=self._abandon,
-                on_return=lambda: close_env(self.env, self.name),
-            )
-        else:
-            result = ask()
-        return await self._awaited(result, where) if inspect.isawaitable(result) else result
+    async def _in_thread(self, ask: Callable[[], Any], where: str) -> Any:
+        return await self._threads.run(
+            ask,
+            what=where,
+            whom=f"environment {self.name}",
+            timeout_s=self.step_timeout_s,
+            on_abandon=self._abandon,
+            on_return=lambda: close_env(self.env, self.name),
+        )
 
     def _abandon(self) -> None:
         # The thread still works on the environment, so nobody else may touch it from here on, not
@@ -244,17 +266,12 @@ class EnvRunner:
         except SystemExit as error:  # in a task it would end the whole event loop
             raise self._error(where, error) from error
 
-    @contextmanager
-    def _named(self, where: str) -> Iterator[None]:
-        """After any error inside, the runner only closes. One that does not say so itself is raised
-        with the environment and the place."""
-        try:
-            yield
-        except BaseException as error:
-            if self._state != "abandoned":
-                self._state = "failed"
-            if isinstance(error, LudicError) or is_for_us(error):
-                raise
+    def _fail(self, where: str, error: BaseException) -> None:
+        """After any error the runner only closes. One that does not say so itself is raised with
+        the environment and the place."""
+        if self._state != "abandoned":
+            self._state = "failed"
+        if not isinstance(error, LudicError) and not is_for_us(error):
             raise self._error(where, error) from error
 
     def _error(self, where: str, error: BaseException) -> EnvError:

@@ -5,29 +5,39 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from operator import countOf
+
+import numpy as np
 
 from ludic.errors import RequestRejectedError
 from ludic.inference.client import TokenCompletionRequest
-from ludic.inference.local.prefix_store import key_of_ids
+from ludic.inference.local.prefix_store import PACKED, key_of_ids
+from ludic.types import are_ids
 
 
-def checked_prompt(request: TokenCompletionRequest, *, vocab: int, context: int) -> bytes:
-    """The prompt's `key_of_ids`. Raises `RequestRejectedError` for what cannot be served by a model
-    with so many ids and so long a context."""
-    ids = request.prompt_token_ids
+def checked_request(
+    request: TokenCompletionRequest, *, vocab: int, context: int
+) -> tuple[int, bytes]:
+    """How many tokens the completion may have, and the prompt's `key_of_ids`. Raises
+    `RequestRejectedError` for what cannot be served by a model with so many ids and so long a
+    context."""
+    ids, sampling = request.prompt_token_ids, request.sampling
     if not ids:
         raise RequestRejectedError("the prompt is empty: give at least one token id")
-    if len(ids) >= context:
+    room = context - len(ids)
+    if room < 1:
         raise RequestRejectedError(
             f"a prompt of {len(ids)} tokens leaves no room for a completion within "
             f"max_context_tokens={context}: shorten the prompt, or raise the limit"
         )
+    if sampling.stop_token_ids and (bad := [t for t in sampling.stop_token_ids if t >= vocab]):
+        raise RequestRejectedError(f"stop_token_ids {bad} are outside of the vocabulary")
+    if request.timeout_s is not None and not request.timeout_s > 0:
+        raise RequestRejectedError(f"timeout_s={request.timeout_s}: must be more than 0")
     try:
-        key = key_of_ids(ids) if countOf(map(type, ids), int) == len(ids) else b""
-    except OverflowError:  # a negative id, or one of more than 32 bits
+        key = key_of_ids(ids) if are_ids(ids) else b""
+    except OverflowError:  # an id of more than 32 bits
         key = b""
-    if not key or max(ids) >= vocab:
+    if not key or np.frombuffer(key, PACKED).max() >= vocab:
         i, token = next(
             (i, t) for i, t in enumerate(ids) if type(t) is not int or not 0 <= t < vocab
         )
@@ -37,19 +47,7 @@ def checked_prompt(request: TokenCompletionRequest, *, vocab: int, context: int)
             else f"is of type {type(token).__name__}: give plain ints, such as .tolist() makes"
         )
         raise RequestRejectedError(f"prompt_token_ids[{i}] = {token!r} {why}")
-    return key
-
-
-def completion_limit(request: TokenCompletionRequest, *, vocab: int, context: int) -> int:
-    """How many tokens the completion may have. Raises `RequestRejectedError` for limits that make
-    no sense."""
-    wanted = request.sampling.max_tokens
-    if bad := [t for t in request.sampling.stop_token_ids if not 0 <= t < vocab]:
-        raise RequestRejectedError(f"stop_token_ids {bad} are outside of the vocabulary")
-    if request.timeout_s is not None and not request.timeout_s > 0:
-        raise RequestRejectedError(f"timeout_s={request.timeout_s}: must be more than 0")
-    room = context - len(request.prompt_token_ids)
-    return room if wanted is None else min(room, wanted)
+    return room if sampling.max_tokens is None else min(room, sampling.max_tokens), key
 
 
 class QueueGate:

@@ -18,6 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ludic.memory.engine import slot_lengths
+
 
 def to_device(
     values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | NDArray[Any],
@@ -111,22 +113,6 @@ class Arena:
         self.kv[:, :, slot, :, : kv.shape[3]] = kv
 
 
-def arena_lengths(max_tokens: int, *, single_length: bool) -> list[int]:
-    """The lengths of the slots of an engine, in rising order."""
-    if single_length:
-        return [-(-max_tokens // 64) * 64]
-    lengths = [64]
-    while lengths[-1] < max_tokens:
-        lengths.append(2 * lengths[-1])
-    return lengths
-
-
-def arena_bytes(shape: KVShape, max_slots: int, max_tokens: int, *, single_length: bool) -> int:
-    """What the slots take when every arena has grown to its full size."""
-    lengths = arena_lengths(max_tokens, single_length=single_length)
-    return sum(lengths) * (max_slots + single_length) * shape.bytes_per_token
-
-
 class SlotMemory:
     """All arenas of one engine. `single_length` makes a single arena, for CUDA graphs, whose
     addresses must not change."""
@@ -138,7 +124,7 @@ class SlotMemory:
         self.generation = 0
         """Another number whenever a tenant came, left or moved."""
         self._arenas: dict[int, Arena] = {}
-        self.lengths = arena_lengths(max_tokens, single_length=single_length)
+        self.lengths = slot_lengths(max_tokens, single_length=single_length)
         if single_length:
             # One slot more than can be taken: padding rows write there.
             length = self.lengths[0]

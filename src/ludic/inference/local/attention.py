@@ -17,12 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ludic.errors import ConfigError
+from ludic.memory.engine import MAX_MASK
 
 ATTENTION_NAME = "ludic_slots"
 NEG_INF = float("-inf")
-MAX_MASK = 1 << 28
-"""The most elements of a mask: half a gigabyte in a half type. A prompt of 32,000 tokens within a
-window would need gigabytes at once."""
 
 Rotary = tuple[Tensor, Tensor]
 """Cosines and sines, [rows, dim] each."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from ludic.errors import ConfigError, DeadlineError, PublishError, QueueFullError
 from ludic.inference.client import TokenCompletionRequest, Waiter
-from ludic.inference.local.admission import QueueGate, checked_prompt, completion_limit
+from ludic.inference.local.admission import QueueGate, checked_request
 from ludic.inference.local.build import build_scheduler
 from ludic.inference.local.copies import Shadow
 from ludic.inference.local.engine_thread import EngineThread, Pause, call_in
@@ -66,6 +66,8 @@ class LocalChatClient:
         pipelined: whether the host stays a step behind the device, with CUDA graphs where there
             are any; None: on a GPU, unless deterministic.
     """
+
+    keeps_deadlines = True
 
     def __init__(
         self,
@@ -271,7 +273,23 @@ class LocalChatClient:
     def _submit(self, request: TokenCompletionRequest, waiter: Waiter) -> Sequence:
         """Queues a request that has a place in the gate."""
         try:
-            sequence = self._sequence(request, waiter)
+            limit, prompt_key = self._check(request)
+            sampling = request.sampling
+            seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
+            stop_ids = frozenset() if request.extensions.get("ignore_eos") else self._eos
+            if sampling.stop_token_ids:
+                stop_ids = stop_ids.union(sampling.stop_token_ids)
+            sequence = Sequence(
+                prompt_token_ids=request.prompt_token_ids,
+                prompt_key=prompt_key,
+                limit=limit,
+                sampling=sampling,
+                returns=request.returns,
+                key=noise_key(seed),
+                stop_ids=stop_ids,
+                deliver=partial(self._thread.outbox.put, waiter),
+                seed=seed,
+            )
             self._thread.submit(sequence)
         except BaseException:
             self._gate.leave()
@@ -283,31 +301,9 @@ class LocalChatClient:
         served."""
         if self._thread.closed:
             raise self._thread.closed_error()
-        vocab, context = self._vocab, self.max_context_tokens
-        key = checked_prompt(request, vocab=vocab, context=context)
-        limit = completion_limit(request, vocab=vocab, context=context)
         if self._may_drop and (active := active_dropout(self._model)):
             raise ConfigError(f"dropout is active in {active}: call model.eval(), or set it to 0")
-        return limit, key
-
-    def _sequence(self, request: TokenCompletionRequest, waiter: Waiter) -> Sequence:
-        limit, prompt_key = self._check(request)
-        sampling = request.sampling
-        seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
-        stop_ids = frozenset() if request.extensions.get("ignore_eos") else self._eos
-        if sampling.stop_token_ids:
-            stop_ids = stop_ids.union(sampling.stop_token_ids)
-        return Sequence(
-            prompt_token_ids=request.prompt_token_ids,
-            prompt_key=prompt_key,
-            limit=limit,
-            sampling=sampling,
-            returns=request.returns,
-            key=noise_key(seed),
-            stop_ids=stop_ids,
-            deliver=partial(self._thread.outbox.put, waiter),
-            seed=seed,
-        )
+        return checked_request(request, vocab=self._vocab, context=self.max_context_tokens)
 
     def _foreign(self, params: Mapping[str, Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Those of `params` that are not the module's own tensors, all checked to fit, each with

@@ -49,6 +49,8 @@ def shared_copy(
         new = seen[id(module)] = make(module)
         # A module that was compiled in place calls what was compiled for the original.
         state = {**module.__dict__, "_compiled_call_impl": None}
+        if "ludic_pass" in state:
+            del state["forward"]  # the trainer's way through the original
         if hasattr(state.get("config"), "_attn_implementation"):
             state["config"] = own_config(state["config"])
         state["_modules"] = {

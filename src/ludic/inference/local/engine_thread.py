@@ -91,11 +91,12 @@ class EngineThread:
     ) -> None:
         self._scheduler, self._precision = scheduler, precision
         self.outbox = Outbox()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._inbox: list[Sequence] = []
         self._pauses: list[Pause] = []
         self._version = scheduler.version
-        self._closing = False
+        self._closing = self._waits = False
         self._crash: BaseException | None = None
         scheduler.on_admit = gate.leave
         scheduler.gather = self._gather
@@ -126,11 +127,12 @@ class EngineThread:
         self._hand_in(self._pauses, pause)
 
     def _hand_in(self, where: list[Any], what: Any) -> None:
-        with self._changed:
+        with self._lock:
             if self._closing:
                 raise self.closed_error()
             where.append(what)
-            self._changed.notify()
+            if self._waits:  # else it looks by itself before it waits
+                self._changed.notify()
 
     def release(self, pause: Pause) -> None:
         """Hands the weights back. A pause that is not ready yet is called off."""
@@ -212,7 +214,13 @@ class EngineThread:
                 if scheduler.has_work:
                     return True
                 self.outbox.hand_over()
-                self._changed.wait()
+                self._wait()
+
+    def _wait(self) -> None:
+        """Until something is handed in or changes; called with the lock."""
+        self._waits = True
+        self._changed.wait()
+        self._waits = False
 
     def _gather(self) -> None:
         """Waits a moment for the event loop to hand in what it has at hand."""
@@ -241,7 +249,7 @@ class EngineThread:
             # Those that gave up meanwhile must not fill the queue.
             self._take_in()
             self._scheduler.drop_cancelled_waiting()
-            self._changed.wait()
+            self._wait()
         # The holder may have changed any weight: nothing computed before is worth keeping.
         self._scheduler.forget()
         self._scheduler.counters.updates += 1

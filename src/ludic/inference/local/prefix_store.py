@@ -131,10 +131,14 @@ class PrefixStore(Generic[T]):
             self._on_drop(entry.kept)
 
 
+PACKED = np.dtype(">u4")
+"""The tokens as keys have them."""
+
+
 def token_key(tokens: Tokens) -> bytes:
     """The tokens as bytes in the same order."""
     # The highest byte first: bytes then stand in the order of the tokens.
-    return tokens.astype(">u4").tobytes()
+    return tokens.astype(PACKED).tobytes()
 
 
 def key_of_ids(token_ids: Sequence[int]) -> bytes:

@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.inference.local.arena import Tenant
+from ludic.inference.local.prefix_store import PACKED
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.types import ChatResponse, FinishReason, TokenTrace, VersionSpan
 
-_PACKED = np.dtype(">u4")
-"""The tokens as `key_of_ids` packs them."""
 Deliver = Callable[[ChatResponse | BaseException], None]
 
 
@@ -59,7 +58,7 @@ class Sequence(Tenant):
 
     def __post_init__(self) -> None:
         self.tokens, self.prompt_len = list(self.prompt_token_ids), len(self.prompt_token_ids)
-        self.prompt = np.frombuffer(self.prompt_key, _PACKED)
+        self.prompt = np.frombuffer(self.prompt_key, PACKED)
         # Asked for every token, and the same for all of them.
         self.is_special = self.sampling.truncates or self.sampling.penalises
         self.is_plain = self.sampling.temperature > 0 and not self.is_special

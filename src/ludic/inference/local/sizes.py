@@ -3,31 +3,22 @@ of it takes of a device's memory."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from ludic.errors import ConfigError
-from ludic.inference.local.arena import KVShape, arena_bytes
-from ludic.inference.local.attention import MAX_MASK
+from ludic.inference.local.arena import KVShape
 from ludic.inference.local.view import device_and_dtype
-from ludic.plumbing.model_parts import base_causal_lm, text_config
-
-MAX_TOKENS = 32_768
-"""The most tokens of one forward pass on a GPU."""
-
-
-_CPU_CACHE_BYTES = 256 << 20
-_GPU_CACHE_BYTES = 4 << 30
-_GPU_CONTEXT = 4096
+from ludic.memory import engine
+from ludic.memory.shape import ModelShape
+from ludic.plumbing.model_parts import base_causal_lm, config_facts, text_config
 
 
 def cache_tokens(shape: KVShape, device: torch.device) -> int:
     """How many tokens the prefix cache holds where no number is set."""
-    budget = _GPU_CACHE_BYTES if device.type == "cuda" else _CPU_CACHE_BYTES
-    return max(1, budget // shape.bytes_per_token)
+    return engine.cache_tokens(shape.bytes_per_token, device.type)
 
 
 def context_tokens(wanted: int | None, config: Any, device: torch.device) -> int:
@@ -36,9 +27,12 @@ def context_tokens(wanted: int | None, config: Any, device: torch.device) -> int
     if wanted is None:
         if not limit:
             raise ConfigError("the model names no longest context: set max_context_tokens")
-        wanted = min(limit, _GPU_CONTEXT) if device.type == "cuda" else limit
+        wanted = engine.default_context(limit, device.type)
     if limit and wanted > limit:
-        raise ConfigError(f"max_context_tokens={wanted} is more than the model's {limit} positions")
+        raise ConfigError(
+            f"max_context_tokens={wanted} is more than the model's {limit} positions: set it to "
+            f"{limit} at most"
+        )
     if wanted < 2:
         raise ConfigError(f"max_context_tokens={wanted}: a prompt and a completion need 2")
     return wanted
@@ -65,27 +59,6 @@ def kv_shape(model: nn.Module, config: Any) -> KVShape:
     return KVShape(config.num_hidden_layers, kv_heads, head_dim, dtype, device)
 
 
-_SCORED_ROWS = 512
-_BYTES_PER_LOGIT = 16
-"""A logit in the model's type, in float32 and scaled, and what a sampler or a graph keeps of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineMemory:
-    """In bytes: the slots, the prefix cache when it is full, and what a step needs at most.
-
-    The first two are exact. The last is an estimate of the largest prompt pass and of the logits.
-    """
-
-    slots: int
-    prefix_cache: int
-    step: int
-
-    @property
-    def total(self) -> int:
-        return self.slots + self.prefix_cache + self.step
-
-
 def engine_memory(
     model: nn.Module,
     *,
@@ -94,31 +67,24 @@ def engine_memory(
     deterministic: bool | None = None,
     prefix_cache_tokens: int | None = None,
     device: torch.device | None = None,
-) -> EngineMemory:
+) -> engine.EngineMemory:
     """What a `LocalChatClient` with these settings takes on a GPU, beside the model's weights.
 
     `device`: where the engine will be; None: where the model is.
     """
     model = base_causal_lm(model)
     config = text_config(model)
-    shape = kv_shape(model, config)
-    where = device or shape.device
-    context = context_tokens(max_context_tokens, config, where)
-    slots = arena_bytes(shape, max_slots, context, single_length=not deterministic)
-    if prefix_cache_tokens is None:
-        prefix_cache_tokens = cache_tokens(shape, where)
-    step = _step_bytes(shape, config, max_slots, context)
-    return EngineMemory(slots, prefix_cache_tokens * shape.bytes_per_token, step)
-
-
-def _step_bytes(shape: KVShape, config: Any, max_slots: int, context: int) -> int:
-    """The widest layer of the largest prompt pass, its keys and its mask, and all logits."""
-    tokens = min(MAX_TOKENS, max_slots * context)
-    kv = shape.kv_heads * shape.head_dim
-    queries = config.num_attention_heads * shape.head_dim
-    inner = int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size)
-    per_token = 6 * config.hidden_size + 3 * max(inner, queries) + 6 * kv
-    mask = min(MAX_MASK, tokens * context * config.num_attention_heads // shape.kv_heads)
-    rows = max(max_slots, _SCORED_ROWS)
-    logits = rows * config.vocab_size * _BYTES_PER_LOGIT
-    return int((tokens * per_token + 2 * mask) * shape.dtype.itemsize + logits)
+    kv = kv_shape(model, config)
+    shape = ModelShape.of(config_facts(model))
+    if shape is None:
+        raise ConfigError(f"{type(model).__name__} does not say how large its layers are")
+    where = device or kv.device
+    return engine.engine_bytes(
+        shape,
+        slots=max_slots,
+        context=context_tokens(max_context_tokens, config, where),
+        item=kv.dtype.itemsize,
+        device=where.type,
+        deterministic=bool(deterministic),
+        prefix_cache_tokens=prefix_cache_tokens,
+    )

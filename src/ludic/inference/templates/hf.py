@@ -1,8 +1,9 @@
 """Chat templates of Hugging Face tokenizers, extended token by token.
 
-How `extend` works. The conversation is rendered to text, which is cheap, and compared with the
-text of the previous prompt and of what was sampled; only what is new is tokenised. Where the
-template closes an assistant message is established once per role that follows it. White space where
+How `extend` works. The conversation is rendered to text (only what is new, where the template lets
+contents alone), and compared with the text of the previous prompt and of what was sampled; only
+what is new is tokenised. Where the template closes an assistant message is established once per
+role that follows it. White space where
 a template may trim or set its own (the ends of a message, and next to the tags of thinking and of
 tool calls) makes no difference. Any other does.
 """
@@ -220,7 +221,8 @@ class HFChatTemplate:
                 "the template does not show where a message ends",
             )
         guarded = before.guarded + self._guard.messages(messages[last:], last)
-        text = self._text(guarded, tools)
+        tail = None if tools else self._plain.render_after(last, guarded)
+        text = self._text(guarded, tools) if tail is None else before.text + tail
 
         prompt = before.text
         if not text.startswith(prompt):

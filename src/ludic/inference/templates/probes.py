@@ -154,7 +154,7 @@ class MessageGuard:
         the conversation, for errors."""
         if not messages:
             raise TemplateError("no messages: a prompt needs at least one")
-        return tuple(self._message(m, first + i) for i, m in enumerate(messages))
+        return tuple([self._message(m, first + i) for i, m in enumerate(messages)])
 
     def _message(self, message: Message, index: int) -> Mapping[str, Any]:
         if not isinstance(message, dict):

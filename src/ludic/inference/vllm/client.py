@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 from ludic.errors import (
@@ -64,15 +65,11 @@ class VLLMChatClient:
         urls = [servers] if isinstance(servers, str) else list(servers)
         users = [split_user(url)[1] for url in urls]
         urls = [without_user(url).rstrip("/").removesuffix("/v1") for url in urls]
+        are_urls = all(u.startswith(("http://", "https://")) for u in urls)
         rules = (
             (bool(urls), "servers", urls, "at least one address"),
             (len(set(urls)) == len(urls), "servers", urls, "different addresses"),
-            (
-                all(u.startswith(("http://", "https://")) for u in urls),
-                "servers",
-                urls,
-                "http(s) addresses such as http://127.0.0.1:8000",
-            ),
+            (are_urls, "servers", urls, "http(s) addresses such as http://127.0.0.1:8000"),
             (all(u == users[0] for u in users), "servers", urls, "of one user and password"),
             (max_concurrency >= 1, "max_concurrency", max_concurrency, ">= 1"),
             (timeout_s > 0, "timeout_s", timeout_s, "> 0"),
@@ -279,11 +276,11 @@ class VLLMChatClient:
                 had = None
                 while had != replica.version:
                     had = replica.version
-                    found = await self.replica_version(replica)
+                    has = await self.replica_version(replica)
                 expected = max(self.version, replica.version)
-                if found != expected:
+                if has != expected:
                     replica.out = (
-                        f"it was away and came back with version {found} instead of version "
+                        f"it was away and came back with version {has} instead of version "
                         f"{expected}; the next publish brings it back"
                     )
             replica.mark_up()
@@ -309,9 +306,9 @@ class VLLMChatClient:
     async def learn(self, replica: Replica, timeout_s: float) -> None:
         """Asks a server what it is; it may have been restarted as another."""
         replica.facts = None
-        session = (await self._connections.get()).unpooled
+        ask_it = partial(self.control, replica, timeout_s=timeout_s)
         try:
-            facts = await server_facts(session, replica.url, self._headers, timeout_s)
+            facts = await server_facts(replica.url, ask_it)
         except (UnreachableError, DeadlineError) as exc:
             replica.mark_down(str(exc), self._backoff.pause_s(replica.failures))
             raise

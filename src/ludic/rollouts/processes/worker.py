@@ -57,6 +57,8 @@ _KEPT_SPECS = 64
 class RemoteClient:
     """Stands for a client of the process that this one works for."""
 
+    keeps_deadlines = True
+
     def __init__(self, worker: Worker, number: int, max_context_tokens: int | None) -> None:
         self._worker, self._number = worker, number
         self.max_context_tokens = max_context_tokens

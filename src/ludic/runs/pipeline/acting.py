@@ -17,20 +17,13 @@ from ludic.inference.templates.plain_tokenizer import load_plain_tokenizer
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.interaction import Runtime
 from ludic.pipeline.actor import Accepts, ActorConfig, ActorReport, only, run_pipeline_actor
+from ludic.runs import episodes
 from ludic.runs.check_episodes import check_programs
-from ludic.runs.episodes import (
-    import_user_modules,
-    inference_spec,
-    requests_of,
-    rollout_engine,
-    runtime_of,
-    with_template,
-)
 from ludic.runs.locate import read_run
 from ludic.runs.pipeline.address import find_pipeline, section_of
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.base import read_key
-from ludic.runs.settings.paths import earlier_run
+from ludic.runs.settings.reading import earlier_run
 from ludic.runs.storage.folder import RunFolder
 from ludic.seeding import derive_seed
 
@@ -46,7 +39,7 @@ async def act_for(
 ) -> ActorReport:
     """Works for a run (its folder, file or name) until it ends, or a signal says to stop."""
     config, modules, folder = read_run(run, overrides)
-    import_user_modules(config, modules)
+    episodes.import_user_modules(config, modules)
     pipeline = find_pipeline(config, folder.path if folder else None, url)
     check_programs(config)
     stop = asyncio.Event()
@@ -57,13 +50,13 @@ async def act_for(
         async with _opened(config, list(servers), tokenizer) as (runtime, follower):
             return await run_pipeline_actor(
                 pipeline,
-                rollout_engine(config, runtime, seed=derive_seed(config.run.seed, "train")),
+                episodes.rollout_engine(
+                    config, runtime, seed=derive_seed(config.run.seed, "train")
+                ),
                 accepts=accepted(config),
                 client=follower,
                 cfg=ActorConfig(
-                    concurrency=config.concurrency,
-                    lease_s=section_of(config).lease_s,
-                    name=name,
+                    concurrency=config.concurrency, lease_s=section_of(config).lease_s, name=name
                 ),
                 stop=stop,
             )
@@ -74,7 +67,7 @@ async def act_for(
 
 def accepted(config: RunConfig) -> Accepts:
     """Accepts what the run's own environments and protocol are, and nothing else."""
-    return only(request for request, _ in requests_of(config).values())
+    return only(request for request, _ in episodes.requests_of(config).values())
 
 
 @asynccontextmanager
@@ -98,7 +91,7 @@ async def _opened(
         )
     async with AsyncExitStack() as stack:
         named = load_plain_tokenizer(tokenizer) if tokenizer else _tokenizer_of(config)
-        ours = with_template(config, named)
+        ours = episodes.with_template(config, named)
         model = "policy" if servers and not config.inference.servers else config.model.name
         client = VLLMChatClient(
             addresses, model=model, api_key=read_key(config.inference, "inference")
@@ -109,10 +102,10 @@ async def _opened(
         if config.player:
             from ludic.runs.players.models import OtherPlayers
 
-            players = OtherPlayers(config, ours, inference_spec(config, trained_on=False))
+            players = OtherPlayers(config, ours, episodes.inference_spec(config, trained_on=False))
             await stack.enter_async_context(players.opened())
             others = dict(players.runtimes)
-        yield runtime_of(config, client, ours, others), None
+        yield episodes.runtime_of(config, client, ours, others), None
 
 
 def _tokenizer_of(config: RunConfig) -> Any:

@@ -84,11 +84,11 @@ def read_status(store: Store) -> PipelineStatus:
     meta, now = facts["meta"], facts["now_ms"]
     actors = []
     for name, beat in sorted(facts["actors"].items()):
-        at, _, said = beat.partition(" ")
-        actors.append(ActorStatus(name, (now - int(at)) / 1000, json.loads(said or "{}")))
-    _, _, said = meta.get("trainer", "").partition(" ")
-    trainer: dict[str, Any] = json.loads(said) if said else {}
-    kept = counters(facts)
+        at, _, facts_text = beat.partition(" ")
+        actors.append(ActorStatus(name, (now - int(at)) / 1000, json.loads(facts_text or "{}")))
+    _, _, facts_text = meta.get("trainer", "").partition(" ")
+    trainer: dict[str, Any] = json.loads(facts_text) if facts_text else {}
+    counted = counters(facts)
     policy = json.loads(meta["policy"])[1] if meta.get("policy") else {}
     entries = [note.split(":")[1] for note in facts["units"].values() if note[:1] in ("q", "d")]
     oldest = min((int(entry.split("-")[0]) for entry in entries), default=now)
@@ -103,8 +103,8 @@ def read_status(store: Store) -> PipelineStatus:
         finished=facts["groups"],
         **{name: int(meta.get(key, 0)) for name, key in _COUNTS.items()},
         oldest_s=(now - oldest) / 1000,
-        trained=int(trainer.get("trained", kept.get("trained", 0))),
-        dropped=trainer.get("dropped", kept.get("dropped", {})),
+        trained=int(trainer.get("trained", counted.get("trained", 0))),
+        dropped=trainer.get("dropped", counted.get("dropped", {})),
         memory=store.memory(),
         durability=str(trainer.get("durability", "?")),
         ended=meta.get("ended", ""),

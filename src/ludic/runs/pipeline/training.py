@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -28,19 +27,11 @@ from ludic.pipeline import (
     PolicyFolder,
     TrainerLease,
 )
-from ludic.pipeline.local_redis import dismiss, end_with_us
+from ludic.pipeline.local_redis import WatchedProcess, last_words
 from ludic.rollouts import Curriculum
 from ludic.runs.model import sample_filter_of
+from ludic.runs.pipeline import address
 from ludic.runs.pipeline.acting import actor_log
-from ludic.runs.pipeline.address import (
-    URL_VARIABLE,
-    find_pipeline,
-    fingerprint,
-    run_name,
-    section_of,
-    starts_redis,
-    write_address,
-)
 from ludic.runs.pipeline.status import read_status
 from ludic.runs.results.terminal import command_name, say, warn
 from ludic.runs.settings import RunConfig
@@ -57,13 +48,12 @@ class RunPipeline:
 
     def __init__(self, config: RunConfig, folder: Path, client: Callable[[], ChatClient]) -> None:
         self.config, self.folder, self._client = config, folder, client
-        self.section = section_of(config)
+        self.section = address.section_of(config)
         self.batches: PipelineBatchSource | None = None
         self._redis: LocalRedis | None = None
         self._lease: TrainerLease | None = None
         self._policies: Path | None = None
-        self._actors: dict[str, subprocess.Popen[bytes]] = {}
-        self._watchers: dict[str, subprocess.Popen[bytes]] = {}
+        self._actors: dict[str, WatchedProcess] = {}
         self._restarts: Counter[str] = Counter()
         self._tending: asyncio.Task[None] | None = None
         self._failure: PipelineError | None = None
@@ -96,24 +86,24 @@ class RunPipeline:
 
     def _open(self) -> None:
         section = self.section
-        if starts_redis(section):
+        if address.starts_redis(section):
             self._redis = LocalRedis(self.folder / "redis")
             self._redis.start()
-            name = run_name(self.config, self.folder)
+            name = address.run_name(self.config, self.folder)
             pipeline = PipelineConfig(self._redis.url, name, patience_s=section.patience_s)
         else:
-            pipeline = find_pipeline(self.config, self.folder)
+            pipeline = address.find_pipeline(self.config, self.folder)
         if self.config.inference.backend == "local":
             shared = Path("/dev/shm")
             memory = shared / f"ludic-{os.getpid()}-{pipeline.run}"[:200]
             local = self._redis is not None and shared.is_dir() and os.access(shared, os.W_OK)
             chosen = section.policy_folder
             self._policies = Path(chosen) if chosen else memory if local else self.folder / "policy"
-        write_address(self.folder, pipeline)
+        address.write_address(self.folder, pipeline)
         self._lease = TrainerLease(
             pipeline,
             lease_s=section.lease_s,
-            fingerprint=fingerprint(self.config),
+            fingerprint=address.fingerprint(self.config),
             max_bytes=section.max_bytes,
         )
         self._lease.acquire()
@@ -172,35 +162,31 @@ class RunPipeline:
         log = actor_log(self.folder, name)
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "ab") as output:
-            process = subprocess.Popen(
+            self._actors[name] = WatchedProcess(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C is for the trainer, which ends them in order
-                env={**environment_alone(), URL_VARIABLE: self.lease.config.url},
+                env={**environment_alone(), address.URL_VARIABLE: self.lease.config.url},
             )
-        self._actors[name] = process
-        self._watchers[name] = end_with_us(process.pid)
 
     async def _tend(self) -> None:
         """Starts actors again that ended by themselves, and says how things stand."""
-        said = time.monotonic()
+        reported = time.monotonic()
         while True:
             await asyncio.sleep(0.5)
             for name, process in list(self._actors.items()):
                 if (status := process.poll()) is not None:
                     self._ended_alone(name, status)
-            if time.monotonic() - said > _SAY_EVERY_S:
-                said = time.monotonic()
+            if time.monotonic() - reported > _SAY_EVERY_S:
+                reported = time.monotonic()
                 with suppress(PipelineError):
                     say(await asyncio.to_thread(lambda: read_status(self.lease.store).line()))
 
     def _ended_alone(self, name: str, status: int) -> None:
         log = actor_log(self.folder, name)
-        words = _last_words(log)
-        dismiss(self._watchers.pop(name))
-        del self._actors[name]
+        words = last_words(log, 3)
+        self._actors.pop(name).end()
         if self._restarts[name] < _RESTARTS:
             self._restarts[name] += 1
             warn(f"{name} ended with status {status} and is started again: {words}")
@@ -220,24 +206,11 @@ class RunPipeline:
         if self._lease is not None:
             self._lease.close(self._ended)
         for process in self._actors.values():
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
+            process.terminate()
         for process in self._actors.values():
-            try:
-                process.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(_GRACE_S)
-        for watcher in self._watchers.values():
-            dismiss(watcher)
+            process.end(grace_s=_GRACE_S)
         if self._redis is not None:
             self._redis.stop()
             (self.folder / "pipeline.json").unlink(missing_ok=True)
         if self._policies is not None and str(self._policies).startswith("/dev/shm/"):
             shutil.rmtree(self._policies, ignore_errors=True)
-
-
-def _last_words(log: Path, lines: int = 3) -> str:
-    with suppress(OSError), open(log, encoding="utf-8", errors="replace") as file:
-        return " | ".join(line.strip() for line in deque(file, maxlen=lines)) or "it said nothing"
-    return "it said nothing"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ludic.plumbing.given import is_given
 from ludic.runs.model import build_model, check_device, load_tokenizer, local_client, precision_of
 from ludic.runs.settings import ModelSection, OtherModelSection, PlayerSection, RunConfig
 from ludic.runs.settings.base import read_key
-from ludic.runs.settings.paths import earlier_run
+from ludic.runs.settings.reading import earlier_run
 from ludic.runs.storage.folder import RunFolder
 from ludic.training.batching.self_play import past_name
 
@@ -93,11 +93,18 @@ def client_of(section: OtherModelSection, where: str) -> VLLMChatClient:
     )
 
 
-async def connect(client: VLLMChatClient, tokenizer: Any) -> None:
-    """Connects to a vLLM server; without a name for its model, the first that it has is meant."""
-    await client.connect(tokenizer=tokenizer)
-    if client.model is None and (facts := client.replicas[0].facts) is not None:
-        client.model = facts.models[0]
+@asynccontextmanager
+async def opened(clients: Iterable[tuple[Any, Any]]) -> AsyncIterator[None]:
+    """Connects the clients of servers, each with a tokenizer, and closes every client at the end.
+    Without a name for a server's model, the first that it has is meant."""
+    async with AsyncExitStack() as stack:
+        for client, tokenizer in clients:
+            await stack.enter_async_context(client)
+            if isinstance(client, VLLMChatClient):
+                await client.connect(tokenizer=tokenizer)
+                if client.model is None and (facts := client.replicas[0].facts) is not None:
+                    client.model = facts.models[0]
+        yield
 
 
 class OtherPlayers:
@@ -141,15 +148,9 @@ class OtherPlayers:
             prompts="text",
         )
 
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[None]:
+    def opened(self) -> AbstractAsyncContextManager[None]:
         """Connects to the servers, and closes every client at the end."""
-        async with AsyncExitStack() as stack:
-            for client, tokenizer in self._clients:
-                await stack.enter_async_context(client)
-                if isinstance(client, VLLMChatClient):
-                    await connect(client, tokenizer)
-            yield
+        return opened(self._clients)
 
 
 def sampling_of(player: PlayerSection, inference: InferenceSpec) -> InferenceSpec:
@@ -188,8 +189,8 @@ def check_players(config: RunConfig) -> None:
 
 
 def _clients_in(kwargs: Mapping[str, Any]) -> list[str]:
-    found = [kwargs["client"]] if isinstance(kwargs.get("client"), str) else []
+    names = [kwargs["client"]] if isinstance(kwargs.get("client"), str) else []
     for key in ("seats", "sub_agents"):
         for seat in (kwargs.get(key) or {}).values():
-            found += _clients_in(seat)
-    return found
+            names += _clients_in(seat)
+    return names

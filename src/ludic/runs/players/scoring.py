@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,27 +21,12 @@ from ludic.plumbing.precision import Precision
 from ludic.registry import ALGORITHMS
 from ludic.runs.episodes import TEACHER, teacher_name, teachers_by_env
 from ludic.runs.model import precision_of
-from ludic.runs.players.models import (
-    check_other,
-    check_vocabulary,
-    client_of,
-    connect,
-    load_other,
-)
+from ludic.runs.players.models import check_other, check_vocabulary, client_of, load_other, opened
 from ludic.runs.settings import OtherModelSection, RunConfig, TeacherSection
 from ludic.saw.items import SAWItem
 from ludic.training import RLAlgorithm
 from ludic.training.algorithms.opd import OnPolicyDistillationLoss
-from ludic.training.batching.scoring import (
-    BatchScorer,
-    ClientScores,
-    LocalScores,
-    ReferenceScorer,
-    RoutedScores,
-    Scores,
-    TeacherScorer,
-    TokenScores,
-)
+from ludic.training.batching import scoring
 from ludic.training.losses.composite import TokenKLLoss
 from ludic.training.preprocess import KLInReward, steps_of
 from ludic.training.types import parts_of
@@ -62,7 +47,7 @@ class Scoring:
         self._config, self._tokenizer, self._sharded = config, tokenizer, sharded
         self._start: StartScores | None = None
         self._servers: list[VLLMChatClient] = []
-        self.scorers: list[BatchScorer] = []
+        self.scorers: list[scoring.BatchScorer] = []
         if not config.training.steps:
             return
         if (reference := config.reference) is not None:
@@ -71,31 +56,33 @@ class Scoring:
                 if reference.model == "start"
                 else self._of(reference, "reference")
             )
-            self.scorers.append(ReferenceScorer(scores))
+            self.scorers.append(scoring.ReferenceScorer(scores))
         if teachers := config.teacher:
             models = {
                 teacher_name(i): self._of(t, f"teacher {i + 1}") for i, t in enumerate(teachers)
             }
             only = len(models) == 1
-            scores = models[teacher_name(0)] if only else RoutedScores(models, _router(teachers))
-            self.scorers.append(TeacherScorer(scores))
+            scores = (
+                models[teacher_name(0)] if only else scoring.RoutedScores(models, _router(teachers))
+            )
+            self.scorers.append(scoring.TeacherScorer(scores))
 
-    def _of(self, section: OtherModelSection, where: str) -> TokenScores:
+    def _of(self, section: OtherModelSection, where: str) -> scoring.TokenScores:
         if section.server is not None:
             client = client_of(section, where)
             self._servers.append(client)
             return _ServerScores(client)
         model, tokenizer = load_other(self._config, section, where)
         check_vocabulary(self._tokenizer, tokenizer, where)
-        return LocalScores(model, precision=precision_of(self._config))
+        return scoring.LocalScores(model, precision=precision_of(self._config))
 
-    def _of_start(self, model: nn.Module, folder: Path) -> TokenScores:
+    def _of_start(self, model: nn.Module, folder: Path) -> scoring.TokenScores:
         config, precision = self._config, precision_of(self._config)
         untouched = config.sft is None or not config.sft.steps
         alone = not config.training.overlap and not self._sharded
         if config.model.lora is not None and untouched and alone:
             # Nobody samples while a batch is scored, and a new adapter changes nothing.
-            return LocalScores(model, without_adapter=True, precision=precision)
+            return scoring.LocalScores(model, without_adapter=True, precision=precision)
         file = folder / "reference" / "weights.safetensors"
         self._start = StartScores(model, file, precision)
         return self._start
@@ -106,14 +93,9 @@ class Scoring:
         if self._start is not None:
             self._start.take()
 
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[None]:
+    def opened(self) -> AbstractAsyncContextManager[None]:
         """Connects to the servers, and closes their clients at the end."""
-        async with AsyncExitStack() as stack:
-            for client in self._servers:
-                await stack.enter_async_context(client)
-                await connect(client, self._tokenizer)
-            yield
+        return opened((client, self._tokenizer) for client in self._servers)
 
 
 class StartScores:
@@ -123,10 +105,10 @@ class StartScores:
     def __init__(self, model: nn.Module, file: Path, precision: Precision) -> None:
         self._model, self._file = model, file
         self._copy = copy.deepcopy(model).eval().requires_grad_(False)
-        self._scores = LocalScores(self._copy, precision=precision)
+        self._scores = scoring.LocalScores(self._copy, precision=precision)
         self._taken = False
 
-    async def logprobs(self, items: Sequence[SAWItem]) -> Scores:
+    async def logprobs(self, items: Sequence[SAWItem]) -> scoring.Scores:
         """The log-probs of the starting policy."""
         await asyncio.to_thread(self.take)
         return await self._scores.logprobs(items)
@@ -159,8 +141,8 @@ class _ServerScores:
 
     client: VLLMChatClient
 
-    async def logprobs(self, items: Sequence[SAWItem]) -> Scores:
-        return await ClientScores(self.client, self.client.model or "").logprobs(items)
+    async def logprobs(self, items: Sequence[SAWItem]) -> scoring.Scores:
+        return await scoring.ClientScores(self.client, self.client.model or "").logprobs(items)
 
 
 def _router(teachers: Sequence[TeacherSection]) -> Any:
@@ -177,7 +159,7 @@ def _router(teachers: Sequence[TeacherSection]) -> Any:
 def check_scoring(config: RunConfig, algorithm: RLAlgorithm, envs: Sequence[str]) -> None:
     """Raises if the algorithm needs a model that the run does not name, or does not use one."""
     losses = list(parts_of(algorithm.loss))
-    name, known = config.algorithm.name, config.algorithm.name in ALGORITHMS.names()
+    name, built_in = config.algorithm.name, config.algorithm.name in ALGORITHMS.names()
     with_kl = any(isinstance(loss, TokenKLLoss) for loss in losses)
     taught = any(isinstance(loss, OnPolicyDistillationLoss) for loss in losses)
     charged = any(isinstance(step, KLInReward) for step in steps_of(algorithm.preprocess))
@@ -193,7 +175,7 @@ def check_scoring(config: RunConfig, algorithm: RLAlgorithm, envs: Sequence[str]
         )
     if config.reference is not None:
         check_other(config.reference, "reference")
-        if known and not with_kl and not charged and "kl_coeff" not in config.algorithm.kwargs:
+        if built_in and not with_kl and not charged and "kl_coeff" not in config.algorithm.kwargs:
             raise ConfigError(
                 "nothing uses the [reference]: set algorithm.kwargs.kl_coeff above 0 for a KL in "
                 "the loss (to 0 to measure it only), or reference.kl_in_reward for one in the "
@@ -205,7 +187,7 @@ def check_scoring(config: RunConfig, algorithm: RLAlgorithm, envs: Sequence[str]
             raise ConfigError(
                 f'teacher {number}: model = "start" is the policy itself, which teaches nothing'
             )
-    if known and config.teacher and not taught:
+    if built_in and config.teacher and not taught:
         raise ConfigError(
             f"algorithm {name!r} does not use a [[teacher]]: set algorithm.name='opd', or leave it "
             "out"

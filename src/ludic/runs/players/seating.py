@@ -12,14 +12,7 @@ from torch import nn
 
 from ludic.errors import ConfigError, UnknownNameError
 from ludic.interaction import Runtime
-from ludic.rollouts import (
-    Curriculum,
-    FixedMix,
-    RolloutRequest,
-    Stage,
-    Stages,
-    TargetSolveRate,
-)
+from ludic.rollouts import Curriculum, FixedMix, RolloutRequest, Stage, Stages, TargetSolveRate
 from ludic.runs.episodes import requests_of, seats_of
 from ludic.runs.model import precision_of
 from ludic.runs.players.models import check_players

@@ -60,11 +60,10 @@ def model_card(
 
 
 def _front_matter(facts: RunFacts | None, base: str | None, *, adapter: bool) -> str:
-    lines = [f"library_name: {'peft' if adapter else 'transformers'}"]
-    lines.append("pipeline_tag: text-generation")
+    library, relation = ("peft", "adapter") if adapter else ("transformers", "finetune")
+    lines = [f"library_name: {library}", "pipeline_tag: text-generation"]
     if base is not None:
-        lines += [f"base_model: {base}"]
-        lines += [f"base_model_relation: {'adapter' if adapter else 'finetune'}"]
+        lines += [f"base_model: {base}", f"base_model_relation: {relation}"]
     lines += ["tags:", "- ludic", "- reinforcement-learning"]
     if facts is not None and facts.settings["training"]["steps"]:
         lines.append(f"- {facts.settings['algorithm']['name']}")
@@ -72,34 +71,34 @@ def _front_matter(facts: RunFacts | None, base: str | None, *, adapter: bool) ->
 
 
 def _what(facts: RunFacts, base: str | None, adapter: bool, checkpoint: str | None) -> str:
-    said = facts.settings
+    settings = facts.settings
     kind = "A LoRA adapter for" if adapter else "Trained from"
-    model = f"`{base or said['model']['name']}`"
+    model = f"`{base or settings['model']['name']}`"
     how = []
-    if said.get("sft"):
-        how.append(f"{said['sft']['steps']} supervised updates")
-    if said["training"]["steps"]:
-        how.append(f"{said['training']['steps']} updates of `{said['algorithm']['name']}`")
-    kinds = ", ".join(f"`{env['kind']}`" for env in said["env"])
+    if settings.get("sft"):
+        how.append(f"{settings['sft']['steps']} supervised updates")
+    if settings["training"]["steps"]:
+        how.append(f"{settings['training']['steps']} updates of `{settings['algorithm']['name']}`")
+    kinds = ", ".join(f"`{env['kind']}`" for env in settings["env"])
     text = f"{kind} {model} by Ludic (`ludic-rl`): "
-    text += f"{', then '.join(how) or 'no updates'} on {kinds}, seed {said['run']['seed']}."
+    text += f"{', then '.join(how) or 'no updates'} on {kinds}, seed {settings['run']['seed']}."
     if checkpoint is not None:
         text += f" This is its checkpoint `{checkpoint}`."
     return text
 
 
 def _figures(facts: RunFacts) -> list[str]:
-    found = []
+    parts = []
     if facts.reports:
-        found += ["## Evaluation", _evaluation(facts.reports)]
+        parts += ["## Evaluation", _evaluation(facts.reports)]
     if facts.earlier:
-        found.append("These figures are of the whole run; this checkpoint is an earlier one.")
+        parts.append("These figures are of the whole run; this checkpoint is an earlier one.")
     rows = [f"| {name} | {value:,.4g} |" for name, value in facts.figures.items()]
     if rows:
-        found += ["## Training", "\n".join(["| | |", "|---|---|", *rows])]
+        parts += ["## Training", "\n".join(["| | |", "|---|---|", *rows])]
     if facts.warnings:
-        found.append("\n".join(f"- **Warning:** {sentence}" for sentence in facts.warnings))
-    return found
+        parts.append("\n".join(f"- **Warning:** {sentence}" for sentence in facts.warnings))
+    return parts
 
 
 def _evaluation(reports: Mapping[str, EvalReport]) -> str:
@@ -113,7 +112,7 @@ def _evaluation(reports: Mapping[str, EvalReport]) -> str:
             cells = [stage.replace("_", " ") + (f", {part}" if part else "")]
             cells += [str(len(report.by_episode()))]
             for figure in figures:
-                cells.append((percent if figure.is_rate else number)(figure.of(report)))
+                cells.append((percent if figure.is_rate else str)(figure.of(report)))
             rows.append("| " + " | ".join(cells) + " |")
     return "Held-out episodes, with 95 % intervals.\n\n" + "\n".join(rows)
 
@@ -123,14 +122,12 @@ def percent(rate: Estimate) -> str:
     return f"{rate.value:.1%} [{rate.low:.1%}, {rate.high:.1%}]"
 
 
-def number(value: Estimate) -> str:
-    """Returns a mean with its interval."""
-    return f"{value.value:.3f} [{value.low:.3f}, {value.high:.3f}]"
-
-
 def _settings(facts: RunFacts) -> list[str]:
     data = [*facts.settings["env"], *facts.settings["eval"]["env"]]
-    rows = [f"- `{env['kind']}` {_inline(env.get('kwargs', {}))}".rstrip() for env in data]
+    rows = []
+    for env in data:
+        arguments = json.dumps(env.get("kwargs") or {}, ensure_ascii=False)
+        rows.append(f"- `{env['kind']}`" + (f" with `{arguments}`" if arguments != "{}" else ""))
     chosen = json.dumps(facts.chosen(), indent=2, ensure_ascii=False)
     return [
         "## Data",
@@ -141,14 +138,9 @@ def _settings(facts: RunFacts) -> list[str]:
     ]
 
 
-def _inline(arguments: Mapping[str, Any]) -> str:
-    text = json.dumps(arguments, ensure_ascii=False)
-    return f"with `{text}`" if arguments else ""
-
-
 def _versions(facts: RunFacts) -> list[str]:
     origin = facts.origin
-    lines = [", ".join(f"{name} {found}" for name, found in origin.get("versions", {}).items())]
+    lines = [", ".join(f"{name} {version}" for name, version in origin.get("versions", {}).items())]
     if origin.get("started"):
         lines.append(f"Started on {str(origin['started'])[:10]}")
     if origin.get("command"):
@@ -241,17 +233,17 @@ def in_public(value: Any) -> Any:
     return value
 
 
-def _different(said: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in said.items():
+def _different(stated: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    for key, value in stated.items():
         if key == "schema" or value in (None, usual.get(key)):
             continue
         if isinstance(value, Mapping) and isinstance(usual.get(key), Mapping):
             if inner := _different(value, usual[key]):
-                found[key] = inner
+                changed[key] = inner
         else:
-            found[key] = value
-    return found
+            changed[key] = value
+    return changed
 
 
 def check_repo(repo: str) -> None:

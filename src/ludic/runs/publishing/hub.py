@@ -65,12 +65,7 @@ def upload(
 
 
 def _new_revision(
-    api: HfApi,
-    files: Files,
-    repo: str,
-    revision: str,
-    message: str,
-    branches: dict[str, str],
+    api: HfApi, files: Files, repo: str, revision: str, message: str, branches: dict[str, str]
 ) -> str:
     temporary = f"uploading-{revision}"
     if temporary in branches:  # of a push that was killed
@@ -98,11 +93,7 @@ def _commit(api: HfApi, files: Files, repo: str, branch: str, message: str) -> s
     ]
     operations += [CommitOperationDelete(path_in_repo=name) for name in stale]
     done = api.create_commit(
-        repo,
-        operations,
-        commit_message=message,
-        revision=branch,
-        parent_commit=there.sha,
+        repo, operations, commit_message=message, revision=branch, parent_commit=there.sha
     )
     return str(done.oid)
 
@@ -138,12 +129,12 @@ def _explained(repo: str, revision: str) -> Iterator[None]:
         raise HubError(_without_token(_because(status, repo, revision, str(exc)))) from None
     except Exception as exc:  # the client's transports and its uploads have many kinds
         cause = exc.__cause__ or exc
-        said = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
+        words = f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
         status = getattr(getattr(cause, "response", None), "status_code", None)
-        raise HubError(_without_token(_because(status, repo, revision, said))) from None
+        raise HubError(_without_token(_because(status, repo, revision, words))) from None
 
 
-def _because(status: int | None, repo: str, revision: str, said: str) -> str:
+def _because(status: int | None, repo: str, revision: str, words: str) -> str:
     as_before = f"{revision!r} of {repo} is as it was before"
     reasons: dict[int, str] = {
         401: "the hub does not know who asks: set HF_TOKEN to a token that may write, or log in "
@@ -160,7 +151,7 @@ def _because(status: int | None, repo: str, revision: str, said: str) -> str:
     elif status in reasons:
         why = reasons[status]
     else:
-        why = f"the upload broke off ({' '.join(said.split())}): push again"
+        why = f"the upload broke off ({' '.join(words.split())}): push again"
     return f"nothing was published, {as_before}: {why}"
 
 

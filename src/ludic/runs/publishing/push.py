@@ -15,7 +15,7 @@ from ludic.errors import CheckpointError, ConfigError
 from ludic.runs.locate import check_given
 from ludic.runs.publishing.card import RunFacts, check_repo, hub_name, model_card
 from ludic.runs.publishing.hub import Files, Pushed, upload
-from ludic.runs.settings.paths import split_run
+from ludic.runs.settings.reading import split_run
 from ludic.runs.storage.folder import RunFolder
 
 
@@ -135,14 +135,14 @@ def _kept(path: Path) -> bool:
 def _adapter_config(model: Path, base: str | None) -> tuple[bytes, str]:
     """The adapter's configuration with the name of what it belongs to, which others can load."""
     config = json.loads((model / "adapter_config.json").read_text(encoding="utf-8"))
-    found = base or hub_name(str(config.get("base_model_name_or_path") or ""))
-    if found is None:
+    name = base or hub_name(str(config.get("base_model_name_or_path") or ""))
+    if name is None:
         raise ConfigError(
             f"the adapter in {model} belongs to a model that is not on the hub: name the one that "
             "it belongs to with --base-model OWNER/NAME, or publish both as one with --merged"
         )
-    config["base_model_name_or_path"] = found
-    return _json(config), found
+    config["base_model_name_or_path"] = name
+    return _json(config), name
 
 
 def _without_paths(path: Path) -> bytes:

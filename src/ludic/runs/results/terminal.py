@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from rich.text import Text
 from ludic.eval import Estimate, EvalReport, Headline, headline_of
 from ludic.eval import episodes_bar as eval_bar
 from ludic.plumbing.text import visible
-from ludic.rollouts.progress import ProgressCallback
 from ludic.runs.results.summary import Curve, outcomes_of, smoothed
 from ludic.types import AgentStep, Rollout, ToolCall
 
@@ -41,6 +40,7 @@ class PlainConsole(Console):
 
 
 console = PlainConsole()
+episodes_bar = partial(eval_bar, console=console)
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -67,11 +67,6 @@ def print_names(names: Mapping[str, str]) -> None:
     width = max(map(len, names), default=0)
     for name, line in names.items():
         sys.stdout.write(f"{name:<{width}}  {line}\n")
-
-
-def episodes_bar(title: str) -> AbstractContextManager[ProgressCallback]:
-    """Shows a progress bar over episodes; without a terminal, one line at the end."""
-    return eval_bar(title, console)
 
 
 def stages_table(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()) -> Table:
@@ -107,10 +102,12 @@ def stages_table(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()
 
 
 def _figure(headline: Headline, report: EvalReport, digits: int = 2) -> Text:
-    found = headline.of(report)
+    estimate = headline.of(report)
     if headline.is_rate:
-        return _percent(found)
-    return _over(f"{found.value:+.2f}", f"{found.low:+.{digits}f} to {found.high:+.{digits}f}")
+        return _percent(estimate)
+    return _over(
+        f"{estimate.value:+.2f}", f"{estimate.low:+.{digits}f} to {estimate.high:+.{digits}f}"
+    )
 
 
 def _percent(rate: Estimate) -> Text:

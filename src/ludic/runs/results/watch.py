@@ -48,10 +48,7 @@ class LearningWatch:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        before: Estimate | None = None,
-        held_out: EvalReport | None = None,
+        self, config: RunConfig, before: Estimate | None = None, held_out: EvalReport | None = None
     ) -> None:
         self.config, self.before, self.held_out = config, before, held_out
         keys = (REWARD, ENTROPY, SAME, CUT, OUTCOME)
@@ -65,18 +62,18 @@ class LearningWatch:
             value = self._outcome_rate(metrics) if key == OUTCOME else metrics.get(key)
             if isinstance(value, (int, float)) and math.isfinite(value):
                 values.append(float(value))
-        found = self._signs(WINDOW)
-        new = [sentence for sign, sentence in found.items() if sign not in self._said]
-        self._said |= found.keys()
+        signs = self._signs(WINDOW)
+        new = [sentence for sign, sentence in signs.items() if sign not in self._said]
+        self._said |= signs.keys()
         return new
 
     def take_report(self, report: EvalReport) -> list[str]:
         """Takes an evaluation between two updates; returns what there is to say of it, once."""
         if self.held_out is None or "held-out" in self._said:
             return []
-        found = hacked(self.config, {"before": self.held_out, "now": report})
-        self._said |= {"held-out"} if found else set()
-        return found
+        sentences = hacked(self.config, {"before": self.held_out, "now": report})
+        self._said |= {"held-out"} if sentences else set()
+        return sentences
 
     def _outcome_rate(self, metrics: Mapping[str, float]) -> float | None:
         """The rate of the ending that counts; None where the environment names no endings."""

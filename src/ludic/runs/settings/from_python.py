@@ -18,32 +18,17 @@ from typing import Any
 from msgspec import Struct, structs
 from pydantic import BaseModel
 
+from ludic import registry
 from ludic.errors import ConfigError
 from ludic.plumbing.arguments import unknown_argument
 from ludic.plumbing.given import is_given, place_of, recipe_of, unplaced_name
 from ludic.plumbing.lazy import resolve
-from ludic.registry import (
-    AGENTS,
-    ALGORITHMS,
-    BOTS,
-    CONTEXTS,
-    CORRECTIONS,
-    ENVS,
-    FILTERS,
-    LOGGERS,
-    PARSERS,
-    PROTOCOLS,
-)
+from ludic.registry import CORRECTIONS, ENVS, Registry
 from ludic.runs.settings.base import settings_in
-from ludic.runs.settings.paths import resolve_paths
-from ludic.runs.settings.reading import check_run
+from ludic.runs.settings.reading import check_run, resolve_paths
 from ludic.runs.settings.run import RunConfig
-from ludic.types import EnvSpec, ProtocolSpec
 
-REGISTRIES = (
-    *(AGENTS, ALGORITHMS, BOTS, CONTEXTS, CORRECTIONS),
-    *(ENVS, FILTERS, LOGGERS, PARSERS, PROTOCOLS),
-)
+REGISTRIES = [table for table in vars(registry).values() if isinstance(table, Registry)]
 SECTIONS = [name for name in RunConfig.model_fields if name != "schema_version"]
 SHORTCUTS = {
     "parser": ("protocol", "kwargs", "parser"),
@@ -168,13 +153,11 @@ class Tables:
         pairs with a weight) or as a mapping to weights."""
         if isinstance(value, Mapping) and "kind" not in value:
             value = list(value.items())
-        pairs = [
-            entry if isinstance(entry, tuple) else (entry, None)
-            for entry in (value if isinstance(value, list) else [value])
-        ]
-        return [
-            self._env(env) | ({} if weight is None else {"weight": weight}) for env, weight in pairs
-        ]
+        tables = []
+        for entry in value if isinstance(value, list) else [value]:
+            env, weight = entry if isinstance(entry, tuple) else (entry, None)
+            tables.append(self._env(env) | ({} if weight is None else {"weight": weight}))
+        return tables
 
     def _env(self, env: Any) -> dict[str, Any]:
         if isinstance(env, partial) and not env.args:
@@ -237,7 +220,7 @@ class Tables:
         return {"kind": self._give(lambda: value, value)}
 
     def _named(self, thing: Any) -> str:
-        names = (registry.builtin_name(thing) for registry in REGISTRIES)
+        names = (table.builtin_name(thing) for table in REGISTRIES)
         return next(filter(None, names), None) or place_of(thing) or self._give(thing, thing)
 
     def _give(self, thing: Any, called: Any) -> str:
@@ -265,8 +248,6 @@ def _described(value: Any) -> Any:
         return str(value)
     if isinstance(value, BaseModel):
         return value.model_dump(by_alias=True, exclude_unset=True)
-    if isinstance(value, EnvSpec | ProtocolSpec):
-        return {"kind": value.kind, "kwargs": dict(value.kwargs)}
     if isinstance(value, Struct):
         defaults = {field.name: field.default for field in structs.fields(value)}
         return {k: v for k, v in structs.asdict(value).items() if v != defaults[k]}

@@ -27,6 +27,7 @@ from ludic.training.config import (
     AttentionKind,
     CheckpointConfig,
     HeadKernels,
+    OptimizerDevice,
     Schedule,
     TrainerConfig,
 )
@@ -85,6 +86,7 @@ class TrainingSection(Section):
     weight_decay: float = Field(default=TRAINER["weight_decay"], ge=0)
     # inf: no clipping
     max_grad_norm: float = Field(default=TRAINER["max_grad_norm"], gt=0, allow_inf_nan=True)
+    optimizer_device: OptimizerDevice | None = TRAINER["optimizer_device"]
     micro_token_budget: int | None = Field(default=TRAINER["micro_token_budget"], ge=1)
     max_seq_len: int = Field(default=TRAINER["max_seq_len"], ge=2)
     mini_batches: int = Field(default=TRAINER["mini_batches"], ge=1)
@@ -92,9 +94,10 @@ class TrainingSection(Section):
     overlap: bool = TRAINER["overlap"]
     max_lag: int = Field(default=TRAINER["max_lag"], ge=0)
     attention: AttentionKind = TRAINER["attention"]
-    gradient_checkpointing: bool = TRAINER["gradient_checkpointing"]
+    gradient_checkpointing: bool | None = TRAINER["gradient_checkpointing"]
     compile: bool = TRAINER["compile"]
     head_kernels: HeadKernels = TRAINER["head_kernels"]
+    fused_layers: bool = TRAINER["fused_layers"]
     graphs: bool = TRAINER["graphs"]
     max_nonfinite_steps: int = Field(default=TRAINER["max_nonfinite_steps"], ge=0)
     batch_timeout_s: float = Field(default=TRAINER["batch_timeout_s"], gt=0)

@@ -47,18 +47,15 @@ class RunFolder:
     def planned(config: RunConfig, path: str | Path | None = None) -> RunFolder:
         """Returns the folder that a new run will have, by its name unless `path` says where. Raises
         for a name that is not one part of a path: it would lie somewhere else."""
-        if (
-            (name := config.run.name) != os.path.basename(name)
-            or name in ("", ".", "..")
-            or ("\0" in name)
-        ):
+        name = config.run.name
+        if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
             raise ConfigError(
                 f"run.name={name!r} becomes the name of a folder, and must be one: without '/'. "
                 "run.folder and --out (out=) say where a run is kept"
             )
         if path is None:
             stamp = time.strftime("%Y%m%d-%H%M%S")
-            path = Path(config.run.folder) / f"{config.run.name}-seed{config.run.seed}-{stamp}"
+            path = Path(config.run.folder) / f"{name}-seed{config.run.seed}-{stamp}"
         return RunFolder(Path(path))
 
     def make(self, config: RunConfig, *, modules: Path) -> None:
@@ -133,9 +130,9 @@ class RunFolder:
         for stage in stages:
             folder = self.checkpoints / stage
             if step is not None:
-                found = folder / f"step-{int(step.removeprefix('step-')):08d}" / "model"
-                if found.is_dir():
-                    return found
+                model = folder / f"step-{int(step.removeprefix('step-')):08d}" / "model"
+                if model.is_dir():
+                    return model
             elif (latest := folder / "latest").is_file():
                 return folder / latest.read_text(encoding="utf-8").strip() / "model"
         there = [
@@ -235,9 +232,8 @@ def _me() -> dict[str, Any]:
 
 
 def _who(folder: Path, holder: dict[str, Any]) -> str:
-    found = "process {pid} on host {host} since {since}"
-    who = found.format_map(holder) if holder else "another process"
-    return f"{folder} is being trained by {who}"
+    process = "process {pid} on host {host} since {since}".format_map(holder) if holder else ""
+    return f"{folder} is being trained by {process or 'another process'}"
 
 
 def _read(file: TextIO) -> dict[str, Any]:

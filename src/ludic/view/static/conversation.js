@@ -77,9 +77,9 @@ function seam(compaction, steps, page) {
   const before = last ? `${number(last.tokens.prompt.length)} tokens before` : "before";
   const after = next ? `${number(next.tokens.prompt.length)} after` : "after";
   const { dropped_turns: dropped, kept_turns: kept } = compaction.info;
-  const how = dropped === undefined ? "a summary replaced the dialogue" : `no summary came: ${dropped} turns were dropped`;
+  const how = kept === undefined ? "it was broken off" : dropped === undefined ? `a summary replaced the dialogue, the last ${kept} turns stay` : `no summary came: ${dropped} turns were dropped, the last ${kept} stay`;
   const text = next && page.hasTexts ? next.tokens.prompt.map((id) => page.texts[id] ?? "").join("") : "";
-  return h("div", { class: "seam" }, h("p", { class: "line" }, `${before} · ${how}, the last ${kept ?? 0} turns stay · ${after}`),
+  return h("div", { class: "seam" }, h("p", { class: "line" }, `${before} · ${how} · ${after}`),
     text ? h("details", {}, h("summary", {}, "What the model sees from here on"), textBlock(text)) : null);
 }
 

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from ludic.inference.local import LocalChatClient, build, sizes
 from ludic.inference.local.attention import register, rotate
 from ludic.inference.local.family_check import through_slots
-from ludic.inference.local.gpu.fused_layer import Adapter, FusedLayer, fused_layers
+from ludic.inference.local.gpu.fused_layer import FusedLayer, fused_layers
 from ludic.inference.local.sampler import draw
 from ludic.inference.local.view import Forward, module_view
 from ludic.inference.sampling import ReturnSpec
+from ludic.plumbing.llama_layers import Adapter
 from ludic.seeding import keyed_uniform
 from tests.inference.local.asking import ask_all, plain_logprobs, request
 from tests.inference.local.test_families import family

@@ -9,48 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from ludic.inference.local.attention import AttentionCall, current_layout
 from ludic.inference.local.gpu.layouts import HALF
-
-
-class Adapter(NamedTuple):
-    """A low-rank addition to a matrix: `scale * up @ down`. The shapes are [rank, inner] for `down`
-    and [width, rank] for `up`."""
-
-    down: Tensor
-    up: Tensor
-    scale: float
-
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose layers are: norm, attention with half-split rotary embedding, add, norm, gated
-SiLU, add. Others run as their own code says."""
+from ludic.plumbing.llama_layers import (
+    FAMILIES,
+    Adapter,
+    Projection,
+    attention_window,
+    can_fuse,
+    norm_epsilon,
+    projection,
+)
 
 MAX_RANK = 64
 """Adapters of a higher rank are called as they are: a kernel would recompute too much."""
-
-_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
-def can_fuse(layer: nn.Module) -> bool:
-    """Whether the layer is one of the known families' and has its parts and no others."""
-    from transformers.activations import ACT2FN
-
-    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    config = getattr(attention, "config", None)
-    if attention is None or mlp is None or getattr(config, "model_type", None) not in FAMILIES:
-        return False
-    norms = {"input_layernorm", "post_attention_layernorm"}
-    return (
-        set(layer._modules) == norms | {"self_attn", "mlp"}
-        and set(attention._modules) - {"q_norm", "k_norm"} == _ATTENTION
-        and {"gate_proj", "up_proj", "down_proj"} <= set(mlp._modules)
-        and isinstance(getattr(mlp, "act_fn", None), nn.SiLU | type(ACT2FN["silu"]))
-    )
 
 
 def can_tabulate(module: nn.Module) -> bool:
@@ -64,41 +40,21 @@ def can_tabulate(module: nn.Module) -> bool:
     )
 
 
-class _Weights(NamedTuple):
-    """What a projection multiplies with: a matrix, and a LoRA layer's adapter."""
-
-    base: nn.Linear
-    adapters: tuple[Adapter, ...]
-
-
-def _weights(module: nn.Module) -> _Weights | None:
-    """The weights of an ordinary linear layer, or of one with an ordinary LoRA adapter of its own
-    type that is in use; None for anything else."""
-    if type(module) is nn.Linear:
-        return _Weights(module, ())
-    base = getattr(module, "base_layer", None)
-    if type(base) is not nn.Linear or type(module).__module__ != "peft.tuners.lora.layer":
+def _weights(module: nn.Module) -> Projection | None:
+    """The module's weights, if the kernels take its adapter, too."""
+    weights = projection(module)
+    if weights is None:
         return None
-    layer: Any = module
-    active = [name for name in layer.active_adapters if name in layer.lora_A]
-    if layer.disable_adapters or layer.merged or len(active) != 1:
-        return None
-    down, up = layer.lora_A[active[0]], layer.lora_B[active[0]]
-    parts_are_plain = all(
-        type(part) is nn.Linear
-        and part.bias is None
-        and part.weight.dtype == base.weight.dtype
-        and part.weight.is_contiguous()
-        and part.weight.data_ptr() % 16 == 0
-        for part in (down, up)
+    fits = all(
+        part.is_contiguous() and part.data_ptr() % 16 == 0
+        for adapter in weights.adapters
+        for part in (adapter.down, adapter.up)
     )
-    # A variant, such as DoRA, is another formula over the same matrices.
-    if not parts_are_plain or active[0] in layer.lora_variant or down.out_features > MAX_RANK:
-        return None
-    return _Weights(base, (Adapter(down.weight, up.weight, float(layer.scaling[active[0]])),))
+    small = all(adapter.down.shape[0] <= MAX_RANK for adapter in weights.adapters)
+    return weights if fits and small else None
 
 
-def _alike(*modules: nn.Module) -> tuple[_Weights, ...] | None:
+def _alike(*modules: nn.Module) -> tuple[Projection, ...] | None:
     """Their weights, if one kernel can multiply with all of them: matrices in a half type, of sizes
     that tiles divide, all with a bias or none, all with an adapter of one rank or none."""
     weights = [_weights(m) for m in modules]
@@ -193,7 +149,7 @@ class FusedLayer(nn.Module):
         cos, sin = position_embeddings
         parts = self.between.take(attention.layer_idx)
         q, k, v = self._project(self._normed(x, self.input_layernorm, parts))
-        rotary, window = (cos[0], sin[0]), _window(attention)
+        rotary, window = (cos[0], sin[0]), attention_window(attention)
         mixed = current_layout().attend(
             AttentionCall(attention.layer_idx, q, k, v, attention.scaling, window, rotary)
         )
@@ -231,8 +187,8 @@ class FusedLayer(nn.Module):
 
     def _normed(self, x: Tensor, norm: nn.Module, parts: Tensor | None) -> Tensor:
         """The norm of x, after the parts are added into x."""
-        eps = getattr(norm, "variance_epsilon", None)
-        if eps is None or set(norm._parameters) != {"weight"}:
+        eps = norm_epsilon(norm)
+        if eps is None:
             if parts is not None:
                 x += parts.sum(0)
             return norm(x)  # type: ignore[no-any-return]
@@ -258,14 +214,5 @@ class FusedLayer(nn.Module):
         return x, None
 
 
-def _adapters(weights: tuple[_Weights, ...]) -> tuple[Adapter, ...]:
+def _adapters(weights: tuple[Projection, ...]) -> tuple[Adapter, ...]:
     return tuple(adapter for w in weights for adapter in w.adapters)
-
-
-def _window(attention: Any) -> int | None:
-    """As the families' own code has it: Mistral reads its configuration, the others an attribute,
-    and Llama has none even where its configuration names one."""
-    config = attention.config
-    of_all = getattr(config, "sliding_window", None) if config.model_type == "mistral" else None
-    window: int | None = getattr(attention, "sliding_window", of_all)
-    return window

@@ -34,7 +34,7 @@ from ludic.inference.local.prefix_store import PrefixStore
 from ludic.inference.local.sampler import draw_outcomes
 from ludic.inference.local.scheduler import Outcome, Scheduler, Work, chunks
 from ludic.inference.local.sequence import Sequence
-from ludic.inference.local.sizes import MAX_TOKENS
+from ludic.memory.engine import MAX_TOKENS
 
 _JOIN_AFTER_STEPS = 12
 """A prompt waits at most so many decode steps for others to be computed with it."""

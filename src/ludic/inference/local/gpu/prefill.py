@@ -14,8 +14,8 @@ from ludic.inference.local.arena import Arena, to_device
 from ludic.inference.local.gpu.device_batch import GraphCache, length_buckets
 from ludic.inference.local.gpu.layouts import RectangleLayout
 from ludic.inference.local.scheduler import Work
-from ludic.inference.local.sizes import MAX_TOKENS
 from ludic.inference.local.view import Forward
+from ludic.memory.engine import MAX_TOKENS
 
 _GRAPH_TOKENS = 8192
 """Up to so many tokens a pass is bound by launches, and worth a graph."""

@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ludic.inference.local.gpu.fused_layer import Adapter
 from ludic.inference.local.gpu.kernels.early import (
     call_up,
     launch_options,
     let_next_begin,
     wait_for_others,
 )
+from ludic.plumbing.llama_layers import Adapter
 
 
 @triton.jit

@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ludic.inference.local.gpu.fused_layer import Adapter
 from ludic.inference.local.gpu.kernels.adapters import low_rank, plus_low_rank, up_tile_of
 from ludic.inference.local.gpu.kernels.early import (
     call_up,
@@ -17,6 +16,7 @@ from ludic.inference.local.gpu.kernels.early import (
     let_next_begin,
     wait_for_others,
 )
+from ludic.plumbing.llama_layers import Adapter
 
 MAX_PROJECT_ROWS = 256
 """Above this a matrix product is bound by arithmetic, and the vendor's kernels are better."""
