@@ -126,3 +126,44 @@ def test_a_plan_on_a_gpu_settles_the_trainers_budget() -> None:
     assert cfg.gradient_checkpointing is False
     unplanned = TrainerConfig()
     assert planned(unplanned, None) is unplanned
+
+
+@pytest.mark.usefixtures("gpu")
+def test_models_that_score_or_play_beside_the_policy_are_counted(tmp_path: Path) -> None:
+    beside = f"""
+[reference]
+model = "{tmp_path}"
+[[player]]
+name = "rival"
+model = "{tmp_path}"
+[[teacher]]
+server = "http://elsewhere:8000"
+"""
+    run, weights = run_of(tmp_path, SEVEN), 7_615_283_200 * 2
+    more = parse_run(f'[env]\nkind = "tic_tac_toe"\n[model]\nname = "{tmp_path}"\n{beside}')
+    shape = memory.shape_by_name(run.model)
+    assert shape is not None
+    alone, plan = (plan_run(c, shape, torch.device("cuda", 0), 4 * H200) for c in (run, more))
+    assert plan.parts["reference"] == pytest.approx(weights, rel=1e-3)
+    assert plan.parts["player rival"] > plan.parts["reference"]
+    assert "teacher 1" not in plan.parts
+    assert plan.total > alone.total + 2 * 0.999 * weights
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("overrides", "copied"),
+    [
+        ([], True),
+        (["model.lora.rank=8"], False),
+        (["model.lora.rank=8", "training.overlap=1"], True),
+    ],
+)
+def test_the_policy_at_the_start_is_a_copy_unless_it_is_what_an_adapter_stands_on(
+    tmp_path: Path, overrides: list[str], copied: bool
+) -> None:
+    run = run_of(tmp_path, SEVEN, "reference.model=start", *overrides)
+    shape = memory.shape_by_name(run.model)
+    assert shape is not None
+    plan = plan_run(run, shape, torch.device("cuda", 0), 4 * H200)
+    assert ("reference" in plan.parts) == copied

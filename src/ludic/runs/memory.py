@@ -21,8 +21,9 @@ from ludic.memory.update import Training
 from ludic.plumbing.given import is_given
 from ludic.runs.gpu_share import server_shares_gpu, trainer_settings
 from ludic.runs.model import algorithm_of, check_device, precision_of
+from ludic.runs.players.scoring import start_is_below_adapter
 from ludic.runs.ranks import samples
-from ludic.runs.settings import RunConfig
+from ludic.runs.settings import ModelSection, OtherModelSection, RunConfig
 from ludic.runs.settings.reading import earlier_run
 from ludic.sharding.ranks import launched
 from ludic.sharding.world import World
@@ -38,9 +39,8 @@ def check_memory(config: RunConfig, free: int | None = None) -> None:
     """Raises `OutOfMemoryError` if the configuration of the run's model alone tells that training
     it cannot fit into `free` bytes (None: what the device has), and `ConfigError` if the context is
     longer than the model's. Says nothing of models that are not here, or are of other families."""
-    facts = config_of(config)
-    shape = ModelShape.of(facts)
-    if shape is None or facts.get("model_type") not in PLAIN_FAMILIES:
+    shape = shape_by_name(config.model)
+    if shape is None:
         return
     device = check_device(config.model)
     if free is None:
@@ -83,10 +83,16 @@ def planned(cfg: TrainerConfig, plan: Plan | None) -> TrainerConfig:
     return replace(cfg, micro_token_budget=how.tokens, gradient_checkpointing=how.checkpointing)
 
 
-def config_of(config: RunConfig) -> dict[str, Any]:
-    """The configuration of the run's model, if it is in a folder or was downloaded earlier."""
-    name = config.model.name
-    if name == "tiny" or is_given(name) or earlier_run(name) is not None:
+def shape_by_name(model: ModelSection) -> ModelShape | None:
+    """How large a model is that has not been loaded; None if its configuration is not in a folder
+    and was not downloaded earlier, or it is of another family."""
+    facts = _facts(model)
+    return ModelShape.of(facts) if facts.get("model_type") in PLAIN_FAMILIES else None
+
+
+def _facts(model: ModelSection) -> dict[str, Any]:
+    name = model.name
+    if name in ("tiny", "start") or is_given(name) or earlier_run(name) is not None:
         return {}
     from huggingface_hub import try_to_load_from_cache
     from transformers import AutoConfig
@@ -94,15 +100,15 @@ def config_of(config: RunConfig) -> dict[str, Any]:
     folder = Path(name)
     if not (folder / "config.json").is_file():
         with suppress(ValueError):  # it is no name, which loading says best
-            cached = try_to_load_from_cache(name, "config.json", revision=config.model.revision)
+            cached = try_to_load_from_cache(name, "config.json", revision=model.revision)
             if isinstance(cached, str):
                 folder = Path(cached).parent
     try:
-        found = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        whole = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError):
         return {}
-    facts: dict[str, Any] = found.get_text_config().to_dict()
-    return facts | config.model.kwargs
+    facts: dict[str, Any] = whole.get_text_config().to_dict()
+    return facts | model.kwargs
 
 
 def plan_run(config: RunConfig, shape: ModelShape, device: torch.device, free: int) -> Plan:
@@ -123,10 +129,11 @@ def plan_run(config: RunConfig, shape: ModelShape, device: torch.device, free: i
     if server_shares_gpu(config, device):
         others["vLLM server"] = _server(config, shape, how)
     plan = Plan(shape, how, _engine(config, shape, on_gpu), others)
+    plan = replace(plan, others={**others, **_other_models(config, plan, device)})
     if copies := training.past_opponents:
         sampling = plan.engine_memory(plan.engine).total if plan.engine else 0
         size = copies * (sampling + shape.parameters * how.weight_item)
-        plan = replace(plan, others={**others, "past opponents": size})
+        plan = replace(plan, others={**plan.others, "past opponents": size})
     return settled(
         plan,
         free if on_gpu else free // ranks,
@@ -159,6 +166,38 @@ def _engine(config: RunConfig, shape: ModelShape, on_gpu: bool) -> Engine | None
     if on_gpu:
         return Engine(config.slots, context, bool(inference.deterministic))
     return Engine(min(config.slots, _CPU_SLOTS), min(context, config.training.max_seq_len))
+
+
+def _other_models(config: RunConfig, plan: Plan, device: torch.device) -> dict[str, int]:
+    """The models that score or play beside the policy on its device, as far as it is known how
+    large they are: all of them have the run's precision, and a player has an engine of its own."""
+    scorers: list[tuple[str, OtherModelSection]] = []
+    if config.training.steps:
+        scorers = [("reference", config.reference)] if config.reference is not None else []
+        scorers += [(f"teacher {n}", teacher) for n, teacher in enumerate(config.teacher, 1)]
+    players = [(f"player {player.name}", player) for player in config.player]
+    sizes: dict[str, int] = {}
+    for name, section in [*scorers, *players]:
+        if section.server is not None:
+            continue
+        own = ModelSection(
+            name=section.model or "",
+            revision=section.revision,
+            device=section.device or config.model.device,
+            kwargs=section.kwargs,
+        )
+        place = check_device(own)
+        if place.type != device.type or (place.index or 0) != (device.index or 0):
+            continue
+        if section.model == "start":
+            copied = not start_is_below_adapter(config, sharded=plan.training.ranks > 1)
+            sizes[name] = plan.shape.parameters * plan.training.weight_item if copied else 0
+        elif (shape := shape_by_name(own)) is not None:
+            sizes[name] = shape.parameters * plan.training.weight_item
+            if (name, section) in players and plan.engine is not None:
+                engine = replace(plan, shape=shape).engine_memory(plan.engine)
+                sizes[name] += engine.total
+    return sizes
 
 
 def _server(config: RunConfig, shape: ModelShape, how: Training) -> int:

@@ -77,11 +77,8 @@ class Scoring:
         return scoring.LocalScores(model, precision=precision_of(self._config))
 
     def _of_start(self, model: nn.Module, folder: Path) -> scoring.TokenScores:
-        config, precision = self._config, precision_of(self._config)
-        untouched = config.sft is None or not config.sft.steps
-        alone = not config.training.overlap and not self._sharded
-        if config.model.lora is not None and untouched and alone:
-            # Nobody samples while a batch is scored, and a new adapter changes nothing.
+        precision = precision_of(self._config)
+        if start_is_below_adapter(self._config, sharded=self._sharded):
             return scoring.LocalScores(model, without_adapter=True, precision=precision)
         file = folder / "reference" / "weights.safetensors"
         self._start = StartScores(model, file, precision)
@@ -96,6 +93,14 @@ class Scoring:
     def opened(self) -> AbstractAsyncContextManager[None]:
         """Connects to the servers, and closes their clients at the end."""
         return opened((client, self._tokenizer) for client in self._servers)
+
+
+def start_is_below_adapter(config: RunConfig, *, sharded: bool) -> bool:
+    """Whether the policy at the start is the model without its adapter, so that no copy is needed:
+    nobody samples while a batch is scored, and a new adapter changes nothing."""
+    untouched = config.sft is None or not config.sft.steps
+    alone = not config.training.overlap and not sharded
+    return config.model.lora is not None and untouched and alone
 
 
 class StartScores:
