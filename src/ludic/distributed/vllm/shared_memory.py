@@ -11,8 +11,10 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -51,6 +53,58 @@ class OwnedFolder:
     def close(self) -> None:
         """Removes the folder and what is in it."""
         self._end()
+
+
+class SharedFolder:
+    """A folder in shared memory that any number of this user's processes hold under one `name`. It
+    is removed when the last of them lets go; one that is killed counts as having done so."""
+
+    def __init__(self, name: str) -> None:
+        self.path = shared_folder() / f"{_PREFIX}{name}"
+        lock = None
+        for _ in range(100):  # others may make or remove it at the same time
+            lock = _made_and_held(self.path) or _held(self.path)
+            if lock is not None:
+                break
+            time.sleep(0.01)
+        if lock is None:
+            raise PublishError(f"{self.path} cannot be held: is it another user's?")
+        self._end = weakref.finalize(self, _let_go, self.path, lock, os.getpid())
+
+    def close(self) -> None:
+        """Lets go."""
+        self._end()
+
+
+def _made_and_held(path: Path) -> int | None:
+    """The lock of a folder that was not there; None: it was. As with `OwnedFolder`, it has its name
+    only when it is locked."""
+    made = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    made.mkdir(mode=0o700)
+    lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    try:
+        made.rename(path)
+    except OSError:
+        os.close(lock)
+        shutil.rmtree(made, ignore_errors=True)
+        return None
+    return lock
+
+
+def _held(path: Path) -> int | None:
+    """The lock of a folder that is there, and ours; None: it goes away."""
+    try:
+        lock = os.open(path / _LOCK, os.O_RDWR)
+    except OSError:
+        return None
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        same = os.path.samestat(os.fstat(lock), (path / _LOCK).stat())
+        if same and path.stat().st_uid == os.getuid():
+            return lock
+    os.close(lock)
+    return None
 
 
 def is_abandoned(path: Path) -> bool:
@@ -112,4 +166,12 @@ def open_shared(path: Path) -> Iterator[tuple[str, Tensor]]:
 def _remove(path: Path, lock: int, owner: int) -> None:
     if os.getpid() == owner:  # else a fork of the owner ends
         shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _let_go(path: Path, lock: int, owner: int) -> None:
+    if os.getpid() == owner:  # else a fork of a holder ends
+        with suppress(OSError):  # others hold it
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
