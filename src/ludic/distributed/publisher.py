@@ -136,7 +136,7 @@ class ServerPublisher(PolicyPublisher):
             **delivery.details(),
             "stages": times.in_order(),
         }
-        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        size = sum(t.numel() * t.element_size() for t in delivery.sent.values())
         seconds = time.perf_counter() - began
         return PublishReport(version, seconds, size, delivery.verified, details)
 
@@ -171,6 +171,10 @@ class BroadcastPolicyPublisher(ServerPublisher):
         client: whose servers are updated, and taken in and out of rotation.
         plane: how tensors travel. "auto": CUDA IPC for weights on a GPU, shared memory for
             others; "nccl" for servers on other GPUs. Or your own `DataPlane`.
+        differences: send only what changed since the version that all servers confirmed, where
+            they still have it, else all weights. The trainer and each host of servers keep a copy
+            of the weights in memory for it. It saves bytes and costs time to compare: for slow
+            links. Not with CUDA IPC.
         settings: see `PublishSettings`.
     """
 
@@ -179,9 +183,10 @@ class BroadcastPolicyPublisher(ServerPublisher):
         client: VLLMChatClient,
         *,
         plane: PlaneName | DataPlane = "auto",
+        differences: bool = False,
         **settings: Unpack[PublishSettings],
     ) -> None:
-        super().__init__(client, WeightsPayload(plane), **settings)
+        super().__init__(client, WeightsPayload(plane, differences=differences), **settings)
 
 
 class AdapterPolicyPublisher(ServerPublisher):
