@@ -9,8 +9,10 @@ from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights, named_tensors
+from ludic.distributed.shards import ranks_share_memory, write_shards
 from ludic.errors import PublishError
 from ludic.inference.client import VersionedClient, check_version
+from ludic.sharding.weights import ModelWeights
 from ludic.sharding.world import World
 
 
@@ -60,7 +62,8 @@ class LocalCopyPublisher(PolicyPublisher):
 class Rank0OnlyPublisher(PolicyPublisher):
     """Lets rank 0 publish for all ranks, through `inner`, which only rank 0 needs.
 
-    The shards are gathered first, on every rank, and only then sent: collectives of the trainer
+    Where all ranks are on one host, each writes its shard into a file in shared memory; else they
+    are gathered one by one, on every rank. Only then are they sent: collectives of the trainer
     never run between those of the transfer, so the two cannot wait for each other. The others
     learn whether it worked.
     """
@@ -91,7 +94,10 @@ class Rank0OnlyPublisher(PolicyPublisher):
         return PublishReport(**answer)
 
     def _gather(self, weights: Weights) -> dict[str, Any]:
-        """All weights on rank 0's CPU; the other ranks take part and keep nothing."""
+        """All weights in rank 0's host memory; the other ranks take part and keep nothing."""
+        alone = self.world.size == 1
+        if isinstance(weights, ModelWeights) and not alone and ranks_share_memory(self.world):
+            return write_shards(weights, self.world) or {}
         gathered = {}
         for name, tensor in named_tensors(weights):
             if self.world.leads:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ludic.distributed.vllm.ipc_handles import Exports
-from ludic.distributed.vllm.shared_memory import write_shared
+from ludic.distributed.vllm.shared_memory import SharedWeights, write_shared
 from ludic.errors import ConfigError, DeadlineError, PublishError
 
 
@@ -104,6 +104,8 @@ class SharedMemoryPlane(DataPlane):
     name = "shared_memory"
 
     def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
+        if isinstance(weights, SharedWeights):  # they are in such a file already
+            return Shipment({"plane": "shared_memory", "path": str(weights.path)})
         path, folder = write_shared(weights)
         return Shipment({"plane": "shared_memory", "path": str(path)}, close=folder.close)
 

@@ -6,6 +6,7 @@ a folder whose lock is free was left behind, and is removed by the next who make
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ludic.distributed.weights_file import Layout, bytes_of, layout_of, make_file, map_file
 from ludic.errors import PublishError
 
 _PREFIX = "ludic-publish-"
@@ -124,21 +126,27 @@ def is_abandoned(path: Path) -> bool:
     return True
 
 
-def write_shared(weights: Mapping[str, Tensor]) -> tuple[Path, OwnedFolder]:
-    """Writes the tensors to a file in a new folder, which the caller closes."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+class SharedWeights(dict[str, Tensor]):
+    """Tensors in a file in shared memory. The file is removed when nobody has this any more."""
 
+    def __init__(self, path: Path, folder: OwnedFolder) -> None:
+        super().__init__(map_file(path))
+        self.path, self.folder = path, folder
+
+
+def make_shared(layout: Layout) -> SharedWeights:
+    """A new file with room for such tensors, all zero."""
     folder = OwnedFolder()
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    needed = bytes_of(layout)
     try:
         if needed > shutil.disk_usage(folder.parent).free:
-            raise OSError("No space left")
+            raise OSError(errno.ENOSPC, "No space left")
         path = folder.path / _WEIGHTS
-        save_file({n: t.detach().cpu().contiguous() for n, t in weights.items()}, path)
+        make_file(path, layout)
+        return SharedWeights(path, folder)
     except BaseException as exc:
         folder.close()
-        if isinstance(exc, SafetensorError | OSError) and "No space left" in str(exc):
+        if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
             free = shutil.disk_usage(folder.parent).free
             raise PublishError(
                 f"the weights need {needed / 2**20:,.1f} MiB in {folder.parent}, and "
@@ -147,7 +155,14 @@ def write_shared(weights: Mapping[str, Tensor]) -> tuple[Path, OwnedFolder]:
                 "nccl for those on others)"
             ) from exc
         raise
-    return path, folder
+
+
+def write_shared(weights: Mapping[str, Tensor]) -> tuple[Path, OwnedFolder]:
+    """Writes the tensors to a file in a new folder, which the caller closes."""
+    shared = make_shared(layout_of(weights))
+    for name, tensor in weights.items():
+        shared[name].copy_(tensor.detach())
+    return shared.path, shared.folder
 
 
 def open_shared(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -19,6 +19,7 @@ from ludic.distributed.vllm.confirmed import Confirmed
 from ludic.distributed.vllm.delivery import Delivery, Job, Payload, together
 from ludic.distributed.vllm.placement import PlaneName
 from ludic.distributed.vllm.planes import DataPlane, Shipment, make_plane, plane_for
+from ludic.distributed.vllm.shared_memory import SharedWeights
 from ludic.distributed.vllm.weights_server import WeightsServer
 from ludic.errors import ConfigError, PublishError
 from ludic.inference.client import TokenCompletionRequest
@@ -38,6 +39,8 @@ class WeightsPayload(Payload):
         self._confirmed = Confirmed() if differences else None
 
     def gather(self, weights: Weights) -> dict[str, Tensor]:
+        if isinstance(weights, SharedWeights):  # which know their file
+            return weights
         tensors = {name: tensor.detach() for name, tensor in named_tensors(weights)}
         if not tensors:
             raise PublishError("there are no weights to publish")
