@@ -1,6 +1,7 @@
 """Run by torchrun: two ranks publish a model that they share, and compare it with the gathered one.
 
-Usage: publishing_ranks.py plain lora apart fails, or publishing_ranks.py URL for a real server.
+Usage: publishing_ranks.py plain lora apart fails; or, with a real server, publishing_ranks.py "URL
+FILE", where the gathered weights go into the file.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -113,8 +115,8 @@ async def check_failure(model: nn.Module, world: World) -> None:
     assert keeping.weights == {}
 
 
-async def publish_to_server(url: str, model: nn.Module, world: World) -> None:
-    """Two versions: all weights, then a difference. Rank 0 prints the second's checksums."""
+async def publish_to_server(url: str, file: str, model: nn.Module, world: World) -> None:
+    """Two versions: all weights, then a difference."""
     async with AsyncExitStack() as stack:
         inner = None
         if world.leads:
@@ -131,9 +133,9 @@ async def publish_to_server(url: str, model: nn.Module, world: World) -> None:
         assert gathered.largest == 0
         assert [report.details["sent"] for report in reports] == ["weights", "difference"]
         assert all(report.verified for report in reports)
-        whole = receipt(ModelWeights(model))
+        whole = {name: tensor.clone() for name, tensor in ModelWeights(model)}
         if world.leads:
-            print("SERVED", sorted((name, entry[0]) for name, entry in whole.items()), flush=True)
+            save_file(whole, file)
 
 
 async def check(what: str, mesh: DeviceMesh) -> None:
@@ -141,7 +143,8 @@ async def check(what: str, mesh: DeviceMesh) -> None:
     world, model = World.of(mesh, torch.device("cpu")), made(what)
     shard_policy(Policy(model), mesh)
     if what.startswith("http"):
-        await publish_to_server(what, model, world)
+        url, file = what.split()
+        await publish_to_server(url, file, model, world)
         return
     with pytest.MonkeyPatch.context() as patch:
         if what == "apart":  # as if the ranks were on two hosts

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
@@ -18,8 +20,9 @@ from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server import VLLMServer
 from ludic.sharding.weights import ModelWeights
 from tests.inference.vllm.asking import PATIENT
-from tests.inference.vllm.conftest import NAME, server_model
+from tests.inference.vllm.conftest import NAME, server_model, tiny_server
 from tests.inference.vllm.test_publish import assert_serves
+from tests.sharding.test_fsdp import run_ranks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 
@@ -104,10 +107,10 @@ async def test_a_server_that_joins_gets_all_weights(
 ) -> None:
     first, second = (server.url for server in two_servers)
     async with VLLMChatClient([first, second], model=NAME) as client:
-        later = client.replicas.pop()
+        both, client.replicas = client.replicas, client.replicas[:1]
         publisher = BroadcastPolicyPublisher(client, differences=True, **PATIENT)
         await publisher.publish(ModelWeights(model), 1)
-        client.replicas.append(later)
+        client.replicas = both
         report = await publisher.publish(ModelWeights(moved(model, 2)), 2)
         assert report.details["sent"] == "weights"
         assert set(report.details["servers"]) == {first, second}
@@ -115,3 +118,39 @@ async def test_a_server_that_joins_gets_all_weights(
         assert report.details["sent"] == "difference"
         assert len(list(shared_folder().glob(f"*copy-{publisher.payload._confirmed.key}"))) == 1  # type: ignore[attr-defined]
         await assert_serves(client, model, 3)
+
+
+async def check_two_ranks(url: str, folder: Path) -> None:
+    """Two ranks publish all weights by shards, then a difference. Every worker's checksums of the
+    host's copy were those of rank 0; what is sampled is what the gathered weights compute."""
+    file = folder / "gathered.safetensors"
+    run_ranks("publishing_ranks.py", f"{url} {file}")
+    model = server_model()
+    model.load_state_dict(load_file(file), strict=False)
+    async with VLLMChatClient(url, model=NAME) as client:
+        await assert_serves(client, model, 2)
+
+
+async def test_what_two_ranks_publish_by_shards_is_what_the_server_has(
+    server: VLLMServer, tmp_path: Path
+) -> None:
+    await check_two_ranks(server.url, tmp_path)
+
+
+@pytest.fixture
+def split_server(model_folder: Path, tmp_path: Path) -> Iterator[VLLMServer]:
+    """A server whose model is split over two ranks on the CPU."""
+    split = ("--tensor-parallel-size", "2")
+    found = tiny_server(model_folder, tmp_path / "log", extra=split)
+    try:
+        found.start()
+        found.wait_until_healthy()
+        yield found
+    finally:
+        found.stop()
+
+
+async def test_each_rank_of_a_split_server_loads_its_part_of_what_two_ranks_publish(
+    split_server: VLLMServer, tmp_path: Path
+) -> None:
+    await check_two_ranks(split_server.url, tmp_path)
