@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,8 +17,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ludic.distributed.differences import encode_all
 from ludic.distributed.in_vllm.served_model import checkpoint_shapes
-from ludic.distributed.vllm.shared_memory import write_shared
+from ludic.distributed.vllm.checksums import receipt
+from ludic.distributed.vllm.shared_memory import shared_folder, write_shared
+from ludic.errors import PublishError
 
 RIGHT = {"a": torch.ones(3, 4), "b": torch.ones(5)}
 WRONG = {
@@ -131,11 +135,14 @@ def engine_of(module: ModuleType, model: str, cache: Path | None = None) -> Any:
     return module.LudicWeightTransferEngine(config, Served(), torch.device("cpu"))
 
 
-def stage(module: ModuleType, engine: Any, weights: dict[str, Tensor]) -> None:
+def stage(
+    module: ModuleType, engine: Any, weights: Mapping[str, Tensor], **copy: str | None
+) -> None:
     path, folder = write_shared(weights)
+    info = module.LudicUpdateInfo(plane="shared_memory", path=str(path), copy=copy or None)
     try:
         engine.start_weight_update()
-        engine.receive_weights(module.LudicUpdateInfo(plane="shared_memory", path=str(path)))
+        engine.receive_weights(info)
     finally:
         folder.close()
 
@@ -178,3 +185,47 @@ def test_an_unknown_checkpoint_is_said_in_the_servers_log(
     engine.finish_weight_update()
     with pytest.raises(ValueError, match="left out"):
         stage(engine_module, engine, {"a": RIGHT["a"]})
+
+
+def test_two_workers_of_a_host_take_a_difference_into_one_copy_and_load_from_it(
+    tmp_path: Path, engine_module: ModuleType
+) -> None:
+    save_file(RIGHT, tmp_path / "model.safetensors")
+    workers = [engine_of(engine_module, str(tmp_path)) for _ in range(2)]
+    newer = {"a": RIGHT["a"].clone(), "b": RIGHT["b"] * 2}
+    newer["a"][1, 1] = 7.0
+    key = secrets.token_hex(16)
+    for worker in workers:
+        stage(engine_module, worker, RIGHT, key=key, name="one", base=None)
+        worker.finish_weight_update()
+    difference = encode_all(RIGHT, newer)
+    for worker in workers:
+        stage(engine_module, worker, difference, key=key, name="two", base="one")
+        assert worker.model.a.sum() == 12  # staged, not used
+        assert worker.receipt() == receipt(newer.items())
+        assert worker.holds == "two"
+    for worker in workers:
+        worker.finish_weight_update()
+        assert torch.equal(worker.model.a, newer["a"])
+        assert torch.equal(worker.model.b, newer["b"])
+    assert len(list(shared_folder().glob(f"*{key}"))) == 1
+    for worker in workers:  # from a publisher without differences
+        stage(engine_module, worker, RIGHT)
+        assert worker.receipt() == receipt(RIGHT.items())
+        assert worker.holds is None
+    assert not list(shared_folder().glob(f"*{key}"))
+
+
+def test_a_difference_to_what_a_worker_never_had_leaves_the_old_weights(
+    tmp_path: Path, engine_module: ModuleType
+) -> None:
+    save_file(RIGHT, tmp_path / "model.safetensors")
+    worker = engine_of(engine_module, str(tmp_path))
+    stage(engine_module, worker, RIGHT)
+    worker.finish_weight_update()
+    with pytest.raises(PublishError, match="was made against one"):
+        stage(engine_module, worker, {}, key=secrets.token_hex(16), name="two", base="one")
+    assert worker.receipt() == {}
+    worker.finish_weight_update()
+    assert worker.model.a.sum() == 12
+    assert worker.applied == 1

@@ -32,7 +32,10 @@ class SnapshotBuffer:
 
     @torch.no_grad()
     def take(self, weights: Weights) -> Snapshot:
-        """Copies the weights, each as it comes. Returns when all of them are copied."""
+        """Copies the weights, each as it comes. Returns when all of them are copied. What already
+        is a snapshot, such as many ranks' weights that were gathered for this, stays as it is."""
+        if isinstance(weights, Snapshot):
+            return weights
         before, self._tensors, sources = self._tensors, {}, set[torch.device]()
         for name, tensor in named_tensors(weights):
             copy = before.pop(name, None)

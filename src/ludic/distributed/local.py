@@ -8,7 +8,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from ludic.distributed.background import BackgroundPublisher
 from ludic.distributed.interfaces import (
     PolicyPublisher,
     PublishReport,
@@ -16,8 +15,10 @@ from ludic.distributed.interfaces import (
     Weights,
     named_tensors,
 )
+from ludic.distributed.shards import ranks_share_memory, write_shards
 from ludic.errors import PublishError
 from ludic.inference.client import VersionedClient, check_version
+from ludic.sharding.weights import ModelWeights
 from ludic.sharding.world import World
 
 
@@ -67,7 +68,8 @@ class LocalCopyPublisher(PolicyPublisher):
 class Rank0OnlyPublisher(PolicyPublisher):
     """Lets rank 0 publish for all ranks, through `inner`, which only rank 0 needs.
 
-    The shards are gathered first, on every rank, and only then sent: collectives of the trainer
+    Where all ranks are on one host, each writes its shard into a file in shared memory; else they
+    are gathered one by one, on every rank. Only then are they sent: collectives of the trainer
     never run between those of the transfer, so the two cannot wait for each other. The others
     learn whether it worked.
     """
@@ -82,11 +84,8 @@ class Rank0OnlyPublisher(PolicyPublisher):
         return super().updating() if self.inner is None else self.inner.updating()
 
     async def publish(self, weights: Weights, version: int) -> PublishReport:
-        """Gathers everywhere, sends from rank 0, and returns the same report on all ranks. One in
-        the background gathers by itself, into its snapshot."""
-        gathered = weights
-        if not isinstance(self.inner, BackgroundPublisher):
-            gathered = await asyncio.to_thread(self._gather, weights)
+        """Gathers everywhere, sends from rank 0, and returns the same report on all ranks."""
+        gathered = await asyncio.to_thread(self._gather, weights)
         answer: dict[str, Any] = {}
         failure: BaseException | None = None
         if self.inner is not None:
@@ -110,7 +109,12 @@ class Rank0OnlyPublisher(PolicyPublisher):
             await self.inner.abandon()
 
     def _gather(self, weights: Weights) -> Snapshot:
-        """All weights on rank 0's CPU; the other ranks take part and keep nothing."""
+        """All weights in rank 0's host memory; the other ranks take part and keep nothing."""
+        alone = self.world.size == 1
+        if isinstance(weights, ModelWeights) and not alone and ranks_share_memory(self.world):
+            shared = write_shards(weights, self.world) or Snapshot({})
+            shared.device = self.world.device
+            return shared
         gathered = {}
         for name, tensor in named_tensors(weights):
             if self.world.leads:

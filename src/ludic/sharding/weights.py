@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,13 @@ class ModelWeights:
         self.model = model
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor, merge in self.parts():
+            yield name, whole(tensor) if merge is None else merge()
+
+    def parts(self) -> Iterator[tuple[str, Tensor, Callable[[], Tensor] | None]]:
+        """Each weight's name, and the parameter as this rank has it: sharded, under FSDP2. The
+        third is None where the parameter is the weight; else it gathers the weight and merges its
+        adapter, a collective. Nothing is gathered before."""
         adapters = {name: module for name, module in self.model.named_modules() if _is_lora(module)}
         named = dict(self.model.named_parameters(remove_duplicate=False))
         _refuse_what_cannot_be_merged(named, adapters)
@@ -48,8 +56,11 @@ class ModelWeights:
             plain = plain_name(name)
             if plain in tied:  # a separate copy (`modules_to_save`), which no server would use
                 raise _apart(name)
-            value = whole(tensor)
-            yield plain, value if adapter is None else _merged(adapter, rest, value)
+            yield (
+                plain,
+                tensor,
+                None if adapter is None else partial(_merged, adapter, rest, tensor),
+            )
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -156,8 +167,9 @@ def _refuse_what_cannot_be_merged(
 
 
 @torch.no_grad()
-def _merged(module: Any, rest: str, base: Tensor) -> Tensor:
+def _merged(module: Any, rest: str, shard: Tensor) -> Tensor:
     """Base plus adapters, computed in float32 and rounded once; `rest` is `weight` or `bias`."""
+    base = whole(shard)
     result = base.float().clone()
     for adapter in module.active_adapters:
         for left, right in _PAIRS:

@@ -13,7 +13,8 @@ from typing import Any, Self
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from ludic.distributed.vllm.checksums import checksums
+from ludic.distributed.host_copy import HostCopy
+from ludic.distributed.vllm.checksums import receipt
 from ludic.distributed.vllm.shared_memory import open_shared
 
 Handler = Callable[[web.Request], Any]
@@ -39,6 +40,7 @@ class FakeVLLM:
     active: bool = False
     staged: dict[str, list[Any]] = field(default_factory=dict)
     applied: int = 0
+    copy: HostCopy | None = None
     bodies: list[Any] = field(default_factory=list)
     url: str = ""
 
@@ -71,7 +73,9 @@ class FakeVLLM:
         if path == "/weight_info":
             return {"weight_version": self.version}
         if path == "/collective_rpc":
-            return {"results": [{"tensors": self.staged, "applied": self.applied}]}
+            holds = None if self.copy is None else self.copy.holds
+            answer = {"tensors": self.staged, "applied": self.applied, "holds": holds}
+            return {"results": [answer]}
         self._control(path, body)
         return {"message": "done"}
 
@@ -83,12 +87,14 @@ class FakeVLLM:
         elif path == "/update_weights" and body["update_info"]["plane"] == "shared_memory":
             from pathlib import Path
 
-            pairs = dict(open_shared(Path(body["update_info"]["path"])))
-            sums = checksums(pairs.items())
-            self.staged = {
-                name: [str(sums[name]), str(t.dtype).split(".")[-1], list(t.shape)]
-                for name, t in pairs.items()
-            }
+            file = Path(body["update_info"]["path"])
+            pairs, copy = dict(open_shared(file)), body["update_info"].get("copy")
+            if copy is not None:
+                self.copy = self.copy or HostCopy(copy["key"])
+                pairs = self.copy.bring(copy["name"], pairs, base=copy["base"])
+            self.staged = receipt(pairs.items())
+        elif path == "/update_weights":  # `discard`
+            self.staged = {}
         elif path == "/finish_weight_update":
             self.applied += bool(self.staged)
             self.active, self.staged = False, {}

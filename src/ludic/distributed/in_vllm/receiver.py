@@ -3,7 +3,8 @@
 An update is staged first, checked, and applied only by `finish_weight_update`: anything that goes
 wrong before that leaves the old weights as they were, and the server may sample all the while. The
 tensors come over one of three planes, named in the update: a safetensors file in shared memory,
-CUDA IPC handles, or a broadcast.
+CUDA IPC handles, or a broadcast. Where the publisher sends differences, they go into a copy of the
+weights that this host keeps, and every worker loads its part from there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ludic.distributed.host_copy import HostCopy
 from ludic.distributed.in_vllm.served_model import (
     checkpoint_shapes,
     same_under_other_names,
@@ -57,12 +59,17 @@ class LudicInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class LudicUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Which plane, and what it needs. The plane `discard` drops what was staged."""
+    """Which plane, and what it needs. The plane `discard` drops what was staged.
+
+    With `copy`, the tensors go into the host's copy of this publisher (`key`), which is then called
+    `name`; `base` is what they are differences to, or None where all of them come.
+    """
 
     plane: str
     path: str | None = None
     memory: list[dict[str, Any]] = field(default_factory=list)
     tensors: list[dict[str, Any]] = field(default_factory=list)
+    copy: dict[str, Any] | None = None
 
 
 class LudicWeightTransferEngine(
@@ -81,6 +88,7 @@ class LudicWeightTransferEngine(
         self.broken: str | None = None
         """Why no update can be taken any more, where that is so."""
         self._staged: list[tuple[str, Tensor]] = []
+        self._copy: HostCopy | None = None
         self._judged: Any = None
         self._why_rebuild: str | None = None
         self._group: BroadcastGroup | None = None
@@ -117,8 +125,13 @@ class LudicWeightTransferEngine(
         if update_info.plane == "discard":
             self._staged = []
             return
+        if update_info.copy is None:
+            self._let_go()  # else its receipt would be another's
         with self._timed("stage"):
+            self._staged = []
             arrived = list(self._arriving(update_info))
+            if update_info.copy is not None:
+                arrived = self._through_copy(dict(arrived), update_info)
             self._check(dict(arrived))
             if self._judged is not self.model:
                 self._judged = self.model
@@ -187,11 +200,17 @@ class LudicWeightTransferEngine(
             self.seconds[part] = time.perf_counter() - began
 
     def receipt(self) -> dict[str, list[Any]]:
-        """Checksum, type and shape of every staged tensor, computed on this device."""
+        """Checksum, type and shape of every staged tensor, computed on this device; those of the
+        host's copy were computed once for all who load from it."""
         if not self._staged:
             return {}
         with self._timed("checksums"):
-            return receipt(self._staged)
+            return receipt(self._staged) if self._copy is None else self._copy.receipt()
+
+    @property
+    def holds(self) -> str | None:
+        """What this host's copy is, where this worker has loaded from it."""
+        return None if self._copy is None else self._copy.holds
 
     def shutdown(self) -> None:
         """Leaves the broadcast group."""
@@ -224,6 +243,23 @@ class LudicWeightTransferEngine(
             raise ValueError(
                 f"unknown plane {info.plane!r}: is this Ludic older than the trainer's?"
             )
+
+    def _through_copy(
+        self, arrived: dict[str, Tensor], info: LudicUpdateInfo
+    ) -> list[tuple[str, Tensor]]:
+        """The tensors of the host's copy, after what arrived went into it."""
+        wanted = dict(info.copy or {})
+        key, name, base = str(wanted["key"]), str(wanted["name"]), wanted.get("base")
+        if self._copy is None or self._copy.key != key:
+            self._let_go()
+            self._copy = HostCopy(key)
+        file = Path(info.path) if info.path is not None and base is None else None
+        return list(self._copy.bring(name, arrived, base=base, file=file).items())
+
+    def _let_go(self) -> None:
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.close()
 
     def _check(self, arrived: dict[str, Tensor]) -> None:
         """Raises unless these are all of the model's tensors, with its shapes."""

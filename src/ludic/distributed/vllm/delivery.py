@@ -23,9 +23,9 @@ from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.servers import Replica
 
 ORDER = (
-    *("gather", "prepare", "greet", "finite", "checksums", "own_canary", "join"),
+    *("gather", "encode", "prepare", "greet", "finite", "checksums", "own_canary", "join"),
     *("write", "room", "load", "start", "stage", "compare", "sample"),
-    *("pause", "apply", "reset", "resume", "canary"),
+    *("pause", "apply", "reset", "resume", "keep", "canary"),
     *("worker_stage", "worker_checksums", "worker_apply"),
 )
 
@@ -215,6 +215,11 @@ class Delivery(ABC, Generic[Server]):
 
     def __init__(self, job: Job, servers: list[Server]) -> None:
         self.job, self.servers = job, servers
+
+    @property
+    def sent(self) -> Mapping[str, Tensor]:
+        """What travelled."""
+        return self.job.tensors
 
     async def each(self, step: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
         """Has the servers do a step side by side, and goes on with those that are left."""

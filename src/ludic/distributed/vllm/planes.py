@@ -27,7 +27,7 @@ from ludic.distributed.vllm.placement import (
     choose_plane,
     own_address,
 )
-from ludic.distributed.vllm.shared_memory import write_shared
+from ludic.distributed.vllm.shared_memory import SharedWeights, write_shared
 from ludic.errors import ConfigError, DeadlineError, PublishError
 
 if TYPE_CHECKING:
@@ -115,6 +115,8 @@ class SharedMemoryPlane(DataPlane):
     name = "shared_memory"
 
     def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
+        if isinstance(weights, SharedWeights):  # they are in such a file already
+            return Shipment({"plane": "shared_memory", "path": str(weights.path)})
         path, folder = write_shared(weights)
         return Shipment({"plane": "shared_memory", "path": str(path)}, close=folder.close)
 

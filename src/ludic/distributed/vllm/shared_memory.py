@@ -6,17 +6,22 @@ a folder whose lock is free was left behind, and is removed by the next who make
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
 import shutil
 import tempfile
+import time
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
 
+from ludic.distributed.interfaces import Snapshot
+from ludic.distributed.weights_file import Layout, bytes_of, layout_of, make_file, map_file
 from ludic.errors import PublishError
 
 _PREFIX = "ludic-publish-"
@@ -53,6 +58,58 @@ class OwnedFolder:
         self._end()
 
 
+class SharedFolder:
+    """A folder in shared memory that any number of this user's processes hold under one `name`. It
+    is removed when the last of them lets go; one that is killed counts as having done so."""
+
+    def __init__(self, name: str) -> None:
+        self.path = shared_folder() / f"{_PREFIX}{name}"
+        lock = None
+        for _ in range(100):  # others may make or remove it at the same time
+            lock = _made_and_held(self.path) or _held(self.path)
+            if lock is not None:
+                break
+            time.sleep(0.01)
+        if lock is None:
+            raise PublishError(f"{self.path} cannot be held: is it another user's?")
+        self._end = weakref.finalize(self, _let_go, self.path, lock, os.getpid())
+
+    def close(self) -> None:
+        """Lets go."""
+        self._end()
+
+
+def _made_and_held(path: Path) -> int | None:
+    """The lock of a folder that was not there; None: it was. As with `OwnedFolder`, it has its name
+    only when it is locked."""
+    made = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    made.mkdir(mode=0o700)
+    lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    try:
+        made.rename(path)
+    except OSError:
+        os.close(lock)
+        shutil.rmtree(made, ignore_errors=True)
+        return None
+    return lock
+
+
+def _held(path: Path) -> int | None:
+    """The lock of a folder that is there, and ours; None: it goes away."""
+    try:
+        lock = os.open(path / _LOCK, os.O_RDWR)
+    except OSError:
+        return None
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        same = os.path.samestat(os.fstat(lock), (path / _LOCK).stat())
+        if same and path.stat().st_uid == os.getuid():
+            return lock
+    os.close(lock)
+    return None
+
+
 def is_abandoned(path: Path) -> bool:
     """Whether nobody keeps the folder `path`, or it is gone."""
     try:
@@ -70,21 +127,27 @@ def is_abandoned(path: Path) -> bool:
     return True
 
 
-def write_shared(weights: Mapping[str, Tensor]) -> tuple[Path, OwnedFolder]:
-    """Writes the tensors to a file in a new folder, which the caller closes."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+class SharedWeights(Snapshot):
+    """Tensors in a file in shared memory. The file is removed when nobody has this any more."""
 
+    def __init__(self, path: Path, folder: OwnedFolder) -> None:
+        super().__init__(map_file(path))
+        self.path, self.folder = path, folder
+
+
+def make_shared(layout: Layout) -> SharedWeights:
+    """A new file with room for such tensors, all zero."""
     folder = OwnedFolder()
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    needed = bytes_of(layout)
     try:
         if needed > shutil.disk_usage(folder.parent).free:
-            raise OSError("No space left")
+            raise OSError(errno.ENOSPC, "No space left")
         path = folder.path / _WEIGHTS
-        save_file({n: t.detach().cpu().contiguous() for n, t in weights.items()}, path)
+        make_file(path, layout)
+        return SharedWeights(path, folder)
     except BaseException as exc:
         folder.close()
-        if isinstance(exc, SafetensorError | OSError) and "No space left" in str(exc):
+        if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
             free = shutil.disk_usage(folder.parent).free
             raise PublishError(
                 f"the weights need {needed / 2**20:,.1f} MiB in {folder.parent}, and "
@@ -93,7 +156,14 @@ def write_shared(weights: Mapping[str, Tensor]) -> tuple[Path, OwnedFolder]:
                 "nccl for those on others)"
             ) from exc
         raise
-    return path, folder
+
+
+def write_shared(weights: Mapping[str, Tensor]) -> tuple[Path, OwnedFolder]:
+    """Writes the tensors to a file in a new folder, which the caller closes."""
+    shared = make_shared(layout_of(weights))
+    for name, tensor in weights.items():
+        shared[name].copy_(tensor.detach())
+    return shared.path, shared.folder
 
 
 def open_shared(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -112,4 +182,12 @@ def open_shared(path: Path) -> Iterator[tuple[str, Tensor]]:
 def _remove(path: Path, lock: int, owner: int) -> None:
     if os.getpid() == owner:  # else a fork of the owner ends
         shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _let_go(path: Path, lock: int, owner: int) -> None:
+    if os.getpid() == owner:  # else a fork of a holder ends
+        with suppress(OSError):  # others hold it
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
         os.close(lock)

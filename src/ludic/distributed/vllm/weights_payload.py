@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from functools import partial
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -15,183 +15,30 @@ from torch import Tensor
 from ludic.distributed.interfaces import Weights, named_tensors
 from ludic.distributed.vllm.canary import differences
 from ludic.distributed.vllm.checksums import receipt, refuse_not_finite
-from ludic.distributed.vllm.delivery import Delivery, Job, Payload, ServerUpdate, together
+from ludic.distributed.vllm.confirmed import Confirmed
+from ludic.distributed.vllm.delivery import Delivery, Job, Payload, together
 from ludic.distributed.vllm.planes import DataPlane, Shipment
-from ludic.errors import ConfigError, DeadlineError, InferenceError, LudicError, PublishError
+from ludic.distributed.vllm.shared_memory import SharedWeights
+from ludic.distributed.vllm.weights_server import WeightsServer
+from ludic.errors import ConfigError, PublishError
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.http import UnreachableError
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
-from ludic.inference.vllm.flags import RECEIPT
 
-
-class WeightsServer(ServerUpdate):
-    """Opens an update, takes the tensors in, and applies them, or goes on with the old ones."""
-
-    workers = 1
-    opened = False
-    done = False
-    """It has applied the update and serves again."""
-    worker_seconds: Mapping[str, float] = {}
-    """What the server's slowest worker says that its own parts took."""
-
-    async def examine(self) -> None:
-        facts = self.replica.facts
-        if facts is not None and not facts.updates:
-            raise ConfigError(
-                f"{self.replica.url} (vLLM {facts.vllm_version}) has no routes for weight "
-                "updates: start it with `python -m ludic.inference.vllm_server`, which "
-                "sets VLLM_SERVER_DEV_MODE=1; vLLM before 0.26 does not have them"
-            )
-        world = await self.ask("/get_world_size", seconds=self.patience_s, method="GET")
-        self.workers = int(world["world_size"])
-
-    async def invite(self, invitation: Mapping[str, Any], rank_offset: int) -> None:
-        """Has the server's workers join the trainer's broadcast group."""
-        body = {"init_info": {**invitation, "rank_offset": rank_offset}}
-        await self.ask("/init_weight_transfer_engine", body)
-
-    async def start(self) -> None:
-        """Opens the update; one that a dead trainer left open is closed first."""
-        await self.step("start", "open an update", self._open)
-        self.opened = not self.lost
-
-    async def receive(self, update: Mapping[str, Any]) -> None:
-        """Has the server stage the tensors. Returns when it has them all."""
-        body = {"update_info": dict(update)}
-        await self.step("stage", "take the tensors", partial(self.ask, "/update_weights", body))
-
-    async def compare(self, expected: Mapping[str, list[Any]]) -> None:
-        """Raises unless every worker has every tensor, bit for bit as it was sent."""
-
-        async def work() -> None:
-            receipts = await self.call_workers(RECEIPT)
-            self.worker_seconds = _slowest(receipts, ("stage", "checksums"))
-            _check(self.replica.url, receipts, expected)
-
-        await self.step("compare", "say what arrived", work)
-
-    async def pause(self) -> None:
-        """Freezes the server's requests; none is lost."""
-        await self.step("pause", "pause", partial(self.ask, "/pause?mode=keep&clear_cache=true"))
-
-    async def finish(self, version: int) -> None:
-        """Has the server use the tensors, forget what it computed with the old, and go on."""
-        facts = self.replica.facts
-        named = {"weight_version": str(version)} if facts and facts.names_versions else None
-        forget = "/reset_prefix_cache?reset_running_requests=true"
-        try:
-            # It computes nothing meanwhile, so it does not matter which of the two comes first.
-            await together(
-                [self._timed("apply", "/finish_weight_update", named), self._timed("reset", forget)]
-            )
-            await self._timed("resume", "/resume")
-        except (InferenceError, DeadlineError) as exc:
-            self.lose(f"it failed while it applied version {version}: {exc}")
-            await self._send_away()
-            return
-        self.replica.version = version
-        self.replica.out = None
-        self.replica.mark_up()
-        self.done = True
-
-    async def look_back(self) -> None:
-        """Asks how long it took to apply, for the log; without an answer nothing is known."""
-        with suppress(InferenceError, DeadlineError):
-            receipts = await self.call_workers(RECEIPT)
-            self.worker_seconds = {**self.worker_seconds, **_slowest(receipts, ("apply",))}
-
-    async def undo(self) -> None:
-        """Drops what was staged; the server goes on with the old weights, and is resumed even
-        where somebody else paused it. One that was out of rotation stays there."""
-        if self.lost:
-            return
-        try:
-            if self.opened:
-                await self._discard()
-            if self.was_out is not None:
-                self.lose(self.was_out)
-                return
-            await self.ask("/resume", seconds=self.patience_s)
-        except (InferenceError, DeadlineError) as exc:
-            self.lose(f"it could not be resumed after a failed publish: {exc}")
-            await self._send_away()
-
-    async def explained(self, what: str, refusal: InferenceError) -> LudicError:
-        if await self._has_our_engine():
-            return await super().explained(what, refusal)
-        return ConfigError(
-            f"{self.replica.url} was started without Ludic's side of a weight transfer, so it "
-            f"cannot be updated: start it with `ludic serve`. It said: {refusal}"
-        )
-
-    async def _open(self) -> None:
-        # One that is out may hang, and the others wait for it.
-        limit = self.timeout_s if self.was_out is None else self.patience_s
-        try:
-            await self.ask("/start_weight_update", seconds=limit)
-        except InferenceError as exc:
-            if isinstance(exc, UnreachableError) and exc.status is None:
-                raise
-            with suppress(DeadlineError):
-                await self._discard()
-            await self.ask("/start_weight_update")
-
-    async def _send_away(self) -> None:
-        """Ends the server's requests, so that whoever waits for them asks elsewhere."""
-        with suppress(InferenceError, DeadlineError):
-            await self.ask("/pause?mode=abort", seconds=self.patience_s)
-
-    async def _discard(self) -> None:
-        body = {"update_info": {"plane": "discard"}}
-        with suppress(InferenceError):
-            # Refused when a failed part has closed the update already.
-            await self.ask("/update_weights", body, self.patience_s)
-            await self.ask("/finish_weight_update", None, self.patience_s)
-
-    async def _has_our_engine(self) -> bool:
-        """Whether its workers can say what arrived."""
-        try:
-            receipts = await self.call_workers(RECEIPT, self.patience_s)
-            return all("tensors" in receipt for receipt in receipts)
-        except (InferenceError, DeadlineError, KeyError, TypeError):
-            return False
-
-    async def _timed(self, stage: str, path: str, body: Any = None) -> None:
-        with self.times.timed(stage):
-            await self.ask(path, body)
-
-
-def _check(url: str, receipts: list[Any], expected: Mapping[str, list[Any]]) -> None:
-    """Raises unless there are receipts, and all say what is expected."""
-    if not receipts:
-        raise PublishError(f"{url} did not answer with a receipt")
-    for rank, answer in enumerate(receipts):
-        if not isinstance(answer, Mapping) or "tensors" not in answer:
-            why = answer.get("error") if isinstance(answer, Mapping) else answer
-            raise PublishError(f"{url}, worker {rank}, has no receipt: {why}")
-        arrived = answer["tensors"]
-        lacking = sorted(expected.keys() - arrived.keys())
-        wrong = [n for n, e in expected.items() if n in arrived and arrived[n] != e]
-        if lacking or wrong:
-            raise PublishError(
-                f"{url}, worker {rank}: {len(lacking)} tensors did not arrive {lacking[:3]}, "
-                f"{len(wrong)} arrived changed {wrong[:3]}"
-            )
-
-
-def _slowest(receipts: list[Any], parts: tuple[str, ...]) -> dict[str, float]:
-    """The longest that a worker says each part took it; nothing of those who do not say."""
-    took = [r.get("seconds", {}) for r in receipts if isinstance(r, Mapping)]
-    return {p: max(s[p] for s in took if p in s) for p in parts if any(p in s for s in took)}
+_log = logging.getLogger("ludic.distributed")
 
 
 class WeightsPayload(Payload):
-    """All of a model's weights, over a data plane; None until the first publish has chosen it."""
+    """All of a model's weights, over a data plane (None until the first publish has chosen it). With
+    `differences`, what changed of them since the publish that all servers confirmed last."""
 
-    def __init__(self, plane: DataPlane | None) -> None:
+    def __init__(self, plane: DataPlane | None, *, differences: bool = False) -> None:
         self.plane = plane
+        self._confirmed = Confirmed() if differences else None
 
     def gather(self, weights: Weights) -> dict[str, Tensor]:
+        if isinstance(weights, SharedWeights):  # which know their file
+            return weights
         tensors = {name: tensor.detach() for name, tensor in named_tensors(weights)}
         if not tensors:
             raise PublishError("there are no weights to publish")
@@ -199,7 +46,12 @@ class WeightsPayload(Payload):
 
     def delivery(self, job: Job) -> Delivery[WeightsServer]:
         assert self.plane is not None
-        return WeightsDelivery(job, self.plane)
+        if self._confirmed is not None and self.plane.name == "ipc":
+            raise ConfigError(
+                "differences=True with the plane ipc: servers read the trainer's own memory there, "
+                "and nothing travels. Leave differences out, or choose another plane"
+            )
+        return WeightsDelivery(job, self.plane, self._confirmed)
 
 
 class WeightsDelivery(Delivery[WeightsServer]):
@@ -211,13 +63,21 @@ class WeightsDelivery(Delivery[WeightsServer]):
     ended. Until they are paused, servers sample from their old weights; until they apply they have
     them still, and go on with them when anything fails. Nothing is applied before all checks are
     done.
+
+    A difference is sent where every worker of every server says that its host's copy is what the
+    difference was made against. Where one does not, or does not take it, or has something else
+    afterwards, all weights follow.
     """
 
-    def __init__(self, job: Job, plane: DataPlane) -> None:
+    def __init__(self, job: Job, plane: DataPlane, confirmed: Confirmed | None = None) -> None:
         limits = (job.timeout_s, job.patience_s)
         super().__init__(job, [WeightsServer(job.client, r, *limits) for r in job.client.replicas])
         self._every = self.servers
-        self._plane = plane
+        self._plane, self._confirmed = plane, confirmed
+        self._name = "" if confirmed is None else confirmed.name_for(job.version)
+        self._difference: Mapping[str, Tensor] | None = None
+        for server in self.servers:
+            server.base = None if confirmed is None else confirmed.name
         self._closed = False
         self._scores: list[float] | None = None
         self._expected = asyncio.create_task(asyncio.to_thread(self._expect))
@@ -228,9 +88,8 @@ class WeightsDelivery(Delivery[WeightsServer]):
 
     async def stage(self) -> None:
         """The servers take the tensors in and say what arrived, then pause."""
-        # Shielded, as are the checks: a thread cannot be cancelled, and `close` waits for it.
-        shipment = await asyncio.shield(self._shipment)
-        await together([self._receive(shipment), asyncio.shield(self._checks)])
+        # Shielded: a thread cannot be cancelled, and `close` waits for it.
+        await together([self._bring(), asyncio.shield(self._checks)])
         self._stall_s = -time.perf_counter()
         await self.each(lambda server: server.pause())
 
@@ -251,6 +110,10 @@ class WeightsDelivery(Delivery[WeightsServer]):
             raise
         self.drop_lost()
         self._stall_s += time.perf_counter()
+        if self._confirmed is not None:
+            with self.job.times.timed("keep"):
+                confirmed = (self._name, self.job.tensors, self._difference)
+                await asyncio.to_thread(self._confirmed.confirm, *confirmed)
 
     async def undo(self, *, late: bool) -> None:
         self._plane.abandon()
@@ -307,7 +170,12 @@ class WeightsDelivery(Delivery[WeightsServer]):
     def details(self) -> dict[str, Any]:
         times = self.job.times
         times.slowest((server.worker_seconds for server in self._every), prefix="worker_")
-        return {"plane": self._plane.name, "stall_s": self._stall_s, **self._gaps}
+        sent = "weights" if self._difference is None else "difference"
+        return {"plane": self._plane.name, "sent": sent, "stall_s": self._stall_s, **self._gaps}
+
+    @property
+    def sent(self) -> Mapping[str, Tensor]:
+        return self.job.tensors if self._difference is None else self._difference
 
     def _expect(self) -> dict[str, list[Any]]:
         """What a server's receipt has to say."""
@@ -326,8 +194,44 @@ class WeightsDelivery(Delivery[WeightsServer]):
                 self._scores = await asyncio.to_thread(own_scores, self.job.model)
 
     def _prepare(self) -> Shipment:
+        if self._confirmed is not None:
+            with self.job.times.timed("encode"):
+                self._difference = self._confirmed.difference(self.job.tensors)
+        return self._ship()
+
+    def _ship(self) -> Shipment:
         with self.job.times.timed("prepare"):
-            return self._plane.prepare(self.job.tensors)
+            shipment = self._plane.prepare(self.sent)
+            if self._confirmed is None:
+                return shipment
+            base = None if self._difference is None else self._confirmed.name
+            copy = {"key": self._confirmed.key, "name": self._name, "base": base}
+            return replace(shipment, update={**shipment.update, "copy": copy})
+
+    async def _bring(self) -> None:
+        """The servers stage the difference, or else all weights, and say what they have."""
+        shipment = await asyncio.shield(self._shipment)
+        if self._difference is not None:
+            without = [server.replica.url for server in self.servers if not server.has_base]
+            why = f"{', '.join(without)} did not confirm the version before"
+            try:
+                if not without:
+                    await self._receive(shipment)
+                    return
+            except PublishError as exc:
+                if self._expected.done() and self._expected.exception() is not None:
+                    raise  # the trainer's weights are wrong, and would be so again
+                why = str(exc)
+                self._plane.abandon()
+            self.drop_lost()
+            _log.warning("version %d goes out whole, since %s", self.job.version, why)
+            self._difference = None
+            # The servers' copies may be called by the old name, and be wrong.
+            self._name = self._confirmed.name_for(self.job.version) if self._confirmed else ""
+            await asyncio.to_thread(_free, self._shipment)
+            self._shipment = asyncio.create_task(asyncio.to_thread(self._ship))
+            shipment = await asyncio.shield(self._shipment)
+        await self._receive(shipment)
 
     async def _receive(self, shipment: Shipment) -> None:
         workers = sum(server.workers for server in self.servers)

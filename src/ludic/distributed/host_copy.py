@@ -1,0 +1,144 @@
+"""The weights that were staged last on this host, in shared memory, for all who follow one
+publisher: a server's workers, and other servers.
+
+A difference is applied to this copy, and everybody loads from it. Whoever is first to be told of an
+update makes the copy of it, under a lock; the others find it made. `holds` names what it is, and is
+empty while the copy is written to: a process that is killed half-way leaves no name behind, so that
+nothing is ever added to what it left, and the next update is a whole one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ludic.distributed.differences import apply_all
+from ludic.distributed.vllm.checksums import receipt
+from ludic.distributed.vllm.shared_memory import SharedFolder
+from ludic.distributed.weights_file import bytes_of, layout_of, make_file, map_file
+from ludic.errors import DeadlineError, PublishError
+
+_POLL_S = 0.02
+
+
+class HostCopy:
+    """This process's hold on the copy of the publisher `key`. The copy is removed when the last
+    process that holds it ends or closes it."""
+
+    def __init__(self, key: str) -> None:
+        if not re.fullmatch("[0-9a-f]{16,64}", key):
+            raise ValueError(f"{key!r} is not the key of a publisher")
+        self.key = key
+        self._folder = SharedFolder(f"copy-{key}")
+        self._weights = self._folder.path / "weights.safetensors"
+        self._state = self._folder.path / "state.json"
+
+    @property
+    def holds(self) -> str | None:
+        """The name of what was staged last; None: nothing, or only a part of it."""
+        name = self._read().get("holds")
+        return None if name is None else str(name)
+
+    def receipt(self) -> dict[str, list[Any]]:
+        """Checksum, type and shape of the copy's tensors, computed when it was made."""
+        return dict(self._read().get("receipt", {}))
+
+    def bring(
+        self,
+        name: str,
+        arrived: Mapping[str, Tensor],
+        *,
+        base: str | None = None,
+        file: Path | None = None,
+        timeout_s: float = 120.0,
+    ) -> dict[str, Tensor]:
+        """Makes the copy `name`, unless another process has done so, and returns its tensors.
+
+        Args:
+            name: what the copy is called from now on.
+            arrived: all tensors, or their differences to `base`.
+            base: what the differences were made against. Where the copy is something else, this
+                raises `PublishError` and changes nothing.
+            file: where all tensors are in a file in shared memory already, which is then kept
+                instead of a copy of it.
+            timeout_s: how long another process may take.
+        """
+        with self._alone(timeout_s):
+            if self.holds == name:
+                return map_file(self._weights)
+            if base is not None and self.holds != base:
+                raise PublishError(
+                    f"the copy of the weights on {os.uname().nodename} is {self.holds}, and the "
+                    f"difference that arrived was made against {base}"
+                )
+            self._write({})
+            if base is None:
+                self._replace(arrived, file)
+            tensors = map_file(self._weights)
+            if base is not None:
+                apply_all(arrived, tensors)
+            self._write({"holds": name, "receipt": receipt(tensors.items())})
+            return tensors
+
+    def close(self) -> None:
+        """Lets go of the copy."""
+        self._folder.close()
+
+    def _replace(self, arrived: Mapping[str, Tensor], file: Path | None) -> None:
+        """A new file: who has mapped the old one may go on reading it."""
+        made = self._weights.with_suffix(".new")
+        made.unlink(missing_ok=True)
+        if file is not None:
+            with suppress(OSError):  # in another file system
+                os.link(file, made)
+        if not made.exists():
+            layout = layout_of(arrived)
+            free = shutil.disk_usage(self._folder.path).free
+            if bytes_of(layout) > free:
+                raise PublishError(
+                    f"a copy of the weights needs {bytes_of(layout) / 2**20:,.1f} MiB in "
+                    f"{self._folder.path.parent} on {os.uname().nodename}, and "
+                    f"{free / 2**20:,.1f} MiB are free there: give it more (Docker: --shm-size, "
+                    "or --ipc=host), or publish without differences"
+                )
+            make_file(made, layout)
+            for name, tensor in map_file(made).items():
+                tensor.copy_(arrived[name])
+        made.rename(self._weights)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads(self._state.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return {}
+
+    def _write(self, state: Mapping[str, Any]) -> None:
+        made = self._state.with_suffix(".new")
+        made.write_text(json.dumps(state), encoding="utf-8")
+        made.rename(self._state)
+
+    @contextmanager
+    def _alone(self, timeout_s: float) -> Iterator[None]:
+        """One process at a time: a lock ends with its process, however that ends."""
+        began = time.monotonic()
+        with (self._folder.path / "writing").open("a") as lock:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() - began > timeout_s:
+                        what = "another process to finish the copy of the weights"
+                        raise DeadlineError(what, str(self._folder.path), timeout_s) from None
+                    time.sleep(_POLL_S)
+            yield

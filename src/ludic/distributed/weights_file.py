@@ -1,0 +1,74 @@
+"""A safetensors file that is made before its tensors are there, and mapped so that they can be
+written: several processes fill in their parts, or change the tensors where they are."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Type and shape of each tensor, by name."""
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_TYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
+    return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def bytes_of(layout: Layout) -> int:
+    """The size of all tensors together."""
+    return sum(dtype.itemsize * prod(shape) for dtype, shape in layout.values())
+
+
+def make_file(path: Path, layout: Layout) -> None:
+    """Makes a file of zeros. Its memory is taken now, so that a lack of room is an `OSError` here
+    and not a signal for whoever writes into it later."""
+    entries: dict[str, object] = {}
+    end = 0
+    # Large elements first: then each begins at a multiple of its size.
+    for name, (dtype, shape) in sorted(layout.items(), key=lambda item: -item[1][0].itemsize):
+        begin, end = end, end + dtype.itemsize * prod(shape)
+        entries[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("xb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        os.posix_fallocate(file.fileno(), 0, 8 + len(header) + max(end, 1))
+        file.truncate(8 + len(header) + end)
+
+
+def map_file(path: Path) -> dict[str, Tensor]:
+    """The file's tensors, mapped and not copied: what is written to them is in the file, for
+    everybody who has mapped it."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    size = path.stat().st_size
+    data = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)[8 + length :]
+    tensors: dict[str, Tensor] = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            tensors[name] = data[begin:end].view(_TYPES[entry["dtype"]]).view(entry["shape"])
+    return tensors
