@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights
 from ludic.errors import PipelineError, PublishError
 from ludic.pipeline.lease import TrainerLease
 from ludic.pipeline.messages import with_traces
+from ludic.pipeline.weights_http import PolicyServer
 from ludic.plumbing.files import file_checksum, replacing
 from ludic.types import Rollout, TokenTrace, VersionSpan
 
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class StoredPolicy:
     """A policy as the trainer announced it. `serial` is its name among all policies of the run;
-    `path` is empty where the actors' servers get the weights in another way."""
+    `path` is empty where the actors' servers get the weights in another way. Hosts that cannot open
+    it fetch the file from `url`, with `key`."""
 
     serial: int
     attempt: int
@@ -38,6 +40,8 @@ class StoredPolicy:
     path: str = ""
     checksum: str = ""
     at: str = ""
+    url: str = ""
+    key: str = field(default="", repr=False)
 
     @staticmethod
     def read(announced: bytes) -> StoredPolicy:
@@ -99,7 +103,8 @@ class PipelinePublisher(PolicyPublisher):
 
     `inner` brings the weights to whatever else samples from them: vLLM servers, or an engine in
     this process. With a `folder` they are also written there, for actors that sample in-process.
-    Redis only carries the policy's address, version and checksum, once it is there to be used.
+    Redis only carries the policy's address, version and checksum, once it is there to be used. A
+    `server` also brings the folder's files to hosts that do not share it.
     """
 
     def __init__(
@@ -107,8 +112,9 @@ class PipelinePublisher(PolicyPublisher):
         lease: TrainerLease,
         inner: PolicyPublisher | None = None,
         folder: PolicyFolder | None = None,
+        server: PolicyServer | None = None,
     ) -> None:
-        self.lease, self.inner, self.folder = lease, inner, folder
+        self.lease, self.inner, self.folder, self.server = lease, inner, folder, server
         self.shares_weights = inner is not None and inner.shares_weights
 
     def updating(self) -> AbstractAsyncContextManager[None]:
@@ -126,6 +132,8 @@ class PipelinePublisher(PolicyPublisher):
             facts = await asyncio.to_thread(
                 self.folder.write, tensors, attempt=opened.attempt, version=version
             )
+            if self.server is not None:
+                facts |= self.server.offer(Path(facts["path"]), facts["checksum"])
         await asyncio.to_thread(self.lease.announce, version, **facts)
         seconds = time.perf_counter() - began
         return PublishReport(version, seconds, report.bytes, report.verified, report.details)

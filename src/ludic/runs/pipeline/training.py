@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from ludic.pipeline import (
     TrainerLease,
 )
 from ludic.pipeline.local_redis import WatchedProcess, last_words
+from ludic.pipeline.weights_http import PolicyServer, listening_address
 from ludic.rollouts import Curriculum
 from ludic.runs.model import sample_filter_of
 from ludic.runs.pipeline import address
@@ -53,6 +55,7 @@ class RunPipeline:
         self._redis: LocalRedis | None = None
         self._lease: TrainerLease | None = None
         self._policies: Path | None = None
+        self._policy_server: PolicyServer | None = None
         self._actors: dict[str, WatchedProcess] = {}
         self._restarts: Counter[str] = Counter()
         self._tending: asyncio.Task[None] | None = None
@@ -99,6 +102,9 @@ class RunPipeline:
             local = self._redis is not None and shared.is_dir() and os.access(shared, os.W_OK)
             chosen = section.policy_folder
             self._policies = Path(chosen) if chosen else memory if local else self.folder / "policy"
+            if self._redis is None:  # actors may join from other machines
+                host, port = listening_address(section.policy_address, pipeline.url)
+                self._policy_server = PolicyServer(secrets.token_hex(32), host, port)
         address.write_address(self.folder, pipeline)
         self._lease = TrainerLease(
             pipeline,
@@ -140,7 +146,7 @@ class RunPipeline:
     def publisher(self, inner: PolicyPublisher | None) -> PipelinePublisher:
         """Returns what also reaches the actors."""
         folder = None if self._policies is None else PolicyFolder(self._policies)
-        return PipelinePublisher(self.lease, inner, folder)
+        return PipelinePublisher(self.lease, inner, folder, self._policy_server)
 
     def _alarm(self) -> None:
         if self._failure is not None:
@@ -212,5 +218,7 @@ class RunPipeline:
         if self._redis is not None:
             self._redis.stop()
             (self.folder / "pipeline.json").unlink(missing_ok=True)
+        if self._policy_server is not None:
+            self._policy_server.close()
         if self._policies is not None and str(self._policies).startswith("/dev/shm/"):
             shutil.rmtree(self._policies, ignore_errors=True)
