@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from ludic.errors import ConfigError, PublishError
 from ludic.pipeline import weights_fetcher, weights_http
-from ludic.pipeline.policies import StoredPolicy
+from ludic.pipeline.policies import PolicyFolder, StoredPolicy
 from ludic.pipeline.store import PipelineConfig, Store
 from ludic.pipeline.weights_fetcher import NotComingError, Patience, PolicyFetcher
 from ludic.pipeline.weights_http import PolicyServer, SourceError, get, listening_address
 from ludic.plumbing import files
 from ludic.plumbing.files import file_checksum
+from tests.pipeline.test_batch_source import acting, announced, until
+from tests.pipeline.world import make_engine, make_source
 
 pytestmark = pytest.mark.redis
 
@@ -52,9 +57,7 @@ def trainer() -> Iterator[PolicyServer]:
 
 @pytest.fixture
 def policy(weights: Path, trainer: PolicyServer) -> StoredPolicy:
-    checksum = file_checksum(weights)
-    facts = trainer.offer(weights, checksum)
-    return StoredPolicy(8, 1, 7, "/on/the/trainer's/host", checksum, **facts)
+    return StoredPolicy(8, 1, 7, "/on/the/trainer's/host", **trainer.offer(weights))
 
 
 @pytest.fixture
@@ -237,15 +240,14 @@ def test_a_file_that_is_removed_while_it_is_fetched_still_arrives(
 ) -> None:
     old = tmp_path / "old"
     old.write_bytes(weights.read_bytes())
-    checksum = file_checksum(old)
-    policy = StoredPolicy(8, 1, 7, "/elsewhere", checksum, **trainer.offer(old, checksum))
+    policy = StoredPolicy(8, 1, 7, "/elsewhere", **trainer.offer(old, file_checksum(old)))
     old.unlink()
     for number in range(3):  # newer ones take its place meanwhile
         newer = tmp_path / f"newer-{number}"
         newer.write_bytes(b"newer")
         trainer.offer(newer, str(number))
     here = host("a").fetch(policy)
-    assert file_checksum(Path(here.path)) == checksum
+    assert file_checksum(Path(here.path)) == policy.checksum
 
 
 def test_a_line_that_is_cut_for_a_while_costs_nothing_but_time(
@@ -326,11 +328,10 @@ def test_the_newest_policies_stay_in_the_cache_and_the_last_process_removes_it(
     for number in range(3):
         path = tmp_path / f"policy-{number}"
         path.write_bytes(str(number).encode())
-        checksum = file_checksum(path)
-        facts = trainer.offer(path, checksum)
-        first.fetch(StoredPolicy(number, 1, number, "/elsewhere", checksum, **facts))
+        policy = StoredPolicy(number, 1, number, "/elsewhere", **trainer.offer(path))
+        first.fetch(policy)
     assert len(list((tmp_path / "a").glob("*.safetensors"))) == 2
-    second.fetch(StoredPolicy(9, 1, 2, "/elsewhere", checksum, **facts))
+    second.fetch(policy)
     first.close()
     assert (tmp_path / "a").is_dir()
     second.close()
@@ -366,3 +367,35 @@ def test_an_address_is_read_with_or_without_a_port(setting: str, address: tuple[
 def test_an_address_that_names_no_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match='use "auto"'):
         listening_address("0.0.0.0", "redis://127.0.0.1:6379/0")
+
+
+async def test_an_actor_goes_on_while_a_policy_is_on_its_way_and_takes_it_when_it_has_come(
+    config: PipelineConfig, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_fetcher, "host_cache", lambda config: tmp_path / "cache")
+    facts = PolicyFolder(tmp_path).write([("a", torch.ones(2))], attempt=1, version=1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    engine, client = make_engine()
+    taken: list[Mapping[str, Any]] = []
+    sync = client.sync_weights
+
+    async def noted(params: Mapping[str, Any], **options: Any) -> str:
+        taken.append(params)
+        return await sync(params, **options)
+
+    monkeypatch.setattr(client, "sync_weights", noted)
+    source = await announced(make_source(config, stale="drop", max_lag=4, in_order=False))
+    away = {**facts, "path": "/elsewhere", "url": f"http://127.0.0.1:{port}", "key": KEY}
+    async with acting(config, engine=engine, client=client):
+        await until(lambda: len(taken) == 1)
+        assert (await source.next_batch()).items
+        await asyncio.to_thread(source.lease.announce, 1, **away)
+        assert (await source.next_batch()).items  # of units that were asked for before
+        assert len(taken) == 1, "the policy before it serves on"
+        server = PolicyServer(KEY, port=port)
+        server.offer(Path(facts["path"]), facts["checksum"])
+        await until(lambda: len(taken) == 2)
+        server.close()
+    await source.close()
+    assert torch.equal(taken[1]["a"], torch.ones(2))

@@ -9,7 +9,6 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -284,20 +283,17 @@ class Actor:
     # Policies
 
     async def _policy_at_least(self, serial: int) -> None:
-        while True:
-            began = time.monotonic()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_POLICY_S), self._policy_changed:
-                    await self._policy_changed.wait_for(
-                        lambda: self._seen and self._seen[-1].serial >= serial
-                    )
-                return
-            if self._fetcher is None or self._fetcher.progressed < began:
-                raise PipelineError(
-                    f"waited {_POLICY_S:.3g} s for policy {serial} of the run "
-                    f"{self._store.config.run!r}; this actor has "
-                    f"{self._seen[-1].serial if self._seen else 'none'}"
+        try:
+            async with asyncio.timeout(_POLICY_S), self._policy_changed:
+                await self._policy_changed.wait_for(
+                    lambda: self._seen and self._seen[-1].serial >= serial
                 )
+        except TimeoutError as exc:
+            raise PipelineError(
+                f"waited {_POLICY_S:.3g} s for policy {serial} of the run "
+                f"{self._store.config.run!r}; this actor has "
+                f"{self._seen[-1].serial if self._seen else 'none'}"
+            ) from exc
 
     async def _here(self, policy: StoredPolicy) -> StoredPolicy | None:
         """The policy with a path that this host can open; None while it is on its way. One that is

@@ -133,7 +133,8 @@ class PipelinePublisher(PolicyPublisher):
                 self.folder.write, tensors, attempt=opened.attempt, version=version
             )
             if self.server is not None:
-                facts |= self.server.offer(Path(facts["path"]), facts["checksum"])
+                path = Path(facts["path"])
+                facts |= await asyncio.to_thread(self.server.offer, path, facts["checksum"])
         await asyncio.to_thread(self.lease.announce, version, **facts)
         seconds = time.perf_counter() - began
         return PublishReport(version, seconds, report.bytes, report.verified, report.details)

@@ -111,11 +111,16 @@ class PolicyServer:
         )
         self._thread.start()
 
-    def offer(self, path: Path, checksum: str) -> dict[str, str]:
-        """Serves a file; returns what to announce of it."""
+    def offer(self, path: Path, checksum: str = "") -> dict[str, str]:
+        """Serves a file, as it is now; returns what to announce of it. Without its checksum the
+        file is read for it."""
         handle = os.open(path, os.O_RDONLY)
-        self.put(checksum, PieceFile(handle, os.fstat(handle).st_size))
-        return {"url": self.url, "key": self.key}
+        file = PieceFile(handle, os.fstat(handle).st_size)
+        if not checksum:
+            file.digests = piece_digests(handle)
+            checksum = sha256(b"".join(file.digests)).hexdigest()
+        self.put(checksum, file)
+        return {"url": self.url, "key": self.key, "checksum": checksum}
 
     def put(self, checksum: str, file: PieceFile) -> None:
         """Serves what is there of a file, whose handle is closed when nobody needs it."""
