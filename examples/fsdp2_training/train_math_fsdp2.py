@@ -66,9 +66,7 @@ async def train(args: argparse.Namespace) -> None:
             client = VLLMChatClient([f"http://{args.host}:{args.port}"], model=name)
             await stack.enter_async_context(client)
             await client.connect(tokenizer=tokenizer)
-            publisher = BroadcastPolicyPublisher(
-                client, plane="nccl" if on_gpu else "gloo", timeout_s=args.publish_timeout_s
-            )
+            publisher = BroadcastPolicyPublisher(client, timeout_s=args.publish_timeout_s)
             sampling = SamplingConfig(temperature=1.0, max_tokens=args.max_tokens)
             runtime = Runtime(client, HFChatTemplate(tokenizer), name, InferenceSpec(sampling))
             source = RolloutBatchSource(

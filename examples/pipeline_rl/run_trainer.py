@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ludic.distributed import BroadcastPolicyPublisher
+from ludic.distributed import BackgroundPublisher, BroadcastPolicyPublisher
 from ludic.inference import VLLMChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.pipeline import (
@@ -120,7 +120,7 @@ async def train(args: argparse.Namespace, stack: AsyncExitStack) -> None:
         model=model,
         tokenizer=tokenizer,
         batch_source=source,
-        publisher=publisher,
+        publisher=BackgroundPublisher(publisher),
         cfg=TrainerConfig(
             learning_rate=1e-3,
             checkpoint=CheckpointConfig(args.folder / "checkpoints", every=5),

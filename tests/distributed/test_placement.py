@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
-from ludic.distributed.vllm.placement import Place, choose_plane
+from ludic.distributed.vllm.placement import Place, PlaneName, choose_plane
+from ludic.errors import ConfigError
 
 CPU, GPU = Place("here"), Place("here", "GPU-0")
 OTHER_GPU, CONTAINER = Place("here", "GPU-1"), Place("here, another mount", "GPU-0")
@@ -36,14 +39,48 @@ FAR_CPU, FAR_GPU, FAR_GPU_2 = Place("there"), Place("there", "GPU-8"), Place("th
 def test_the_plane_follows_from_the_places(
     trainer: Place, workers: list[Place], plane: str
 ) -> None:
-    assert choose_plane(trainer, workers) == plane
+    choice = choose_plane(trainer, workers)
+    assert (choice.plane, bool(choice.why)) == (plane, True)
+    assert choose_plane(trainer, workers, named=choice.plane).plane == plane  # no objection
 
 
 @pytest.mark.parametrize(
     ("worker", "plane"), [(GPU, "shared_memory"), (OTHER_GPU, "shared_memory"), (FAR_GPU, "nccl")]
 )
 def test_weights_of_several_ranks_are_in_memory_and_not_on_a_gpu(worker: Place, plane: str) -> None:
-    assert choose_plane(GPU, [worker], gathered=True) == plane
+    assert choose_plane(GPU, [worker], gathered=True).plane == plane
+
+
+@pytest.mark.parametrize(
+    ("named", "trainer", "workers", "why"),
+    [
+        ("ipc", CPU, [CPU], 'the trainer\'s weights are not on a GPU; "shared_memory" can'),
+        ("ipc", GPU, [GPU, OTHER_GPU], "1 of 2 workers are not on the trainer's GPU"),
+        ("ipc", GPU, [CONTAINER], '1 of 1 workers are in another container; "gloo" can'),
+        ("shared_memory", GPU, [GPU, FAR_GPU], "1 of 2 workers do not see this host's shared"),
+        ("nccl", CPU, [FAR_GPU], 'the trainer\'s weights are not on a GPU; "gloo" can'),
+        ("nccl", GPU, [FAR_CPU], "1 of 1 workers have no GPU"),
+        ("nccl", GPU, [GPU], 'two processes share a GPU, which NCCL refuses; "ipc" can'),
+    ],
+)
+def test_a_wrong_plane_by_name_is_one_sentence_that_names_a_right_one(
+    named: PlaneName, trainer: Place, workers: list[Place], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(why)) as caught:
+        choose_plane(trainer, workers, named=named)
+    assert f'the plane "{named}" cannot work here' in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_ipc_by_name_is_refused_for_weights_in_the_hosts_memory() -> None:
+    with pytest.raises(ConfigError, match="the weights are in the host's memory"):
+        choose_plane(GPU, [GPU], named="ipc", gathered=True)
+
+
+def test_a_guess_refuses_nothing_that_was_named() -> None:
+    guess = Place("elsewhere", None, guessed=True)
+    assert choose_plane(GPU, [guess], named="nccl").plane == "nccl"
+    assert choose_plane(GPU, [guess]).plane == "gloo"
 
 
 def test_two_processes_of_one_machine_name_the_same_memory() -> None:

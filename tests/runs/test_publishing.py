@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from ludic.distributed.vllm.placement import is_here, own_address
 from ludic.distributed.vllm.planes import BroadcastPlane, SharedMemoryPlane
 from ludic.errors import ConfigError
 from ludic.inference import VLLMChatClient
 from ludic.runs.settings import parse_run
-from ludic.runs.vllm_backend import check_publishing, is_here, own_address, plane_of
+from ludic.runs.vllm_backend import check_publishing, plane_of
 from tests.inference.vllm.fake_server import FakeVLLM
 
 ENV = '[env]\nkind = "tic_tac_toe"\n[model]\ndevice = "cpu"\n[inference]\nbackend = "vllm"\n'

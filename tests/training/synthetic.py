@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from ludic.distributed.interfaces import PublishReport, Weights
+from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem, TurnSpan
 from ludic.seeding import derive_seed
@@ -105,7 +105,7 @@ class SyntheticSource(BatchSource):
         self.count = int(state["count"])
 
 
-class RecordingPublisher:
+class RecordingPublisher(PolicyPublisher):
     """Remembers what was published."""
 
     shares_weights = False

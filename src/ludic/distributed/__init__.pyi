@@ -1,6 +1,8 @@
+from ludic.distributed.background import BackgroundPublisher as BackgroundPublisher
 from ludic.distributed.interfaces import LazyWeights as LazyWeights
 from ludic.distributed.interfaces import PolicyPublisher as PolicyPublisher
 from ludic.distributed.interfaces import PublishReport as PublishReport
+from ludic.distributed.interfaces import Snapshot as Snapshot
 from ludic.distributed.interfaces import Weights as Weights
 from ludic.distributed.local import LocalCopyPublisher as LocalCopyPublisher
 from ludic.distributed.local import LocalPolicyPublisher as LocalPolicyPublisher

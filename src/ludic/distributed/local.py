@@ -8,7 +8,14 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
-from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights, named_tensors
+from ludic.distributed.background import BackgroundPublisher
+from ludic.distributed.interfaces import (
+    PolicyPublisher,
+    PublishReport,
+    Snapshot,
+    Weights,
+    named_tensors,
+)
 from ludic.errors import PublishError
 from ludic.inference.client import VersionedClient, check_version
 from ludic.sharding.world import World
@@ -75,8 +82,11 @@ class Rank0OnlyPublisher(PolicyPublisher):
         return super().updating() if self.inner is None else self.inner.updating()
 
     async def publish(self, weights: Weights, version: int) -> PublishReport:
-        """Gathers everywhere, sends from rank 0, and returns the same report on all ranks."""
-        gathered = await asyncio.to_thread(self._gather, weights)
+        """Gathers everywhere, sends from rank 0, and returns the same report on all ranks. One in
+        the background gathers by itself, into its snapshot."""
+        gathered = weights
+        if not isinstance(self.inner, BackgroundPublisher):
+            gathered = await asyncio.to_thread(self._gather, weights)
         answer: dict[str, Any] = {}
         failure: BaseException | None = None
         if self.inner is not None:
@@ -90,10 +100,19 @@ class Rank0OnlyPublisher(PolicyPublisher):
             raise failure
         return PublishReport(**answer)
 
-    def _gather(self, weights: Weights) -> dict[str, Any]:
+    async def settle(self) -> None:
+        """Waits on rank 0, for what only that knows."""
+        if self.inner is not None:
+            await self.inner.settle()
+
+    async def abandon(self) -> None:
+        if self.inner is not None:
+            await self.inner.abandon()
+
+    def _gather(self, weights: Weights) -> Snapshot:
         """All weights on rank 0's CPU; the other ranks take part and keep nothing."""
         gathered = {}
         for name, tensor in named_tensors(weights):
             if self.world.leads:
                 gathered[name] = tensor.to("cpu", copy=True)
-        return gathered
+        return Snapshot(gathered, device=self.world.device)

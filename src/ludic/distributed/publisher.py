@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
+
+from torch import Tensor
 
 from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights
 from ludic.distributed.vllm.adapter_payload import AdapterPayload
 from ludic.distributed.vllm.canary import Canary, MismatchBudget
 from ludic.distributed.vllm.delivery import PATIENCE_S, Job, Payload, PublishTimes
-from ludic.distributed.vllm.placement import PlaneName
-from ludic.distributed.vllm.planes import DataPlane
+from ludic.distributed.vllm.placement import Choice, PlaneName
+from ludic.distributed.vllm.planes import DataPlane, IPCPlane, check_plane, open_plane
 from ludic.distributed.vllm.weights_payload import WeightsPayload
 from ludic.errors import ConfigError, LudicError, PublishError
 from ludic.inference.retries import within
@@ -90,6 +92,11 @@ class ServerPublisher(PolicyPublisher):
             self.version = version
             return report
 
+    async def prepare(self, weights: Weights, version: int) -> None:
+        """Has the trainer's module score the canary while it still is `version`."""
+        if (model := self._canary.model_of(weights)) is not None:
+            await asyncio.to_thread(self._canary.take, model, version)
+
     async def restore(self, replica: Replica) -> bool:
         """Brings a server that was away up to date; False: that takes a publish."""
         if not self.payload.restores:  # else it would wait for a publish that needs it back
@@ -107,9 +114,10 @@ class ServerPublisher(PolicyPublisher):
         began, times = time.perf_counter(), PublishTimes()
         with times.timed("gather"):
             tensors = await asyncio.to_thread(self.payload.gather, weights)
+        await self._open(weights, tensors)
         limits = (self.timeout_s, self.patience_s)
-        model = self._canary.model_of(weights)
-        job = Job(self.client, tensors, version, model, self._canary, times, *limits)
+        model, canary = self._canary.model_of(weights), self._canary.at(version)
+        job = Job(self.client, tensors, version, model, canary, times, *limits)
         delivery = self.payload.delivery(job)
         every = delivery.servers
         try:
@@ -140,6 +148,9 @@ class ServerPublisher(PolicyPublisher):
         seconds = time.perf_counter() - began
         return PublishReport(version, seconds, size, delivery.verified, details)
 
+    async def _open(self, weights: Weights, tensors: Mapping[str, Tensor]) -> None:
+        """What has to be known before the first publish."""
+
     @asynccontextmanager
     async def _turn(self, what: str) -> AsyncIterator[asyncio.Timeout]:
         """One at a time, within the deadline."""
@@ -169,10 +180,13 @@ class BroadcastPolicyPublisher(ServerPublisher):
 
     Args:
         client: whose servers are updated, and taken in and out of rotation.
-        plane: how tensors travel. "auto": CUDA IPC for weights on a GPU, shared memory for
-            others; "nccl" for servers on other GPUs. Or your own `DataPlane`.
+        plane: how tensors travel: by name or, with "auto", as `choose_plane` says of where the
+            servers' workers are, which the first publish asks them. Or your own `DataPlane`.
         settings: see `PublishSettings`.
     """
+
+    choice: Choice | None = None
+    """The plane that was chosen, and why; None before, and for your own."""
 
     def __init__(
         self,
@@ -181,7 +195,23 @@ class BroadcastPolicyPublisher(ServerPublisher):
         plane: PlaneName | DataPlane = "auto",
         **settings: Unpack[PublishSettings],
     ) -> None:
-        super().__init__(client, WeightsPayload(plane), **settings)
+        self._named = check_plane(plane) if isinstance(plane, str) else "auto"
+        self._weights = WeightsPayload(None if isinstance(plane, str) else plane)
+        self.snapshots = "device" if plane == "ipc" or isinstance(plane, IPCPlane) else "host"
+        super().__init__(client, self._weights, **settings)
+
+    async def _open(self, weights: Weights, tensors: Mapping[str, Tensor]) -> None:
+        if self._weights.plane is not None:
+            return
+        sent = next(iter(tensors.values())).device
+        own = getattr(weights, "device", None)  # of a snapshot: where the trainer's weights are
+        self._weights.plane, self.choice = await open_plane(
+            self.client,
+            own or sent,
+            named=self._named,
+            gathered=own is not None and own != sent,
+            timeout_s=self.patience_s,
+        )
 
 
 class AdapterPolicyPublisher(ServerPublisher):

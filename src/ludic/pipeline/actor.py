@@ -37,7 +37,8 @@ Accepts = Callable[[RolloutRequest], str | None]
 
 _POLL_S = (0.02, 0.3)
 _TAKE = 32
-_POLICY_S = 120.0
+_POLICY_S = 660.0
+"""A unit may wait for a whole publish, which has 600 s by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ class Actor:
         self._policy_changed = asyncio.Condition()
         self._fetcher: PolicyFetcher | None = None
         self._arriving: asyncio.Task[StoredPolicy] | None = None
+        self._waiting = 0  # units that wait for a policy
         self._failure: BaseException | None = None
         self._over = threading.Event()
         self._cursor = "0-0"
@@ -165,6 +167,8 @@ class Actor:
         while True:
             if self._failure is not None:
                 raise self._failure
+            if self._waiting:  # not until the next heartbeat
+                await asyncio.to_thread(self._beat)
             policy, ended = self._heard()
             if stop.is_set():
                 return "it was told to stop"
@@ -255,7 +259,7 @@ class Actor:
 
     async def _sample(self, unit: Unit) -> Group:
         while True:
-            await self._policy_at_least(unit.policy)
+            await self._policy_for(unit)
             first = self._seen[-1].serial
             rollouts = await self._engine.generate_rollouts(
                 unit.requests,
@@ -282,18 +286,21 @@ class Actor:
 
     # Policies
 
-    async def _policy_at_least(self, serial: int) -> None:
+    async def _policy_for(self, unit: Unit) -> None:
+        self._waiting += 1
         try:
             async with asyncio.timeout(_POLICY_S), self._policy_changed:
                 await self._policy_changed.wait_for(
-                    lambda: self._seen and self._seen[-1].serial >= serial
+                    lambda: self._seen and self._seen[-1].is_enough_for(unit)
                 )
         except TimeoutError as exc:
             raise PipelineError(
-                f"waited {_POLICY_S:.3g} s for policy {serial} of the run "
-                f"{self._store.config.run!r}; this actor has "
+                f"waited {_POLICY_S:.3g} s for policy {unit.policy} and version {unit.version} of "
+                f"the run {self._store.config.run!r}; this actor has "
                 f"{self._seen[-1].serial if self._seen else 'none'}"
             ) from exc
+        finally:
+            self._waiting -= 1
 
     async def _here(self, policy: StoredPolicy) -> StoredPolicy | None:
         """The policy with a path that this host can open; None while it is on its way. One that is

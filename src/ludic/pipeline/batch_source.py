@@ -44,7 +44,13 @@ class PipelineBatchSource(BatchSource):
     in which they were asked for, else in which they arrive. `checkpoint_every` is the trainer's,
     in updates: a bound below one interval's groups is refused. `wait_s` bounds the wait for a
     batch. Use it in `async with`, or call `close`.
+
+    A publish may be on its way: ages are counted from the trainer's own version, and with
+    `stale="wait"` units say which version they need, so that the actors wait for it and the trainer
+    does not.
     """
+
+    waits_for_publish = False
 
     def __init__(
         self,
@@ -283,8 +289,12 @@ class PipelineBatchSource(BatchSource):
 
     async def _ask(self, numbers: Iterable[int], again: bool = False) -> None:
         rows = []
+        lease, waits = self.lease, self.stale == "wait"
+        newest = (lease.attempt, lease.version or 0) if waits else (0, 0)
         for number in numbers:
-            unit = self.ledger.unit(number, max_steps=self.max_steps, policy=self.lease.serial)
+            unit = self.ledger.unit(
+                number, max_steps=self.max_steps, policy=lease.serial, newest=newest
+            )
             of = self.ledger.outstanding[number].of
             rows.append((number, "" if of is None else of, unit_message(unit)))
         for at in range(0, len(rows), _READ):

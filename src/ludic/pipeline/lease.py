@@ -65,7 +65,7 @@ class TrainerLease:
         self.config, self.lease_s = config, lease_s
         self.store = Store(config)
         self.durability = "unknown"
-        self.version: int | None = None  # of the policy that was announced last
+        self.version: int | None = None  # of the newest policy, announced or on its way
         self.serial = 0
         self.emptied = 0
         self.attempt_floor = 0
@@ -184,12 +184,18 @@ class TrainerLease:
         """`run` for coroutines."""
         return await asyncio.to_thread(self.run, script, *args, patience_s=patience_s)
 
+    def expect(self, version: int) -> None:
+        """Hears that policy `version` is on its way: from now on it is what ages are counted from,
+        and what units that must not be old wait for."""
+        with self._acquiring:
+            self.version = version
+
     def announce(self, version: int, **facts: Any) -> int:
         """Tells the actors of a new policy; returns its serial number."""
         with self._acquiring:  # so that no older one is announced after it
             self._policy = {"version": version, **facts}
             self._announce(self._policy)
-            self.version = version
+            self.version = max(version, version if self.version is None else self.version)
             return self.serial
 
     def _announce(self, policy: Mapping[str, Any]) -> None:

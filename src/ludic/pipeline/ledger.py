@@ -55,14 +55,17 @@ class Ledger:
         self.next += 1
         return number
 
-    def unit(self, number: int, *, max_steps: int, policy: int) -> Unit:
-        """An outstanding unit as it is sent. Ids and the seeds that requests leave open follow from
-        its number, whichever actor runs it, and however often."""
+    def unit(
+        self, number: int, *, max_steps: int, policy: int, newest: tuple[int, int] = (0, 0)
+    ) -> Unit:
+        """An outstanding unit as it is sent, for the policy of that serial number or a newer one,
+        and for the attempt and version that are the `newest`. Ids and the seeds that requests leave
+        open follow from its number, whichever actor runs it, and however often."""
         asked, prefix = self.outstanding[number], f"unit-{number}"
         requests = tuple(
             r if r.group_id is None else structs.replace(r, group_id=prefix) for r in asked.requests
         )
-        return Unit(number, requests, prefix, max_steps, policy)
+        return Unit(number, requests, prefix, max_steps, policy, *newest)
 
     def is_settled(self, number: int) -> bool:
         return number < self.low or number in self.settled

@@ -39,14 +39,16 @@ _NOT_MSGPACK = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryE
 @dataclass(frozen=True, slots=True)
 class Unit:
     """One piece of work, by number. `prefix` begins the ids of its episodes; `max_steps` bounds
-    them. An actor that loads policies itself begins it with that of serial number `policy`, or a
-    newer one."""
+    them. An actor begins it with the policy of serial number `policy`, or a newer one, and not
+    before there is `version` of `attempt`, which may still be on its way, or a newer attempt."""
 
     number: int
     requests: tuple[RolloutRequest, ...]
     prefix: str
     max_steps: int
     policy: int = 0
+    attempt: int = 0
+    version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ class _Unit(msgspec.Struct, frozen=True):
     prefix: str
     max_steps: int
     policy: int
+    attempt: int = 0
+    version: int = 0
 
 
 class _Group(msgspec.Struct, frozen=True):
@@ -103,7 +107,8 @@ class _Group(msgspec.Struct, frozen=True):
 
 def unit_message(unit: Unit) -> bytes:
     requests = [to_json(request).decode() for request in unit.requests]
-    return pack("unit", _Unit(unit.number, requests, unit.prefix, unit.max_steps, unit.policy))
+    needs = (unit.policy, unit.attempt, unit.version)
+    return pack("unit", _Unit(unit.number, requests, unit.prefix, unit.max_steps, *needs))
 
 
 def read_unit(message: bytes) -> Unit:
@@ -112,7 +117,8 @@ def read_unit(message: bytes) -> Unit:
     if not body.requests:
         raise SerializationError("a unit of work without requests")
     requests = tuple(from_json(RolloutRequest, request) for request in body.requests)
-    return Unit(body.number, requests, body.prefix, body.max_steps, body.policy)
+    needs = (body.policy, body.attempt, body.version)
+    return Unit(body.number, requests, body.prefix, body.max_steps, *needs)
 
 
 def group_message(group: Group) -> bytes:

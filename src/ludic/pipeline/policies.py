@@ -16,12 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights, named_tensors
+from ludic.distributed.interfaces import (
+    PolicyPublisher,
+    PublishReport,
+    Snapshot,
+    Weights,
+    named_tensors,
+)
 from ludic.errors import PipelineError, PublishError
 from ludic.pipeline.lease import TrainerLease
-from ludic.pipeline.messages import with_traces
+from ludic.pipeline.messages import Unit, with_traces
 from ludic.pipeline.weights_http import PolicyServer
-from ludic.plumbing.files import file_checksum, replacing
+from ludic.plumbing.files import boot_id, file_checksum, replacing
 from ludic.types import Rollout, TokenTrace, VersionSpan
 
 if TYPE_CHECKING:
@@ -31,8 +37,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class StoredPolicy:
     """A policy as the trainer announced it. `serial` is its name among all policies of the run;
-    `path` is empty where the actors' servers get the weights in another way. Hosts that cannot open
-    it fetch the file from `url`, with `key`."""
+    `path` is empty where the actors' servers get the weights in another way. `file` says which file
+    the trainer's kernel has there, `checksum` what is in it, where others may read it. Hosts that
+    cannot open it fetch it from `url`, with `key`."""
 
     serial: int
     attempt: int
@@ -40,6 +47,7 @@ class StoredPolicy:
     path: str = ""
     checksum: str = ""
     at: str = ""
+    file: str = ""
     url: str = ""
     key: str = field(default="", repr=False)
 
@@ -52,13 +60,25 @@ class StoredPolicy:
         except TypeError as exc:
             raise PipelineError(f"not an announced policy: {exc}") from exc
 
+    def is_enough_for(self, unit: Unit) -> bool:
+        """Whether the unit may begin with it."""
+        newer = (self.attempt, self.version) >= (unit.attempt, unit.version)
+        return newer and self.serial >= unit.policy
+
 
 class PolicyFolder:
     """Where the trainer puts its weights for the actors: a folder that they share, or shared
-    memory. A file appears whole or not at all; the newest `keep` stay."""
+    memory. A file appears whole or not at all, and is not written to again; the newest `keep` stay.
 
-    def __init__(self, path: str | Path, *, keep: int = 2) -> None:
+    A reader under the same kernel sees by the file's number, size and time that it is the one that
+    was written. For others the content is `hashed`: unless said otherwise, if the folder is not in
+    this host's memory.
+    """
+
+    def __init__(self, path: str | Path, *, keep: int = 2, hashed: bool | None = None) -> None:
         self.path, self.keep = Path(path), keep
+        in_memory = self.path.resolve().is_relative_to("/dev/shm")
+        self.hashed = not in_memory if hashed is None else hashed
 
     def write(
         self, weights: Iterable[tuple[str, Tensor]], *, attempt: int, version: int
@@ -72,30 +92,41 @@ class PolicyFolder:
         try:
             with replacing(target) as temporary:
                 save_file(tensors, temporary)
-                checksum = file_checksum(temporary)
+                checksum = file_checksum(temporary) if self.hashed else ""
         except OSError as exc:
             raise PublishError(f"cannot write policy {version} to {self.path}: {exc}") from exc
         for old in sorted(self.path.glob("policy-*.safetensors"))[: -self.keep]:
             old.unlink(missing_ok=True)
-        return {"path": str(target.resolve()), "checksum": checksum}
+        where = {"path": str(target.resolve()), "checksum": checksum}
+        return where | {"file": file_in_kernel(target)}
 
 
 def load_policy(policy: StoredPolicy) -> dict[str, Tensor] | None:
     """Returns the weights of an announced policy; None if a newer one took its file's place.
 
-    Raises `PublishError` when the file is not what was announced.
+    They are mapped and not copied; those of a file that is replaced later stay as they are. Raises
+    `PublishError` when the file is not what was announced.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        if file_checksum(Path(policy.path)) != policy.checksum:
+        path = Path(policy.path)
+        same = policy.file == file_in_kernel(path)
+        if not same and not (policy.checksum and file_checksum(path) == policy.checksum):
             raise PublishError(f"{policy.path} is not the policy {policy.version} it should be")
         return load_file(policy.path)
     except FileNotFoundError:
         return None
     except (OSError, SafetensorError) as exc:
         raise PublishError(f"cannot read policy {policy.version}: {exc}") from exc
+
+
+def file_in_kernel(path: Path) -> str:
+    """Names the file as this host's kernel has it: the boot, the file system, its number there, its
+    size and when it was last written. Another name: another file, or another kernel."""
+    facts = path.stat()
+    return f"{boot_id()}/{facts.st_dev}/{facts.st_ino}/{facts.st_size}/{facts.st_mtime_ns}"
 
 
 class PipelinePublisher(PolicyPublisher):
@@ -116,9 +147,16 @@ class PipelinePublisher(PolicyPublisher):
     ) -> None:
         self.lease, self.inner, self.folder, self.server = lease, inner, folder, server
         self.shares_weights = inner is not None and inner.shares_weights
+        self.snapshots = "host" if inner is None else inner.snapshots
 
     def updating(self) -> AbstractAsyncContextManager[None]:
         return super().updating() if self.inner is None else self.inner.updating()
+
+    async def prepare(self, weights: Weights, version: int) -> None:
+        """Has the actors' units wait for `version` from now on, where they must not be older."""
+        self.lease.expect(version)
+        if self.inner is not None:
+            await self.inner.prepare(weights, version)
 
     async def publish(self, weights: Weights, version: int) -> PublishReport:
         began = time.perf_counter()
@@ -128,7 +166,9 @@ class PipelinePublisher(PolicyPublisher):
             report = await self.inner.publish(weights, version)
         facts: dict[str, Any] = {}
         if self.folder is not None:
-            tensors = [(name, tensor.detach().clone()) for name, tensor in named_tensors(weights)]
+            tensors = named_tensors(weights)
+            if not isinstance(weights, Snapshot):
+                tensors = iter([(name, tensor.detach().clone()) for name, tensor in tensors])
             facts = await asyncio.to_thread(
                 self.folder.write, tensors, attempt=opened.attempt, version=version
             )

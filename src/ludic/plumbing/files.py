@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -38,6 +38,13 @@ def piece_digests(handle: int) -> list[bytes]:
         return [digest(start) for start in starts]
     with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1)) as threads:
         return list(threads.map(digest, starts))
+
+
+def boot_id() -> str:
+    """Names this boot of the machine; empty where the system does not say."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
 
 
 @contextmanager

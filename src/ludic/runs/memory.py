@@ -30,6 +30,7 @@ from ludic.training import TrainerConfig
 from ludic.training.update.budget import USUAL, free_memory, host_memory, shape_of
 from ludic.training.update.trial import trial_pass
 
+SERVER = "vLLM server"
 _CPU_SLOTS = 8
 """Slots that an engine on a CPU begins with; it makes more as they are needed."""
 
@@ -72,6 +73,18 @@ def try_plan(config: RunConfig, model: nn.Module, plan: Plan) -> None:
         trial_pass(model, algorithm_of(config).loss, cfg, World(device=device))
     except (OutOfMemoryError, torch.OutOfMemoryError) as exc:
         raise _refused(config, plan, free, "a pass was tried and does not fit") from exc
+
+
+def snapshots_fit(plan: Plan, model: nn.Module) -> bool:
+    """Whether the GPU has room for two copies of the weights, which are published from one while
+    the other is made. A server of the run's own has taken its part by now."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return False
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    others = {name: size for name, size in plan.others.items() if name != SERVER}
+    plan = replace(plan, others=others | {"snapshots": 2 * held})
+    return plan.fits(free_memory(device) + held)
 
 
 def planned(cfg: TrainerConfig, plan: Plan | None) -> TrainerConfig:
@@ -121,7 +134,7 @@ def plan_run(config: RunConfig, shape: ModelShape, device: torch.device, free: i
     )
     others: dict[str, int] = {}
     if server_shares_gpu(config, device):
-        others["vLLM server"] = _server(config, shape, how)
+        others[SERVER] = _server(config, shape, how)
     plan = Plan(shape, how, _engine(config, shape, on_gpu), others)
     if copies := training.past_opponents:
         sampling = plan.engine_memory(plan.engine).total if plan.engine else 0

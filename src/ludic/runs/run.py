@@ -15,6 +15,7 @@ import torch
 
 from ludic.agents.mcp import tool_servers
 from ludic.distributed import BroadcastPolicyPublisher, PolicyPublisher, Rank0OnlyPublisher
+from ludic.distributed.background import in_background
 from ludic.distributed.local import LocalCopyPublisher, LocalPolicyPublisher
 from ludic.errors import ConfigError
 from ludic.inference import LocalChatClient, VLLMChatClient
@@ -374,7 +375,7 @@ class Run:
                 from ludic.runs.vllm_backend import open_vllm
 
                 client, publisher = await open_vllm(
-                    self.config, self.model, self.tokenizer, stack, folder
+                    self.config, self.model, self.tokenizer, stack, folder, self.plan
                 )
                 self.client = client
                 if not self.parts.is_assigned("publisher"):
@@ -501,6 +502,8 @@ class Run:
         publisher = self.publisher
         if stage == "rl" and self.pipeline is not None:
             publisher = self.pipeline.publisher(publisher)
+        elif publisher is not None:
+            publisher = in_background(publisher, self.config.training.publish_timeout_s)
         if ranks.several and publisher is not None:
             publisher = Rank0OnlyPublisher(publisher, ranks.world)
         return publisher

@@ -4,14 +4,11 @@ that the weights take to them."""
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import socket
 import tempfile
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import nn
@@ -23,16 +20,16 @@ from ludic.distributed import (
     PolicyPublisher,
 )
 from ludic.distributed.vllm.canary import MismatchBudget
-from ludic.distributed.vllm.placement import Place, choose_plane
-from ludic.distributed.vllm.planes import BroadcastPlane, DataPlane, make_plane
-from ludic.errors import ConfigError, DeadlineError, InferenceError
+from ludic.distributed.vllm.placement import own_address, refusal_to_bind
+from ludic.distributed.vllm.planes import DataPlane, open_plane
+from ludic.errors import ConfigError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
-from ludic.inference.vllm.flags import PLACE
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
-from ludic.inference.vllm.servers import Replica
+from ludic.memory.plan import Plan
 from ludic.plumbing.precision import sampling_dtype
 from ludic.runs.gpu_share import server_shares_gpu, share_of_server
+from ludic.runs.memory import snapshots_fit
 from ludic.runs.model import check_device, precision_of
 from ludic.runs.results.terminal import say
 from ludic.runs.settings import RunConfig
@@ -45,9 +42,15 @@ ASKING_S = 60.0
 
 
 async def open_vllm(
-    config: RunConfig, model: nn.Module, tokenizer: Any, stack: AsyncExitStack, folder: Path | None
+    config: RunConfig,
+    model: nn.Module,
+    tokenizer: Any,
+    stack: AsyncExitStack,
+    folder: Path | None,
+    plan: Plan | None = None,
 ) -> tuple[ChatClient, PolicyPublisher]:
-    """Returns a client and a publisher for the run's servers; `stack` ends what was started.
+    """Returns a client and a publisher for the run's servers; `stack` ends what was started. `plan`
+    is that of the trainer's memory, which says whether snapshots may stay on its GPU.
 
     Servers that were running already may have any weights: the model's are published to them
     first."""
@@ -73,8 +76,13 @@ async def open_vllm(
     else:
         budget = MismatchBudget.for_dtype(precision_of(config))
         device = next(model.parameters()).device
-        plane = await plane_of(config, client, device, gathered=launched().size > 1)
+        room = plan is not None and await asyncio.to_thread(snapshots_fit, plan, model)
+        on_host = launched().size > 1 or (plan is not None and not room)
+        named = config.inference.publish_plane == "ipc"
+        plane = await plane_of(config, client, device, gathered=on_host and not named)
         publisher = BroadcastPolicyPublisher(client, plane=plane, budget=budget)
+        if publisher.snapshots == "device" and not room:
+            publisher.snapshots = "none"  # published while the trainer waits
     if adapter or config.inference.servers:
         await publisher.publish(ModelWeights(model), client.first_version)
     return client, publisher
@@ -157,58 +165,20 @@ def save_for_vllm(model: nn.Module, where: Path, *, merged: bool) -> None:
 async def plane_of(
     config: RunConfig, client: VLLMChatClient, device: torch.device, *, gathered: bool
 ) -> DataPlane:
-    """Returns the plane that the run names, or else the one that fits where its servers are. A
-    broadcast is given an address that the first server reaches, unless the run names one.
-    `gathered`: the weights come from several ranks."""
-    section, chosen = config.inference, config.inference.publish_plane
-    if chosen == "auto":
-        here = Place.of(device)
-        workers = [p for replica in client.replicas for p in await _places(client, replica, here)]
-        chosen = choose_plane(here, workers, gathered=gathered)
-    if chosen not in ("nccl", "gloo"):
-        return make_plane(chosen)
-    return BroadcastPlane(
-        backend=chosen,
-        host=section.publish_address or own_address(client.replicas[0].url),
+    """Returns the plane that the run names, or else the one that fits where its servers are, and
+    says why. `gathered`: the weights come from several ranks, or from a snapshot on the host."""
+    section = config.inference
+    plane, choice = await open_plane(
+        client,
+        device,
+        named=section.publish_plane,
+        gathered=gathered,
+        host=section.publish_address,
         port=section.publish_port,
-        device=str(device) if chosen == "nccl" else None,
+        timeout_s=ASKING_S,
     )
-
-
-async def _places(client: VLLMChatClient, replica: Replica, here: Place) -> list[Place]:
-    """Where a server's workers are. One that does not say is taken to be beside the trainer if its
-    address is this machine's."""
-    try:
-        answer = await client.control(
-            replica, "POST", "/collective_rpc", body={"method": PLACE}, timeout_s=ASKING_S
-        )
-        places = [Place.read(result) for result in answer["results"]]
-    except (InferenceError, DeadlineError, KeyError, TypeError):
-        places = [None]
-    far = Place("elsewhere", None if here.gpu is None else f"of {replica.url}")
-    unknown = here if is_here(replica.url) else far
-    return [place or unknown for place in places]
-
-
-def is_here(url: str) -> bool:
-    """Whether an address is one of this machine's."""
-    host = urlsplit(url).hostname or ""
-    try:
-        address = socket.gethostbyname(host)
-    except OSError:
-        return False
-    return ipaddress.ip_address(address).is_loopback or _binds(address) is None
-
-
-def own_address(url: str) -> str:
-    """Returns the address of this machine that a server sees when it is talked to."""
-    parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
-        try:
-            probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+    say(f"weights go to the servers over {choice.plane}: {choice.why}")
+    return plane
 
 
 def check_publishing(config: RunConfig) -> None:
@@ -232,26 +202,15 @@ def check_publishing(config: RunConfig) -> None:
             f"{where} shares the memory of one GPU, and on {launched().size} ranks the weights are "
             'gathered on the CPU: set "shared_memory", or leave it out'
         )
-    if section.publish_address is not None and (why := _binds(section.publish_address)):
+    if section.publish_address is not None and (why := refusal_to_bind(section.publish_address)):
         raise ConfigError(
             f"inference.publish_address={section.publish_address!r} is no address of this machine "
             f"({why}): try {own_address((section.servers or ['http://127.0.0.1'])[0])!r}, or leave "
             "it out"
         )
     port, host = section.publish_port, section.publish_address or "127.0.0.1"
-    if port is not None and launched().leads and (why := _binds(host, port)):
+    if port is not None and launched().leads and (why := refusal_to_bind(host, port)):
         raise ConfigError(
             f"inference.publish_port={port} cannot be listened on ({why}): try {free_port()}, or "
             "leave it out"
         )
-
-
-def _binds(host: str, port: int = 0) -> str | None:
-    """Why one cannot listen there; None if one can."""
-    try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except OSError as exc:
-        return exc.strerror or str(exc)
-    return None

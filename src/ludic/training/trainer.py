@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -106,7 +106,7 @@ class Trainer:
         self.algo = algo = one_algorithm(algo, source.algorithm if source else None)
         self._source_name = type(batch_source).__name__  # for errors: not that of a wrapper
         if cfg.overlap and source is not None and not source.works_ahead:
-            source = SamplingAhead(source)
+            source = SamplingAhead(source, self._published)
         self.model, self.source, self.publisher = model, source, publisher
         self._weights_are_shared = publisher is not None and publisher.shares_weights
         check_precision(cfg.precision, model, "TrainerConfig")
@@ -143,11 +143,13 @@ class Trainer:
         self._checkpoints = (
             Checkpointer(cfg.checkpoint, self.world, tokenizer) if cfg.checkpoint else None
         )
+        if hasattr(publisher, "state_dict"):
+            self._stateful["publisher"] = cast("Stateful", publisher)
         self._publish_log = PublishLog()
         self._compute = ThreadPoolExecutor(
             1, "ludic-train", initializer=work_on, initargs=(self.world.device,)
         )
-        self.intake = Intake(algo, self.world, self._run, self._source_name, cfg)
+        self.intake = Intake(algo, self.world, self._run, self._source_name, cfg, self._published)
         self._saving_s = 0.0  # time of the previous save, logged with the next step
         self._states_before_ahead: dict[str, Any] | None = None
         self._asked = self._taken = 0  # steps in this process; a resumed `step` may be ahead
@@ -178,9 +180,12 @@ class Trainer:
                     await self.train_step()
             if self._checkpoints and self._checkpoints.last_step != self.step:
                 await self._save()
+            await self._published()
         finally:
             if self.source is not None:
                 await self.source.drop_ahead()
+            if self.publisher is not None:
+                await self.publisher.abandon()
             if self._checkpoints is not None:
                 await self._run(self._checkpoints.finish)
 
@@ -203,6 +208,7 @@ class Trainer:
         if self._checkpoints is not None:
             await self._run(self._resume)
         await self._publish()
+        await self._published()
         self._started = True
 
     async def train_step(self) -> Metrics:
@@ -230,6 +236,8 @@ class Trainer:
         last = self._goal is not None and self.step + 1 >= self._goal
         if self.source is not None and self.source.works_ahead and not last:
             self._states_before_ahead = deepcopy(self._states())
+            if not isinstance(self.source, SamplingAhead):  # which waits by itself
+                await self._published()
             self.source.start_ahead()
         parts = await self._run(mini_batches, batch, self.cfg, step=self.step)
         several, watched = len(parts) > 1, self.algo.watches_drift
@@ -366,8 +374,14 @@ class Trainer:
         )
         return self._publish_log.take(report)
 
+    async def _published(self) -> None:
+        """Returns when the samplers have the newest version, or says why they have not."""
+        if self.publisher is not None:
+            await self.publisher.settle()
+
     async def _evaluate(self) -> None:
         if self.evaluate and self.cfg.eval_every and self.step % self.cfg.eval_every == 0:
+            await self._published()
             results = dict(await self._figures(self.evaluate)) if self.world.leads else {}
             self.log.write({"eval/step": float(self.step), **results}, step=self.step)
             await self._run(self.world.barrier)

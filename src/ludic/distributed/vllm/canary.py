@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,12 +52,27 @@ class Canary:
         self.enabled = enabled
         self._prompt = None if prompt is None else tuple(prompt)
         self._budget = budget
+        self._taken: dict[int, list[float]] = {}
+        self._own: list[float] | None = None
 
     def model_of(self, weights: Any) -> nn.Module | None:
         """The model behind `weights`, where it is to score the canary and this rank can run it."""
-        if not self.enabled or not isinstance(weights, WeightsOfModel) or is_sharded(weights.model):
-            return None
-        return weights.model
+        model = weights.model if isinstance(weights, WeightsOfModel) else None
+        return None if not self.enabled or model is None or is_sharded(model) else model
+
+    def take(self, model: nn.Module, version: int) -> None:
+        """Scores the prompt now, for a publish of `version` when the model has moved on. Call this
+        in a thread."""
+        self._taken = {v: s for v, s in self._taken.items() if v >= version - 1}
+        self._taken[version] = self.own_scores(model)
+
+    def at(self, version: int) -> Canary:
+        """The canary of one publish: with the scores that were taken for it, if any were."""
+        if version not in self._taken:
+            return self
+        fixed = copy(self)
+        fixed._own = self._taken[version]
+        return fixed
 
     def prompt(self, model: nn.Module) -> tuple[int, ...]:
         """The prompt. Making it takes a while, so call this in a thread."""
@@ -66,6 +82,8 @@ class Canary:
 
     def own_scores(self, model: nn.Module) -> list[float]:
         """The trainer's scores of the prompt. Call this in a thread, too."""
+        if self._own is not None:
+            return self._own
         return prompt_logprobs(model, self.prompt(model))
 
     def budget(self, model: nn.Module) -> MismatchBudget:

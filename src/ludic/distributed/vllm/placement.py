@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import ipaddress
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+from ludic.errors import ConfigError, DeadlineError, InferenceError
+from ludic.inference.vllm.flags import PLACE
+from ludic.plumbing.files import boot_id
 
 if TYPE_CHECKING:
     import torch
+
+    from ludic.inference.vllm.client import VLLMChatClient
+    from ludic.inference.vllm.servers import Replica
 
 PlaneName = Literal["auto", "shared_memory", "ipc", "nccl", "gloo"]
 ChosenPlane = Literal["shared_memory", "ipc", "nccl", "gloo"]
@@ -25,6 +35,8 @@ class Place:
     on one host usually cannot."""
     gpu: str | None = None
     """The GPU's UUID; None: the CPU."""
+    guessed: bool = field(default=False, compare=False)
+    """Whether nobody said so, and it was taken from an address."""
 
     @staticmethod
     def of(device: torch.device) -> Place:
@@ -47,25 +59,135 @@ class Place:
 def shared_memory_id() -> str:
     """Returns a name for the shared memory that this process sees: this boot of the host, and the
     file system that is mounted there."""
-    boot, mounted = "", 0
+    mounted = 0
     with suppress(OSError):  # not on every system
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    with suppress(OSError):
         mounted = os.stat("/dev/shm").st_dev
-    return f"{boot}/{mounted}"
+    return f"{boot_id()}/{mounted}"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A plane, and why it is that one."""
+
+    plane: ChosenPlane
+    why: str
+
+
+_PREFERRED = (
+    Choice("ipc", "every worker is on the trainer's GPU"),
+    Choice("shared_memory", "every worker sees this host's shared memory"),
+    Choice("nccl", "a worker is on another host, and everybody has a GPU of its own"),
+)
 
 
 def choose_plane(
-    trainer: Place, workers: Sequence[Place], *, gathered: bool = False
-) -> ChosenPlane:
-    """Returns the plane for a trainer and all workers of its servers. `gathered`: the weights are
-    those of several ranks, which rank 0 has in its host's memory.
+    trainer: Place,
+    workers: Sequence[Place],
+    *,
+    named: PlaneName = "auto",
+    gathered: bool = False,
+) -> Choice:
+    """Returns the plane for a trainer and all workers of its servers: the one rule that runs, the
+    library and the examples ask. `gathered`: the weights are in the host's memory, where several
+    ranks or a snapshot put them.
 
     On one host: CUDA IPC if everybody is on one GPU, else a file in shared memory. Between hosts a
-    broadcast: NCCL if everybody has a GPU that nobody else has, which it demands, else gloo.
+    broadcast: NCCL if everybody has a GPU that nobody else has, which it demands, else gloo. A
+    sampler in the trainer's own process needs no plane. One that is `named` is taken if it can
+    work; else `ConfigError` says why not. What was only guessed of a worker refuses nothing.
     """
+    if named != "auto":
+        surely = [worker for worker in workers if not worker.guessed]
+        if (why_not := _objection(named, trainer, surely, gathered)) is not None:
+            fits = choose_plane(trainer, workers, gathered=gathered)
+            raise ConfigError(
+                f'the plane "{named}" cannot work here: {why_not}; "{fits.plane}" can, or leave '
+                "it out"
+            )
+        return Choice(named, "it was named")
+    for choice in _PREFERRED:
+        if (why_not := _objection(choice.plane, trainer, workers, gathered)) is None:
+            return choice
+    return Choice("gloo", f"a worker is on another host, and {why_not}")
+
+
+def _objection(
+    plane: ChosenPlane, trainer: Place, workers: Sequence[Place], gathered: bool
+) -> str | None:
+    """Why a plane cannot work; None if it can."""
     gpus = [trainer.gpu, *(worker.gpu for worker in workers)]
-    if all(worker.memory == trainer.memory for worker in workers):
-        one_gpu = trainer.gpu is not None and set(gpus) == {trainer.gpu}
-        return "ipc" if one_gpu and not gathered else "shared_memory"
-    return "nccl" if None not in gpus and len(set(gpus)) == len(gpus) else "gloo"
+    far = sum(worker.memory != trainer.memory for worker in workers)
+    if plane == "shared_memory" and far:
+        return f"{far} of {len(workers)} workers do not see this host's shared memory"
+    if plane in ("ipc", "nccl") and trainer.gpu is None:
+        return "the trainer's weights are not on a GPU"
+    if plane == "ipc":
+        if gathered:
+            return "the weights are in the host's memory, and CUDA IPC shares that of a GPU"
+        if elsewhere := sum(gpu != trainer.gpu for gpu in gpus):
+            return f"{elsewhere} of {len(workers)} workers are not on the trainer's GPU"
+        if far:
+            return f"{far} of {len(workers)} workers are in another container"
+    if plane == "nccl":
+        if lacking := gpus.count(None):
+            return f"{lacking} of {len(workers)} workers have no GPU"
+        if len(set(gpus)) < len(gpus):
+            return "two processes share a GPU, which NCCL refuses"
+    return None
+
+
+async def ask_places(client: VLLMChatClient, here: Place, timeout_s: float) -> list[Place]:
+    """Where the workers of all servers are. One that does not say is taken to be beside the trainer
+    if its address is this machine's."""
+    asked = (_places(client, replica, here, timeout_s) for replica in client.replicas)
+    return [place for places in await asyncio.gather(*asked) for place in places]
+
+
+async def _places(
+    client: VLLMChatClient, replica: Replica, here: Place, timeout_s: float
+) -> list[Place]:
+    try:
+        answer = await client.control(
+            replica, "POST", "/collective_rpc", body={"method": PLACE}, timeout_s=timeout_s
+        )
+        places = [Place.read(result) for result in answer["results"]]
+    except (InferenceError, DeadlineError, KeyError, TypeError):
+        places = [None]
+    if all(places):
+        return [place for place in places if place]
+    near = await asyncio.to_thread(is_here, replica.url)
+    gpu = here.gpu if near or here.gpu is None else f"of {replica.url}"
+    guess = Place(here.memory if near else "elsewhere", gpu, guessed=True)
+    return [place or guess for place in places]
+
+
+def is_here(url: str) -> bool:
+    """Whether an address is one of this machine's."""
+    host = urlsplit(url).hostname or ""
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return False
+    return ipaddress.ip_address(address).is_loopback or refusal_to_bind(address) is None
+
+
+def own_address(url: str) -> str:
+    """Returns the address of this machine that a server sees when it is talked to."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        try:
+            probe.connect((parts.hostname or "127.0.0.1", parts.port or 80))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def refusal_to_bind(host: str, port: int = 0) -> str | None:
+    """Why one cannot listen there; None if one can."""
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as exc:
+        return exc.strerror or str(exc)
+    return None

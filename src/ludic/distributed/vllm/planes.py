@@ -12,15 +12,26 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ludic.distributed.vllm.ipc_handles import Exports
+from ludic.distributed.vllm.placement import (
+    Choice,
+    Place,
+    PlaneName,
+    ask_places,
+    choose_plane,
+    own_address,
+)
 from ludic.distributed.vllm.shared_memory import write_shared
 from ludic.errors import ConfigError, DeadlineError, PublishError
+
+if TYPE_CHECKING:
+    from ludic.inference.vllm.client import VLLMChatClient
 
 
 class BroadcastGroup:
@@ -140,8 +151,8 @@ class BroadcastPlane(DataPlane):
     """A broadcast from the trainer to every worker: NCCL between GPUs, gloo between CPUs.
 
     `host` is an address of the trainer that the servers reach, `port` one that is open to them
-    (None: any that is free). Each worker holds the new weights beside the old ones until they are
-    checked.
+    (None: any that is free), `device` the trainer's GPU for NCCL (None: the current one). Each
+    worker holds the new weights beside the old ones until they are checked.
     """
 
     name = "broadcast"
@@ -152,12 +163,15 @@ class BroadcastPlane(DataPlane):
         backend: str = "nccl",
         host: str = "127.0.0.1",
         port: int | None = None,
-        device: str | None = None,
+        device: str | torch.device | None = None,
     ) -> None:
         if backend not in ("nccl", "gloo"):
             raise ConfigError(f"BroadcastPlane(backend={backend!r}): must be 'nccl' or 'gloo'")
         self.backend, self.host, self._wanted_port = backend, host, port
         self.device = torch.device(device or ("cuda" if backend == "nccl" else "cpu"))
+        if self.device.type == "cuda" and self.device.index is None:  # `set_device` needs one
+            index = torch.cuda.current_device() if torch.cuda.is_available() else 0
+            self.device = torch.device("cuda", index)
         self._invitation: dict[str, Any] = {}
         self._group: BroadcastGroup | None = None
 
@@ -205,19 +219,39 @@ class BroadcastPlane(DataPlane):
             group.close()
 
 
-def plane_for(weights: Mapping[str, Tensor]) -> DataPlane:
-    """IPC for weights on a GPU, shared memory for others: both for servers on this machine."""
-    first = next(iter(weights.values()))
-    return IPCPlane() if first.device.type == "cuda" else SharedMemoryPlane()
-
-
-def make_plane(name: str) -> DataPlane:
-    """Returns a plane by name, with its defaults."""
-    if name in ("nccl", "gloo"):
-        return BroadcastPlane(backend=name)
-    for plane in (SharedMemoryPlane, IPCPlane):
-        if name == plane.name:
-            return plane()
-    raise ConfigError(
-        f"unknown data plane {name!r}: one of auto, shared_memory, ipc, nccl, gloo, or your own"
+async def open_plane(
+    client: VLLMChatClient,
+    device: torch.device,
+    *,
+    named: PlaneName = "auto",
+    gathered: bool = False,
+    host: str | None = None,
+    port: int | None = None,
+    timeout_s: float = 60.0,
+) -> tuple[DataPlane, Choice]:
+    """Asks the servers where their workers are, and returns the plane that `choose_plane` says for
+    a trainer on `device`, and why. A broadcast is told that device, and listens at `host` and
+    `port`, or at the address of this machine that the first server sees."""
+    here = Place.of(device)
+    workers = await ask_places(client, here, timeout_s)
+    choice = choose_plane(here, workers, named=named, gathered=gathered)
+    if choice.plane == "shared_memory":
+        return SharedMemoryPlane(), choice
+    if choice.plane == "ipc":
+        return IPCPlane(), choice
+    broadcast = BroadcastPlane(
+        backend=choice.plane,
+        host=host or own_address(client.replicas[0].url),
+        port=port,
+        device=device if choice.plane == "nccl" else None,
     )
+    return broadcast, choice
+
+
+def check_plane(name: str) -> PlaneName:
+    """Returns the name if a plane has it."""
+    names: tuple[PlaneName, ...] = get_args(PlaneName)
+    for plane in names:
+        if name == plane:
+            return plane
+    raise ConfigError(f"unknown data plane {name!r}: one of {', '.join(names)}, or your own")

@@ -16,8 +16,7 @@ from ludic.distributed.interfaces import Weights, named_tensors
 from ludic.distributed.vllm.canary import differences
 from ludic.distributed.vllm.checksums import receipt, refuse_not_finite
 from ludic.distributed.vllm.delivery import Delivery, Job, Payload, ServerUpdate, together
-from ludic.distributed.vllm.placement import PlaneName
-from ludic.distributed.vllm.planes import DataPlane, Shipment, make_plane, plane_for
+from ludic.distributed.vllm.planes import DataPlane, Shipment
 from ludic.errors import ConfigError, DeadlineError, InferenceError, LudicError, PublishError
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.http import UnreachableError
@@ -187,11 +186,10 @@ def _slowest(receipts: list[Any], parts: tuple[str, ...]) -> dict[str, float]:
 
 
 class WeightsPayload(Payload):
-    """All of a model's weights, over a data plane."""
+    """All of a model's weights, over a data plane; None until the first publish has chosen it."""
 
-    def __init__(self, plane: PlaneName | DataPlane) -> None:
-        named = isinstance(plane, str) and plane != "auto"
-        self._plane: str | DataPlane = make_plane(str(plane)) if named else plane
+    def __init__(self, plane: DataPlane | None) -> None:
+        self.plane = plane
 
     def gather(self, weights: Weights) -> dict[str, Tensor]:
         tensors = {name: tensor.detach() for name, tensor in named_tensors(weights)}
@@ -200,9 +198,8 @@ class WeightsPayload(Payload):
         return tensors
 
     def delivery(self, job: Job) -> Delivery[WeightsServer]:
-        if isinstance(self._plane, str):
-            self._plane = plane_for(job.tensors)
-        return WeightsDelivery(job, self._plane)
+        assert self.plane is not None
+        return WeightsDelivery(job, self.plane)
 
 
 class WeightsDelivery(Delivery[WeightsServer]):

@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from ludic.distributed import PolicyPublisher
+from ludic.distributed import BackgroundPublisher, PolicyPublisher
+from ludic.distributed.background import in_background
 from ludic.errors import ConfigError, PipelineError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
@@ -143,10 +144,15 @@ class RunPipeline:
         self.batches = source
         return source
 
-    def publisher(self, inner: PolicyPublisher | None) -> PipelinePublisher:
-        """Returns what also reaches the actors."""
+    def publisher(self, inner: PolicyPublisher | None) -> PolicyPublisher:
+        """Returns what also reaches the actors, in the background where `inner` lets it. One that
+        shares the trainer's weights hears of each version at once."""
         folder = None if self._policies is None else PolicyFolder(self._policies)
-        return PipelinePublisher(self.lease, inner, folder, self._policy_server)
+        limit, server = self.config.training.publish_timeout_s, self._policy_server
+        if inner is not None and inner.shares_weights:
+            actors = PipelinePublisher(self.lease, None, folder, server)
+            return BackgroundPublisher(actors, beside=inner, timeout_s=limit)
+        return in_background(PipelinePublisher(self.lease, inner, folder, server), limit)
 
     def _alarm(self) -> None:
         if self._failure is not None:

@@ -64,6 +64,7 @@ class OfflineBatchSource(BatchSource):
     merge: bool = True
     lost_member: LostMember = "drop_group"
     overlong: Literal["refuse", "drop"] = "refuse"
+    waits_for_publish = False
     epoch: int = field(default=0, init=False)
     position: int = field(default=0, init=False)
 

@@ -39,6 +39,10 @@ def batch_of_any_age(batch: SAWBatch) -> SAWBatch:
     return replace(batch, items=tuple(map(of_any_age, batch.items)))
 
 
+Published = Callable[[], Awaitable[None]]
+"""Returns when the samplers have the trainer's policy."""
+
+
 class GivesBatches(Protocol):
     """The least that a batch source has: `as_source` makes a `BatchSource` of it."""
 
@@ -59,6 +63,10 @@ class BatchSource(ABC):
     works_ahead: bool = False
     """Whether the source makes the next batch while the trainer trains on this one: `WorksAhead`
     says what the trainer then promises."""
+
+    waits_for_publish: bool = True
+    """Whether a batch is begun only when the trainer's policy is published. False: its samples are
+    stored, or it says itself which policy each request needs."""
 
     @abstractmethod
     async def next_batch(self) -> SAWBatch:
@@ -114,6 +122,7 @@ class WrappedSource(BatchSource):
     def __init__(self, source: GivesBatches) -> None:
         self.source = as_source(source)
         self.algorithm = self.source.algorithm
+        self.waits_for_publish = self.source.waits_for_publish
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"source": self.source.state_dict()}
@@ -136,11 +145,13 @@ class SamplingAhead(WrappedSource, WorksAhead):
     arithmetic in its own thread. They share only the model, which the sampler reads and the
     optimizer writes. That is safe because the trainer awaits `settle` before it writes to weights
     that a sampler shares. So the batch is sampled entirely under the policy from before the update,
-    and is one version behind when it is trained on. The state is that of the source, without more.
+    and is one version behind when it is trained on: it begins when `published` says that this
+    policy is there. The state is that of the source, without more.
     """
 
-    def __init__(self, source: GivesBatches) -> None:
+    def __init__(self, source: GivesBatches, published: Published | None = None) -> None:
         super().__init__(source)
+        self._published = published if self.waits_for_publish else None
         self._ahead: asyncio.Task[SAWBatch] | None = None
 
     async def next_batch(self) -> SAWBatch:
@@ -151,7 +162,12 @@ class SamplingAhead(WrappedSource, WorksAhead):
     def start_ahead(self) -> None:
         """Starts the next batch as a task of the running event loop."""
         if self._ahead is None:
-            self._ahead = asyncio.ensure_future(self.source.next_batch())
+            self._ahead = asyncio.ensure_future(self._begin())
+
+    async def _begin(self) -> SAWBatch:
+        if self._published is not None:
+            await self._published()
+        return await self.source.next_batch()
 
     async def settle(self) -> None:
         if self._ahead is not None:
@@ -204,7 +220,8 @@ class BatchesEnded(StopAsyncIteration):
 class Intake:
     """Takes batches for all ranks. `run` calls a function in the trainer's thread, the only one in
     which ranks talk to each other. A source that gives nothing for `cfg.batch_timeout_s` is an
-    error, which calls it `name`; so is a sample more than `cfg.max_lag` versions old."""
+    error, which calls it `name`; so is a sample more than `cfg.max_lag` versions old. A source that
+    `waits_for_publish` is asked when `published` returns."""
 
     def __init__(
         self,
@@ -213,8 +230,9 @@ class Intake:
         run: Callable[..., Awaitable[Any]],
         name: str,
         cfg: TrainerConfig,
+        published: Published,
     ) -> None:
-        self.algo, self.world = algo, world
+        self.algo, self.world, self._published = algo, world, published
         self.max_seq_len, self.max_lag = cfg.max_seq_len, cfg.max_lag
         self._warned = False
         self._run, self._name, self._timeout_s = run, name, cfg.batch_timeout_s
@@ -245,6 +263,8 @@ class Intake:
         """The source's next batch after the algorithm's preprocess, which is applied only here. If
         nothing is left of a batch, the next one is taken, and the drops of all are counted."""
         assert source is not None
+        if source.waits_for_publish:
+            await self._published()
         dropped: Counter[str] = Counter()
         for _ in range(_MAX_EMPTY_BATCHES):
             try:

@@ -270,7 +270,12 @@ class Workload:
 
 
 _log = logging.getLogger("ludic.training")
-_FIGURES = {"stall_s": "perf/publish_stall_s", "canary_max": "perf/publish_canary_max"}
+_FIGURES = {
+    "stall_s": "perf/publish_stall_s",
+    "canary_max": "perf/publish_canary_max",
+    "background_s": "perf/publish_background_s",
+    "behind": "perf/publish_behind",
+}
 
 
 class PublishLog:

@@ -1,0 +1,187 @@
+"""Publishing behind the trainer's back: it waits for a copy of the weights, not for their way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ludic.distributed.interfaces import (
+    PolicyPublisher,
+    PublishReport,
+    Snapshot,
+    Weights,
+    named_tensors,
+)
+from ludic.errors import ConfigError, PublishError
+from ludic.workers.deadlines import bounded
+
+
+class SnapshotBuffer:
+    """Memory for one copy of the weights, used again by the next: on the trainer's own device, or
+    in the host's memory (pinned if they come from a GPU)."""
+
+    def __init__(self, *, on_device: bool) -> None:
+        self.on_device = on_device
+        self._tensors: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, weights: Weights) -> Snapshot:
+        """Copies the weights, each as it comes. Returns when all of them are copied."""
+        before, self._tensors, sources = self._tensors, {}, set[torch.device]()
+        for name, tensor in named_tensors(weights):
+            copy = before.pop(name, None)
+            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+                copy = self._room_for(tensor)
+            self._tensors[name] = copy.copy_(tensor, non_blocking=True)
+            sources.add(tensor.device)
+        for device in sources:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        model = getattr(weights, "model", None)
+        own = None if model is None else next(model.parameters()).device
+        return Snapshot(self._tensors, model, own or next(iter(sources), None))
+
+    def _room_for(self, tensor: Tensor) -> Tensor:
+        place = tensor.device if self.on_device else torch.device("cpu")
+        pinned = tensor.device.type == "cuda" and not self.on_device
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=place, pin_memory=pinned)
+
+
+class BackgroundPublisher(PolicyPublisher):
+    """Publishes through `inner` from a snapshot, while the trainer goes on.
+
+    `publish` returns when the weights are copied. One publish is under way at a time; one that has
+    not begun is replaced by a newer one, so that two buffers are enough and a slow receiver holds
+    up nobody. `settle` waits until the newest is published. A failure is raised by the next
+    `publish` or `settle`, and by all after it. Everything but the copying happens in the caller's
+    event loop: leave it only after `settle` or `abandon`.
+
+    Args:
+        inner: what publishes; its `snapshots` say where the copies are kept.
+        beside: a sampler that shares the trainer's own tensors, and hears of a version at once.
+        timeout_s: the deadline of one publish.
+    """
+
+    def __init__(
+        self,
+        inner: PolicyPublisher,
+        *,
+        beside: PolicyPublisher | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if inner.shares_weights or inner.snapshots == "none":
+            raise ConfigError(
+                f"{type(inner).__name__} cannot publish from a snapshot: use it without "
+                "BackgroundPublisher"
+            )
+        self.inner, self.beside, self.timeout_s = inner, beside, timeout_s
+        self.shares_weights = beside is not None and beside.shares_weights
+        self.published: int | None = None
+        on_device = inner.snapshots == "device"
+        self._buffers = [SnapshotBuffer(on_device=on_device) for _ in range(2)]
+        self._sending: tuple[SnapshotBuffer, int] | None = None
+        self._next: tuple[SnapshotBuffer, Snapshot, int] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._failure: PublishError | None = None
+        self._last: PublishReport | None = None
+
+    def updating(self) -> AbstractAsyncContextManager[None]:
+        return super().updating() if self.beside is None else self.beside.updating()
+
+    async def publish(self, weights: Weights, version: int) -> PublishReport:
+        """Copies `weights` and returns; they become policy `version` later, unless newer ones do
+        first. The report's `details` are those of the last publish that has ended."""
+        began = time.perf_counter()
+        self._next = None  # replaced: its buffer is written to from here on
+        sending = None if self._sending is None else self._sending[0]
+        buffer = next(free for free in self._buffers if free is not sending)
+        # First of all: on several ranks reading the weights is a collective, in which no rank may
+        # be missing, whatever became of the publish before.
+        snapshot = await asyncio.to_thread(buffer.take, weights)
+        self._raise_failure()
+        if self.beside is not None:
+            await self.beside.publish(weights, version)
+        await self.inner.prepare(weights, version)
+        self._next = (buffer, snapshot, version)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._send(), name="ludic-publish")
+        size = sum(tensor.numel() * tensor.element_size() for tensor in snapshot.values())
+        last, seconds = self._last, time.perf_counter() - began
+        details: dict[str, Any] = {}
+        if last is not None:
+            details = {**last.details, "background_s": last.seconds}
+            details["behind"] = version - last.version
+        return PublishReport(version, seconds, size, details=details)
+
+    async def settle(self) -> None:
+        """Returns when the newest weights are published; raises what went wrong."""
+        if self._task is not None and not self._task.done():
+            await asyncio.wait({self._task})
+        self._raise_failure()
+
+    async def abandon(self) -> None:
+        """Cuts the publish under way short, and forgets what was not begun. That is no failure: a
+        later publish brings newer weights."""
+        self._next, failure = None, self._failure
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._failure = failure
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What a checkpoint says of it: the version that is published, and those on their way."""
+        on_their_way = [part[-1] for part in (self._sending, self._next) if part is not None]
+        return {"published": self.published, "on_their_way": on_their_way}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes nothing over: a resumed trainer publishes its own weights before it goes on."""
+
+    async def _send(self) -> None:
+        """Publishes what is next until nothing is; the one task that does."""
+        while self._next is not None:
+            (buffer, snapshot, version), self._next = self._next, None
+            self._sending = (buffer, version)
+            try:
+                self._last = await bounded(
+                    self.inner.publish(snapshot, version),
+                    f"the publish of version {version} in the background",
+                    type(self.inner).__name__,
+                    self.timeout_s,
+                )
+                self.published = version
+            except asyncio.CancelledError:
+                self._failure = PublishError(
+                    f"the publish of version {version} was cut short, and "
+                    f"{self._serving()} is what the samplers have"
+                )
+                raise
+            except Exception as exc:
+                why = f"{type(exc).__name__}: {exc}"
+                self._failure = PublishError(
+                    f"version {version} was not published in the background; {self._serving()} is "
+                    f"what the samplers have: {why}"
+                )
+                self._failure.__cause__ = exc
+                return
+            finally:
+                self._sending = None
+
+    def _serving(self) -> str:
+        return "no version" if self.published is None else f"version {self.published}"
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def in_background(publisher: PolicyPublisher, timeout_s: float = 600.0) -> PolicyPublisher:
+    """The publisher in the background, if it can publish from a snapshot; else itself."""
+    if publisher.shares_weights or publisher.snapshots == "none":
+        return publisher
+    return BackgroundPublisher(publisher, timeout_s=timeout_s)

@@ -1,0 +1,260 @@
+"""Publishing from a snapshot, while the trainer goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from ludic.distributed import (
+    AdapterPolicyPublisher,
+    BackgroundPublisher,
+    BroadcastPolicyPublisher,
+    ModelWeights,
+    Rank0OnlyPublisher,
+    World,
+)
+from ludic.distributed.background import SnapshotBuffer, in_background
+from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Snapshot, Weights
+from ludic.distributed.vllm.canary import prompt_logprobs
+from ludic.errors import ConfigError, PublishError
+from ludic.inference import VLLMChatClient
+from ludic.inference.tiny import tiny_model
+from tests.inference.vllm.fake_server import FakeVLLM
+from tests.training.synthetic import RecordingPublisher
+
+
+class Gate(PolicyPublisher):
+    """Publishes when it is let, one version at a time, and remembers what it was given."""
+
+    snapshots = "host"
+
+    def __init__(self) -> None:
+        self.open = asyncio.Semaphore(0)
+        self.begun: list[int] = []
+        self.next = asyncio.Condition()
+        self.prepared: list[int] = []
+        self.got: dict[int, dict[str, Tensor]] = {}
+        self.fails: dict[int, Exception] = {}
+
+    async def prepare(self, weights: Weights, version: int) -> None:
+        self.prepared.append(version)
+
+    async def publish(self, weights: Weights, version: int) -> PublishReport:
+        assert isinstance(weights, Snapshot)
+        async with self.next:
+            self.begun.append(version)
+            self.next.notify_all()
+        await self.open.acquire()
+        if version in self.fails:
+            raise self.fails[version]
+        self.got[version] = {name: tensor.clone() for name, tensor in weights.items()}
+        return PublishReport(version, 0.5, details={"stall_s": 0.25})
+
+
+async def begun(gate: Gate, version: int) -> None:
+    async with asyncio.timeout(30), gate.next:
+        await gate.next.wait_for(lambda: version in gate.begun)
+
+
+async def test_the_trainer_goes_on_and_what_arrives_is_what_was_published() -> None:
+    gate, weights = Gate(), {"a": torch.ones(3)}
+    publisher = BackgroundPublisher(gate)
+    report = await publisher.publish(weights, 1)
+    assert (report.version, report.bytes, dict(report.details)) == (1, 12, {})
+    assert publisher.published is None
+    weights["a"].fill_(9.0)  # the next update
+    gate.open.release()
+    await publisher.settle()
+    assert publisher.published == 1
+    assert torch.equal(gate.got[1]["a"], torch.ones(3))
+    report = await publisher.publish(weights, 2)
+    assert report.details == {"stall_s": 0.25, "background_s": 0.5, "behind": 1}
+    gate.open.release()
+    await publisher.settle()
+    assert torch.equal(gate.got[2]["a"], torch.full((3,), 9.0))
+
+
+async def test_one_that_has_not_begun_is_replaced_by_a_newer_one() -> None:
+    gate, weight = Gate(), torch.zeros(2)
+    publisher = BackgroundPublisher(gate)
+    for version in range(1, 5):
+        weight.fill_(version)
+        await publisher.publish({"a": weight}, version)
+        await begun(gate, 1)
+    assert publisher.state_dict() == {"published": None, "on_their_way": [1, 4]}
+    for _ in range(2):
+        gate.open.release()
+    await publisher.settle()
+    assert (gate.begun, gate.prepared) == ([1, 4], [1, 2, 3, 4])
+    assert {version: float(got["a"][0]) for version, got in gate.got.items()} == {1: 1.0, 4: 4.0}
+    assert publisher.state_dict() == {"published": 4, "on_their_way": []}
+
+
+async def test_two_buffers_serve_every_publish() -> None:
+    gate, places = Gate(), set[int]()
+    publisher = BackgroundPublisher(gate)
+    for version in range(5):
+        await publisher.publish({"a": torch.full((4,), float(version))}, version)
+        if version:
+            gate.open.release()  # the one before ends while this one has its copy
+        await begun(gate, version)
+        buffers = [buffer._tensors.values() for buffer in publisher._buffers]
+        places |= {tensor.data_ptr() for tensors in buffers for tensor in tensors}
+    gate.open.release()
+    await publisher.settle()
+    assert len(places) == 2
+    assert [float(got["a"][0]) for got in gate.got.values()] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_buffer_takes_weights_that_change_their_shape_or_names() -> None:
+    buffer = SnapshotBuffer(on_device=False)
+    first = buffer.take({"a": torch.ones(2), "b": torch.ones(3)})
+    second = buffer.take({"b": torch.zeros(3), "c": torch.ones(1), "a": torch.ones(5)})
+    assert list(second) == ["b", "c", "a"]
+    assert second["b"].data_ptr() == first["b"].data_ptr()
+    assert second["a"].shape == (5,)
+
+
+async def test_a_failure_is_raised_by_the_next_publish_and_every_wait() -> None:
+    gate = Gate()
+    publisher = BackgroundPublisher(gate)
+    gate.fails[2] = PublishError("http://gpu-7:8000 refused")
+    await publisher.publish({"a": torch.ones(1)}, 1)
+    gate.open.release()
+    await publisher.settle()
+    await publisher.publish({"a": torch.ones(1)}, 2)
+    await begun(gate, 2)
+    await publisher.publish({"a": torch.ones(1)}, 3)  # waits its turn, which never comes
+    gate.open.release()
+    says = "version 2 was not published in the background; version 1 is what .*gpu-7:8000 refused"
+    for _ in range(2):
+        with pytest.raises(PublishError, match=says):
+            await publisher.settle()
+    with pytest.raises(PublishError, match=says):
+        await publisher.publish({"a": torch.ones(1)}, 4)
+    assert (publisher.published, gate.begun) == (1, [1, 2])
+
+
+async def test_one_that_hangs_past_its_deadline_fails() -> None:
+    publisher = BackgroundPublisher(Gate(), timeout_s=0.05)
+    await publisher.publish({"a": torch.ones(1)}, 1)
+    with pytest.raises(PublishError, match=r"the publish of version 1 in the background .*Gate"):
+        await publisher.settle()
+
+
+async def test_abandoning_ends_what_is_under_way_and_is_no_failure() -> None:
+    gate = Gate()
+    publisher = BackgroundPublisher(gate)
+    await publisher.publish({"a": torch.ones(1)}, 1)
+    await begun(gate, 1)
+    await publisher.publish({"a": torch.ones(1)}, 2)
+    await publisher.abandon()
+    await publisher.settle()
+    assert (gate.begun, gate.got, publisher.published) == ([1], {}, None)
+    await publisher.publish({"a": torch.ones(1)}, 3)
+    gate.open.release()
+    await publisher.settle()
+    assert publisher.published == 3
+
+
+def test_an_event_loop_that_ends_too_early_is_said() -> None:
+    gate = Gate()
+    publisher = BackgroundPublisher(gate)
+
+    async def leave() -> None:
+        await publisher.publish({"a": torch.ones(1)}, 1)
+        await begun(gate, 1)
+
+    asyncio.run(leave())
+    with pytest.raises(PublishError, match="the publish of version 1 was cut short"):
+        asyncio.run(publisher.settle())
+
+
+async def test_a_sampler_that_shares_the_weights_hears_at_once() -> None:
+    class Sharing(RecordingPublisher):
+        shares_weights = True
+
+    gate, sharing = Gate(), Sharing()
+    publisher = BackgroundPublisher(gate, beside=sharing)
+    assert publisher.shares_weights
+    await publisher.publish({"a": torch.ones(1)}, 7)
+    assert (sharing.versions, publisher.published) == ([7], None)
+    async with publisher.updating():
+        assert sharing.updates == 1
+    await publisher.abandon()
+
+
+def test_only_what_takes_snapshots_is_put_in_the_background() -> None:
+    at_once = RecordingPublisher()
+    assert in_background(at_once) is at_once
+    assert isinstance(in_background(Gate()), BackgroundPublisher)
+    client = VLLMChatClient("http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="AdapterPolicyPublisher cannot publish from a snap"):
+        BackgroundPublisher(AdapterPolicyPublisher(client))
+    assert BroadcastPolicyPublisher(client, plane="ipc").snapshots == "device"
+
+
+async def test_rank_0_copies_the_weights_once_and_reads_all_of_them_even_after_a_failure() -> None:
+    class Lazy:
+        reads = 0
+
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+            yield "a", torch.ones(2)
+            yield "b", torch.ones(2)
+            self.reads += 1
+
+    gate, weights = Gate(), Lazy()
+    publisher = Rank0OnlyPublisher(BackgroundPublisher(gate), World())
+    gate.fails[1] = PublishError("gone")
+    await publisher.publish(weights, 1)
+    gate.open.release()
+    with pytest.raises(PublishError, match="gone"):
+        await publisher.settle()
+    with pytest.raises(PublishError, match="gone"):
+        await publisher.publish(weights, 2)
+    assert weights.reads == 2  # as on the other ranks, which gather before they hear of it
+    await publisher.abandon()
+
+
+async def test_the_canary_is_scored_by_the_model_as_it_was_when_it_was_copied() -> None:
+    model, prompt = tiny_model(layers=1, hidden_size=32), (1, 2, 3)
+    rows = [None, *({"2": {"logprob": s}} for s in prompt_logprobs(model, prompt)[:1])]
+    rows += [{"3": {"logprob": prompt_logprobs(model, prompt)[1]}}]
+    choice = {"token_ids": [1], "finish_reason": "length"}
+    answer = {"choices": [choice], "prompt_logprobs": rows}
+    server = FakeVLLM(faults={"/inference/v1/generate": lambda _: answer})
+    async with server.serving() as fake, VLLMChatClient(fake.url, model="tiny") as client:
+        direct = BroadcastPolicyPublisher(client, canary_prompt=prompt)
+        publisher = BackgroundPublisher(direct)
+        await publisher.publish(ModelWeights(model), 1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3.0)
+        await publisher.settle()
+        report = await publisher.publish({"a": torch.ones(1)}, 2)
+        assert report.details["canary_max"] == pytest.approx(0.0, abs=1e-6)
+        assert direct._canary.own_scores(model) != direct._canary.at(1).own_scores(model)
+        await publisher.settle()
+        assert fake.applied == 2
+
+
+async def test_a_server_that_dies_half_way_stops_the_next_publish_by_name() -> None:
+    async with FakeVLLM().serving() as fake, VLLMChatClient(fake.url, model="tiny") as client:
+        publisher = BackgroundPublisher(BroadcastPolicyPublisher(client, canary=False))
+        await publisher.publish({"a": torch.ones(2)}, 1)
+        await publisher.settle()
+        before = fake.staged
+
+        async def die(_: object) -> None:
+            await asyncio.sleep(0)
+            raise ConnectionResetError
+
+        fake.faults["/update_weights"] = die
+        await publisher.publish({"a": torch.zeros(2)}, 2)
+        with pytest.raises(PublishError, match=f"version 2 was not published.*{fake.url}"):
+            await publisher.settle()
+        assert (publisher.published, fake.applied, fake.staged) == (1, 1, before)
