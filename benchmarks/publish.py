@@ -20,6 +20,7 @@ import asyncio
 import inspect
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -45,6 +46,7 @@ from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
 from ludic.pipeline import LocalRedis, PipelineConfig, PipelinePublisher, PolicyFolder, TrainerLease
 from ludic.pipeline.policies import StoredPolicy, load_policy
 from ludic.pipeline.store import Store
+from ludic.pipeline.weights_difference import DifferenceServer
 from ludic.pipeline.weights_fetcher import PolicyFetcher
 from ludic.pipeline.weights_http import PolicyServer
 from ludic.sharding.weights import ModelWeights
@@ -203,7 +205,9 @@ async def to_actor(
     return medians(rows)
 
 
-async def to_actors(policy: Policy, args: argparse.Namespace, hosts: Hosts | None) -> Figures:
+async def to_actors(
+    policy: Policy, args: argparse.Namespace, hosts: Hosts | None, differences: bool = False
+) -> Figures:
     """To an actor on this host, or on another."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -217,7 +221,8 @@ async def to_actors(policy: Policy, args: argparse.Namespace, hosts: Hosts | Non
             server = None
             arguments, hidden = ["127.0.0.1"], []
         else:
-            server = PolicyServer("key", hosts.address)
+            kind = DifferenceServer if differences else PolicyServer
+            server = kind("key", hosts.address)
             stack.callback(server.close)
             arguments, hidden = [hosts.addresses[0]], [str(folder), *([memory] if memory else [])]
 
@@ -241,7 +246,7 @@ async def to_actors(policy: Policy, args: argparse.Namespace, hosts: Hosts | Non
 
 async def to_vllm(policy: Policy, times: int, url: str, differences: bool) -> Figures:
     """Verified publishes to a live server."""
-    rows = []
+    rows: list[Figures] = []
     async with VLLMChatClient(url, model="policy") as client:
         options: dict[str, Any] = {"differences": True} if differences else {}
         inner = BroadcastPolicyPublisher(client, timeout_s=WAIT_S, **options)
@@ -290,13 +295,15 @@ def vllm(policy: Policy, args: argparse.Namespace) -> dict[str, Figures | None]:
     return figures
 
 
-def tcp(policy: Policy, args: argparse.Namespace) -> Figures | None:
+def tcp(policy: Policy, args: argparse.Namespace) -> dict[str, Figures]:
     try:
         with Hosts(1, args.mbit) as hosts:
-            return asyncio.run(to_actors(policy, args, hosts))
+            full = asyncio.run(to_actors(policy, args, hosts))
+            difference = asyncio.run(to_actors(policy, args, hosts, differences=True))
+            return {"full": full, "difference": difference}
     except NoNamespacesError as exc:
         say(f"no figures for TCP: {exc}")
-    return None
+    return {}
 
 
 def main() -> int:
@@ -313,18 +320,19 @@ def main() -> int:
         url, run, address = args.follow
         asyncio.run(follow(url, run, address, args.tiny))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no namespace is left
     policy = Policy(*load(args.tiny), args.learning_rate)
     size = sum(t.numel() * t.element_size() for _, t in ModelWeights(policy.model))
     figures: dict[str, Any] = {"weights_bytes": size, "link_mbit": args.mbit}
     ways: dict[str, Callable[[], Any]] = {
         "in_process": lambda: {"full": asyncio.run(in_process(policy, args.times))},
         "shared_memory": lambda: {"full": asyncio.run(to_actors(policy, args, None))},
-        "tcp": lambda: {"full": tcp(policy, args)},
+        "tcp": lambda: tcp(policy, args),
         "vllm": lambda: vllm(policy, args),
     }
     for name, measure in ways.items():
         if args.only in (None, name):
-            figures[name] = {"difference": None, **measure()}
+            figures[name] = {"full": None, "difference": None, **measure()}
             say(f"{name}: {json.dumps(figures[name])}")
     print(json.dumps(figures))
     return 0

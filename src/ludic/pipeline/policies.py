@@ -39,7 +39,8 @@ class StoredPolicy:
     """A policy as the trainer announced it. `serial` is its name among all policies of the run;
     `path` is empty where the actors' servers get the weights in another way. `file` says which file
     the trainer's kernel has there, `checksum` what is in it, where others may read it. Hosts that
-    cannot open it fetch it from `url`, with `key`."""
+    cannot open it fetch it from `url`, with `key`, or its `difference`: the checksum of that file,
+    and of the policy that it was made against."""
 
     serial: int
     attempt: int
@@ -50,6 +51,7 @@ class StoredPolicy:
     file: str = ""
     url: str = ""
     key: str = field(default="", repr=False)
+    difference: Sequence[str] = ()
 
     @staticmethod
     def read(announced: bytes) -> StoredPolicy:

@@ -8,18 +8,18 @@ import logging
 import os
 import random
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from pathlib import Path
 
 from ludic.errors import ConfigError, PipelineError, PublishError
 from ludic.pipeline.policies import StoredPolicy
-from ludic.pipeline.store import PipelineConfig, Store
+from ludic.pipeline.store import Store
+from ludic.pipeline.weights_difference import make_from_difference
 from ludic.pipeline.weights_http import (
     CLAIMED,
     HAS,
@@ -28,6 +28,7 @@ from ludic.pipeline.weights_http import (
     PolicyServer,
     SourceError,
     get,
+    host_cache,
     is_loopback,
     listening_address,
 )
@@ -155,7 +156,8 @@ class PolicyFetcher:
         here = replace(policy, path=str(target))
         part = target.with_suffix(".part")
         with self._alone(target, policy.version):
-            if target.is_file():
+            if target.is_file() or make_from_difference(policy, target, self.fetch):
+                self._tidy()
                 return here
             self.progressed = time.monotonic()
             self._listen(policy.url, policy.key)
@@ -388,12 +390,3 @@ def _read_manifest(data: bytes, checksum: str, url: str) -> tuple[int, list[byte
     if len(digests) != -(-size // PIECE):
         raise SourceError(url, f"sends a manifest of {len(digests)} pieces for {size} bytes")
     return size, digests
-
-
-def host_cache(config: PipelineConfig) -> Path:
-    """Returns the folder for a run's policies on this host: in memory where there is room for
-    shared memory, and this user's alone."""
-    shared = Path("/dev/shm")
-    base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-    name = blake2b(f"{config.url} {config.run}".encode(), digest_size=8).hexdigest()
-    return base / f"ludic-policies-{os.getuid()}-{name}"

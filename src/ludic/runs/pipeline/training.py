@@ -30,6 +30,7 @@ from ludic.pipeline import (
     TrainerLease,
 )
 from ludic.pipeline.local_redis import WatchedProcess, last_words
+from ludic.pipeline.weights_difference import DifferenceServer
 from ludic.pipeline.weights_http import PolicyServer, listening_address
 from ludic.rollouts import Curriculum
 from ludic.runs.model import sample_filter_of
@@ -105,7 +106,7 @@ class RunPipeline:
             self._policies = Path(chosen) if chosen else memory if local else self.folder / "policy"
             if self._redis is None:  # actors may join from other machines
                 host, port = listening_address(section.policy_address, pipeline.url)
-                self._policy_server = PolicyServer(secrets.token_hex(32), host, port)
+                self._policy_server = DifferenceServer(secrets.token_hex(32), host, port)
         address.write_address(self.folder, pipeline)
         self._lease = TrainerLease(
             pipeline,
