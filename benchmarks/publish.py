@@ -1,28 +1,41 @@
-"""How long new weights take to the sampler: the in-process engine, and a live vLLM server.
+"""How new weights reach those who sample, and how long the trainer waits for it.
 
-Publishes SmolLM2 where its folder is there (`python -m tools.smollm2`), else the tiny model. vLLM
-is the one of `LUDIC_VLLM_PYTHON`, or of `.venv-vllm` (`make vllm`); without it `vllm_s` is null.
-Every publish is verified: checksums of what arrived, and a canary scored on both sides. The table
-shows each stage's median; stages overlap, and what workers say of themselves is part of others.
+    python -m benchmarks.publish --mbit 1000
+
+Four ways: `in_process` (an engine that shares the trainer's module), `shared_memory` (an actor of
+another process on this host), `tcp` (an actor in a network namespace of its own, over a link of
+`--mbit` megabits a second, by HTTP; it takes root), and `vllm` (a live CPU server, of
+LUDIC_VLLM_PYTHON or `.venv-vllm`). Each with all weights, and where the way knows them with
+differences: what changed in a step of `--learning-rate` in float32, rounded to bfloat16.
+
+`trainer_wait_s` is how long `publish` holds the trainer, `total_s` how long it takes until the
+sampler has the new version, `pause_s` for how much of it sampling stands still, and `bytes` what
+travels. Medians of `--times`, the first left out. What cannot run here is null, and said.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import json
 import os
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from ludic.distributed.interfaces import PublishReport
+from benchmarks.two_hosts import Hosts, NoNamespacesError
+from ludic.distributed.background import in_background
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.errors import LudicError
@@ -30,78 +43,235 @@ from ludic.inference.local import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
+from ludic.pipeline import LocalRedis, PipelineConfig, PipelinePublisher, PolicyFolder, TrainerLease
+from ludic.pipeline.policies import StoredPolicy, load_policy
+from ludic.pipeline.store import Store
+from ludic.pipeline.weights_difference import DifferenceServer
+from ludic.pipeline.weights_fetcher import PolicyFetcher
+from ludic.pipeline.weights_http import PolicyServer
 from ludic.sharding.weights import ModelWeights
 
 ROOT = Path(__file__).resolve().parent.parent
+WAIT_S = 300.0
+KNOWS_DIFFERENCES = "differences" in inspect.signature(BroadcastPolicyPublisher).parameters
+Figures = dict[str, float]
+
+
+@dataclass
+class Policy:
+    """A model that is trained: every element of its float32 masters moves by the learning rate."""
+
+    model: Any
+    tokenizer: Any
+    learning_rate: float
+    masters: dict[str, torch.Tensor] = field(default_factory=dict)
+    version: int = 0
+
+    def step(self) -> int:
+        """Changes the weights; returns their version."""
+        noise = torch.Generator().manual_seed(self.version)
+        for name, weight in self.model.named_parameters():
+            master = self.masters.setdefault(name, weight.detach().float().clone())
+            sign = torch.randint(0, 2, master.shape, generator=noise, dtype=torch.int8)
+            master.add_(sign.float().mul_(2).sub_(1), alpha=self.learning_rate)
+            weight.data.copy_(master)
+        self.version += 1
+        return self.version
 
 
 def load(tiny: bool) -> tuple[Any, Any]:
-    """The model and its tokenizer."""
+    """The model in bfloat16, and its tokenizer."""
     from tools import smollm2
 
     if not tiny:
         try:
             folder = smollm2.path()
         except (LudicError, FileNotFoundError, RuntimeError) as exc:
-            print(f"the tiny model instead of SmolLM2: {exc}")
+            say(f"the tiny model instead of SmolLM2: {exc}")
         else:
             from transformers import AutoModelForCausalLM, AutoTokenizer
 
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
             return model.eval(), AutoTokenizer.from_pretrained(folder)
-    return tiny_model(hidden_size=64, heads=2, kv_heads=1), tiny_tokenizer()
+    model = tiny_model(hidden_size=64, heads=2, kv_heads=1)
+    return model.to(torch.bfloat16), tiny_tokenizer()
 
 
-async def local_seconds(model: Any, tokenizer: Any, times: int) -> float:
-    """The median publish to an engine that shares the module: the pause and the version."""
-    async with LocalChatClient(model, tokenizer, max_slots=4, max_context_tokens=256) as client:
+def say(text: str) -> None:
+    """For people; the last line of the output is for machines."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def medians(rows: list[Figures]) -> Figures:
+    """Of each figure, without the first row: it warms up."""
+    rest = rows[1:] or rows
+    return {name: statistics.median(row[name] for row in rest) for name in rest[0]}
+
+
+def timed(start: float, wait: float, end: float, pause: float, sent: float) -> Figures:
+    return {"trainer_wait_s": wait, "pause_s": pause, "total_s": end - start, "bytes": sent}
+
+
+async def in_process(policy: Policy, times: int) -> Figures:
+    """To an engine that shares the module."""
+    rows = []
+    settings: dict[str, Any] = {"max_slots": 4, "max_context_tokens": 256}
+    async with LocalChatClient(policy.model, policy.tokenizer, **settings) as client:
         publisher = LocalPolicyPublisher(client)
-        found = []
-        for version in range(1, times + 1):
-            start = time.perf_counter()
+        for _ in range(times):
+            version = policy.step()
+            start = time.time()
             async with publisher.updating():
-                await publisher.publish(ModelWeights(model), version)
-            found.append(time.perf_counter() - start)
-    return statistics.median(found)
+                await publisher.publish(ModelWeights(policy.model), version)
+            took = time.time() - start
+            rows.append(timed(start, took, time.time(), took, 0))
+    return medians(rows)
 
 
-async def vllm_publishes(model: Any, url: str, times: int) -> list[Any]:
-    """The reports of so many verified publishes to a live server."""
+# Actors
+
+
+@contextmanager
+def actor(
+    pipeline: PipelineConfig, arguments: list[str], place: Callable[[list[str]], list[str]]
+) -> Iterator[IO[str]]:
+    """A process that follows the run's policies; what it prints."""
+    command = [sys.executable, "-m", "benchmarks.publish", "--follow", pipeline.url, pipeline.run]
+    process = subprocess.Popen(
+        place([*command, *arguments]),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process.stdout
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+async def follow(url: str, run: str, address: str, tiny: bool) -> None:
+    """An actor's part: takes each policy into an engine, and says when it had it."""
+    model, tokenizer = load(tiny)
+    store = Store(PipelineConfig(url, run))
+    fetcher = PolicyFetcher(store, address=address)
+    last = 0
+    async with LocalChatClient(model, tokenizer, max_slots=4, max_context_tokens=256) as client:
+        print("ready", flush=True)
+        while True:
+            announced = store.run("beat", "benchmark", "{}")[0]
+            policy = StoredPolicy.read(announced) if announced else None
+            if policy is None or policy.serial == last:
+                await asyncio.sleep(0.01)
+                continue
+            last = policy.serial
+            if policy.url:
+                policy = await asyncio.to_thread(fetcher.fetch, policy)
+            weights = await asyncio.to_thread(load_policy, policy)
+            if weights is None:
+                continue
+            began = time.time()
+            await client.sync_weights(weights, version=policy.serial)
+            end = time.time()
+            print(json.dumps([policy.version, end, end - began]), flush=True)
+
+
+async def to_actor(
+    policy: Policy,
+    times: int,
+    inner: PipelinePublisher,
+    output: IO[str],
+    travelled: Callable[[], int],
+) -> Figures:
+    """Publishes to a process that follows. `travelled` counts all bytes so far."""
+    if (await asyncio.to_thread(output.readline)).strip() != "ready":
+        raise LudicError("the actor did not start; what it said is above")
+    publisher, rows = in_background(inner), []
+    for _ in range(times):
+        version, before = policy.step(), travelled()
+        start = time.time()
+        await publisher.publish(ModelWeights(policy.model), version)
+        wait = time.time() - start
+        await publisher.settle()
+        line = await asyncio.wait_for(asyncio.to_thread(output.readline), WAIT_S)
+        if not line:
+            raise LudicError("the actor ended; what it said is above")
+        taken, end, pause = json.loads(line)
+        if taken != version:
+            raise LudicError(f"the actor took version {taken}, and {version} was published")
+        rows.append(timed(start, wait, end, pause, travelled() - before))
+    return medians(rows)
+
+
+async def to_actors(
+    policy: Policy, args: argparse.Namespace, hosts: Hosts | None, differences: bool = False
+) -> Figures:
+    """To an actor on this host, or on another."""
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=memory)))
+        redis = stack.enter_context(LocalRedis(scratch / "redis"))
+        pipeline = PipelineConfig(redis.url, "publish")
+        lease = TrainerLease(pipeline)
+        stack.callback(lease.close)
+        if hosts is None:
+            server = None
+            arguments, hidden = ["127.0.0.1"], []
+        else:
+            kind = DifferenceServer if differences else PolicyServer
+            server = kind("key", hosts.address)
+            stack.callback(server.close)
+            arguments, hidden = [hosts.addresses[0]], [str(folder), *([memory] if memory else [])]
+
+        def place(command: list[str]) -> list[str]:
+            return command if hosts is None else hosts.command(0, command, hidden=hidden)
+
+        def travelled() -> int:
+            if hosts is not None:
+                return hosts.received(0)
+            sizes = [file.stat().st_size for file in folder.glob("policy-*")]
+            return policy.version * max(sizes, default=0)
+
+        arguments += ["--tiny"] if args.tiny else []
+        output = stack.enter_context(actor(pipeline, arguments, place))
+        publisher = PipelinePublisher(lease, None, PolicyFolder(folder), server)
+        return await to_actor(policy, args.times, publisher, output, travelled)
+
+
+# vLLM
+
+
+async def to_vllm(policy: Policy, times: int, url: str, differences: bool) -> Figures:
+    """Verified publishes to a live server."""
+    rows: list[Figures] = []
     async with VLLMChatClient(url, model="policy") as client:
-        publisher = BroadcastPolicyPublisher(client, timeout_s=300)
-        return [await publisher.publish(ModelWeights(model), v) for v in range(1, times + 1)]
+        options: dict[str, Any] = {"differences": True} if differences else {}
+        inner = BroadcastPolicyPublisher(client, timeout_s=WAIT_S, **options)
+        publisher = in_background(inner, WAIT_S)
+        for _ in range(times + 1):
+            version = policy.step()
+            start = time.time()
+            report = await publisher.publish(ModelWeights(policy.model), version)
+            wait = time.time() - start
+            await publisher.settle()
+            # A publish in the background is reported by the next one.
+            last = report.details
+            rows.append(timed(start, wait, time.time(), 0.0, report.bytes))
+            if len(rows) > 1:
+                rows[-2]["pause_s"] = last.get("stall_s", 0.0)
+                rows[-2]["bytes"] = last.get("sent_bytes", rows[-2]["bytes"])
+    return medians(rows[:-1])
 
 
-def stage_medians(reports: Sequence[PublishReport]) -> dict[str, float]:
-    """The median seconds of each stage that every publish had, the first left out: it also warms
-    up the trainer and writes the canary's prompt."""
-    parts = [r.details["stages"] for r in (reports[1:] or reports)]
-    shared = [name for name in parts[0] if all(name in p for p in parts)]
-    return {name: statistics.median(p[name] for p in parts) for name in shared}
-
-
-def stage_table(medians: Mapping[str, float]) -> str:
-    """The medians as lines of text."""
-    return "\n".join(f"  {name:<18} {1000 * took:9.1f} ms" for name, took in medians.items())
-
-
-def main() -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(description="Time the way of new weights to the sampler.")
-    parser.add_argument("--times", type=int, default=5, help="publishes to take the median of")
-    parser.add_argument("--tiny", action="store_true", help="the tiny model, not SmolLM2")
-    args = parser.parse_args()
-    model, tokenizer = load(args.tiny)
-    size = sum(t.numel() * t.element_size() for _, t in ModelWeights(model))
-    figures: dict[str, Any] = {
-        "local_s": asyncio.run(local_seconds(model, tokenizer, args.times)),
-        "vllm_s": None,
-        "bytes": size,
-    }
+def vllm(policy: Policy, args: argparse.Namespace) -> dict[str, Figures | None]:
     python = os.environ.get("LUDIC_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
+    figures: dict[str, Figures | None] = {"full": None, "difference": None}
     with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        policy.model.save_pretrained(folder)
+        policy.tokenizer.save_pretrained(folder)
         settings = ServerSettings(
             folder,
             served_name="policy",
@@ -112,16 +282,58 @@ def main() -> int:
         )
         try:
             with VLLMServer(settings, python=python) as server:
-                reports = asyncio.run(vllm_publishes(model, server.url, args.times))
+                for kind in figures:
+                    if kind == "difference" and not KNOWS_DIFFERENCES:
+                        say("no differences to vLLM: this version's publisher has none")
+                        continue
+                    by_differences = kind == "difference"
+                    figures[kind] = asyncio.run(
+                        to_vllm(policy, args.times, server.url, by_differences)
+                    )
         except LudicError as exc:
-            print(f"no figures for vLLM: {exc}", file=sys.stderr)
-        else:
-            figures["vllm_s"] = statistics.median(r.seconds for r in reports)
-            for part in ("prepare_s", "stall_s", "canary_max"):
-                figures[part] = statistics.median(r.details[part] for r in reports)
-            figures["plane"] = reports[0].details["plane"]
-            figures["stages"] = stage_medians(reports)
-            print(stage_table(figures["stages"]))
+            say(f"no figures for vLLM: {exc}")
+    return figures
+
+
+def tcp(policy: Policy, args: argparse.Namespace) -> dict[str, Figures]:
+    try:
+        with Hosts(1, args.mbit) as hosts:
+            full = asyncio.run(to_actors(policy, args, hosts))
+            difference = asyncio.run(to_actors(policy, args, hosts, differences=True))
+            return {"full": full, "difference": difference}
+    except NoNamespacesError as exc:
+        say(f"no figures for TCP: {exc}")
+    return {}
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Time the way of new weights to the sampler.")
+    parser.add_argument("--times", type=int, default=4, help="publishes, the first left out")
+    parser.add_argument("--mbit", type=float, default=1000.0, help="the speed of the link for TCP")
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--tiny", action="store_true", help="the tiny model, not SmolLM2")
+    parser.add_argument("--only", choices=["in_process", "shared_memory", "tcp", "vllm"])
+    parser.add_argument("--follow", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.follow:
+        url, run, address = args.follow
+        asyncio.run(follow(url, run, address, args.tiny))
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no namespace is left
+    policy = Policy(*load(args.tiny), args.learning_rate)
+    size = sum(t.numel() * t.element_size() for _, t in ModelWeights(policy.model))
+    figures: dict[str, Any] = {"weights_bytes": size, "link_mbit": args.mbit}
+    ways: dict[str, Callable[[], Any]] = {
+        "in_process": lambda: {"full": asyncio.run(in_process(policy, args.times))},
+        "shared_memory": lambda: {"full": asyncio.run(to_actors(policy, args, None))},
+        "tcp": lambda: tcp(policy, args),
+        "vllm": lambda: vllm(policy, args),
+    }
+    for name, measure in ways.items():
+        if args.only in (None, name):
+            figures[name] = {"full": None, "difference": None, **measure()}
+            say(f"{name}: {json.dumps(figures[name])}")
     print(json.dumps(figures))
     return 0
 

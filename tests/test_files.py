@@ -13,7 +13,7 @@ from ludic.plumbing.files import file_checksum, replacing
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_PIECE", 64)
+    monkeypatch.setattr(files, "PIECE", 64)
     monkeypatch.setattr(files, "_READ", 16)
 
 

@@ -26,6 +26,7 @@ from ludic.inference.client import ChatClient
 from ludic.pipeline.messages import Group, Unit, group_message, read_unit
 from ludic.pipeline.policies import AmbiguousVersionError, StoredPolicy, load_policy, stamped
 from ludic.pipeline.store import NoAnswerError, PipelineConfig, Store, entries
+from ludic.pipeline.weights_fetcher import NotComingError, PolicyFetcher
 from ludic.rollouts.engine import RolloutEngine
 from ludic.rollouts.requests import RolloutRequest
 
@@ -44,12 +45,14 @@ _POLICY_S = 660.0
 class ActorConfig:
     """`concurrency` is how many episodes run at once. `lease_s` is how long a unit stays this
     actor's without a heartbeat. `name` must differ between actors; None: made up. One that is told
-    to stop waits for a Redis that does not answer for `stop_s` at most."""
+    to stop waits for a Redis that does not answer for `stop_s` at most. Policies that it fetches
+    by HTTP are passed on to other hosts from `policy_address`."""
 
     concurrency: int = 64
     lease_s: float = 30.0
     name: str | None = None
     stop_s: float = 5.0
+    policy_address: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
         if self.concurrency < 1 or not min(self.lease_s, self.stop_s) > 0:
@@ -116,6 +119,8 @@ class Actor:
         self._news: tuple[StoredPolicy | None, str] = (None, "")
         self._seen: list[StoredPolicy] = []
         self._policy_changed = asyncio.Condition()
+        self._fetcher: PolicyFetcher | None = None
+        self._arriving: asyncio.Task[StoredPolicy] | None = None
         self._waiting = 0  # units that wait for a policy
         self._failure: BaseException | None = None
         self._over = threading.Event()
@@ -144,6 +149,8 @@ class Actor:
             for task in self._held.values():
                 task.cancel()
             await asyncio.gather(*self._held.values(), return_exceptions=True)
+            if self._fetcher is not None:
+                await asyncio.to_thread(self._fetcher.close)
             with suppress(PipelineError):
                 call_s = self._store.config.call_s
                 await self._store.run_async("leave", self.name, patience_s=call_s)
@@ -295,6 +302,28 @@ class Actor:
         finally:
             self._waiting -= 1
 
+    async def _here(self, policy: StoredPolicy) -> StoredPolicy | None:
+        """The policy with a path that this host can open; None while it is on its way. One that is
+        on its way comes first, so that a slow line brings some policy, if not every one."""
+        if not policy.url:
+            return policy
+        if self._fetcher is None:
+            self._fetcher = PolicyFetcher(self._store, address=self.cfg.policy_address)
+        if self._arriving is None:
+            fetch = asyncio.to_thread(self._fetcher.fetch, policy)
+            self._arriving = asyncio.create_task(fetch)
+        arrived, _ = await asyncio.wait([self._arriving], timeout=_POLL_S[0])
+        if not arrived:
+            self._fetcher.announced(policy.serial)
+            return None
+        try:
+            return self._arriving.result()
+        except NotComingError as exc:  # the policy before it serves on
+            _log.warning("%s; this actor tries again, with the newest policy", exc)
+            return None
+        finally:
+            self._arriving = None
+
     async def _follow(self, policy: StoredPolicy | None) -> None:
         """Brings the client to the announced policy; requests under way go on, and their tokens
         say which policy each is from."""
@@ -303,6 +332,10 @@ class Actor:
         if self._client is not None:
             weights: Mapping[str, Any] | None = {}
             if policy.path:
+                here = await self._here(policy)
+                if here is None:
+                    return
+                policy = here
                 weights = await asyncio.to_thread(load_policy, policy)
             if weights is None:  # a newer one is there, of which the next heartbeat will tell
                 await asyncio.to_thread(self._beat)

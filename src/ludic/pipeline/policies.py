@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from ludic.distributed.interfaces import (
 from ludic.errors import PipelineError, PublishError
 from ludic.pipeline.lease import TrainerLease
 from ludic.pipeline.messages import Unit, with_traces
+from ludic.pipeline.weights_http import PolicyServer
 from ludic.plumbing.files import boot_id, file_checksum, replacing
 from ludic.types import Rollout, TokenTrace, VersionSpan
 
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
 class StoredPolicy:
     """A policy as the trainer announced it. `serial` is its name among all policies of the run;
     `path` is empty where the actors' servers get the weights in another way. `file` says which file
-    the trainer's kernel has there, `checksum` what is in it, where others may read it."""
+    the trainer's kernel has there, `checksum` what is in it, where others may read it. Hosts that
+    cannot open it fetch it from `url`, with `key`, or its `difference`: the checksum of that file,
+    and of the policy that it was made against."""
 
     serial: int
     attempt: int
@@ -46,6 +49,9 @@ class StoredPolicy:
     checksum: str = ""
     at: str = ""
     file: str = ""
+    url: str = ""
+    key: str = field(default="", repr=False)
+    difference: Sequence[str] = ()
 
     @staticmethod
     def read(announced: bytes) -> StoredPolicy:
@@ -130,7 +136,8 @@ class PipelinePublisher(PolicyPublisher):
 
     `inner` brings the weights to whatever else samples from them: vLLM servers, or an engine in
     this process. With a `folder` they are also written there, for actors that sample in-process.
-    Redis only carries the policy's address, version and checksum, once it is there to be used.
+    Redis only carries the policy's address, version and checksum, once it is there to be used. A
+    `server` also brings the folder's files to hosts that do not share it.
     """
 
     def __init__(
@@ -138,8 +145,9 @@ class PipelinePublisher(PolicyPublisher):
         lease: TrainerLease,
         inner: PolicyPublisher | None = None,
         folder: PolicyFolder | None = None,
+        server: PolicyServer | None = None,
     ) -> None:
-        self.lease, self.inner, self.folder = lease, inner, folder
+        self.lease, self.inner, self.folder, self.server = lease, inner, folder, server
         self.shares_weights = inner is not None and inner.shares_weights
         self.snapshots = "host" if inner is None else inner.snapshots
 
@@ -166,6 +174,9 @@ class PipelinePublisher(PolicyPublisher):
             facts = await asyncio.to_thread(
                 self.folder.write, tensors, attempt=opened.attempt, version=version
             )
+            if self.server is not None:
+                path = Path(facts["path"])
+                facts |= await asyncio.to_thread(self.server.offer, path, facts["checksum"])
         await asyncio.to_thread(self.lease.announce, version, **facts)
         seconds = time.perf_counter() - began
         return PublishReport(version, seconds, report.bytes, report.verified, report.details)

@@ -43,7 +43,7 @@ _PASSING_CODES = ("OOM", "LOADING", "MISCONF", "BUSY", "READONLY", "MASTERDOWN")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
 MAX_NAME = 200
 _LUA = Path(__file__).with_name("scripts.lua")
-_KEYS = ("requests", "groups", "units", "meta", "actors", "trainer")
+_KEYS = ("requests", "groups", "units", "meta", "actors", "trainer", "sources")
 
 
 @cache

@@ -29,7 +29,7 @@ _log = logging.getLogger("ludic.distributed")
 
 
 class WeightsPayload(Payload):
-    """All of a model's weights, over a data plane (None until the first publish has chosen it). With
+    """All of a model's weights, over a data plane: None until the first publish has chosen it. With
     `differences`, what changed of them since the publish that all servers confirmed last."""
 
     def __init__(self, plane: DataPlane | None, *, differences: bool = False) -> None:

@@ -56,7 +56,10 @@ async def act_for(
                 accepts=accepted(config),
                 client=follower,
                 cfg=ActorConfig(
-                    concurrency=config.concurrency, lease_s=section_of(config).lease_s, name=name
+                    concurrency=config.concurrency,
+                    lease_s=section_of(config).lease_s,
+                    name=name,
+                    policy_address=section_of(config).policy_address,
                 ),
                 stop=stop,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from ludic.pipeline import (
     TrainerLease,
 )
 from ludic.pipeline.local_redis import WatchedProcess, last_words
+from ludic.pipeline.weights_difference import DifferenceServer
+from ludic.pipeline.weights_http import PolicyServer, listening_address
 from ludic.rollouts import Curriculum
 from ludic.runs.model import sample_filter_of
 from ludic.runs.pipeline import address
@@ -54,6 +57,7 @@ class RunPipeline:
         self._redis: LocalRedis | None = None
         self._lease: TrainerLease | None = None
         self._policies: Path | None = None
+        self._policy_server: PolicyServer | None = None
         self._actors: dict[str, WatchedProcess] = {}
         self._restarts: Counter[str] = Counter()
         self._tending: asyncio.Task[None] | None = None
@@ -100,6 +104,9 @@ class RunPipeline:
             local = self._redis is not None and shared.is_dir() and os.access(shared, os.W_OK)
             chosen = section.policy_folder
             self._policies = Path(chosen) if chosen else memory if local else self.folder / "policy"
+            if self._redis is None:  # actors may join from other machines
+                host, port = listening_address(section.policy_address, pipeline.url)
+                self._policy_server = DifferenceServer(secrets.token_hex(32), host, port)
         address.write_address(self.folder, pipeline)
         self._lease = TrainerLease(
             pipeline,
@@ -142,11 +149,11 @@ class RunPipeline:
         """Returns what also reaches the actors, in the background where `inner` lets it. One that
         shares the trainer's weights hears of each version at once."""
         folder = None if self._policies is None else PolicyFolder(self._policies)
-        limit = self.config.training.publish_timeout_s
+        limit, server = self.config.training.publish_timeout_s, self._policy_server
         if inner is not None and inner.shares_weights:
-            actors = PipelinePublisher(self.lease, None, folder)
+            actors = PipelinePublisher(self.lease, None, folder, server)
             return BackgroundPublisher(actors, beside=inner, timeout_s=limit)
-        return in_background(PipelinePublisher(self.lease, inner, folder), limit)
+        return in_background(PipelinePublisher(self.lease, inner, folder, server), limit)
 
     def _alarm(self) -> None:
         if self._failure is not None:
@@ -218,5 +225,7 @@ class RunPipeline:
         if self._redis is not None:
             self._redis.stop()
             (self.folder / "pipeline.json").unlink(missing_ok=True)
+        if self._policy_server is not None:
+            self._policy_server.close()
         if self._policies is not None and str(self._policies).startswith("/dev/shm/"):
             shutil.rmtree(self._policies, ignore_errors=True)

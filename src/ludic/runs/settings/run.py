@@ -168,7 +168,9 @@ class PipelineSection(Section):
     have groups in the order of their requests (`in_order`), or as they arrive. At most `max_groups`
     groups and about `max_bytes` are between actors and trainer. After `lease_s` without a word, an
     actor's work is given to another. `policy_folder` is where actors that sample in-process find
-    the weights; it must be one that they share."""
+    the weights, if they share it. Actors on other machines fetch them by HTTP from the trainer and
+    from each other: each listens on `policy_address`, an address of its machine with or without a
+    port, or `auto` for the one by which it reaches Redis."""
 
     actors: int = Field(default=2, ge=0)
     url: Annotated[str, AfterValidator(_redis)] | None = None
@@ -181,6 +183,7 @@ class PipelineSection(Section):
     lease_s: float = Field(default=15.0, gt=0)
     patience_s: float = Field(default=300.0, gt=0)
     policy_folder: str | None = None
+    policy_address: str = "127.0.0.1"
 
     @model_validator(mode="after")
     def _one_address(self) -> PipelineSection:

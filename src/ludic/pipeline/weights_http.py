@@ -1,0 +1,346 @@
+"""Policies by HTTP, for hosts that do not share a folder with the trainer.
+
+The trainer serves its files by their checksums. A host fetches a policy once, in pieces of 16 MiB,
+checks each, and serves those that it has while it fetches the others. Redis lists which host has
+which piece, and a host claims a piece before it asks the trainer for it: the trainer sends each
+piece once, however many hosts there are. Whatever is dead, slow or wrong is left out, and the
+trainer is asked instead.
+
+A request is signed with the run's key, which itself never travels by HTTP.
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.client
+import json
+import logging
+import os
+import re
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b, sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from socketserver import TCPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+from ludic.errors import ConfigError, LudicError
+from ludic.pipeline.store import PipelineConfig
+from ludic.plumbing.files import PIECE, piece_digests
+
+_log = logging.getLogger("ludic.pipeline")
+MISSING, HAS, CLAIMED = b"012"
+_MAX_MANIFEST = 1 << 24
+_MAX_CONNECTIONS = 256
+
+
+def _signature(key: str, path: str) -> str:
+    return "Ludic " + hmac.new(key.encode(), path.encode(), sha256).hexdigest()
+
+
+@dataclass(slots=True)
+class PieceFile:
+    """An open file, and which of its pieces are there: a digit each, as in `scripts.lua`. It stays
+    readable when its name is removed. Whoever fetches writes a digit once the piece is in the file;
+    threads that serve read it."""
+
+    handle: int
+    size: int
+    digests: list[bytes] = field(default_factory=list)
+    digits: bytearray = field(default_factory=bytearray)
+    used: float = field(default_factory=time.monotonic)
+    hashing: threading.Lock = field(default_factory=threading.Lock)
+
+    def manifest(self) -> bytes:
+        with self.hashing:  # several may ask at once; the file is read once
+            if not self.digests:
+                self.digests = piece_digests(self.handle)
+        pieces = [digest.hex() for digest in self.digests]
+        return json.dumps({"size": self.size, "pieces": pieces}).encode()
+
+    def has(self, start: int, end: int) -> bool:
+        """Whether these bytes are there; a file that is not being fetched has all."""
+        pieces = self.digits[start // PIECE : (end - 1) // PIECE + 1]
+        return 0 <= start < end <= self.size and all(digit == HAS for digit in pieces)
+
+
+class PolicyServer:
+    """Serves files to whoever has the key, read-only, from threads of its own.
+
+    The newest `keep` offers are there, and older ones for as long as somebody fetches them
+    (`idle_s`). A receiver that takes nothing for `silence_s` is cut off. `host` is an address of
+    this machine; port 0 is any free one. `sent` counts the bytes of the pieces.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        keep: int = 2,
+        idle_s: float = 30.0,
+        silence_s: float = 30.0,
+    ) -> None:
+        self.key, self.keep, self.idle_s, self.sent = key, keep, idle_s, 0
+        self._files: dict[str, PieceFile] = {}
+        self._lock = threading.Lock()
+        served = self
+
+        class Handler(_Handler):
+            timeout = silence_s
+            policies = served
+
+        try:
+            self._http = _Listening((host, port), Handler)
+        except OSError as exc:
+            raise ConfigError(
+                f"cannot serve policies on {host}:{port}: {exc}. Set pipeline.policy_address to an "
+                "address of this machine, with a port that is free or with none"
+            ) from exc
+        self._http.sweep = self._sweep
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._http.server_address[1]}"
+        self._thread = threading.Thread(
+            target=self._http.serve_forever, args=(0.1,), name="ludic-policies", daemon=True
+        )
+        self._thread.start()
+
+    def offer(self, path: Path, checksum: str = "") -> dict[str, Any]:
+        """Serves a file, as it is now; returns what to announce of it. Without its checksum the
+        file is read for it."""
+        handle = os.open(path, os.O_RDONLY)
+        file = PieceFile(handle, os.fstat(handle).st_size)
+        if not checksum:
+            file.digests = piece_digests(handle)
+            checksum = sha256(b"".join(file.digests)).hexdigest()
+        self.put(checksum, file)
+        return {"url": self.url, "key": self.key, "checksum": checksum}
+
+    def put(self, checksum: str, file: PieceFile) -> None:
+        """Serves what is there of a file, whose handle is closed when nobody needs it."""
+        with self._lock:
+            before = self._files.pop(checksum, None)
+            self._files[checksum] = file
+        if before is not None and before is not file:
+            os.close(before.handle)
+
+    @contextmanager
+    def opened(self, checksum: str) -> Iterator[tuple[PieceFile, int] | None]:
+        """An offered file and a handle that stays open meanwhile; None if there is none."""
+        with self._lock:
+            file = self._files.get(checksum)
+            if file is not None:
+                file.used = time.monotonic()
+                handle = os.dup(file.handle)
+        if file is None:
+            yield None
+            return
+        try:
+            yield file, handle
+        finally:
+            file.used = time.monotonic()
+            os.close(handle)
+
+    def count(self, sent: int) -> None:
+        with self._lock:
+            self.sent += sent
+
+    def _sweep(self) -> None:
+        limit = time.monotonic() - self.idle_s
+        with self._lock:
+            for checksum in list(self._files)[: -self.keep]:
+                if self._files[checksum].used < limit:
+                    os.close(self._files.pop(checksum).handle)
+
+    def close(self) -> None:
+        """Accepts nobody any more, and closes the files."""
+        if not self._thread.is_alive():
+            return
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join(10)
+        with self._lock:
+            while self._files:
+                os.close(self._files.popitem()[1].handle)
+
+
+class _Listening(ThreadingHTTPServer):
+    daemon_threads, block_on_close, request_queue_size = True, False, 128
+    sweep: Any = None
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # HTTPServer's would look the name up, which may take long
+
+    def service_actions(self) -> None:
+        self.sweep()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _log.debug("a request from %s ended early", client_address, exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """`GET /CHECKSUM/pieces` is a manifest, `GET /CHECKSUM` with a range is a part of the file."""
+
+    protocol_version = "HTTP/1.1"
+    policies: PolicyServer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        _log.debug(format, *args)
+
+    def do_GET(self) -> None:
+        signature = _signature(self.policies.key, self.path).encode()
+        given = (self.headers.get("Authorization") or "").encode()
+        checksum, _, what = self.path.strip("/").partition("/")
+        if not hmac.compare_digest(given, signature):
+            self._answer(401, b"another key")
+            return
+        with self.policies.opened(checksum) as opened:
+            if opened is None:
+                self._answer(404, b"no such policy")
+            elif what == "pieces":
+                self._answer(200, opened[0].manifest())
+            else:
+                self._send(*opened)
+
+    def _send(self, file: PieceFile, handle: int) -> None:
+        bounds = re.fullmatch(r"bytes=(\d{1,18})-(\d{1,18})", self.headers.get("Range") or "")
+        start, end = (int(bounds[1]), int(bounds[2]) + 1) if bounds else (0, 0)
+        if not file.has(start, end):
+            self._answer(416, b"not here, or not yet")
+            return
+        self._head(206, end - start)
+        with open(handle, "rb", closefd=False) as content:
+            self.connection.sendfile(content, start, end - start)
+        self.policies.count(end - start)
+
+    def _head(self, status: int, length: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+        self.wfile.flush()
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self._head(status, len(body))
+        self.wfile.write(body)
+
+
+class SourceError(LudicError):
+    """A source that is dead, slow or wrong. `status` is its HTTP status, if it had one."""
+
+    def __init__(self, url: str, why: object, status: int = 0) -> None:
+        super().__init__(f"{url}: {why}")
+        self.status = status
+
+
+def get(
+    url: str,
+    path: str,
+    key: str,
+    size: int | None,
+    start: int = 0,
+    *,
+    silence_s: float,
+    until: float,
+    given_up: Callable[[], bool] = bool,
+) -> bytes:
+    """The `size` bytes from `start` on of what a source has at `path`; all of it with None.
+
+    Raises `SourceError` when nothing comes for `silence_s`, or not all by the time `until`.
+    """
+    address = urlsplit(url)
+    link = http.client.HTTPConnection(address.hostname or "", address.port, timeout=silence_s)
+    headers = {"Authorization": _signature(key, path)}
+    if size is not None:
+        headers["Range"] = f"bytes={start}-{start + size - 1}"
+    try:
+        link.request("GET", path, headers=headers)
+        answer = link.getresponse()
+        if answer.status not in (200, 206):
+            raise SourceError(url, f"status {answer.status}", answer.status)
+        length = int(answer.headers.get("Content-Length") or -1)
+        if length != size if size is not None else not 0 <= length <= _MAX_MANIFEST:
+            raise SourceError(url, f"sends {length} bytes")
+        data = bytearray(length)
+        view, filled = memoryview(data), 0
+        while filled < length:
+            if given_up():
+                raise SourceError(url, "is not needed any more")
+            if time.monotonic() > until:
+                raise SourceError(url, f"is too slow: {filled} of {length} bytes came in time")
+            if not (count := answer.readinto(view[filled : filled + (1 << 18)])):
+                raise SourceError(url, f"broke off after {filled} of {length} bytes")
+            filled += count
+        return bytes(data)
+    except (OSError, ValueError, http.client.HTTPException) as exc:
+        raise SourceError(url, str(exc) or type(exc).__name__) from exc
+    finally:
+        link.close()
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine can reach an address, given as a URL or a name."""
+    host = urlsplit(address).hostname if "//" in address else address
+    return host in ("localhost", "::1") or (host or "").startswith("127.")
+
+
+def listening_address(setting: str, redis_url: str) -> tuple[str, int]:
+    """Returns the address and port of `pipeline.policy_address`. `auto` is the address of this
+    machine by which it reaches Redis."""
+    host, _, port = (
+        setting.rpartition(":") if re.search(r"[^:]:\d+$", setting) else (setting, "", "0")
+    )
+    host = host.strip("[]")
+    if host in ("", "0.0.0.0", "::"):
+        raise ConfigError(
+            f"pipeline.policy_address={setting!r} names no machine that others could ask: use "
+            '"auto" for the address by which this one reaches Redis'
+        )
+    if host == "auto":
+        redis = urlsplit(redis_url)
+        if redis.scheme == "unix":
+            return "127.0.0.1", int(port)
+        try:
+            answer = socket.getaddrinfo(redis.hostname, redis.port or 6379, type=socket.SOCK_DGRAM)
+            family, kind, _, _, there = answer[0]
+            with socket.socket(family, kind) as link:
+                link.connect(there)  # a datagram socket: nothing is sent
+                host = link.getsockname()[0]
+        except OSError as exc:
+            raise ConfigError(
+                f"pipeline.policy_address={setting!r}: no way to {redis.hostname}: {exc}"
+            ) from exc
+    return host, int(port)
+
+
+def host_cache(config: PipelineConfig) -> Path:
+    """Returns the folder for a run's policies on this host: in memory where there is room for
+    shared memory, and this user's alone."""
+    shared = Path("/dev/shm")
+    base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    name = blake2b(f"{config.url} {config.run}".encode(), digest_size=8).hexdigest()
+    return base / f"ludic-policies-{os.getuid()}-{name}"
