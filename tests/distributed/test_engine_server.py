@@ -77,7 +77,7 @@ async def test_versions_may_go_back_for_another_trainer(url: str, client: VLLMCh
 async def test_a_request_under_way_has_the_tokens_of_both_policies(client: VLLMChatClient) -> None:
     asked = asyncio.create_task(client.complete_tokens(request(max_tokens=200, endless=True)))
     await asyncio.sleep(0.1)  # it need not have begun: then all of it is of the newer policy
-    publisher = BroadcastPolicyPublisher(client, canary=False, **PATIENT)
+    publisher = BroadcastPolicyPublisher(client, canary=False, timeout_s=900.0)
     await publisher.publish(ModelWeights(tiny_model(5)), 1)
     spans = trace_of(await asked).version_spans
     assert spans[-1].end == 200
