@@ -13,6 +13,8 @@
 --     sources   hash      address of a host that passes a policy on -> the server's time, the policy's
 --                         checksum, and a digit per piece: 0 missing, 1 there, 2 being fetched
 --     trainer   string    the token of the trainer that holds the run, for as long as its lease
+--     servers   hash      address -> when a server was last heard of, and facts as JSON
+--     roles     hash      name -> when a process of the run was last told of, and facts as JSON
 --
 -- A script of the trainer first makes sure that it still holds the run. It answers `lost` where
 -- another trainer does, and `emptied` where the server knows nothing of this one: its data is gone,
@@ -311,3 +313,32 @@ elseif address ~= '' then
   redis.call('HSET', sources, address, now .. ' ' .. checksum .. ' ' .. digits)
 end
 return {claimed, others}
+
+--- piece noted
+local noted = {servers = servers, roles = roles}
+
+--- script note noted now
+-- servers | roles, name, facts as JSON (nothing: forgotten)
+if ARGV[3] == '' then
+  redis.call('HDEL', noted[ARGV[1]], ARGV[2])
+  return {'ok'}
+end
+redis.call('HSET', noted[ARGV[1]], ARGV[2], now .. ' ' .. ARGV[3])
+-- Servers that left without a word an hour ago are forgotten, so that nothing grows for ever.
+local all = redis.call('HGETALL', servers)
+for i = 1, #all, 2 do
+  if now - tonumber(string.match(all[i + 1], '^%d+')) > 3600000 then
+    redis.call('HDEL', servers, all[i])
+  end
+end
+return {'ok'}
+
+--- script notes noted now
+-- servers | roles -> [name, its age in ms, facts]
+local found = {}
+local all = redis.call('HGETALL', noted[ARGV[1]])
+for i = 1, #all, 2 do
+  local at, facts = string.match(all[i + 1], '^(%d+) (.*)$')
+  table.insert(found, {all[i], now - tonumber(at), facts})
+end
+return found
