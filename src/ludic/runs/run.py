@@ -165,6 +165,7 @@ class Run:
         curriculum: Any = None,
         training: Any = None,
         pipeline: Any = None,
+        cluster: Any = None,
         inference: Any = None,
         eval: Any = None,
         sft: Any = None,
@@ -215,7 +216,7 @@ class Run:
         if opened.config().training.past_opponents:
             free.remove("training.checkpoint_every")  # it also says when a past opponent is taken
         for key in map(override_key, overrides):
-            if key not in free:
+            if key not in free and not key.startswith("cluster"):
                 raise ConfigError(
                     f"{key} cannot change when a run is resumed: start a new run, or change only "
                     f"{', '.join(sorted(free))}"

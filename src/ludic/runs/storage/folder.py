@@ -223,6 +223,14 @@ def locked(folder: Path) -> Iterator[None]:
             _write(file, "")
 
 
+def forget_holder(folder: Path) -> None:
+    """Lets another host train the run whose trainer was on a host that is gone. A holder that the
+    kernel can see stays."""
+    with suppress(OSError), (folder / LOCK).open("r+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _write(file, "")
+
+
 def _me() -> dict[str, Any]:
     boot = ""
     with suppress(OSError):  # not on every system
