@@ -304,6 +304,10 @@ class Run:
         stages, outcomes = self._stages, tuple(self.config.eval.outcomes)
         return RunReport(stages.reports, outcomes, tuple(stages.warnings()))
 
+    def read_reports(self) -> None:
+        """Takes the reports that the folder has, of a run that another process trained."""
+        self._stages.read_reports()
+
     # The model, and what samples from it
 
     @Part

@@ -41,7 +41,12 @@ class WatchedProcess(subprocess.Popen[bytes]):
     """A process that ends with this one. A Ctrl-C is not for it: we end it when we are done."""
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
-        super().__init__(command, start_new_session=True, **options)
+        # A child has the signals blocked that this thread has: in Ray's threads that is a Ctrl-C.
+        blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        try:
+            super().__init__(command, start_new_session=True, **options)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         self._watcher = end_with_us(self.pid)
 
     def end(self, sign: signal.Signals = signal.SIGTERM, grace_s: float = _STOP_S) -> None:

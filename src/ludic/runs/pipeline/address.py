@@ -17,10 +17,10 @@ from ludic.pipeline.local_redis import find_redis_server
 from ludic.pipeline.store import MAX_NAME, PipelineConfig
 from ludic.runs.settings import PipelineSection, RunConfig
 from ludic.runs.settings.from_python import given_names
+from ludic.runs.storage.folder import EVALUATIONS
 
 URL_VARIABLE = "LUDIC_REDIS_URL"
 FILE = "pipeline.json"
-EVALUATIONS = ("before", "after_sft", "after_rl")
 
 
 def section_of(config: RunConfig) -> PipelineSection:

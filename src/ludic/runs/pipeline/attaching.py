@@ -14,7 +14,6 @@ from ludic.runs.pipeline.launching import STOP_S, Launch, Tail, check_cluster
 from ludic.runs.pipeline.roles import role_log
 from ludic.runs.results.terminal import command_name, say
 from ludic.runs.run import Run
-from ludic.runs.settings import RunConfig
 from ludic.runs.storage.folder import RunFolder
 from ludic.workers.watched_process import last_words
 
@@ -30,36 +29,30 @@ def launch(
     out: str | Path | None = None,
     resume: Path | None = None,
     detach: bool = False,
-) -> RunFolder:
+) -> None:
     """Launches a run file, a built-in run, or what is left of the run in a folder."""
-    if resume is None:
-        plan = Run.from_file(run, overrides, out=out)
-        return launch_new(check_cluster(plan.config), plan.folder, plan.modules, detach=detach)
-    plan = Run.from_folder(resume, overrides)
-    plan.folder.take_up(check_cluster(plan.config))
-    return _go(plan.folder, detach=detach)
+    plan = Run.from_folder(resume, overrides) if resume else Run.from_file(run, overrides, out=out)
+    launch_run(plan, detach=detach)
 
 
-def launch_new(
-    config: RunConfig, folder: RunFolder, modules: Path, *, detach: bool = False
-) -> RunFolder:
-    """Makes the folder of a run and launches it. If that fails before there is anything to keep,
-    the folder is removed."""
-    folder.make(config, modules=modules)
-    try:
-        return _go(folder, detach=detach)
-    except Exception:
-        folder.abandon()
-        raise
-
-
-def _go(folder: RunFolder, *, detach: bool) -> RunFolder:
-    say(f"run folder: {folder.path}")
-    if detach:
-        _leave(folder)
+def launch_run(run: Run, *, detach: bool = False) -> None:
+    """Launches what is left of a run. If a new one fails before there is anything to keep, its
+    folder is removed."""
+    config, folder = check_cluster(run.config), run.folder
+    if run.resumed:
+        folder.take_up(config)
     else:
-        Launch(folder.config(), folder).go()
-    return folder
+        folder.make(config, modules=run.modules)
+    say(f"run folder: {folder.path}")
+    try:
+        if detach:
+            _leave(folder)
+        else:
+            Launch(config, folder).go()
+    except Exception:
+        if not run.resumed:
+            folder.abandon()
+        raise
 
 
 def _leave(folder: RunFolder) -> None:

@@ -11,6 +11,8 @@ from ludic.launch import Role
 from ludic.runs.settings import ClusterSection, RunConfig
 
 RESTARTS = 3
+LAUNCHED = "LUDIC_LAUNCHED"
+"""Set for a trainer whose actors are somebody else's concern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +31,8 @@ class Environment:
             (self.python, "-m", "ludic.cli", *words),
             log or role_log(self.run, name),
             folder=self.folder,
-            variables=self.variables,
             secrets=self.secrets,
-            **options,  # type: ignore[arg-type]
+            **{"variables": self.variables, **options},  # type: ignore[arg-type]
         )
 
 
@@ -74,6 +75,7 @@ def trainer_role(environment: Environment, cluster: ClusterSection, *, gpus: boo
         gpus=float(ranks) if gpus else 0.0,
         restarts=cluster.restarts,
         finishes=True,
+        variables={**environment.variables, LAUNCHED: "1"},
     )
 
 

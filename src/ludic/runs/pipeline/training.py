@@ -28,7 +28,7 @@ from ludic.pipeline import (
 from ludic.rollouts import Curriculum
 from ludic.runs.model import sample_filter_of
 from ludic.runs.pipeline import address
-from ludic.runs.pipeline.roles import Environment, actor_role
+from ludic.runs.pipeline.roles import LAUNCHED, Environment, actor_role
 from ludic.runs.pipeline.status import read_status
 from ludic.runs.results.terminal import command_name, say, warn
 from ludic.runs.settings import RunConfig
@@ -101,7 +101,7 @@ class RunPipeline:
             max_bytes=section.max_bytes,
         )
         self._lease.acquire()
-        actors = 0 if self.config.cluster is not None else section.actors  # `ludic launch` has them
+        actors = 0 if os.environ.get(LAUNCHED) else section.actors
         for number in range(1, actors + 1):
             self._add_actor(number)
         self._actors.tick()

@@ -33,6 +33,8 @@ from ludic.runs.machine import gpu_name, installed
 from ludic.runs.settings import RunConfig, apply_override, check_run
 
 PACKAGES = ("ludic-rl", "torch", "transformers", "tokenizers", "numpy", "peft", "vllm")
+EVALUATIONS = ("before", "after_sft", "after_rl")
+"""The stages that have one, in order."""
 
 
 class RunFolder:
