@@ -25,7 +25,11 @@ from ludic.launch.roles import Ended, Placement, Role, Running, Waiting
 try:
     import ray
     from ray.exceptions import RayError
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import (
+        placement_group,
+        placement_group_table,
+        remove_placement_group,
+    )
     from ray.util.scheduling_strategies import (
         NodeAffinitySchedulingStrategy,
         PlacementGroupSchedulingStrategy,
@@ -228,7 +232,7 @@ class _Placed:
 
     def _poll(self) -> Waiting | Running | Ended:
         if self._stage == "placing":
-            if not self._group.wait(timeout_seconds=0):
+            if placement_group_table(self._group)["state"] != "CREATED":
                 return Waiting(f"it asked for {self._role.wants}; {self._engine.free()}")
             self._runners = [self._runner(index) for index in range(self._role.nodes)]
             good = list(self._engine._good)
