@@ -27,7 +27,7 @@ SOURCES := src tools benchmarks tests $(if $(wildcard examples/*.py examples/*/*
 # One thread per test process: small matrices are faster that way, and results repeat.
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS)
 
-.PHONY: help setup test test-slow test-gpu test-sandbox test-pipeline chaos test-view test-vllm vllm vllm-install test-adapters adapters test-examples lint format types docs wheel-check bench demo constraints clean
+.PHONY: help setup test test-slow test-gpu test-sandbox test-pipeline chaos test-view test-vllm vllm vllm-install test-adapters adapters test-cluster test-examples lint format types docs wheel-check bench demo constraints clean
 
 help:
 	@echo "make test        set up, then run the tests (ARGS='tests/envs -k win' to choose)"
@@ -41,6 +41,7 @@ help:
 	@echo "make test-sandbox the tests that need bubblewrap or Rust, which then must be there"
 	@echo "make test-examples  every example's tiny setting, in one process"
 	@echo "make test-adapters  the tests with other packages' environments and tools"
+	@echo "make test-cluster   a launched run on a Ray cluster of three nodes, with kills"
 	@echo "make lint        ruff: style and formatting;  make format puts it right"
 	@echo "make types       mypy, strict"
 	@echo "make docs        build the documentation into site/"
@@ -54,11 +55,11 @@ setup: $(READY) $(SMOLLM2)
 test: setup
 	@echo "==> tests ($(JOBS) processes)"
 	@$(PYTEST) $(ARGS)
-	@$(if $(findstring -m,$(ARGS)),,echo "==> the tests with other packages' environments: make test-adapters")
+	@$(if $(findstring -m,$(ARGS)),,echo "==> the tests with other packages' environments: make test-adapters; on a Ray cluster: make test-cluster")
 
 test-slow: setup
 	@echo "==> the long versions of the tests"
-	@LUDIC_HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not vllm and not gpu and not adapters" --timeout 1800 $(ARGS)
+	@LUDIC_HYPOTHESIS_PROFILE=thorough $(PYTEST) -m "not vllm and not gpu and not adapters and not cluster" --timeout 1800 $(ARGS)
 
 test-gpu: setup
 	@echo "==> the tests that need a CUDA device"
@@ -86,6 +87,10 @@ test-vllm: setup vllm
 test-adapters: setup adapters
 	@echo "==> the tests with other packages' environments and tools"
 	@OMP_NUM_THREADS=1 $(ADAPTERS_PY) -m pytest -q -n $(JOBS) -m adapters tests/envs/adapters tests/envs/gameboy tests/agents tests/runs $(ARGS)
+
+test-cluster: setup adapters
+	@echo "==> launched runs on a Ray cluster"
+	@OMP_NUM_THREADS=1 $(ADAPTERS_PY) -m pytest -q -m "cluster and not slow" tests/launch $(ARGS)
 
 test-examples: setup
 	@echo "==> every example's tiny setting"

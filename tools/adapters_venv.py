@@ -17,12 +17,13 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("gameboy", "gymnasium", "mcp", "reasoning_gym", "textarena", "verifiers")
+EXTRAS = ("gameboy", "gymnasium", "mcp", "ray", "reasoning_gym", "textarena", "verifiers")
 TESTED = (
     "gymnasium==1.4.0",
     "mcp==1.30.0",  # verifiers 0.3 wants mcp 1
     "openai==3.49.0",  # for the stock agent that is trained
     "pyboy==2.8.1",
+    "ray==2.60.0",  # for `make test-cluster`
     "reasoning-gym==0.1.25",
     "textarena==0.7.4",
     "verifiers==0.3.1",

@@ -151,5 +151,9 @@ class PublishError(LudicError):
     """Weights that did not arrive as they were sent."""
 
 
+class LaunchError(LudicError):
+    """A role that cannot be placed or started: says which, where, and why."""
+
+
 class PipelineError(LudicError):
     """Actors and trainer over Redis that cannot go on: says what is wrong with which server."""

@@ -73,7 +73,7 @@ def test_one_command_starts_everything_shows_it_and_ends_it(tmp_path: Path) -> N
         run.kill()
     assert run.returncode == 0, output
     assert "1 actors, one trainer" in output
-    log = (out / "actors" / "actor-1.log").read_text()
+    log = (out / "logs" / "actor-1.log").read_text()
     assert "left because" in log
     assert not address.exists()
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

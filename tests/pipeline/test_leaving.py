@@ -8,16 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ludic.errors import PipelineError
+from ludic.launch import supervisor
 from ludic.pipeline import LocalRedis, PipelineConfig
-from ludic.pipeline.local_redis import WatchedProcess
 from ludic.pipeline.store import Store
 from ludic.runs.pipeline import training
-from ludic.runs.pipeline.acting import actor_log
+from ludic.runs.pipeline.roles import Environment, actor_role
 from ludic.runs.pipeline.training import RunPipeline
 from ludic.runs.run import Run
 from tests.pipeline.test_async_run import SMALL, environment, ludic
@@ -82,10 +83,10 @@ async def test_an_actor_that_is_told_to_stop_does_not_wait_for_a_dead_redis(
 
 ORPHAN = """
 import os, subprocess, sys
-from ludic.pipeline import local_redis
-local_redis.ENDS_WITHIN_S = 1
+from ludic.workers import watched_process
+watched_process.ENDS_WITHIN_S = 1
 child = subprocess.Popen(["sh", "-c", "trap '' TERM; while :; do sleep 1; done"])
-local_redis.end_with_us(child.pid)
+watched_process.end_with_us(child.pid)
 print(child.pid, flush=True)
 os.kill(os.getpid(), 9)
 """
@@ -110,60 +111,46 @@ def test_a_child_that_ignores_the_word_ends_with_its_parent_all_the_same() -> No
         time.sleep(0.1)
 
 
-def made(tmp_path: Path, actors: int) -> RunPipeline:
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, actors: int, command: str) -> RunPipeline:
+    """A run whose actors are this Python program."""
     config = Run.from_file("tic-tac-toe", [f"pipeline.actors={actors}"]).config
-    return RunPipeline(config, tmp_path, lambda: None)  # type: ignore[arg-type, return-value]
-
-
-def short_lived(pipeline: RunPipeline, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Actors that end at once; returns the names as they are started."""
-    started: list[str] = []
-
-    def start(name: str) -> None:
-        started.append(name)
-        log = actor_log(pipeline.folder, name)
-        log.parent.mkdir(exist_ok=True)
-        log.write_text("no such model\n")
-        pipeline._actors[name] = WatchedProcess([sys.executable, "-c", "raise SystemExit(3)"])
-
-    monkeypatch.setattr(pipeline, "_start", start)
-    return started
+    pipeline = RunPipeline(config, tmp_path, lambda: None)  # type: ignore[arg-type, return-value]
+    for number in range(1, actors + 1):
+        role = actor_role(Environment(tmp_path), number)
+        pipeline._actors.add(replace(role, command=(sys.executable, "-c", command)))
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+    return pipeline
 
 
 async def test_an_actor_that_is_not_started_again_is_said_aloud_and_the_last_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(training, "warn", said.append)
-    pipeline = made(tmp_path, 2)
-    started = short_lived(pipeline, monkeypatch)
-    pipeline._start("actor-1")
-    pipeline._start("actor-2")
+    warnings: list[str] = []
+    monkeypatch.setattr(training, "warn", warnings.append)
+    pipeline = made(tmp_path, monkeypatch, 2, "print('no such model'); raise SystemExit(3)")
     pipeline._tending = asyncio.create_task(pipeline._tend())
     try:
         await until(lambda: pipeline._failure, 100)
     finally:
         pipeline._tending.cancel()
-    assert len(started) == 2 * 4
-    last = [line for line in said if "NOT started again" in line]
+    assert sum("is started again" in line for line in warnings) == 2 * 3
+    last = [line for line in warnings if "NOT started again" in line]
     assert len(last) == 2
-    assert "1 of 2 actors are left. It said: no such model" in last[0]
-    assert "0 of 2 actors are left" in last[1]
-    with pytest.raises(PipelineError, match=r"no actor is left: .* said: no such model"):
+    assert "1 of 2 are left. It ended with status 3: no such model" in last[0]
+    assert "0 of 2 are left" in last[1]
+    with pytest.raises(PipelineError, match=r"no actor is left: .*no such model"):
         pipeline._alarm()
 
 
 async def test_supervision_that_ends_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = made(tmp_path, 1)
-    short_lived(pipeline, monkeypatch)
-    pipeline._start("actor-1")
+    pipeline = made(tmp_path, monkeypatch, 1, "")
 
-    def refuse(name: str) -> None:
+    def refuse() -> None:
         raise OSError("no more processes")
 
-    monkeypatch.setattr(pipeline, "_start", refuse)
+    monkeypatch.setattr(pipeline._actors, "tick", refuse)
     pipeline._tending = asyncio.create_task(pipeline._tend())
     await until(pipeline._tending.done, 60)
     with pytest.raises(PipelineError, match=r"nobody watches over the actors .*no more processes"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import typer
 
-from ludic.cli import episodes, looking, sampling, sharing, training
+from ludic.cli import episodes, launching, looking, sampling, sharing, training
 
 app = typer.Typer(
     name="ludic",
@@ -16,6 +16,7 @@ app = typer.Typer(
 )
 app.command()(training.train)
 app.command()(training.sft)
+app.command()(launching.launch)
 app.command()(sampling.actor)
 app.add_typer(sampling.pipeline, name="pipeline")
 app.command("eval")(episodes.evaluate)

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import secrets
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from ludic.errors import DeadlineError, PipelineError
+from ludic.workers.watched_process import WatchedProcess, last_words
 
 _START_S = 30.0
-_STOP_S = 30.0
-ENDS_WITHIN_S = 10
-"""A process that a run started ends this long after it, in seconds, or sooner."""
 
 
 def find_redis_server() -> str:
@@ -42,12 +37,14 @@ def find_redis_server() -> str:
 class LocalRedis:
     """Starts and ends a `redis-server`. Its data is kept in `folder`, so that a run can be resumed.
 
-    It listens on a unix socket alone, in a folder that only this user can open. Everything that it
-    confirms is on disk (`appendfsync always`). If this process dies, the server ends too.
+    It listens on a unix socket alone, in a folder that only this user can open; or, for other hosts
+    of a cluster, on `host` and `port`, and then everything that is said can be read on the way.
+    Everything that it confirms is on disk (`appendfsync always`). If this process dies, the server
+    ends too.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path, host: str | None = None, port: int = 0) -> None:
+        self.folder, self._host, self._port = Path(folder), host, port
         self._server = find_redis_server()
         self._password = secrets.token_urlsafe(24)
         # A socket's path has at most 107 characters, so it cannot be in the run's folder.
@@ -56,6 +53,8 @@ class LocalRedis:
 
     @property
     def url(self) -> str:
+        if self._host is not None:
+            return f"redis://:{self._password}@{self._host}:{self._port}"
         return f"unix://:{self._password}@{self._sockets / 'redis.sock'}"
 
     def start(self) -> None:
@@ -64,7 +63,8 @@ class LocalRedis:
         socket = self._sockets / "redis.sock"
         socket.unlink(missing_ok=True)
         lines = (
-            "port 0",
+            f"port {self._port}",
+            *(() if self._host is None else (f"bind {self._host}",)),
             f'unixsocket "{socket}"',
             "unixsocketperm 700",
             f"requirepass {self._password}",
@@ -128,50 +128,3 @@ class LocalRedis:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
-
-
-_WATCH = """
-read -r _ && exit
-kill -TERM "$1" 2>/dev/null
-i=0
-while [ "$i" -lt "$2" ]; do sleep 1; kill -0 "$1" 2>/dev/null || exit; i=$((i + 1)); done
-kill -KILL "$1" 2>/dev/null
-"""
-
-
-def end_with_us(pid: int) -> subprocess.Popen[bytes]:
-    """Starts a shell that ends process `pid` when this process dies, however it dies: with a word
-    first, and for good after `ENDS_WITHIN_S`."""
-    return subprocess.Popen(
-        ["sh", "-c", _WATCH, "watcher", str(pid), str(ENDS_WITHIN_S)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        env={"PATH": os.environ.get("PATH", os.defpath)},
-    )
-
-
-class WatchedProcess(subprocess.Popen[bytes]):
-    """A process that ends with this one. A Ctrl-C is not for it: we end it when we are done."""
-
-    def __init__(self, command: Sequence[str], **options: Any) -> None:
-        super().__init__(command, start_new_session=True, **options)
-        self._watcher = end_with_us(self.pid)
-
-    def end(self, sign: signal.Signals = signal.SIGTERM, grace_s: float = _STOP_S) -> None:
-        """Ends it, unless it has ended by itself: by force where the signal was not enough."""
-        self.send_signal(sign)
-        try:
-            self.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            self.wait(grace_s)
-        self._watcher.communicate(b"\n", _STOP_S)
-
-
-def last_words(log: Path, lines: int) -> str:
-    """The last lines of a log, as one."""
-    with suppress(OSError), open(log, encoding="utf-8", errors="replace") as file:
-        return " | ".join(map(str.strip, deque(file, maxlen=lines))) or "it said nothing"
-    return "it said nothing"

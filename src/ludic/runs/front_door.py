@@ -36,9 +36,10 @@ def train(env: Any, **settings: Any) -> Run:
     `env` is an environment's class, a function that makes one, a name, an `EnvSpec`, or several of
     them as a list or as a dict with their weights. `model` is "tiny", a name on the hub, a folder,
     an earlier run's folder, or a loaded `(model, tokenizer)`. The other arguments are those of
-    `Run`.
+    `Run`. With a `cluster` it is launched, as `ludic launch` does it.
     """
-    return _made(env, settings).go()
+    run = _made(env, settings)
+    return run.go() if run.config.cluster is None else _launched(run)
 
 
 def sft(env: Any, **settings: Any) -> Run:
@@ -70,7 +71,8 @@ def resume(
     overrides = [] if steps is None else [f"training.steps={steps}"]
     if loggers is not None:
         overrides.append(f"logging.loggers={list(loggers)}")
-    return Run.from_folder(folder, overrides, **parts).go()
+    run = Run.from_folder(folder, overrides, **parts)
+    return run.go() if run.config.cluster is None else _launched(run)
 
 
 def evaluate(run: Any, *, episodes: int | None = None, **settings: Any) -> EvalReport:
@@ -114,6 +116,16 @@ def _made(env: Any, settings: dict[str, Any]) -> Run:
     if complaint := misfit(Run, (env,), settings):
         raise ConfigError(f"a run: {complaint}")
     return Run(env, **settings)
+
+
+def _launched(run: Run) -> Run:
+    """Trains a run with a `cluster` in processes of its own, and returns it as they left it."""
+    from ludic.runs.pipeline.attaching import launch_run  # which needs the extra `redis`
+
+    launch_run(run)
+    finished = Run.from_folder(run.folder.path)
+    finished.read_reports()
+    return finished
 
 
 def _refuse(settings: dict[str, Any], run: str) -> None:

@@ -64,6 +64,8 @@ def how_to_resume(config: RunConfig, run: str) -> str:
     if given:
         return _resuming(run, given)
     ranks = launched().size
+    if config.cluster is not None and os.environ.get("LUDIC_LAUNCHED"):
+        return f"{command_name()} launch --resume {run}"
     command = command_name() if ranks == 1 else "torchrun … -m ludic"
     return f"{command} train --resume {run}"
 

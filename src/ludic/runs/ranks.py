@@ -119,12 +119,12 @@ def check_ranks(config: RunConfig, here: Launched | None = None) -> None:
     if here.size == 1:
         return
     where, training = f"on {here.size} ranks", config.training
-    on_cpu = check_device(config.model).type == "cpu" and config.pipeline is None
+    on_cpu = check_device(config.model).type == "cpu"
     if config.inference.backend == "local" and samples(config, here) and not on_cpu:
         raise ConfigError(
             f"{where} the model is sharded, and the in-process engine cannot sample from it: set "
             'inference.backend = "vllm", with the addresses in inference.servers if servers run '
-            'already. A small model can be tried out with model.device = "cpu", without [pipeline]'
+            'already. A small model can be tried out with model.device = "cpu"'
         )
     if config.inference.publish_lora == "adapter":
         raise ConfigError(

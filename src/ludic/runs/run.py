@@ -166,6 +166,7 @@ class Run:
         curriculum: Any = None,
         training: Any = None,
         pipeline: Any = None,
+        cluster: Any = None,
         inference: Any = None,
         eval: Any = None,
         sft: Any = None,
@@ -216,7 +217,7 @@ class Run:
         if opened.config().training.past_opponents:
             free.remove("training.checkpoint_every")  # it also says when a past opponent is taken
         for key in map(override_key, overrides):
-            if key not in free:
+            if key not in free and not key.startswith("cluster"):
                 raise ConfigError(
                     f"{key} cannot change when a run is resumed: start a new run, or change only "
                     f"{', '.join(sorted(free))}"
@@ -303,6 +304,10 @@ class Run:
         """What the evaluations found, before and after each stage, with intervals."""
         stages, outcomes = self._stages, tuple(self.config.eval.outcomes)
         return RunReport(stages.reports, outcomes, tuple(stages.warnings()))
+
+    def read_reports(self) -> None:
+        """Takes the reports that the folder has, of a run that another process trained."""
+        self._stages.read_reports()
 
     # The model, and what samples from it
 

@@ -25,7 +25,7 @@ from ludic.runs.results import watch
 from ludic.runs.results.report import conclude, conclude_unmeasured
 from ludic.runs.results.terminal import episodes_bar, say, warn
 from ludic.runs.storage.env_sources import note_env_sources
-from ludic.runs.storage.folder import RunFolder, locked
+from ludic.runs.storage.folder import EVALUATIONS, RunFolder, locked
 from ludic.runs.storage.rollout_log import (
     keep_tokenizer,
     open_rollout_log,
@@ -298,10 +298,8 @@ class Stages:
 
     async def _evaluate(self, stage: str) -> None:
         """Plays the held-out episodes, unless the folder has their report already."""
-        if self.folder.has(f"eval/{stage}.json"):
-            self.reports[stage] = EvalReport.from_dict(self.folder.read_json(f"eval/{stage}.json"))
-            return
-        if self.stopped or not samples(self.config):
+        self.read_reports()
+        if stage in self.reports or self.stopped or not samples(self.config):
             return
         with episodes_bar(f"evaluation {stage.replace('_', ' ')}") as update:
             work = evaluate_policy(self.config, self.run.runtime, name=stage, on_progress=update)
@@ -314,6 +312,12 @@ class Stages:
                 )
             self.folder.write_json(f"eval/{stage}.json", report.to_dict())
             self.reports[stage] = report
+
+    def read_reports(self) -> None:
+        """Takes the reports of the stages that the folder shows to have finished."""
+        for stage in EVALUATIONS:
+            if self.folder.has(file := f"eval/{stage}.json"):
+                self.reports[stage] = EvalReport.from_dict(self.folder.read_json(file))
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Returns what `work` returns, or None if the run was stopped meanwhile."""

@@ -7,7 +7,6 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from ludic.errors import ConfigError
@@ -137,8 +136,3 @@ def _tokenizer_of(config: RunConfig) -> Any:
         path, which = earlier
         return load_plain_tokenizer(str(RunFolder.open(path).weights(which)))
     return load_plain_tokenizer(name)
-
-
-def actor_log(folder: Path, name: str) -> Path:
-    """Returns where an actor that a trainer started writes what it has to say."""
-    return folder / "actors" / f"{name}.log"

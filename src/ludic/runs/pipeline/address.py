@@ -13,16 +13,17 @@ from urllib.parse import urlsplit
 
 from ludic.errors import ConfigError, PipelineError
 from ludic.inference.addresses import find_key, without_user
+from ludic.launch.processes import private_file
 from ludic.pipeline.local_redis import find_redis_server
 from ludic.pipeline.store import MAX_NAME, PipelineConfig
 from ludic.runs.settings import PipelineSection, RunConfig
 from ludic.runs.settings.base import read_key
 from ludic.runs.settings.from_python import given_names
+from ludic.runs.storage.folder import EVALUATIONS
 
 URL_VARIABLE = "LUDIC_REDIS_URL"
 FILE = "pipeline.json"
 KEY = "key"
-EVALUATIONS = ("before", "after_sft", "after_rl")
 
 
 def section_of(config: RunConfig) -> PipelineSection:
@@ -74,7 +75,8 @@ def fingerprint(config: RunConfig) -> str:
         ("logging", ("loggers", "keep_rollouts")),
     ):
         plain[table] = {k: v for k, v in plain[table].items() if k not in keys}
-    plain.pop("pipeline", None)
+    for table in ("pipeline", "cluster"):
+        plain.pop(table, None)
     text = json.dumps(plain, sort_keys=True)
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -140,12 +142,8 @@ def last_step(folder: Path) -> int:
 def write_address(folder: Path, pipeline: PipelineConfig) -> Path:
     """Tells this user's other processes where the run's Redis is. Only this user can read it: it
     has the password."""
-    target = folder / FILE
-    target.unlink(missing_ok=True)
-    handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump({"url": pipeline.url, "name": pipeline.run}, file)
-    return target
+    private_file(folder / FILE, json.dumps({"url": pipeline.url, "name": pipeline.run}))
+    return folder / FILE
 
 
 def key_of_servers(config: RunConfig, folder: Path | None) -> tuple[Path | None, str | None]:

@@ -6,10 +6,7 @@ import asyncio
 import os
 import secrets
 import shutil
-import subprocess
-import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +17,7 @@ from ludic.distributed.background import in_background
 from ludic.errors import ConfigError, PipelineError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
+from ludic.launch import Event, LocalEngine, Supervisor
 from ludic.pipeline import (
     Bounds,
     LocalRedis,
@@ -29,21 +27,18 @@ from ludic.pipeline import (
     PolicyFolder,
     TrainerLease,
 )
-from ludic.pipeline.local_redis import WatchedProcess, last_words
 from ludic.pipeline.weights_difference import DifferenceServer
 from ludic.pipeline.weights_http import PolicyServer, listening_address
 from ludic.rollouts import Curriculum
 from ludic.runs.model import sample_filter_of
 from ludic.runs.pipeline import address
-from ludic.runs.pipeline.acting import actor_log
+from ludic.runs.pipeline.roles import LAUNCHED, Environment, actor_role
 from ludic.runs.pipeline.status import read_status
 from ludic.runs.results.terminal import command_name, say, warn
 from ludic.runs.settings import RunConfig
-from ludic.sharding.ranks import environment_alone
 from ludic.training import RLAlgorithm
 
-_GRACE_S = 60.0
-_RESTARTS = 3
+_LOOK_EVERY_S = 0.5
 _SAY_EVERY_S = 60.0
 
 
@@ -58,8 +53,7 @@ class RunPipeline:
         self._lease: TrainerLease | None = None
         self._policies: Path | None = None
         self._policy_server: PolicyServer | None = None
-        self._actors: dict[str, WatchedProcess] = {}
-        self._restarts: Counter[str] = Counter()
+        self._actors = Supervisor(LocalEngine(), tell=self._tell)
         self._tending: asyncio.Task[None] | None = None
         self._failure: PipelineError | None = None
         self._ended: str | None = None
@@ -115,11 +109,13 @@ class RunPipeline:
             max_bytes=section.max_bytes,
         )
         self._lease.acquire()
-        for number in range(1, section.actors + 1):
-            self._start(f"actor-{number}")
+        actors = 0 if os.environ.get(LAUNCHED) else section.actors
+        for number in range(1, actors + 1):
+            self._add_actor(number)
+        self._actors.tick()
         where = "its own Redis" if self._redis is not None else pipeline.shown
         say(
-            f"over {where}: {section.actors} actors, one trainer; watch them with: "
+            f"over {where}: {actors or 'the launched'} actors, one trainer; watch them with: "
             f"{command_name()} pipeline status {self.folder}"
         )
 
@@ -165,63 +161,36 @@ class RunPipeline:
 
     # Actors
 
-    def _start(self, name: str) -> None:
-        command = [sys.executable, "-m", "ludic.cli", "actor", str(self.folder), "--name", name]
-        client = self._client()
+    def _add_actor(self, number: int) -> None:
+        client, servers, tokenizer = self._client(), [], None
         if isinstance(client, VLLMChatClient) and not self.config.inference.servers:
-            for url in (replica.url for replica in client.replicas):
-                command += ["--server", url]
-            command += ["--tokenizer", str(self.folder / "vllm")]
-        log = actor_log(self.folder, name)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "ab") as output:
-            self._actors[name] = WatchedProcess(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**environment_alone(), address.URL_VARIABLE: self.lease.config.url},
-            )
+            servers = [replica.url for replica in client.replicas]
+            tokenizer = self.folder / "vllm"
+        url = {address.URL_VARIABLE: self.lease.config.url}
+        environment = Environment(self.folder, variables=url)
+        self._actors.add(actor_role(environment, number, servers=servers, tokenizer=tokenizer))
 
     async def _tend(self) -> None:
         """Starts actors again that ended by themselves, and says how things stand."""
         reported = time.monotonic()
         while True:
-            await asyncio.sleep(0.5)
-            for name, process in list(self._actors.items()):
-                if (status := process.poll()) is not None:
-                    self._ended_alone(name, status)
+            await asyncio.sleep(_LOOK_EVERY_S)
+            self._actors.tick()
             if time.monotonic() - reported > _SAY_EVERY_S:
                 reported = time.monotonic()
                 with suppress(PipelineError):
                     say(await asyncio.to_thread(lambda: read_status(self.lease.store).line()))
 
-    def _ended_alone(self, name: str, status: int) -> None:
-        log = actor_log(self.folder, name)
-        words = last_words(log, 3)
-        self._actors.pop(name).end()
-        if self._restarts[name] < _RESTARTS:
-            self._restarts[name] += 1
-            warn(f"{name} ended with status {status} and is started again: {words}")
-            self._start(name)
-            return
-        warn(
-            f"{name} ended with status {status}, after {_RESTARTS} restarts, and is NOT started "
-            f"again; {len(self._actors)} of {self.section.actors} actors are left. It said: {words}"
-        )
-        if not self._actors:
-            self._failure = PipelineError(
-                f"no actor is left: each ended by itself {_RESTARTS + 1} times. {name} said: "
-                f"{words} (all of it: {log})"
-            )
+    def _tell(self, event: Event) -> None:
+        if event.is_bad:
+            warn(event.sentence)
+        if event.is_last:
+            self._failure = PipelineError(f"no actor is left: {event.sentence}")
 
     def _close(self) -> None:
         if self._lease is not None:
             self._lease.close(self._ended)
-        for process in self._actors.values():
-            process.terminate()
-        for process in self._actors.values():
-            process.end(grace_s=_GRACE_S)
+        self._actors.close()
         if self._redis is not None:
             self._redis.stop()
             (self.folder / "pipeline.json").unlink(missing_ok=True)

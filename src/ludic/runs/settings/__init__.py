@@ -18,6 +18,7 @@ from ludic.runs.settings.reading import find_run as find_run
 from ludic.runs.settings.reading import load_run as load_run
 from ludic.runs.settings.reading import override_key as override_key
 from ludic.runs.settings.reading import parse_run as parse_run
+from ludic.runs.settings.run import ClusterSection as ClusterSection
 from ludic.runs.settings.run import EvalSection as EvalSection
 from ludic.runs.settings.run import PipelineSection as PipelineSection
 from ludic.runs.settings.run import RunConfig as RunConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -192,6 +192,38 @@ class PipelineSection(Section):
         return self
 
 
+class ClusterSection(Section):
+    """Which processes `ludic launch` starts for a run over Redis, and where: on the nodes of a Ray
+    cluster, or with `engine = "local"` on this host. The trainer has `ranks_per_node` ranks on each
+    of `trainer_nodes` nodes, with a GPU each unless `model.device` is the CPU. `servers` are vLLM
+    servers with `gpus_per_server` each. Between `actors_min` and `actors_max` actors run, as the
+    trainer needs them; without `actors_max`, always `actors_min`. A role that ends is started again
+    up to `restarts` times, with a growing pause; ten minutes without an end count as a new
+    beginning. A trainer without a place waits for one for `patience_s`. Commands run with `python`
+    in `folder`, both as on this host unless given, and with this host's values of the environment
+    variables that `variables` names."""
+
+    engine: Literal["ray", "local"] = "ray"
+    trainer_nodes: int = Field(default=1, ge=1)
+    ranks_per_node: int = Field(default=1, ge=1)
+    servers: int = Field(default=0, ge=0)
+    gpus_per_server: float = Field(default=1.0, ge=0)
+    actors_min: int = Field(default=2, ge=1)
+    actors_max: int | None = Field(default=None, ge=1)
+    cpus_per_actor: float = Field(default=1.0, gt=0)
+    restarts: int = Field(default=3, ge=0)
+    patience_s: float = Field(default=600.0, gt=0)
+    folder: str | None = None
+    python: str | None = None
+    variables: list[str] = []
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ClusterSection:
+        if self.actors_max is not None and self.actors_max < self.actors_min:
+            raise ValueError(f"actors_max={self.actors_max} is below actors_min={self.actors_min}")
+        return self
+
+
 SCHEMA = 1
 
 
@@ -234,6 +266,7 @@ class RunConfig(Section):
     curriculum: CurriculumSection = CurriculumSection()
     training: TrainingSection = TrainingSection()
     pipeline: PipelineSection | None = None
+    cluster: ClusterSection | None = None
     sft: SFTSection | None = None
     eval: EvalSection = EvalSection()
     logging: LoggingSection = LoggingSection()

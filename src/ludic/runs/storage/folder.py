@@ -33,6 +33,8 @@ from ludic.runs.machine import gpu_name, installed
 from ludic.runs.settings import RunConfig, apply_override, check_run
 
 PACKAGES = ("ludic-rl", "torch", "transformers", "tokenizers", "numpy", "peft", "vllm")
+EVALUATIONS = ("before", "after_sft", "after_rl")
+"""The stages that have one, in order."""
 
 
 class RunFolder:
@@ -221,6 +223,14 @@ def locked(folder: Path) -> Iterator[None]:
             yield
         finally:
             _write(file, "")
+
+
+def forget_holder(folder: Path) -> None:
+    """Lets another host train the run whose trainer was on a host that is gone. A holder that the
+    kernel can see stays."""
+    with suppress(OSError), (folder / LOCK).open("r+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _write(file, "")
 
 
 def _me() -> dict[str, Any]:

@@ -1,0 +1,125 @@
+"""One node's share of a role: its processes, each with its log. Used by every engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+from ludic.errors import LaunchError
+from ludic.launch.roles import Role
+from ludic.sharding.ranks import environment_alone
+from ludic.workers.watched_process import WatchedProcess, last_words
+
+_LINES = 3
+
+
+def free_port(address: str = "") -> int:
+    """Returns a port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+class Processes:
+    """Starts the processes of node number `node`; they end with this one. `master` is where the
+    ranks of a gang meet."""
+
+    def __init__(
+        self,
+        role: Role,
+        node: int = 0,
+        *,
+        address: str = "127.0.0.1",
+        master: tuple[str, int] | None = None,
+    ) -> None:
+        self._processes: list[WatchedProcess] = []
+        self._logs: list[Path] = []
+        places = {"{address}": address, "{port}": ""}
+        if any("{port}" in word for word in role.command):
+            places["{port}"] = str(free_port(address))
+        command = []
+        for word in role.command:
+            for sign, value in places.items():
+                word = word.replace(sign, value)
+            command.append(word)
+        environment = {**environment_alone(), **role.variables}
+        if role.secrets is not None:
+            try:
+                environment |= json.loads(role.secrets.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as exc:
+                raise LaunchError(f"{role.name}: cannot read {role.secrets}: {exc}") from exc
+        try:
+            for local in range(role.processes):
+                self._begin(role, command, environment, node, local, master)
+        except OSError as exc:
+            self.end(0.0)
+            raise LaunchError(f"{role.name} cannot be started: {exc}") from exc
+
+    def _begin(
+        self,
+        role: Role,
+        command: list[str],
+        environment: dict[str, str],
+        node: int,
+        local: int,
+        master: tuple[str, int] | None,
+    ) -> None:
+        rank, log = node * role.processes + local, role.log
+        if role.world > 1:
+            assert master is not None
+            log = log.with_name(f"{log.stem}-rank{rank}{log.suffix}")
+            ranks = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": role.world}
+            ranks |= {"LOCAL_WORLD_SIZE": role.processes, "MASTER_PORT": master[1]}
+            environment = {**environment, "MASTER_ADDR": master[0]}
+            environment |= {name: str(value) for name, value in ranks.items()}
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab") as output:
+            process = WatchedProcess(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=role.folder,
+            )
+        self._processes.append(process)
+        self._logs.append(log)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes' ids."""
+        return [process.pid for process in self._processes]
+
+    def poll(self) -> tuple[int, str] | None:
+        """Returns None while all is well. Otherwise the first status that is not 0, with what that
+        process said last; or 0 once every process has ended with it."""
+        statuses = [process.poll() for process in self._processes]
+        for status, log in zip(statuses, self._logs, strict=True):
+            if status:
+                return status, last_words(log, _LINES)
+        if all(status == 0 for status in statuses):
+            return 0, last_words(self._logs[0], _LINES)
+        return None
+
+    def send(self, sign: signal.Signals) -> None:
+        """Sends a signal to the first process."""
+        self._processes[0].send_signal(sign)
+
+    def end(self, grace_s: float) -> None:
+        """Ends all of them; together they have `grace_s`."""
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.end(grace_s=grace_s)
+
+
+def private_file(path: Path, text: str) -> None:
+    """Writes a file that only this user can read."""
+    path.unlink(missing_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)

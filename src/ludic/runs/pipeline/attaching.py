@@ -1,0 +1,140 @@
+"""Launched runs from outside: beginning one, leaving it in the background, watching, stopping."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ludic.errors import ConfigError, DeadlineError, LaunchError
+from ludic.runs.pipeline.launching import STOP_S, Launch, Tail, check_cluster
+from ludic.runs.pipeline.roles import role_log
+from ludic.runs.results.terminal import command_name, say
+from ludic.runs.run import Run
+from ludic.runs.storage.folder import RunFolder
+from ludic.workers.watched_process import last_words
+
+BEGIN_S = 300.0
+SILENT_S = 60.0
+"""A driver that has not renewed its state for this long is gone."""
+
+
+def launch(
+    run: str | Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    out: str | Path | None = None,
+    resume: Path | None = None,
+    detach: bool = False,
+) -> None:
+    """Launches a run file, a built-in run, or what is left of the run in a folder."""
+    plan = Run.from_folder(resume, overrides) if resume else Run.from_file(run, overrides, out=out)
+    launch_run(plan, detach=detach)
+
+
+def launch_run(run: Run, *, detach: bool = False) -> None:
+    """Launches what is left of a run. If a new one fails before there is anything to keep, its
+    folder is removed."""
+    config, folder = check_cluster(run.config), run.folder
+    if run.resumed:
+        folder.take_up(config)
+    else:
+        folder.make(config, modules=run.modules)
+    say(f"run folder: {folder.path}")
+    try:
+        if detach:
+            _leave(folder)
+        else:
+            Launch(config, folder).go()
+    except Exception:
+        if not run.resumed:
+            folder.abandon()
+        raise
+
+
+def _leave(folder: RunFolder) -> None:
+    """Starts a driver that outlives this process, and returns once it has begun."""
+    log = role_log(folder.path, "driver")
+    log.parent.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "ludic.cli", "launch", "--resume", str(folder.path)]
+    with open(log, "ab") as output:
+        driver = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + BEGIN_S
+    while _state(folder) is None:
+        if (status := driver.poll()) is not None:
+            if status == 0:  # it was quicker than this look
+                return
+            raise LaunchError(f"the driver ended with status {status}: {last_words(log, 2)}")
+        if time.monotonic() > deadline:
+            driver.kill()
+            raise DeadlineError("the driver to begin", f"process {driver.pid}", BEGIN_S)
+        time.sleep(0.2)
+    name, path = command_name(), folder.path
+    say(f"it goes on in the background; watch it with: {name} launch --attach {path}")
+    say(f"stop it with: {name} launch --stop {path}")
+
+
+def attach(path: Path) -> None:
+    """Shows what a launched run says until it ends; Ctrl-C only ends the showing."""
+    folder = _driven(path)
+    own = role_log(folder.path, "driver")  # if detached; with the trainer's words
+    trainer = [role_log(folder.path, name) for name in ("trainer", "trainer-rank0")]
+    logs = Tail(own) if own.is_file() else Tail(*trainer)
+    try:
+        for _ in _while_driven(folder):
+            logs.show()
+    except KeyboardInterrupt:
+        say(f"it goes on; stop it with: {command_name()} launch --stop {path}")
+
+
+def stop(path: Path) -> None:
+    """Has a launched run stopped with a checkpoint, and waits until it has."""
+    folder = _driven(path)
+    (folder.path / "launch" / "stop").touch()
+    say("stopping after this step, with a checkpoint")
+    deadline = time.monotonic() + STOP_S + 2 * SILENT_S
+    for _ in _while_driven(folder):
+        if time.monotonic() > deadline:
+            raise DeadlineError("the run to stop", f"its driver ({path})", STOP_S)
+    say(f"stopped; resume it with: {command_name()} launch --resume {path}")
+
+
+def _state(folder: RunFolder) -> dict[str, Any] | None:
+    return folder.read_json("launch/state.json") if folder.has("launch/state.json") else None
+
+
+def _driven(path: Path) -> RunFolder:
+    folder = RunFolder.open(path)
+    if _state(folder) is None:
+        raise ConfigError(
+            f"nobody drives the run in {path} at the moment: `ludic launch --resume {path}` does"
+        )
+    return folder
+
+
+def _while_driven(folder: RunFolder) -> Any:
+    """Yields twice a second while the run has a driver that is heard of."""
+    state, heard = None, time.monotonic()
+    while True:
+        try:
+            now = _state(folder)
+        except ConfigError:  # it went between two looks
+            now = None
+        if now is None:
+            return
+        if now != state:
+            state, heard = now, time.monotonic()
+        elif time.monotonic() - heard > SILENT_S:
+            who = "process {pid} on {host}".format_map(now["driver"])
+            raise LaunchError(f"the run's driver, {who}, was not heard of for {SILENT_S:g} s")
+        yield now
+        time.sleep(0.5)

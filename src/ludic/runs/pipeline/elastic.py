@@ -1,0 +1,68 @@
+"""How many actors a launched run has: more while the trainer waits for work that nobody has taken,
+fewer while finished work piles up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ludic.launch import Role, Supervisor
+from ludic.runs.pipeline.status import PipelineStatus
+from ludic.runs.settings import ClusterSection
+
+HUNGRY_S, FED_S = 1.0, 0.1
+"""A trainer that waited longer than the first for a batch is hungry, less than the second, fed."""
+GROW_S, SHRINK_S = 10.0, 60.0
+"""Between two changes: a new actor needs a while to be of use."""
+
+
+def wanted(
+    now: int, least: int, most: int, *, waited_s: float, untaken: int, finished: int, update: int
+) -> int:
+    """Returns how many actors there should be. `untaken` units wait for an actor, `finished` groups
+    for the trainer, which takes `update` at a time."""
+    if waited_s > HUNGRY_S and untaken > 0:
+        return min(now + 1, most)
+    if waited_s < FED_S and untaken == 0 and finished >= update:
+        return max(now - 1, least)
+    return min(max(now, least), most)
+
+
+class Elastic:
+    """Adds and removes actors, one at a time, on what the trainer said of its last batch."""
+
+    def __init__(
+        self, cluster: ClusterSection, update: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._least, self._most = cluster.actors_min, cluster.actors_max or cluster.actors_min
+        self._update, self._clock = update, clock
+        self._changed = clock()
+        self._step: object = None
+
+    def adjust(
+        self, supervisor: Supervisor, status: PipelineStatus, actor: Callable[[int], Role]
+    ) -> None:
+        """Changes the number of actors if it is time to."""
+        names = supervisor.names("actor")
+        since = self._clock() - self._changed
+        trainer = status.trainer
+        step = trainer.get("step")
+        if since < GROW_S or step == self._step or supervisor.running("actor") < len(names):
+            return
+        to = wanted(
+            len(names),
+            self._least,
+            self._most,
+            waited_s=float(trainer.get("wait_s", 0.0)),
+            untaken=status.waiting,
+            finished=status.finished,
+            update=self._update,
+        )
+        if to == len(names) or (to < len(names) and since < SHRINK_S):
+            return
+        self._changed, self._step = self._clock(), step
+        if to < len(names):
+            supervisor.remove(names[-1])
+        else:
+            taken = {int(name.removeprefix("actor-")) for name in names}
+            supervisor.add(actor(min(set(range(1, to + 1)) - taken)))
