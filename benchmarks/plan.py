@@ -76,22 +76,22 @@ def fitted(base: Profile) -> Profile:
         given,
     )
     found |= given
-    profile = base.with_figures("measured here", f"{source}, fitted: decode steps", **found)
+    profile = base.with_figures("measured", f"{source}, fitted: decode steps", **found)
     with_lora = [row for row in seen.DECODE if row.fits and row.adapter is not None]
     ratio = fmean(r.ms / 1000 / Costs(profile, r.shape).decode_s(r.rows, 320 * r.rows)
                   for r in with_lora)  # fmt: skip
-    profile = profile.with_figures("measured here", f"{source}, fitted", decode_adapter=ratio)
+    profile = profile.with_figures("measured", f"{source}, fitted", decode_adapter=ratio)
     rows = [r for r in seen.PASSES if r.fits]
     # Products took half of the time at 40 % of the peak, by torch's profiler.
     products = {"pass_flop_s": 1 / (0.8e12 * profile["peak_tflops"])}
     found = fit([(pass_features(profile, r), r.seconds) for r in rows], products)
     text = f"{source}, products by torch's profiler, the rest fitted: passes"
-    profile = profile.with_figures("measured here", text, **found, **products)
+    profile = profile.with_figures("measured", text, **found, **products)
     requests, seconds, _ = seen.VLLM[0]
     sampling = seconds - Costs(profile, seen.HALF).prompt_s(256 * requests, 256)
     text = f"{source}: vLLM 0.26 over HTTP"
     token_s = sampling / requests / 128
-    return profile.with_figures("measured here", text, server_token_s=token_s)
+    return profile.with_figures("measured", text, server_token_s=token_s)
 
 
 def pass_features(profile: Profile, row: seen.Pass) -> dict[str, float]:
@@ -297,6 +297,7 @@ def separate(job: Job, half: int, slower: float, other: float) -> Result:
             train_s=lambda tokens, longest: slower * train_s(tokens, longest),
             publish_s=other,
             intake_token_s=0.0,
+            intake_episode_s=0.0,
         )
     )
 
@@ -321,7 +322,7 @@ def areal_lines() -> Iterable[Line]:
 
 
 def _without_intake(profile: Profile) -> Profile:
-    return profile.with_figures("assumed", "another system's", intake_token_s=0.0)
+    return profile.with_figures("assumed", "another system's", intake_token_s=0.0, intake_episode_s=0.0)
 
 
 def nemo_lines() -> Iterable[Line]:

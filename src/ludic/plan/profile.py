@@ -11,7 +11,7 @@ from typing import Any
 
 from ludic.errors import ConfigError
 
-ORIGINS = ("measured here", "measured on another machine", "data sheet", "assumed")
+ORIGINS = ("measured", "measured on another machine", "data sheet", "assumed")
 _SHIPPED = files("ludic.plan") / "profiles"
 
 FIGURES: dict[str, str] = {
@@ -38,6 +38,7 @@ FIGURES: dict[str, str] = {
     "host_own_s": "the run's own process: of that, if other processes play the episodes",
     "host_turn_s": "the host: for each further turn",
     "host_token_s": "the host: for each sampled token",
+    "intake_episode_s": "the trainer's host: for each episode that comes over Redis",
     "intake_token_s": "the trainer's host: for each token that comes over Redis",
     "publish_s": "new weights to servers: in any case",
     "publish_byte_s": "new weights to servers: for each byte",
@@ -144,6 +145,6 @@ def scaled(measured: Profile, sheet: Profile) -> Profile:
             source = f"{measured.name}'s, times {ratio:.2f} by the data sheets"
             figures[name] = Figure(measured[name] * ratio, "data sheet", source)
     for name, figure in figures.items():
-        if figure.origin == "measured here":
+        if figure.origin == "measured":
             figures[name] = Figure(figure.value, "measured on another machine", measured.name)
     return replace(sheet, figures={**figures, **sheet.figures})

@@ -147,6 +147,7 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int, in
     profile, rate = costs.profile, job.failures_per_gpu_hour
     actors = job.hosts if alone else actors_of(job)
     published = not alone
+    streams = published and job.mode == "async"
     own = profile["host_own_s"] if alone and actors > 1 else 0.0
     return (
         Setup(
@@ -162,7 +163,8 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int, in
             host_episode_s=profile["host_episode_s"] - own + work.host_s,
             host_turn_s=profile["host_turn_s"],
             host_token_s=profile["host_token_s"],
-            intake_token_s=profile["intake_token_s"] if published and job.mode == "async" else 0.0,
+            intake_episode_s=profile["intake_episode_s"] if streams else 0.0,
+            intake_token_s=profile["intake_token_s"] if streams else 0.0,
             publish_s=costs.publish_s(split.servers, split.gpus) if published else 0.0,
             pause_s=costs.pause_s if published else 0.0,
             lag=job.lag if job.mode == "async" else int(job.mode == "ahead"),
@@ -215,7 +217,7 @@ def _lag(job: Job) -> int:
 def limit_of(job: Job, split: Split, setup: Setup, result: Result) -> str:
     """What an update waits for most."""
     work, costs = job.workload, job.costs
-    intake = setup.intake_token_s * work.trained_tokens
+    intake = setup.intake_token_s * work.trained_tokens + setup.intake_episode_s * work.episodes
     parts = {
         "sampling": result.wait_s,
         "trainer": result.train_s,

@@ -48,6 +48,7 @@ class Setup:
     host_episode_s: float = 0.0
     host_turn_s: float = 0.0
     host_token_s: float = 0.0
+    intake_episode_s: float = 0.0
     intake_token_s: float = 0.0
     publish_s: float = 0.0
     pause_s: float = 0.0
@@ -320,7 +321,7 @@ class _Simulation:
         self.parts.append((self.now - self.idle_since, computing))
         self.idle_since = None
         self.taken += 1
-        busy = computing + setup.intake_token_s * shared
+        busy = computing + setup.intake_token_s * shared + setup.intake_episode_s * len(episodes)
         if setup.checkpoint_every and self.taken % setup.checkpoint_every == 0:
             busy += setup.checkpoint_s
             self.since_checkpoint = 0.0
