@@ -25,9 +25,10 @@ from ludic.memory.update import Training
 from ludic.plan.costs import Costs
 from ludic.plan.fitting import fit
 from ludic.plan.profile import Profile, load_profile
-from ludic.plan.search import Job, Split, best, setup_of, try_split
+from ludic.plan.search import Job, Split, setup_of, try_split
+from ludic.plan.setup import Result, Setup
 from ludic.plan.shapes import shape_named
-from ludic.plan.simulation import Result, Setup, simulate
+from ludic.plan.simulation import simulate
 from ludic.plan.workload import Lengths, Workload
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,10 +70,7 @@ def fitted(base: Profile) -> Profile:
     given = {"decode_cache_s": (high - low) / 1000 / size}
     bare = [row for row in seen.DECODE if row.fits and row.adapter is None]
     found = fit(
-        [
-            (Costs(base, r.shape).decode_features(r.rows, 320 * r.rows), r.ms / 1000)
-            for r in bare
-        ],
+        [(Costs(base, r.shape).decode_features(r.rows, 320 * r.rows), r.ms / 1000) for r in bare],
         given,
     )
     found |= given
@@ -131,7 +129,12 @@ def whole(profile: Profile, row: seen.Whole, host_s: float = 0.0) -> Result:
     }
     lengths = Lengths(how["mean"], how["most"], how.get("spread", 0.5))
     work = Workload(
-        how["episodes"], how["group"], lengths, 12, prompt=how["prompt"], turns=how["turns"],
+        how["episodes"],
+        how["group"],
+        lengths,
+        12,
+        prompt=how["prompt"],
+        turns=how["turns"],
         host_s=how["host_s"],
     )
     costs = Costs(profile, row.shape, row.adapter)
@@ -322,7 +325,9 @@ def areal_lines() -> Iterable[Line]:
 
 
 def _without_intake(profile: Profile) -> Profile:
-    return profile.with_figures("assumed", "another system's", intake_token_s=0.0, intake_episode_s=0.0)
+    return profile.with_figures(
+        "assumed", "another system's", intake_token_s=0.0, intake_episode_s=0.0
+    )
 
 
 def nemo_lines() -> Iterable[Line]:
@@ -333,7 +338,45 @@ def nemo_lines() -> Iterable[Line]:
         how: dict[str, Any] = {"prompts": 64, "group": 32}
         job = long_job(profile, shape_named(row.name), mean - 200, 4096, **how)
         result = simulate(colocated(job, gpus))
-        yield Line("NeMo-RL", f"{row.name}, {gpus} H100, on policy", result.update_s, seconds, "shown")
+        yield Line(
+            "NeMo-RL", f"{row.name}, {gpus} H100, on policy", result.update_s, seconds, "shown"
+        )
+
+
+# Reading a batch
+
+
+def intake() -> dict[str, float]:
+    """Processor time of the trainer's side of Redis: messages to a batch, by episode and token."""
+    import asyncio
+    import time
+
+    import msgspec
+
+    from benchmarks import pipeline
+    from ludic.pipeline.messages import Group, group_message, read_group
+    from ludic.saw.building import batch_from_rollouts
+    from ludic.training.algorithms.grpo import make_grpo
+
+    request = msgspec.structs.replace(pipeline.REQUEST, num_episodes=pipeline.GROUP)
+    credit, lines = make_grpo(group_size=pipeline.GROUP).credit_assigner, []
+    for pipeline.TOKENS in (256, 1024):
+        engine, _ = pipeline.make_engine()
+        groups = [asyncio.run(engine.generate_rollouts([request])) for _ in range(8)]
+        messages = [
+            group_message(Group(i, tuple(r.labelled(group_id=str(i)) for r in group)))
+            for i, group in enumerate(groups)
+        ]
+        times = []
+        for _ in range(10):
+            begin = time.process_time()
+            rollouts = [r for message in messages for r in read_group(message).rollouts]
+            batch_from_rollouts(rollouts, credit)
+            times.append((time.process_time() - begin) / len(rollouts))
+        lines.append((pipeline.TOKENS, min(times)))
+    (few, low), (many, high) = lines
+    token_s = (high - low) / (many - few)
+    return {"intake_token_s": token_s, "intake_episode_s": low - few * token_s}
 
 
 # What is printed
@@ -352,16 +395,22 @@ def figures(lines: Sequence[Line]) -> dict[str, Any]:
         "judged": len(ours),
         "within_15_percent": sum(abs(line.error) <= WITHIN for line in ours),
         "mean_error": round(fmean(abs(line.error) for line in ours), 4),
-        "worst": round(max((line.error for line in ours), key=abs), 4),
-        "ratios": {line.name: [round(line.predicted, 3), round(line.measured, 3)] for line in ratios},
+        "worst": round(max(ours, key=lambda line: abs(line.error)).error, 4),
+        "ratios": {
+            line.name: [round(line.predicted, 3), round(line.measured, 3)] for line in ratios
+        },
     }
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--write", action="store_true", help="write the H200's profile")
+    parser.add_argument("--intake", action="store_true", help="measure reading a batch, and stop")
     parser.add_argument("--page", action="store_true", help="write the tables and the picture")
     args = parser.parse_args(words)
+    if args.intake:
+        print(json.dumps(intake()))
+        return
     profile = load_profile("h200")
     if args.write:
         profile = fitted(profile)

@@ -25,7 +25,7 @@ SEVEN = shape_named("Qwen/Qwen2.5-7B-Instruct")
     where=st.sampled_from(["link_gb_s", "network_gb_s"]),
 )
 def test_a_faster_link_is_never_slower(ranks: int, tokens: float, times: float, where: str) -> None:
-    faster = H200.with_figures("assumed", **{where: times * H200[where]})
+    faster = H200.with_figures("assumed", "", **{where: times * H200[where]})
     slow, quick = (
         Costs(profile, SEVEN).update_s(tokens, 4096, budget=8192, context=2048, ranks=ranks)
         + Costs(profile, SEVEN).publish_s(ranks, 2 * ranks)
@@ -62,7 +62,9 @@ def test_weights_that_are_gathered_beside_short_passes_take_the_time() -> None:
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=2))
 def test_a_fit_finds_the_constants_that_made_the_times(constants: list[float]) -> None:
     first, second = constants
-    rows = [({"a": a, "b": b}, a * first + b * second) for a, b in ((1, 0.5), (2, 1), (1, 3), (0, 1))]
+    rows = [
+        ({"a": a, "b": b}, a * first + b * second) for a, b in ((1, 0.5), (2, 1), (1, 3), (0, 1))
+    ]
     found = fit(rows)
     assert found == pytest.approx({"a": first, "b": second}, rel=1e-3)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludic.plan.simulation import Setup, simulate
+from ludic.plan.setup import Setup
+from ludic.plan.simulation import simulate
 from ludic.plan.workload import Lengths, Workload
 
 FEW = settings(max_examples=25, deadline=None)
@@ -66,7 +68,7 @@ def setups(draw: st.DrawFn) -> Setup:
 def test_no_event_happens_before_its_cause_or_before_the_one_before_it(plan: Setup) -> None:
     trace = simulate(plan, traced=True).trace
     assert all(caused <= when for caused, when, _ in trace)
-    assert all(a[1] <= b[1] for a, b in zip(trace, trace[1:], strict=False))
+    assert all(a[1] <= b[1] for a, b in pairwise(trace))
 
 
 @FEW

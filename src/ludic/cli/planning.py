@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from ludic.plan.search import Option
 
 
-class Goal(str, Enum):
+class Goal(StrEnum):
     tokens_per_s = "tokens_per_s"
     updates = "updates"
     cost = "cost"
 
 
-class Mode(str, Enum):
+class Mode(StrEnum):
     sync = "sync"
     ahead = "ahead"
     asynchronous = "async"

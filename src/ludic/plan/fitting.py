@@ -16,7 +16,9 @@ def fit(rows: Sequence[Measured], given: Mapping[str, float] | None = None) -> d
     constant which the rows do not tell stays 0."""
     given = given or {}
     names = sorted({name for features, _ in rows for name in features} - set(given))
-    sizes = np.array([[features.get(n, 0.0) / seconds for n in names] for features, seconds in rows])
+    sizes = np.array(
+        [[features.get(n, 0.0) / seconds for n in names] for features, seconds in rows]
+    )
     known = [sum(given.get(n, 0.0) * f for n, f in features.items()) for features, _ in rows]
     goal = np.array([1 - part / seconds for part, (_, seconds) in zip(known, rows, strict=True)])
     scale = np.sqrt((sizes**2).sum(axis=0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 
 from ludic.memory.plan import GIB
@@ -56,7 +56,7 @@ def chosen(job: Job, options: Mapping[int, Option | str], goal: Goal) -> Option 
     """The best of what fits: the most tokens a second, the soonest update, or the fewest GPU-hours;
     of equals the one with fewer GPUs."""
     fitting = [option for option in options.values() if isinstance(option, Option)]
-    keys = {
+    keys: dict[Goal, Callable[[Option], float]] = {
         "tokens_per_s": lambda o: -o.result.tokens_per_s,
         "updates": lambda o: o.result.update_s,
         "cost": lambda o: gpu_hours(o, job.workload.updates),

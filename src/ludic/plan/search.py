@@ -9,9 +9,10 @@ from typing import Literal
 
 from ludic.errors import OutOfMemoryError
 from ludic.inference.vllm.memory import server_need
-from ludic.memory.plan import GIB, HEADROOM, Plan, settled
+from ludic.memory.plan import GIB, Plan, settled
 from ludic.plan.costs import Costs
-from ludic.plan.simulation import Result, Setup, simulate
+from ludic.plan.setup import Result, Setup
+from ludic.plan.simulation import simulate
 from ludic.plan.workload import Workload
 
 Mode = Literal["sync", "ahead", "async"]
@@ -19,7 +20,7 @@ Goal = Literal["tokens_per_s", "updates", "cost"]
 EPISODES_PER_ACTOR = 64
 _SERVER_SHARE = 0.9
 """Of a GPU's memory that a vLLM server takes."""
-_TRIED, _PLAYED = 3, 10
+_TRIED, _PLAYED = 2, 10
 """Updates of a try, and of what is shown."""
 _SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
 
@@ -84,9 +85,7 @@ def trainer_plan(job: Job, ranks: int, *, samples: bool) -> Plan:
     """What each rank takes, by the sums that runs use."""
     how = replace(job.memory.training, ranks=ranks)
     plan = replace(job.memory, training=how, engine=job.memory.engine if samples else None)
-    return settled(
-        plan, job.free, job.longest, tokens=job.budget, checkpointing=job.checkpointing
-    )
+    return settled(plan, job.free, job.longest, tokens=job.budget, checkpointing=job.checkpointing)
 
 
 def server_slots(job: Job, gpus: int) -> tuple[int, int]:
@@ -235,14 +234,9 @@ def limit_of(job: Job, split: Split, setup: Setup, result: Result) -> str:
     alone = setup.step_s[1] + setup.cached_s * work.context
     causes = {
         "environment": work.turns * work.env_s,
-        "stragglers": min(work.lengths.most, 3 * work.lengths.mean) * work.turns * alone,
+        "stragglers": (result.longest - work.prompt) * alone,
         "hosts": work.episodes * (setup.own_episode_s + setup.host_episode_s / setup.hosts)
         + work.episodes * work.lengths.mean * work.turns * setup.host_token_s / setup.hosts,
     }
     cause = max(causes, key=lambda name: causes[name])
     return cause if causes[cause] > 0.6 * result.wait_s else "sampling"
-
-
-def headroom(needed: int, free: int) -> float:
-    """What is left of a device, as a share, beside what plans keep free in any case."""
-    return 1 - HEADROOM - needed / free

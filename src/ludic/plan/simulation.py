@@ -8,8 +8,7 @@ happen at each token. The same setup and seed give the same events.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from heapq import heappop, heappush, heapreplace
 from itertools import count
 from math import inf, sqrt
@@ -17,75 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from ludic.plan.workload import Workload
+from ludic.plan.setup import Result, Setup
 from ludic.seeding import derive_seed
 
 _SAME = 1e-6
 """Steps within which two rows end together."""
 _DOWN = 1 << 30
 """The load of a server that is starting again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """What is simulated, in seconds. `lag` is how many updates old a sample may be: 0 samples and
-    trains in turns; with `ahead`, a batch is begun only once the one before it is trained on.
-    `shared`: sampler and trainer have one device, which does one thing at a time."""
-
-    workload: Workload
-    servers: int
-    slots: int
-    step_s: Sequence[float]
-    """A step's time by its rows, from none to `slots`, without what the cache adds."""
-    cached_s: float
-    prompt_s: float
-    """For each token of a prompt that is not in a cache."""
-    train_s: Callable[[float, float], float]
-    """Of an update's tokens and its longest sample."""
-    hosts: int = 1
-    own_episode_s: float = 0.0
-    """Of each episode, what one process does for all hosts."""
-    host_episode_s: float = 0.0
-    host_turn_s: float = 0.0
-    host_token_s: float = 0.0
-    intake_episode_s: float = 0.0
-    intake_token_s: float = 0.0
-    publish_s: float = 0.0
-    pause_s: float = 0.0
-    lag: int = 0
-    ahead: bool = False
-    in_order: bool = True
-    shared: bool = False
-    checkpoint_every: int = 0
-    checkpoint_s: float = 0.0
-    server_failures_per_hour: float = 0.0
-    trainer_failures_per_hour: float = 0.0
-    restart_s: float = 120.0
-    seed: int = 0
-
-
-@dataclass(slots=True)
-class Result:
-    """What came out. Seconds of an update are means over those after the first `1 + lag`."""
-
-    update_s: float = 0.0
-    wait_s: float = 0.0
-    train_s: float = 0.0
-    publish_s: float = 0.0
-    sampled: int = 0
-    trained: int = 0
-    unused: int = 0
-    lost: int = 0
-    lag_mean: float = 0.0
-    lag_max: int = 0
-    servers_busy: float = 0.0
-    rows_mean: float = 0.0
-    tokens_per_s: float = 0.0
-    seconds: float = 0.0
-    failures: int = 0
-    events: int = 0
-    trace: list[tuple[float, float, str]] = field(default_factory=list)
-    """Of each event: when it was caused, when it happened, what it was."""
 
 
 class _Server:
@@ -124,6 +61,7 @@ class _Simulation:
         self.ended_at: list[float] = []
         self.parts: list[tuple[float, float]] = []
         self.lags: list[int] = []
+        self.longest: list[float] = []
         self.chance = np.random.default_rng(derive_seed(setup.seed, "failures"))
 
     def run(self) -> Result:
@@ -312,6 +250,7 @@ class _Simulation:
         sampled = sum(self.tokens[e] for e in episodes)
         further = len(episodes) * (work.turns - 1) * work.observation
         longest = max(self.context(e) for e in episodes)
+        self.longest.append(longest)
         shared = sampled + further + len(groups) * work.prompt
         computing = setup.train_s(shared, longest)
         self.result.trained += sampled
@@ -381,10 +320,10 @@ class _Simulation:
         heappush(self.loads, (server.load, index))
         self.push(server.at, "back", index)
         self.dirty.add(index)
-        for _, episode in rows:
+        for _end, episode in rows:
             self.turn[episode] = self.tokens[episode] = 0
             self.version_of[episode] = self.version
-        for episode in [e for _, e in rows] + waiting:
+        for episode in [episode for _end, episode in rows] + waiting:
             self.submit(episode)
 
     def on_back(self, index: int) -> None:
@@ -411,6 +350,7 @@ class _Simulation:
         )
         result.lag_mean = sum(self.lags) / len(self.lags)
         result.lag_max = max(self.lags)
+        result.longest = sum(self.longest) / len(self.longest)
         busy, row_s = sum(s.busy for s in self.servers), sum(s.row_s for s in self.servers)
         result.servers_busy = busy / (len(self.servers) * max(self.now, 1e-12))
         result.rows_mean = row_s / busy if busy else 0.0

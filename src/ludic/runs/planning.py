@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from ludic.errors import ConfigError
-from ludic.memory.shape import Adapter, ModelShape
+from ludic.memory.plan import GIB
+from ludic.memory.shape import ModelShape
 from ludic.plan.costs import Costs
 from ludic.plan.profile import load_profile
 from ludic.plan.search import Job, Mode
@@ -43,26 +44,23 @@ class Given:
     failures_per_gpu_hour: float = 0.0
 
 
-def job_of(
-    run: str | Path, overrides: Sequence[str], given: Given
-) -> tuple[Job, dict[str, str]]:
+def job_of(run: str | Path, overrides: Sequence[str], given: Given) -> tuple[Job, dict[str, str]]:
     """The run as a job for `ludic.plan`, and where what a run file does not say comes from."""
     config, _, _ = read_run(run, overrides)
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"device": None, **_precision(config)})}
     )
     shape = _shape(config, given.shape)
-    profile, lora = load_profile(given.gpu), config.model.lora
-    adapter = None if lora is None else Adapter(lora.rank, _targets(lora.target_modules))
+    profile = load_profile(given.gpu)
     training = config.training
     device = torch.device("cpu" if profile.name.startswith("cpu") else "cuda")
     mode = given.mode or _mode(config)
     workload, origins = _workload(config, given)
-    free = int(profile["memory_gib"] * 2**30)
+    memory = plan_run(config, shape, device, int(profile["memory_gib"] * GIB))
     job = Job(
-        costs=Costs(profile, shape, adapter),
+        costs=Costs(profile, shape, memory.training.adapter),
         workload=workload,
-        memory=plan_run(config, shape, device, free),
+        memory=memory,
         longest=training.max_seq_len,
         budget=training.micro_token_budget,
         checkpointing=training.gradient_checkpointing,
@@ -86,10 +84,6 @@ def _precision(config: RunConfig) -> dict[str, str]:
     """A plan is for GPUs, whatever this machine is."""
     said = config.model.precision or config.model.dtype
     return {} if said else {"precision": "bfloat16"}
-
-
-def _targets(said: str | Sequence[str]) -> tuple[str, ...] | str:
-    return said if isinstance(said, str) else tuple(said)
 
 
 def _mode(config: RunConfig) -> Mode:
@@ -128,7 +122,7 @@ def _workload(config: RunConfig, given: Given) -> tuple[Workload, dict[str, str]
         "tokens of a prompt": f"{work.prompt} ({'said' if given.prompt else 'assumed'})",
         "turns of an episode": f"1 (assumed; at most {training.max_steps})",
         "a step of the environment": f"{work.env_s:g} s ({'said' if given.env_s else 'assumed'})",
-        "an episode on the host": f"{work.host_s:g} s more ({'said' if given.host_s else 'assumed'})",
+        "an episode on the host": f"{work.host_s:g} s ({'said' if given.host_s else 'assumed'})",
     }
     if given.earlier is not None:
         work = _seen(work, given.earlier)
@@ -142,7 +136,8 @@ def _workload(config: RunConfig, given: Given) -> tuple[Workload, dict[str, str]
 def _seen(work: Workload, folder: Path) -> Workload:
     """Lengths as an earlier run had them: its last episodes."""
     completions: list[int] = []
-    prompts, turns = [], []
+    prompts: list[int] = []
+    turns: list[int] = []
     files = sorted((folder / "rollouts").glob("*.jsonl*")) or sorted(folder.glob("*.jsonl*"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run that is still writing

@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from ludic.plan.profile import Profile, load_profile
 from ludic.plumbing.model_parts import base_causal_lm, vocabulary_size
 from ludic.runs.gpu_share import trainer_settings
 from ludic.runs.locate import locate
+from ludic.runs.machine import installed
 from ludic.runs.model import algorithm_of, build_model, local_client
-from ludic.runs.storage.folder import PACKAGES, installed
+from ludic.runs.storage.folder import PACKAGES
 from ludic.sharding.world import World
 from ludic.training.update.budget import host_memory, shape_of
 from ludic.training.update.calibrate import synthetic_batch, update_fits
@@ -80,7 +81,7 @@ def measure_profile(run: str, overrides: Sequence[str] = ()) -> Profile:
     return Profile(
         name=f"{'gpu' if device.type == 'cuda' else 'cpu'}-{config.run.name}",
         machine=f"{kind}, {torch.get_num_threads()} threads",
-        date=datetime.now(timezone.utc).date().isoformat(),
+        date=datetime.now(UTC).date().isoformat(),
         versions={"python": platform.python_version(), **versions},
         figures=figures,
     )
