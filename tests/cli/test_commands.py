@@ -248,3 +248,27 @@ def test_help_imports_neither_torch_nor_transformers() -> None:
     )
     assert "train" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_plan_prints_a_table_and_the_lines_of_the_cluster(ludic: Ludic, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        '[model]\nname = "Qwen/Qwen2.5-7B"\n[env]\nkind = "tic_tac_toe"\n'
+        "[training]\nrollouts_per_update = 64\nsteps = 20\n"
+    )
+    done = ludic("plan", "run.toml", "--gpus", "8", "--mode", "async", "--explain")
+    assert done.code == 0, done.err
+    for word in ("s an update", "[cluster]", "trainer_nodes = 1", "assumed:", "data sheet:"):
+        assert word in done.out
+    small = ludic("plan", "run.toml", "--gpus", "1", "--gpu", "a100-80")
+    assert small.code == 1
+    assert "no split of 1" in small.out
+    assert ludic("plan", "run.toml", "--gpus", "some").code == 2
+
+
+@pytest.mark.integration
+def test_calibrate_writes_a_profile_that_plan_reads(ludic: Ludic, letters: Path) -> None:
+    done = ludic("calibrate", letters, "--profile", "mine.json")
+    assert done.code == 0, done.err
+    done = ludic("plan", letters, "--gpu", "mine.json", "--gpus", "1", "--explain")
+    assert done.code == 0, done.err
+    assert "ludic calibrate" in done.out

@@ -34,11 +34,24 @@ def doctor(run: Annotated[str | None, ANY_RUN] = None, overrides: Overrides = No
     say("\nall is well")
 
 
-def calibrate(run: RunFile, overrides: Overrides = None) -> None:
+def calibrate(
+    run: RunFile,
+    overrides: Overrides = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Write this machine's profile for `ludic plan` instead; no GPU needed."),
+    ] = None,
+) -> None:
     """Find the largest training.micro_token_budget that fits this machine."""
     from ludic.runs.gpu_share import calibrate_run
     from ludic.runs.results.terminal import say
 
+    if profile is not None:
+        from ludic.runs.profiling import measure_profile
+
+        measure_profile(run, overrides or []).write(profile)
+        say(f"{profile}: use it with `ludic plan RUN --gpu {profile}`")
+        return
     (fit, share), gib = calibrate_run(run, overrides or []), 2**30
     sampling = f", and sampling takes {fit.reserved_bytes / gib:.1f}" if fit.reserved_bytes else ""
     say(

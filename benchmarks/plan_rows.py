@@ -1,0 +1,172 @@
+"""What was measured, for `benchmarks.plan`: on one H200 by this project, and published by others.
+
+Half of our own rows fit the profile (`fits`), the other half judges it. Sources are sections of
+`benchmarks/README.md` unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ludic.memory.shape import Adapter, ModelShape
+from ludic.plan.shapes import shape_named
+
+LORA = Adapter(16)
+SMOL = shape_named("SmolLM2-135M")
+HALF = shape_named("Qwen2.5-0.5B")
+ONE = shape_named("Qwen2.5-1.5B")
+SEVEN = shape_named("Qwen2.5-7B")
+
+
+class Decode(NamedTuple):
+    """A decode step in milliseconds, 320 tokens in every row."""
+
+    name: str
+    shape: ModelShape
+    adapter: Adapter | None
+    rows: int
+    ms: float
+    fits: bool
+
+
+def _decode() -> list[Decode]:
+    table: list[tuple[str, ModelShape, Adapter | None, dict[int, float], set[int]]] = [
+        ("135M", SMOL, None, {16: 0.723, 32: 0.785, 64: 0.811, 128: 0.980, 192: 1.155, 256: 1.323},
+         {16, 64, 192}),
+        ("0.5B", HALF, None, {16: 0.787, 64: 0.855, 128: 0.970, 256: 1.432}, {16, 128}),
+        ("1.5B", ONE, None, {16: 1.539, 64: 1.652, 128: 2.107, 256: 3.220}, {64, 256}),
+        ("7B", SEVEN, None, {16: 4.312, 64: 4.638, 128: 5.542, 256: 9.051}, {16, 256}),
+        ("1.5B, LoRA", ONE, LORA, {16: 2.126, 64: 2.504, 128: 2.814, 256: 4.188}, {16, 128}),
+        ("7B, LoRA", SEVEN, LORA, {16: 5.585, 64: 6.297, 128: 7.659, 256: 10.914}, {64, 256}),
+    ]  # fmt: skip
+    return [
+        Decode(name, shape, adapter, rows, ms, rows in fits)
+        for name, shape, adapter, times, fits in table
+        for rows, ms in times.items()
+    ]
+
+
+DECODE = _decode()
+CACHE = {512: 1.89, 1024: 2.26, 2432: 3.22}
+"""Milliseconds of 256 rows of the 0.5B by their tokens, of earlier kernels: only their differences
+are of use. The first two fit, the last judges."""
+
+
+class Pass(NamedTuple):
+    """Forward and backward over so many tokens."""
+
+    name: str
+    shape: ModelShape
+    adapter: Adapter | None
+    tokens: int
+    passes: int
+    context: int
+    seconds: float
+    fits: bool
+
+
+GSM8K_TOKENS = 128 * 309 + 16 * 150
+PASSES = [
+    Pass("1.5B, 16,384 tokens", ONE, None, 16_384, 1, 512, 0.338, True),
+    Pass("1.5B, LoRA, 16,384 tokens", ONE, LORA, 16_384, 1, 512, 0.469, True),
+    Pass("0.5B, 8 sequences of 4,096", HALF, None, 32_768, 1, 4096, 32_768 / 127_736, False),
+    Pass("135M, sums, graphs", SMOL, None, 8_064, 1, 72, 0.074, True),
+    Pass("7B, LoRA, 8,192 tokens", SEVEN, LORA, 8_192, 1, 512, 0.474, True),
+    Pass("1.5B, 4 sequences of 4,096", ONE, None, 16_384, 1, 4096, 16_384 / 48_717, False),
+    Pass("1.5B, GSM8K", ONE, None, GSM8K_TOKENS, 3, 459, 0.87, False),
+    Pass("1.5B, LoRA, GSM8K", ONE, LORA, GSM8K_TOKENS, 3, 459, 1.09, False),
+    Pass("7B, LoRA, GSM8K", SEVEN, LORA, 128 * 256 + 16 * 150, 3, 406, 2.19, False),
+]
+
+
+class Whole(NamedTuple):
+    """A whole update, its wait for samples and its passes, in seconds. `how` are changes to the
+    usual: one process on one GPU, 128 episodes of GSM8K in groups of 8."""
+
+    name: str
+    shape: ModelShape
+    adapter: Adapter | None
+    how: dict[str, Any]
+    update: float
+    wait: float | None
+    passes: float | None
+    fits: bool = False
+    publish: float | None = None
+
+
+SUMS: dict[str, Any] = {
+    **{"episodes": 512, "group": 16, "mean": 12, "most": 24, "prompt": 60, "slots": 512},
+}
+WHOLE = [
+    Whole("1.5B, GSM8K", ONE, None, {}, 2.21, 1.28, 0.87, fits=True),
+    Whole("135M, sums", SMOL, None, SUMS, 0.365, 0.267, 0.075),
+    Whole("1.5B, LoRA, GSM8K", ONE, LORA, {}, 2.78, 1.65, 1.09),
+    Whole("7B, LoRA, GSM8K, 256 tokens", SEVEN, LORA, {"mean": 256, "most": 256, "spread": 0.0},
+          4.42, 2.20, 2.19),
+    Whole("135M, sums, alone", SMOL, None, SUMS, 0.336, 0.218, 0.074),
+    Whole("135M, sums, 8 processes", SMOL, None, SUMS | {"hosts": 8}, 0.288, 0.169, 0.074),
+    Whole("135M, sums, 8 processes, one ahead", SMOL, None,
+          SUMS | {"hosts": 8, "lag": 1, "ahead": True}, 0.237, None, None),
+    Whole("135M, sums, over Redis", SMOL, None, SUMS | {"lag": 1, "publishes": True},
+          0.82, 0.22, None, publish=0.46),
+    Whole("135M, sums, vLLM on the trainer's GPU", SMOL, None,
+          SUMS | {"slots": 256, "publishes": True, "server": True}, 1.24, 0.99, None, publish=0.14),
+    Whole("135M, four turns of 64, lengths not recorded", SMOL, None,
+          SUMS | {"turns": 4, "mean": 48, "most": 64}, 1.81, 1.43, 0.33),
+]  # fmt: skip
+
+ENGINE = [(128, 128 * 128 / 75_885, True), (256, 256 * 128 / 92_700, False)]
+"""The in-process engine, 0.5B: requests of 256 + 128 tokens, seconds."""
+VLLM = [(128, 128 * 128 / 13_796, True), (256, 256 * 128 / 14_997, False)]
+"""The same by a vLLM server over HTTP."""
+PUBLISH = [(988e6, 0.176, 0.083, True), (988e6, 0.145, 0.073, False), (270e6, 0.14, None, False)]
+"""Bytes to a vLLM server on the GPU, seconds in all and with sampling paused."""
+
+GSM8K_MEMORY_GB = 78.0
+
+
+class Verl(NamedTuple):
+    """Qwen2.5-Math-7B, DAPO, 512 prompts of 16 answers of at most 28k tokens, on H20s: verl's
+    documentation, docs/advance/fully_async.md, seconds of a step and its phases."""
+
+    gpus: int
+    sync: float
+    gen: float
+    old_log_prob: float
+    update_actor: float
+    asynchronous: float
+    async_update: float
+
+
+VERL = [
+    Verl(32, 790.10, 357.41, 107.71, 313.81, 294.77, 269.80),
+    Verl(64, 365.28, 150.72, 70.26, 133.41, 189.26, 156.98),
+    Verl(128, 356.30, 177.85, 53.92, 113.81, 150.63, 113.16),
+]
+
+
+class AReaL(NamedTuple):
+    """AReaL's paper, nodes of 8 H800s, 512 prompts of 16 answers of at most 27k tokens."""
+
+    shape: ModelShape
+    nodes: int
+    sync: float
+    asynchronous: float
+
+
+AREAL = [AReaL(ONE, 16, 148.0, 53.0), AReaL(SEVEN, 24, 208.0, 91.0)]
+
+
+class NeMo(NamedTuple):
+    """NeMo-RL 0.4's documentation, docs/about/performance-summary.md: H100, Megatron, 2,048 samples
+    a step. GPUs, mean tokens of a sequence, seconds of a step: on policy, and one step off."""
+
+    name: str
+    sync: tuple[int, int, float]
+    ahead: tuple[int, int, float]
+
+
+NEMO = [
+    NeMo("Llama-3.1-8B", (16, 1060, 97.7), (16, 1129, 74.6)),
+    NeMo("Qwen3-32B", (32, 3206, 393.0), (64, 3207, 215.0)),
+]

@@ -1,0 +1,150 @@
+"""The constants of a machine, and where each comes from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ludic.errors import ConfigError
+
+ORIGINS = ("measured", "measured on another machine", "data sheet", "assumed")
+_SHIPPED = files("ludic.plan") / "profiles"
+
+FIGURES: dict[str, str] = {
+    "memory_gib": "memory of a device",
+    "peak_tflops": "dense bfloat16 operations",
+    "hbm_tb_s": "bandwidth of the memory",
+    "link_gb_s": "between devices of a node, one way",
+    "network_gb_s": "between nodes, for each device, one way",
+    "latency_s": "of one collective",
+    "gpus_per_node": "devices of a node",
+    "decode_s": "a decode step: of any model",
+    "decode_layer_s": "a decode step: for each layer",
+    "decode_weight_s": "a decode step: for each byte of weights",
+    "decode_row_s": "a decode step: for each operation of its rows",
+    "decode_crowd_s": "a decode step: the same of rows beyond 128",
+    "decode_cache_s": "a decode step: for each byte of keys and values",
+    "decode_adapter": "a decode step with LoRA: times as long",
+    "server_token_s": "a vLLM server's host: for each row of a step, beside the GPU",
+    "pass_flop_s": "a pass: for each operation of its products",
+    "pass_element_s": "a pass: for each number that goes through a layer",
+    "pass_adapter_s": "a pass with LoRA: the same again",
+    "pass_layer_s": "a pass: for each layer, however many tokens",
+    "host_episode_s": "the host: for each episode",
+    "host_own_s": "the run's own process: of that, if other processes play the episodes",
+    "host_turn_s": "the host: for each further turn",
+    "host_token_s": "the host: for each sampled token",
+    "intake_episode_s": "the trainer's host: for each episode that comes over Redis",
+    "intake_token_s": "the trainer's host: for each token that comes over Redis",
+    "publish_s": "new weights to servers: in any case",
+    "publish_byte_s": "new weights to servers: for each byte",
+    "pause_s": "servers pause for new weights: in any case",
+    "pause_byte_s": "servers pause for new weights: for each byte",
+    "checkpoint_byte_s": "a checkpoint: for each byte, while the trainer waits",
+}
+"""What a profile has to say; those that end in `_s` are seconds."""
+_BY_FLOPS = ("decode_row_s", "decode_crowd_s", "pass_flop_s")
+_BY_MEMORY = ("decode_weight_s", "decode_cache_s", "pass_element_s", "pass_adapter_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A constant, where it comes from (one of `ORIGINS`), and what tells more."""
+
+    value: float
+    origin: str
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A machine: its constants by the names of `FIGURES`, and when and with what they were found"""
+
+    name: str
+    machine: str
+    date: str
+    versions: Mapping[str, str]
+    figures: Mapping[str, Figure]
+
+    def __getitem__(self, name: str) -> float:
+        return self.figures[name].value
+
+    def with_figures(self, origin: str, source: str = "", **values: float) -> Profile:
+        """The profile with some figures replaced."""
+        changed = {name: Figure(value, origin, source) for name, value in values.items()}
+        return replace(self, figures={**self.figures, **changed})
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        figures = {
+            name: {"value": f.value, "origin": f.origin, "source": f.source}
+            for name, f in self.figures.items()
+        }
+        return {
+            **{"name": self.name, "machine": self.machine, "date": self.date},
+            **{"versions": dict(self.versions), "figures": figures},
+        }
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.plain(), indent=1) + "\n", encoding="utf-8")
+
+
+def shipped() -> list[str]:
+    """The names of the profiles that come with the library."""
+    return sorted(f.name.removesuffix(".json") for f in _SHIPPED.iterdir())
+
+
+def load_profile(name: str | Path) -> Profile:
+    """A profile by the name of a shipped one, or from a file that `ludic calibrate` wrote."""
+    place = _SHIPPED / f"{name}.json" if str(name) in shipped() else Path(name)
+    try:
+        facts = json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(
+            f"{name} is no profile: give one of {', '.join(shipped())}, or a file that "
+            "`ludic calibrate RUN --profile FILE` wrote"
+        ) from exc
+    return _read(facts, str(name))
+
+
+def _read(facts: Any, name: str) -> Profile:
+    try:
+        figures = {
+            key: Figure(float(f["value"]), f["origin"], f.get("source", ""))
+            for key, f in facts["figures"].items()
+        }
+        profile = Profile(
+            *(facts["name"], facts["machine"], facts["date"], facts["versions"], figures)
+        )
+        if like := facts.get("like"):
+            profile = scaled(load_profile(like), profile)
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise ConfigError(f"the profile {name} cannot be read: {exc!r} is missing or odd") from exc
+    missing = [key for key in FIGURES if key not in profile.figures]
+    wrong = [key for key, f in profile.figures.items() if not 0 <= f.value < float("inf")]
+    if missing or wrong:
+        raise ConfigError(
+            f"the profile {name} lacks {missing or 'nothing'} and has impossible values for "
+            f"{wrong or 'nothing'}: write it again with `ludic calibrate RUN --profile FILE`"
+        )
+    return profile
+
+
+def scaled(measured: Profile, sheet: Profile) -> Profile:
+    """A machine of which only a data sheet is known: what was measured on another, in proportion
+    to operations or to bandwidth; the host's figures as they are."""
+    flops = measured["peak_tflops"] / sheet["peak_tflops"]
+    memory = measured["hbm_tb_s"] / sheet["hbm_tb_s"]
+    figures = dict(measured.figures)
+    for names, ratio in ((_BY_FLOPS, flops), (_BY_MEMORY, memory)):
+        for name in names:
+            source = f"{measured.name}'s, times {ratio:.2f} by the data sheets"
+            figures[name] = Figure(measured[name] * ratio, "data sheet", source)
+    for name, figure in figures.items():
+        if figure.origin == "measured":
+            figures[name] = Figure(figure.value, "measured on another machine", measured.name)
+    return replace(sheet, figures={**figures, **sheet.figures})

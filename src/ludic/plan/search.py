@@ -1,0 +1,242 @@
+"""Splits of GPUs into trainer and servers, tried by the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Literal
+
+from ludic.errors import OutOfMemoryError
+from ludic.inference.vllm.memory import server_need
+from ludic.memory.plan import GIB, Plan, settled
+from ludic.plan.costs import Costs
+from ludic.plan.setup import Result, Setup
+from ludic.plan.simulation import simulate
+from ludic.plan.workload import Workload
+
+Mode = Literal["sync", "ahead", "async"]
+Goal = Literal["tokens_per_s", "updates", "cost"]
+EPISODES_PER_ACTOR = 64
+_SERVER_SHARE = 0.9
+"""Of a GPU's memory that a vLLM server takes."""
+_TRIED, _PLAYED = 2, 10
+"""Updates of a try, and of what is shown."""
+_SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run as a plan sees it. `memory` is what the run itself computes for one device."""
+
+    costs: Costs
+    workload: Workload
+    memory: Plan
+    longest: int
+    """The longest sample."""
+    budget: int | None = None
+    checkpointing: bool | None = None
+    slots: int = 256
+    context: int = 4096
+    hosts: int = 1
+    """Processes that play episodes, where sampler and trainer are one process."""
+    mode: Mode = "sync"
+    lag: int = 1
+    in_order: bool = True
+    steps: int = 1
+    epochs: int = 1
+    checkpoint_every: int = 0
+    failures_per_gpu_hour: float = 0.0
+    seed: int = 0
+
+    @property
+    def free(self) -> int:
+        return int(self.costs.profile["memory_gib"] * GIB)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """So many ranks of a trainer, and servers of so many GPUs. Without servers the trainer's
+    process samples, too."""
+
+    ranks: int
+    servers: int = 0
+    gpus_per_server: int = 1
+
+    @property
+    def gpus(self) -> int:
+        return self.ranks + self.servers * self.gpus_per_server
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A split that fits, and what came out of it."""
+
+    split: Split
+    trainer: Plan
+    server_bytes: int
+    slots: int
+    actors: int
+    result: Result
+    limit: str
+
+
+def trainer_plan(job: Job, ranks: int, *, samples: bool) -> Plan:
+    """What each rank takes, by the sums that runs use."""
+    how = replace(job.memory.training, ranks=ranks)
+    plan = replace(job.memory, training=how, engine=job.memory.engine if samples else None)
+    return settled(plan, job.free, job.longest, tokens=job.budget, checkpointing=job.checkpointing)
+
+
+def server_slots(job: Job, gpus: int) -> tuple[int, int]:
+    """How many rows a server of so many GPUs holds at their usual length, and the bytes of each
+    GPU; no rows if not one fits at full length."""
+    shape = job.costs.shape
+    need = server_need(
+        shape, weights=2 * shape.parameters, item=2, slots=job.slots, context=job.context, gpus=gpus
+    )
+    room = int(_SERVER_SHARE * job.free)
+    if need is None or need.least > room:
+        return 0, need.least if need else 0
+    each = job.workload.context * shape.kv_numbers * 2 / gpus
+    slots = max(1, min(job.slots, int((room - need.weights - need.step) / each)))
+    return slots, need.weights + need.step + int(slots * each)
+
+
+def splits(job: Job, gpus: int) -> Iterator[Split]:
+    """Splits that fit: whole nodes for the trainer where there are several."""
+    if gpus == 1:
+        if trainer_plan(job, 1, samples=True).fits(job.free):
+            yield Split(1)
+        return
+    node = int(job.costs.profile["gpus_per_node"])
+    each = next((g for g in (1, 2, 4, 8) if g <= gpus and server_slots(job, g)[0]), None)
+    if each is None:
+        return
+    sizes: set[int] = set()
+    for share in _SHARES:
+        ranks = max(1, round(share * gpus))
+        sizes.add(max(node, ranks // node * node) if gpus > node else ranks)
+    for ranks in sorted(sizes):
+        servers = (gpus - ranks) // each
+        if servers and trainer_plan(job, ranks, samples=False).fits(job.free):
+            yield Split(ranks, servers, each)
+
+
+def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int, int]:
+    """What the simulation plays; the trainer's plan; a server's rows and bytes."""
+    costs, work = job.costs, replace(job.workload, updates=updates)
+    alone = split.servers == 0
+    plan = trainer_plan(job, split.ranks, samples=alone)
+    gpus = split.gpus_per_server
+    slots, server_bytes = (job.slots, 0) if alone else server_slots(job, gpus)
+    slots = max(1, min(slots, work.episodes * (2 + job.lag)))
+    how = plan.training
+
+    def train_s(tokens: float, longest: float) -> float:
+        return job.epochs * costs.update_s(
+            *(tokens, longest),
+            budget=how.tokens,
+            context=work.context,
+            ranks=split.ranks,
+            again=how.checkpointing,
+            steps=job.steps,
+        )
+
+    profile, rate = costs.profile, job.failures_per_gpu_hour
+    actors = job.hosts if alone else actors_of(job)
+    published = not alone
+    streams = published and job.mode == "async"
+    own = profile["host_own_s"] if alone and actors > 1 else 0.0
+    return (
+        Setup(
+            workload=work,
+            servers=max(split.servers, 1),
+            slots=slots,
+            step_s=[costs.decode_s(rows, 0.0, gpus, server=not alone) for rows in range(slots + 1)],
+            cached_s=costs.cached_token_s(gpus),
+            prompt_s=costs.prompt_s(1, work.prompt, gpus),
+            train_s=train_s,
+            hosts=actors,
+            own_episode_s=own,
+            host_episode_s=profile["host_episode_s"] - own + work.host_s,
+            host_turn_s=profile["host_turn_s"],
+            host_token_s=profile["host_token_s"],
+            intake_episode_s=profile["intake_episode_s"] if streams else 0.0,
+            intake_token_s=profile["intake_token_s"] if streams else 0.0,
+            publish_s=costs.publish_s(split.servers, split.gpus) if published else 0.0,
+            pause_s=costs.pause_s if published else 0.0,
+            lag=job.lag if job.mode == "async" else int(job.mode == "ahead"),
+            ahead=job.mode == "ahead",
+            in_order=job.in_order,
+            shared=alone,
+            checkpoint_every=job.checkpoint_every,
+            checkpoint_s=costs.checkpoint_s / split.ranks,
+            server_failures_per_hour=rate * gpus if published else 0.0,
+            trainer_failures_per_hour=rate * split.ranks,
+            seed=job.seed,
+        ),
+        *(plan, slots, server_bytes),
+    )
+
+
+def actors_of(job: Job) -> int:
+    """How many processes play the episodes of a run with servers."""
+    return max(1, ceil(job.workload.episodes / EPISODES_PER_ACTOR))
+
+
+def try_split(job: Job, split: Split, updates: int) -> Option:
+    """Plays some updates of a split that fits."""
+    setup, plan, slots, server_bytes = setup_of(job, split, updates)
+    result = simulate(setup)
+    limit = limit_of(job, split, setup, result)
+    return Option(split, plan, server_bytes, slots, setup.hosts, result, limit)
+
+
+def best(job: Job, gpus: int) -> Option:
+    """The quickest split of so many GPUs; raises `OutOfMemoryError` if none fits."""
+    tries = [try_split(job, split, _TRIED + _lag(job)) for split in splits(job, gpus)]
+    if not tries:
+        needed = trainer_plan(job, max(gpus - 1, 1), samples=gpus == 1)
+        raise OutOfMemoryError(
+            f"no split of {gpus} of these GPUs fits: a trainer on {max(gpus - 1, 1)} would take "
+            f"{needed.total / GIB:.1f} of {job.free / GIB:.1f} GiB on each, and a server "
+            f"{server_slots(job, min(gpus, 8))[1] / GIB:.1f} GiB at least; plan for more GPUs, "
+            "model.lora.rank, or a shorter training.max_seq_len"
+        )
+    quickest = min(tries, key=lambda option: option.result.update_s)
+    played = min(max(job.workload.updates, 2), _PLAYED + _lag(job))
+    return try_split(job, quickest.split, played)
+
+
+def _lag(job: Job) -> int:
+    return {"sync": 0, "ahead": 1, "async": job.lag}[job.mode]
+
+
+def limit_of(job: Job, split: Split, setup: Setup, result: Result) -> str:
+    """What an update waits for most."""
+    work, costs = job.workload, job.costs
+    intake = setup.intake_token_s * work.trained_tokens + setup.intake_episode_s * work.episodes
+    parts = {
+        "sampling": result.wait_s,
+        "trainer": result.train_s,
+        "publishing": result.publish_s,
+        "trainer's intake": intake,
+    }
+    limit = max(parts, key=lambda name: parts[name])
+    if limit == "trainer":
+        each = max(work.trained_tokens / split.ranks, 1)
+        passes = ceil(each / trainer_plan(job, split.ranks, samples=False).training.tokens)
+        moving = passes * costs.collective_s(split.ranks) * job.epochs
+        return "trainer's links" if moving > 0.9 * result.train_s else "trainer"
+    if limit != "sampling":
+        return limit
+    alone = setup.step_s[1] + setup.cached_s * work.context
+    causes = {
+        "environment": work.turns * work.env_s,
+        "stragglers": (result.longest - work.prompt) * alone,
+        "hosts": work.episodes * (setup.own_episode_s + setup.host_episode_s / setup.hosts)
+        + work.episodes * work.lengths.mean * work.turns * setup.host_token_s / setup.hosts,
+    }
+    cause = max(causes, key=lambda name: causes[name])
+    return cause if causes[cause] > 0.6 * result.wait_s else "sampling"

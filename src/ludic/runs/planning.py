@@ -1,0 +1,159 @@
+"""A run file as a plan sees it: sizes, settings, lengths. Nothing is loaded or started."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ludic.errors import ConfigError
+from ludic.memory.plan import GIB
+from ludic.memory.shape import ModelShape
+from ludic.plan.costs import Costs
+from ludic.plan.profile import load_profile
+from ludic.plan.search import Job, Mode
+from ludic.plan.shapes import shape_named
+from ludic.plan.workload import Lengths, Workload
+from ludic.rollouts.storage import read_rollouts
+from ludic.runs.locate import read_run
+from ludic.runs.memory import config_of, plan_run
+from ludic.runs.model import algorithm_of, build_model
+from ludic.runs.settings import RunConfig
+from ludic.training.update.budget import shape_of
+from ludic.types import AgentStep
+
+_SEEN = 4096
+"""How many of an earlier run's episodes are read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What was said beside the run file; None: as it follows from the run, or assumed."""
+
+    gpu: str = "h200"
+    shape: str | None = None
+    mode: Mode | None = None
+    tokens: float | None = None
+    env_s: float | None = None
+    host_s: float | None = None
+    prompt: int | None = None
+    earlier: Path | None = None
+    failures_per_gpu_hour: float = 0.0
+
+
+def job_of(run: str | Path, overrides: Sequence[str], given: Given) -> tuple[Job, dict[str, str]]:
+    """The run as a job for `ludic.plan`, and where what a run file does not say comes from."""
+    config, _, _ = read_run(run, overrides)
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"device": None, **_precision(config)})}
+    )
+    shape = _shape(config, given.shape)
+    profile = load_profile(given.gpu)
+    training = config.training
+    device = torch.device("cpu" if profile.name.startswith("cpu") else "cuda")
+    mode = given.mode or _mode(config)
+    workload, origins = _workload(config, given)
+    memory = plan_run(config, shape, device, int(profile["memory_gib"] * GIB))
+    job = Job(
+        costs=Costs(profile, shape, memory.training.adapter),
+        workload=workload,
+        memory=memory,
+        longest=training.max_seq_len,
+        budget=training.micro_token_budget,
+        checkpointing=training.gradient_checkpointing,
+        slots=config.slots,
+        context=config.inference.max_context_tokens or training.max_seq_len,
+        hosts=max(training.workers, 1),
+        mode=mode,
+        lag=max(training.max_lag, 1),
+        in_order=config.pipeline.in_order if config.pipeline else True,
+        steps=training.mini_batches,
+        epochs=training.epochs,
+        checkpoint_every=training.checkpoint_every,
+        failures_per_gpu_hour=given.failures_per_gpu_hour,
+        seed=config.run.seed,
+    )
+    origins["mode"] = f"{mode}" + (" (said)" if given.mode else " (the run file)")
+    return job, origins
+
+
+def _precision(config: RunConfig) -> dict[str, str]:
+    """A plan is for GPUs, whatever this machine is."""
+    said = config.model.precision or config.model.dtype
+    return {} if said else {"precision": "bfloat16"}
+
+
+def _mode(config: RunConfig) -> Mode:
+    if config.pipeline is not None:
+        return "async"
+    return "ahead" if config.training.overlap else "sync"
+
+
+def _shape(config: RunConfig, said: str | None) -> ModelShape:
+    """Of a configuration at hand, or of a published model."""
+    if said is not None:
+        return shape_named(said)
+    if config.model.name == "tiny":
+        return shape_of(build_model(config)[0]) or shape_named("tiny")
+    return ModelShape.of(config_of(config)) or shape_named(config.model.name)
+
+
+def _workload(config: RunConfig, given: Given) -> tuple[Workload, dict[str, str]]:
+    training, most = config.training, config.inference.sampling.max_tokens
+    most = most or training.max_seq_len
+    mean = given.tokens or 0.6 * most
+    text = "said" if given.tokens else "assumed: 0.6 of inference.sampling.max_tokens"
+    lengths = Lengths(min(max(mean, 1.0), most), most)
+    work = Workload(
+        training.rollouts_per_update,
+        algorithm_of(config).group_size or 1,
+        lengths,
+        max(training.steps, 1),
+        prompt=given.prompt or 150,
+        turns=1,
+        env_s=given.env_s or 0.0,
+        host_s=given.host_s or 0.0,
+    )
+    origins = {
+        "tokens of a completion": f"{lengths.mean:.0f} on average, {most} at most ({text})",
+        "tokens of a prompt": f"{work.prompt} ({'said' if given.prompt else 'assumed'})",
+        "turns of an episode": f"1 (assumed; at most {training.max_steps})",
+        "a step of the environment": f"{work.env_s:g} s ({'said' if given.env_s else 'assumed'})",
+        "an episode on the host": f"{work.host_s:g} s ({'said' if given.host_s else 'assumed'})",
+    }
+    if given.earlier is not None:
+        work = _seen(work, given.earlier)
+        source = f"the rollouts in {given.earlier}"
+        origins["tokens of a completion"] = f"{work.lengths.mean:.0f} on average ({source})"
+        origins["tokens of a prompt"] = f"{work.prompt} ({source})"
+        origins["turns of an episode"] = f"{work.turns} ({source})"
+    return work, origins
+
+
+def _seen(work: Workload, folder: Path) -> Workload:
+    """Lengths as an earlier run had them: its last episodes."""
+    completions: list[int] = []
+    prompts: list[int] = []
+    turns: list[int] = []
+    files = sorted((folder / "rollouts").glob("*.jsonl*")) or sorted(folder.glob("*.jsonl*"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a run that is still writing
+        for rollout in (rollout for path in files[-4:] for rollout in read_rollouts(path)):
+            traces = [s.trace for s in rollout.steps if isinstance(s, AgentStep) and s.trace]
+            if traces and len(turns) < _SEEN:
+                completions += [len(trace.completion_token_ids) for trace in traces]
+                prompts.append(len(traces[0].prompt_token_ids))
+                turns.append(len(traces))
+    if not turns:
+        raise ConfigError(f"{folder} has no rollouts with tokens: name a run folder that has some")
+    mean, most = sum(completions) / len(completions), max(completions)
+    lengths = Lengths(max(mean, 1.0), max(most, 1), seen=tuple(max(n, 1) for n in completions))
+    return replace(
+        work,
+        lengths=lengths,
+        prompt=round(sum(prompts) / len(prompts)),
+        turns=max(1, round(sum(turns) / len(turns))),
+    )

@@ -1,0 +1,74 @@
+"""What a model costs on a machine: laws, and the constants that a fit finds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ludic.memory.shape import Adapter
+from ludic.plan.costs import Costs
+from ludic.plan.fitting import fit
+from ludic.plan.profile import load_profile
+from ludic.plan.shapes import shape_named
+
+FEW = settings(max_examples=30, deadline=None)
+H200 = load_profile("h200")
+SEVEN = shape_named("Qwen/Qwen2.5-7B-Instruct")
+
+
+@FEW
+@given(
+    ranks=st.integers(1, 512),
+    tokens=st.floats(1e4, 1e8),
+    times=st.floats(1.0, 20.0),
+    where=st.sampled_from(["link_gb_s", "network_gb_s"]),
+)
+def test_a_faster_link_is_never_slower(ranks: int, tokens: float, times: float, where: str) -> None:
+    faster = H200.with_figures("assumed", "", **{where: times * H200[where]})
+    slow, quick = (
+        Costs(profile, SEVEN).update_s(tokens, 4096, budget=8192, context=2048, ranks=ranks)
+        + Costs(profile, SEVEN).publish_s(ranks, 2 * ranks)
+        + Costs(profile, SEVEN).decode_s(64, 1e5, 8)
+        for profile in (H200, faster)
+    )
+    assert quick <= slow
+
+
+@FEW
+@given(rows=st.integers(1, 500), cached=st.floats(0, 1e6))
+def test_more_rows_and_longer_ones_never_make_a_step_shorter(rows: int, cached: float) -> None:
+    costs = Costs(H200, SEVEN)
+    assert costs.decode_s(rows + 1, cached) >= costs.decode_s(rows, cached)
+    longer = costs.decode_s(rows, cached + 1000) - costs.decode_s(rows, cached)
+    assert longer == pytest.approx(1000 * costs.cached_token_s(), rel=1e-3)
+
+
+def test_an_adapter_publishes_only_itself() -> None:
+    whole, small = Costs(H200, SEVEN), Costs(H200, SEVEN, Adapter(16))
+    assert whole.published_bytes == 2 * SEVEN.parameters
+    assert small.published_bytes < whole.published_bytes / 50
+    assert small.publish_s(4, 8) < whole.publish_s(4, 8)
+
+
+def test_weights_that_are_gathered_beside_short_passes_take_the_time() -> None:
+    slow = H200.with_figures("assumed", network_gb_s=1e-3)
+    costs = Costs(slow, SEVEN)
+    seconds = costs.update_s(16_000, 1000, budget=1000, context=1000, ranks=16)
+    assert seconds == pytest.approx(costs.collective_s(16), rel=0.01)
+
+
+@FEW
+@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=2))
+def test_a_fit_finds_the_constants_that_made_the_times(constants: list[float]) -> None:
+    first, second = constants
+    rows = [
+        ({"a": a, "b": b}, a * first + b * second) for a, b in ((1, 0.5), (2, 1), (1, 3), (0, 1))
+    ]
+    found = fit(rows)
+    assert found == pytest.approx({"a": first, "b": second}, rel=1e-3)
+
+
+def test_a_fit_finds_no_negative_constant_and_leaves_those_that_are_given() -> None:
+    assert fit([({"a": 1.0, "b": 1.0}, 1.0), ({"a": 2.0, "b": 1.0}, 0.5)])["a"] == 0.0
+    assert fit([({"a": 1.0, "b": 1.0}, 3.0)], {"a": 1.0}) == pytest.approx({"b": 2.0})
