@@ -38,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 settings.register_profile(
     "ludic",
     deadline=None,
+    max_examples=30,
     suppress_health_check=[HealthCheck.too_slow],
     database=DirectoryBasedExampleDatabase(ROOT / ".cache" / "hypothesis"),
 )
