@@ -24,8 +24,9 @@ ADAPTERS_PY   := $(ADAPTERS_VENV)/bin/python
 
 SOURCES := src tools benchmarks tests $(if $(wildcard examples/*.py examples/*/*.py),examples)
 
-# One thread per test process: small matrices are faster that way, and results repeat.
-PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS)
+# One thread per test process: small matrices are faster that way, and results repeat. Each process
+# begins with files of its own, so that what a file makes once is made once; then it helps out.
+PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal
 
 .PHONY: help setup test test-slow test-gpu test-sandbox test-pipeline chaos test-view test-vllm vllm vllm-install test-adapters adapters test-cluster test-examples lint format types docs wheel-check bench demo constraints clean
 

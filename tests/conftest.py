@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 settings.register_profile(
     "ludic",
     deadline=None,
+    max_examples=30,
     suppress_health_check=[HealthCheck.too_slow],
     database=DirectoryBasedExampleDatabase(ROOT / ".cache" / "hypothesis"),
 )
@@ -43,7 +46,24 @@ settings.register_profile("thorough", settings.get_profile("ludic"), max_example
 settings.load_profile(os.environ.get("LUDIC_HYPOTHESIS_PROFILE", "ludic"))
 
 
+def seed_the_global_generators(seed: int) -> None:
+    """Those of the packages that are loaded; a test that needs none of them pays for none."""
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    # Not the fixtures' seed: a test's draws should not repeat those of its fixtures.
+    seed_the_global_generators(1)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    seed_the_global_generators(0)
     if item.get_closest_marker("sandbox"):
         need_bubblewrap()
     if item.get_closest_marker("rust"):

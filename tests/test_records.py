@@ -136,7 +136,7 @@ def test_a_derived_record_is_written_and_read_with_its_own_fields() -> None:
     assert from_json(Longer, to_json(Longer(1, z=7))) == Longer(1, z=7)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(rollouts(), st.dictionaries(st.text(), free, max_size=3), rewards)
 def test_ordinary_rollouts_read_back_equal_to_the_type(
     rollout: Rollout, info: dict[str, Any], reward: float

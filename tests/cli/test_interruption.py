@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from ludic.rollouts import read_rollouts
-from tests.cli.conftest import LETTERS, RUN, started
+from tests.cli.conftest import LETTERS, RUN, Ludic, started
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -34,14 +35,13 @@ def line_with(process: subprocess.Popen[str], word: str) -> str:
     raise AssertionError(f"the command ended without saying {word!r}")
 
 
-def finish(where: Path) -> str:
-    """Resumes the run, or starts it where it never began, and waits for its end."""
+def finish(ludic: Ludic, where: Path) -> None:
+    """Resumes the run, or starts it where it never began, in this process and to its end."""
     begun = (where / "run" / "origin.json").is_file()
     arguments = ["--resume", "run"] if begun else ["letters.toml", "--out", "run"]
-    with started(where, "train", *arguments) as process:
-        text, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, text
-    return text
+    with contextlib.chdir(where):
+        done = ludic("train", *arguments)
+    assert done.code == 0, done.out + done.err
 
 
 def result(folder: Path) -> dict[str, Any]:
@@ -79,19 +79,20 @@ def kill_at_random(where: Path, rng: random.Random) -> bool:
     return landed
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 def test_a_killed_run_ends_like_one_that_never_was(
-    tmp_path: Path, trained: Path, seed: int
+    ludic: Ludic, tmp_path: Path, trained: Path
 ) -> None:
     where = written(tmp_path / "killed")
-    assert kill_at_random(where, random.Random(seed)), "the kill came after the end"
-    finish(where)
+    assert kill_at_random(where, random.Random(0)), "the kill came after the end"
+    finish(ludic, where)
     assert result(where / "run") == result(trained)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_twenty_kills_at_random_moments_change_nothing(tmp_path: Path, trained: Path) -> None:
+def test_twenty_kills_at_random_moments_change_nothing(
+    ludic: Ludic, tmp_path: Path, trained: Path
+) -> None:
     rng, landed, attempt = random.Random(2), 0, 0
     while landed < 20:
         attempt += 1
@@ -99,11 +100,11 @@ def test_twenty_kills_at_random_moments_change_nothing(tmp_path: Path, trained: 
         where = written(tmp_path / f"killed-{attempt}")
         for _ in range(rng.randint(1, 3)):
             landed += kill_at_random(where, rng)
-        finish(where)
+        finish(ludic, where)
         assert result(where / "run") == result(trained)
 
 
-def test_a_kill_within_a_step_is_made_up_for(tmp_path: Path, trained: Path) -> None:
+def test_a_kill_within_a_step_is_made_up_for(ludic: Ludic, tmp_path: Path, trained: Path) -> None:
     """Killed when the second update's rollouts were written and its checkpoint was not."""
     where = written(tmp_path / "killed")
     with started(where, "train", "letters.toml", "--out", "run") as process:
@@ -113,12 +114,12 @@ def test_a_kill_within_a_step_is_made_up_for(tmp_path: Path, trained: Path) -> N
     log = where / "run" / "rollouts" / "train.jsonl.zst"
     whole = log.read_bytes()
     log.write_bytes(whole + whole[:100])  # as a kill in the middle of a write leaves it
-    finish(where)
+    finish(ludic, where)
     assert result(where / "run") == result(trained)
 
 
 def test_ctrl_c_stops_after_the_step_with_a_checkpoint_and_the_run_can_go_on(
-    tmp_path: Path, trained: Path
+    ludic: Ludic, tmp_path: Path, trained: Path
 ) -> None:
     where = written(tmp_path / "stopped")
     with started(where, "train", "letters.toml", "--out", "run") as process:
@@ -131,7 +132,7 @@ def test_ctrl_c_stops_after_the_step_with_a_checkpoint_and_the_run_can_go_on(
     assert not (where / "run" / "summary.json").exists()
     latest = (where / "run" / "checkpoints" / "rl" / "latest").read_text()
     assert "step-00000001" <= latest < "step-00000004"
-    finish(where)
+    finish(ludic, where)
     assert result(where / "run") == result(trained)
 
 

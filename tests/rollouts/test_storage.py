@@ -252,7 +252,6 @@ def damaged_lines(draw: st.DrawFn) -> bytes:
     return line
 
 
-@settings(max_examples=300)
 @given(damaged_lines(), st.sampled_from(SUFFIXES), st.booleans())
 def test_a_damaged_line_is_read_or_refused_and_nothing_else(
     tmp_path_factory: pytest.TempPathFactory, line: bytes, suffix: str, ended: bool
@@ -266,7 +265,6 @@ def test_a_damaged_line_is_read_or_refused_and_nothing_else(
             assert all(isinstance(rollout, Rollout) for rollout in read_rollouts(path))
 
 
-@settings(max_examples=100)
 @given(
     st.lists(drawn_rollouts(), min_size=1, max_size=3),
     st.sampled_from((".jsonl.gz", ".jsonl.zst")),

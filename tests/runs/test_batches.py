@@ -18,7 +18,8 @@ from ludic.training import (
     TruncatedImportance,
 )
 from tests.runs.test_other_models import from_file, metrics
-from tests.runs.test_run import Letters, small
+from tests.runs.test_run import small
+from tests.runs.worlds import Letters
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 

@@ -15,7 +15,8 @@ from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.runs.run import Run
 from ludic.training.batching.scoring import ScoredBatchSource
 from tests.inference.vllm.fake_server import FakeVLLM
-from tests.runs.test_run import SIZE, WORDS, Letters, small, teacher, weights
+from tests.runs.test_run import SIZE, WORDS, small, teacher, weights
+from tests.runs.worlds import Letters
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -34,7 +35,7 @@ slots = 4
 max_context_tokens = 48
 sampling.max_tokens = 2
 [[env]]
-kind = "tests.runs.test_run:Letters"
+kind = "tests.runs.worlds:Letters"
 [training]
 steps = 2
 rollouts_per_update = 4
@@ -157,7 +158,7 @@ def test_two_teachers_have_an_environment_each(saved: Path) -> None:
     ]
     assert {(row["env"], row["teacher"]) for row in rows} == {
         ("others", "teacher-1"),
-        ("tests.runs.test_run:Letters", "teacher-2"),
+        ("tests.runs.worlds:Letters", "teacher-2"),
     }
     with pytest.raises(LudicError, match=r"environment of teacher 1, 'otters'; did you mean 'oth"):
         from_file(more + OPD + both.replace('"others"', '"otters"'), out="no")

@@ -16,7 +16,8 @@ from ludic.runs.run import Run
 from ludic.types import StepOutcome
 from tests.inference.vllm.fake_server import FakeVLLM
 from tests.runs.test_other_models import from_file, pair
-from tests.runs.test_run import WORDS, Letters, small
+from tests.runs.test_run import WORDS, small
+from tests.runs.worlds import Letters
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -138,7 +139,7 @@ kind = "stages"
 envs = ["easy"]
 episodes = 4
 [[curriculum.stage]]
-envs = ["tests.runs.test_run:Letters", "easy"]
+envs = ["tests.runs.worlds:Letters", "easy"]
 """
 
 
@@ -146,7 +147,7 @@ def test_stages_come_one_after_the_other() -> None:
     run = from_file(STAGES, GROUPS).go()
     names = [r.meta["curriculum"] for r in rollouts(run)]
     assert names[:4] == ["easy"] * 4
-    assert set(names[4:]) == {"easy", "tests.runs.test_run:Letters"}
+    assert set(names[4:]) == {"easy", "tests.runs.worlds:Letters"}
     assert {r.meta["stage"] for r in rollouts(run)} == {0, 1}
 
 
@@ -156,7 +157,7 @@ def test_an_adaptive_curriculum_follows_what_is_solved() -> None:
     run = from_file(adaptive, GROUPS, *more, "curriculum.width=0.5").go()
     assert isinstance(run.seating.curriculum, TargetSolveRate)
     rates = run.seating.curriculum.solve_rates
-    assert rates.keys() == {"easy", "tests.runs.test_run:Letters"}
+    assert rates.keys() == {"easy", "tests.runs.worlds:Letters"}
     assert rates["easy"] != 0.5
     fixed = from_file(adaptive, GROUPS, "curriculum.tasks_per_env=3", out="fixed")
     curriculum = make_curriculum(fixed.config, fixed.algorithm, seed=0)
@@ -167,7 +168,7 @@ def test_an_adaptive_curriculum_follows_what_is_solved() -> None:
 def test_spo_draws_the_least_certain_tasks() -> None:
     text = '[algorithm]\nname = "spo"\nkwargs = { returns = [-1, 1] }\n[curriculum]\n'
     run = from_file(text + 'kind = "uncertain"\ntasks_per_env = 3\n').go()
-    assert {r.task_key.partition("#")[0] for r in rollouts(run)} == {"tests.runs.test_run:Letters"}
+    assert {r.task_key.partition("#")[0] for r in rollouts(run)} == {"tests.runs.worlds:Letters"}
 
 
 @pytest.mark.parametrize(

@@ -23,26 +23,12 @@ from ludic.runs.settings.from_python import given_again, read_arguments
 from ludic.runs.storage.folder import RunFolder
 from ludic.runs.updates import Update
 from ludic.training import RolloutBatchSource, Trainer
+from tests.runs.worlds import Letters
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 WORDS = ["A or B?", "user\n", "assistant\n"]
 SIZE = {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "max_position_embeddings": 64}
-
-
-class Letters(ludic.SingleAgentEnv):
-    """Say A."""
-
-    blocking = False
-
-    def env_reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        return self.env_current_obs(), {}
-
-    def env_step(self, action: str) -> ludic.StepOutcome:
-        return ludic.StepOutcome("", float(action.strip() == "A"), terminated=True)
-
-    def env_current_obs(self) -> str:
-        return "A or B?"
 
 
 def teacher(obs: str, rng: Any) -> str:

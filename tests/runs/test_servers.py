@@ -18,7 +18,8 @@ from ludic.runs.episodes import inference_spec
 from ludic.runs.settings import parse_run
 from ludic.runs.storage.folder import origin
 from tests.inference.vllm.fake_server import FakeVLLM
-from tests.runs.test_run import Letters, small
+from tests.runs.test_run import small
+from tests.runs.worlds import Letters
 
 RUN = '[env]\nkind = "tic_tac_toe"\n[inference]\n'
 BUILD = VLLMBuild("python", "0.32.0", cpu=False, has_plugin=True)

@@ -13,7 +13,8 @@ import ludic
 from ludic.errors import ConfigError
 from ludic.rollouts import read_rollouts
 from ludic.runs.storage.rollout_log import rollout_file
-from tests.runs.test_run import Letters, small
+from tests.runs.test_run import small
+from tests.runs.worlds import Letters
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 

@@ -47,7 +47,7 @@ def assert_same(a: SAWItem, b: SAWItem) -> None:
             assert one.tobytes() == other.tobytes()
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(batches(), st.integers(0, 9), st.booleans())
 def test_items_survive_json_and_msgpack_to_the_bit(
     batch: list[Rollout], seed: int, merge: bool
@@ -154,7 +154,6 @@ def test_a_batch_of_the_first_schema_is_read() -> None:
     assert again.meta == again.items[0].meta == meta
 
 
-@settings(max_examples=200)
 @given(batches(), st.integers(0, 9), st.data())
 def test_a_damaged_batch_is_read_or_refused_and_nothing_else(
     rollouts: list[Rollout], seed: int, data: st.DataObject

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
 
 from ludic.distributed.local import Rank0OnlyPublisher
 from ludic.inference.tiny import tiny_model
@@ -23,17 +26,19 @@ from ludic.training.update import logprobs
 from tests.training.synthetic import RecordingPublisher, SyntheticSource, reinforce
 
 
-def watch_warnings() -> None:
-    """Prints what is said as a warning, one line for each."""
+class Warnings(logging.Handler):
+    """Writes what is said as a warning to a file of this rank, one line for each."""
 
-    class Printed(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            print("WARNING", record.getMessage(), flush=True)
+    def __init__(self, path: Path) -> None:
+        super().__init__(logging.WARNING)
+        self.path = path
 
-    logging.getLogger("ludic").addHandler(Printed(logging.WARNING))
+    def emit(self, record: logging.LogRecord) -> None:
+        with self.path.open("a") as file:
+            print(record.getMessage(), file=file)
 
 
-def run_out_of_memory(trainer: Trainer, where: str) -> None:
+def run_out_of_memory(trainer: Trainer, where: str, patch: pytest.MonkeyPatch) -> None:
     """Has this rank alone run out of memory in its second pass: in a layer, in the head, or before
     the backward pass."""
     calls = 0
@@ -51,7 +56,7 @@ def run_out_of_memory(trainer: Trainer, where: str) -> None:
             calls += 1
             return calls != 2
 
-        trainer.passes.recovery._has_room = has_room  # type: ignore[assignment, method-assign]
+        patch.setattr(trainer.passes.recovery, "_has_room", has_room)
     elif where == "head":
         reduce = logprobs._reduce
 
@@ -60,63 +65,80 @@ def run_out_of_memory(trainer: Trainer, where: str) -> None:
             return reduce(*args)
 
         failing.__name__ = "_reduce"
-        logprobs._reduce = failing  # type: ignore[assignment]
+        patch.setattr(logprobs, "_reduce", failing)
     else:
         decoder_layers(trainer.model)[int(where)].register_forward_pre_hook(fail)
 
 
-def main(
-    out: Path,
+def train(
+    mesh: DeviceMesh,
+    patch: pytest.MonkeyPatch,
+    out: str,
     steps: int,
-    dtype: str,
-    checkpoints: str,
-    init_from: str = "-",
-    prompt: str = "0",
-    optimizer: str = "-",
-    fails: str = "-",
+    dtype: str = "float64",
+    checkpoints: str | None = None,
+    init_from: str | None = None,
+    prompt: int = 0,
+    optimizer: Literal["cpu"] | None = None,
+    fails: str | None = None,
 ) -> None:
-    torch.set_num_threads(1)
-    mesh = init_mesh("cpu", timeout_s=60)
-    world = World.of(mesh, torch.device("cpu"))
-    if init_from == "-":
+    """Trains one model, and leaves its weights at `out`, with the run's folder beside them."""
+    path, world = Path(out), World.of(mesh, torch.device("cpu"))
+    if init_from is None:
         model = tiny_model().to(getattr(torch, dtype))
     else:  # other weights than those in the folder, and no memory for them
         with meta_parameters():
             model = tiny_model(seed=1).to(getattr(torch, dtype))
         assert {p.device.type for p in model.parameters()} == {"meta"}
     inner = RecordingPublisher()
-    log = TokenLog(out.with_suffix(".tokens.jsonl.zst"), append=True) if world.leads else None
+    log = TokenLog(path.with_suffix(".tokens.jsonl.zst"), append=True) if world.leads else None
     trainer = Trainer(
         model=model,
         algo=reinforce(),
-        batch_source=SyntheticSource(prompt=int(prompt)) if world.leads else None,
+        batch_source=SyntheticSource(prompt=prompt) if world.leads else None,
         publisher=Rank0OnlyPublisher(inner if world.leads else None, world),
         cfg=TrainerConfig(
             learning_rate=1e-3,
             max_seq_len=64,
             micro_token_budget=64,
-            run_dir=out.parent / "run",
-            checkpoint=CheckpointConfig(checkpoints, every=2) if checkpoints != "-" else None,
-            optimizer_device="cpu" if optimizer == "cpu" else None,
+            run_dir=path.parent / "run",
+            checkpoint=CheckpointConfig(checkpoints, every=2) if checkpoints else None,
+            optimizer_device=optimizer,
         ),
         mesh=mesh,
-        init_from=None if init_from == "-" else init_from,
+        init_from=init_from,
         token_log=log,
     )
-    if fails != "-":
-        watch_warnings()
-        if not world.leads:
-            run_out_of_memory(trainer, fails)
+    if fails is not None and not world.leads:
+        run_out_of_memory(trainer, fails, patch)
     trainer.train_sync(steps)
     weights = {name: tensor.clone() for name, tensor in ModelWeights(model)}
     if world.leads:
         assert inner.versions == list(range(inner.versions[0], steps + 1))
-        save_file(weights, out)
+        save_file(weights, path)
     trainer.close()
     if log is not None:
         log.close()
+
+
+def main(jobs: list[dict[str, Any]]) -> None:
+    """Does one job after the other, since a start of two ranks takes longer than any of them.
+    A file that is `lost` is gone before its job begins."""
+    torch.set_num_threads(1)
+    mesh = init_mesh("cpu", timeout_s=60)
+    logger = logging.getLogger("ludic")
+    rank = torch.distributed.get_rank()
+    for job in jobs:
+        if (lost := job.pop("lost", None)) and rank == 0:
+            Path(lost).unlink()
+        torch.distributed.barrier()
+        warnings = Warnings(Path(job["out"]).with_suffix(f".warnings-{rank}"))
+        logger.addHandler(warnings)
+        with pytest.MonkeyPatch.context() as patch:
+            train(mesh, patch, **job)
+        logger.removeHandler(warnings)
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    main(json.loads(sys.argv[1]))

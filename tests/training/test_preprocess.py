@@ -45,7 +45,7 @@ def make(rollouts: list[Rollout], merge: bool = True) -> SAWBatch:
 
 
 @given(all_rewards=st.lists(rewards, min_size=1, max_size=4), merge=st.booleans())
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_the_baseline_is_the_mean_over_turns_whether_or_not_they_are_merged(
     all_rewards: list[list[float]], merge: bool
 ) -> None:

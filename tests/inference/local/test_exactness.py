@@ -31,12 +31,12 @@ def mixed_requests(n: int, seed: int = 0) -> list[TokenCompletionRequest]:
     ]
     out = []
     for i in range(n):
-        own = [rng.randrange(258) for _ in range(rng.choice([1, 2, 9, 30, 63, 64, 65, 140]))]
+        own = [rng.randrange(258) for _ in range(rng.choice([1, 2, 9, 30, 63, 64, 65]))]
         prompt = shared[: rng.randrange(90)] + own if i % 2 else own
         returns = ReturnSpec(prompt_logprobs=i % 7 == 0, kept_ids=i % 3 == 0)
         out.append(
             request(
-                prompt, seed=i, max_tokens=rng.randrange(1, 40), returns=returns, **kinds[i % 8]
+                prompt, seed=i, max_tokens=rng.randrange(1, 12), returns=returns, **kinds[i % 8]
             )
         )
     return out

@@ -33,7 +33,7 @@ def family(name: str, **changes: Any) -> Any:
     if name == "Qwen3":
         options["head_dim"] = 16
     if name == "Mistral":
-        options["sliding_window"] = 24
+        options.setdefault("sliding_window", 24)
     config = getattr(transformers, f"{name}Config")(**options)
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -58,7 +58,6 @@ sequences = st.builds(
 )
 
 
-@settings(max_examples=200)
 @given(
     steps=st.lists(st.tuples(st.booleans(), sequences), max_size=40),
     max_tokens=st.sampled_from([0, 20, 60, 1000]),

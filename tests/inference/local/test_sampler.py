@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.inference.local import LocalChatClient
@@ -51,7 +51,6 @@ def test_the_noise_is_uniform_and_its_places_are_not_related() -> None:
     assert abs(torch.corrcoef(u.T)[0, 1:].mean().item()) < 0.05
 
 
-@settings(max_examples=200)
 @given(
     data=st.data(),
     vocab=st.sampled_from([3, 258, 4096, 5000, 49152, 50257]),

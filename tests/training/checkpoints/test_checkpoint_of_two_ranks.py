@@ -18,9 +18,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
 def test_two_ranks_resume_from_the_same_whole_checkpoint(tmp_path: Path) -> None:
-    run_ranks("two_ranks.py", tmp_path / "a.safetensors", 4, "float32", tmp_path / "ck")
-    (tmp_path / "ck/step-00000004/state-00001.safetensors").unlink()
-    run_ranks("two_ranks.py", tmp_path / "b.safetensors", 4, "float32", tmp_path / "ck")
+    job = {"steps": 4, "dtype": "float32", "checkpoints": str(tmp_path / "ck")}
+    first = {"out": str(tmp_path / "a.safetensors"), **job}
+    lost = str(tmp_path / "ck/step-00000004/state-00001.safetensors")
+    again = {"out": str(tmp_path / "b.safetensors"), "lost": lost, **job}
+    run_ranks("two_ranks.py", json.dumps([first, again]))
     before, after = load_file(tmp_path / "a.safetensors"), load_file(tmp_path / "b.safetensors")
     assert all(before[name].equal(after[name]) for name in before)
     assert sorted(p.name for p in (tmp_path / "ck").glob("*step*")) == [

@@ -41,7 +41,7 @@ def around_proximal(tokens: list[Token]) -> list[Token]:
 
 
 @given(tokens=token_lists(drift=0.6), level=levels, mean=means, keep=st.booleans())
-@settings(max_examples=80)
+@settings(max_examples=25)
 def test_a_corrected_loss_is_the_loss_against_proximal_times_the_factors(
     tokens: list[Token], level: Any, mean: Any, keep: bool
 ) -> None:

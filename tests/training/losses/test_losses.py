@@ -118,7 +118,7 @@ def value_and_gradient(
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(tokens=token_lists(), aggregation=st.sampled_from(AGGREGATIONS))
 def test_a_loss_has_the_value_and_gradient_of_its_reference(
     name: str, tokens: list[Token], aggregation: tuple[Aggregation, str]
@@ -209,7 +209,7 @@ def on_policy(tokens: Sequence[Token]) -> list[Token]:
 
 
 @given(tokens=token_lists())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_the_first_step_on_policy_has_the_gradient_that_the_formula_gives_on_paper(
     tokens: list[Token],
 ) -> None:

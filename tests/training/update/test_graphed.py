@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.inference.tiny import tiny_model
@@ -300,7 +300,6 @@ def test_large_micro_batches_and_truncated_sampling_are_left_to_the_caller() -> 
     assert graphs.serial == 0
 
 
-@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_rounded_up_sizes_fit_what_they_were_made_for(data: st.DataObject) -> None:
     whole = data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=600))

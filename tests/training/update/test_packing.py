@@ -29,7 +29,7 @@ from ludic.training.update.policy import Policy
 from tests.training.synthetic import synthetic_batch, synthetic_item
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     seed=st.integers(0, 10_000),
     rollouts=st.integers(1, 12),

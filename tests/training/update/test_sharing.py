@@ -118,7 +118,7 @@ tokens = st.integers(3, 5)
 """So few that rows begin alike to every length."""
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     rows=st.lists(st.lists(tokens, min_size=2, max_size=20), min_size=1, max_size=8), data=st.data()
 )
@@ -338,7 +338,7 @@ def _with_behavior(batch: SAWBatch) -> SAWBatch:
     return make_batch(items)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     seed=st.integers(0, 10_000),
     members=st.lists(st.integers(1, 9), min_size=1, max_size=6),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.errors import EngineClosedError
@@ -29,7 +29,6 @@ def filled_arena() -> Arena:
 batches = st.lists(st.tuples(st.integers(0, SLOTS - 1), st.integers(1, LENGTH)), max_size=3)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(batches, st.integers(0, 5)), max_size=12))
 def test_what_is_read_is_what_was_in_the_slot_when_it_was_kept(steps: list[Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from ludic.inference.local import LocalChatClient, build, sizes
 from ludic.inference.local.attention import register, rotate
 from ludic.inference.local.family_check import through_slots
+from ludic.inference.local.gpu import prefill
 from ludic.inference.local.gpu.fused_layer import FusedLayer, fused_layers
 from ludic.inference.local.sampler import draw
 from ludic.inference.local.view import Forward, module_view
@@ -46,8 +48,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-5) ->
     return bool(((found - wanted).abs() <= tolerance * (1 + wanted.abs())).all())
 
 
-@pytest.mark.parametrize("rows", [1, 20, 70])
-@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("rows", "biased"), [(1, True), (20, False), (70, True)])
 def test_three_projections_side_by_side(
     kernels: Any, random_numbers: torch.Generator, rows: int, biased: bool
 ) -> None:
@@ -71,8 +72,7 @@ def test_the_gated_product(kernels: Any, random_numbers: torch.Generator, rows: 
     assert close(kernels.rms_norm(x, weight, 0.1), F.rms_norm(x, (64,), weight, 0.1))
 
 
-@pytest.mark.parametrize("rows", [1, 20, 70])
-@pytest.mark.parametrize("inner", [64, 192, 320])
+@pytest.mark.parametrize(("rows", "inner"), [(1, 64), (1, 320), (20, 192), (70, 64)])
 def test_a_norm_adds_up_the_parts_of_a_product(
     kernels: Any, random_numbers: torch.Generator, rows: int, inner: int
 ) -> None:
@@ -102,11 +102,11 @@ def test_layers_leave_parts_of_their_sums_to_the_next_norm(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wide = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
-    model = family("Llama", **wide, num_hidden_layers=3).half()
+    model = family("Llama", **wide, num_hidden_layers=2).half()
     monkeypatch.setattr(kernels, "can_be_early", lambda device: True)
     register()
     shape = sizes.kv_shape(model, model.config)
-    ids = torch.tensor([[5, 6, 7, 8]])
+    ids = torch.tensor([[5, 6]])
     logits, used = [], list[torch.Tensor]()
     whole = kernels.split_product
 
@@ -144,9 +144,10 @@ def test_keys_and_values_land_in_their_slots_and_nowhere_else(
     assert torch.equal(values, want_values)
 
 
-@pytest.mark.parametrize("window", [None, 1, 24])
-@pytest.mark.parametrize("heads", [2, 6])
-@pytest.mark.parametrize("turns", [True, False])
+@pytest.mark.parametrize(
+    ("window", "heads", "turns"),
+    [(None, 2, True), (None, 6, False), (1, 6, True), (24, 2, False), (24, 6, True)],
+)
 def test_a_row_attends_to_its_slot_up_to_its_position_and_leaves_its_key_there(
     kernels: Any, random_numbers: torch.Generator, window: int | None, heads: int, turns: bool
 ) -> None:
@@ -179,7 +180,7 @@ def test_a_row_attends_to_its_slot_up_to_its_position_and_leaves_its_key_there(
 def test_draws_are_those_of_the_plain_sampler_and_are_carried_on(
     kernels: Any, random_numbers: torch.Generator
 ) -> None:
-    g, rows, vocab = random_numbers, 40, 5000
+    g, rows, vocab = random_numbers, 12, 5000
     batch = SimpleNamespace(
         inverse_temperature=torch.rand(rows, generator=g) + 0.5,
         keys=torch.randint(-(2**62), 2**62, (rows,), generator=g),
@@ -211,7 +212,7 @@ def test_draws_are_those_of_the_plain_sampler_and_are_carried_on(
     assert torch.equal(batch.positions, positions + batch.live)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "Mistral", "GPT2"])
+@pytest.mark.parametrize("name", ["Qwen2", "GPT2"])
 async def test_an_engine_with_kernels_gives_the_logprobs_of_a_plain_pass(
     kernels: ModuleType, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -226,17 +227,20 @@ async def test_an_engine_with_kernels_gives_the_logprobs_of_a_plain_pass(
     dims = 16 if head_dim else 8
     rng = random.Random(0)
     asks = [
-        request([rng.randrange(258) for _ in range(rng.randrange(1, 16))], seed=i, max_tokens=4)
-        for i in range(4)
+        request([rng.randrange(258) for _ in range(length)], seed=i, max_tokens=2)
+        for i, length in enumerate((5, 1))
     ]
     # One that extends another's prompt, so that a chunk starts in the middle of a slot.
-    asks.append(request([*asks[0].prompt_token_ids, 7, 8, 9], seed=9, max_tokens=4))
+    asks.append(request([*asks[0].prompt_token_ids, 7, 8], seed=9, max_tokens=2))
     monkeypatch.setattr(build, "usable_kernels", lambda shape: kernels if dims == 16 else None)
+    # Padding by one instead of to 4 x 32: the interpreter takes as long for a row that is padding.
+    monkeypatch.setattr(prefill, "_width", lambda tokens: tokens + 1)
+    monkeypatch.setattr(prefill, "_count", lambda sequences: sequences + 1)
     options: Any = {"deterministic": False, "pipelined": True, "max_slots": 4}
     async with LocalChatClient(model, tokenizer, **options) as client:
         answers = [*(await ask_all(client, asks[:-1])), *(await ask_all(client, asks[-1:]))]
         scored = ReturnSpec(prompt_logprobs=True)
-        prompt = tuple(range(5, 12))
+        prompt = tuple(range(5, 9))
         judged = await client.complete_tokens(request(prompt, seed=1, max_tokens=1, returns=scored))
     for answer in answers:
         assert answer.trace is not None
@@ -249,18 +253,6 @@ async def test_an_engine_with_kernels_gives_the_logprobs_of_a_plain_pass(
     assert judged.info["prompt_logprobs"][1:] == pytest.approx(wanted, abs=2e-5)
 
 
-def test_without_a_compiler_the_engine_does_without_kernels(
-    kernels: ModuleType, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(*_: torch.Tensor) -> None:
-        raise RuntimeError("Failed to find C compiler")
-
-    cpu = torch.device("cpu")
-    assert build.can_launch(kernels, cpu)
-    assert not build.can_launch(SimpleNamespace(silu_times=fails), cpu)
-    assert "Failed to find C compiler" in caplog.text
-
-
 def random_adapter(g: torch.Generator, width: int, inner: int, rank: int) -> Adapter:
     down, up = torch.randn(rank, inner, generator=g), torch.randn(width, rank, generator=g)
     return Adapter(down / 8, up / 4, 0.7)
@@ -270,8 +262,7 @@ def merged(weight: torch.Tensor, adapter: Adapter) -> torch.Tensor:
     return weight + adapter.scale * adapter.up @ adapter.down
 
 
-@pytest.mark.parametrize("rows", [1, 70])
-@pytest.mark.parametrize("rank", [4, 16, 20])
+@pytest.mark.parametrize(("rows", "rank"), [(1, 4), (1, 16), (20, 20), (70, 4)])
 def test_products_with_adapters_are_those_of_the_merged_weights(
     kernels: Any, random_numbers: torch.Generator, rows: int, rank: int
 ) -> None:
@@ -292,31 +283,59 @@ def test_products_with_adapters_are_those_of_the_merged_weights(
     assert close(kernels.add_low_rank(total, x, adapters[0]), wanted, 1e-4)
 
 
-def adapted_family(half: bool, **options: Any) -> Any:
+def draw_adapters(model: torch.nn.Module, g: torch.Generator, name: str, std: float) -> None:
+    """New values for every parameter whose name has this part."""
+    with torch.no_grad():
+        for full_name, parameter in model.named_parameters():
+            if name in full_name:
+                parameter.copy_(std * torch.randn(parameter.shape, generator=g))
+
+
+def adapted_family(g: torch.Generator, half: bool, **options: Any) -> Any:
     """A Llama with an adapter whose matrices are not zero."""
     from peft import LoraConfig, get_peft_model
 
-    model = family("Llama", head_dim=16, hidden_size=64, intermediate_size=128)
+    wide = {"head_dim": 16, "hidden_size": 64, "intermediate_size": 128}
+    model = family("Llama", **wide, num_hidden_layers=1)
     adapted: Any = get_peft_model(
         model.half() if half else model, LoraConfig(**options), autocast_adapter_dtype=False
     )
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.3)
+    draw_adapters(adapted, g, "lora_A", 0.1)
+    draw_adapters(adapted, g, "lora_B", 0.3)
     return adapted.get_base_model()
 
 
-def logits_of_views(causal: Any, kernels: ModuleType) -> list[torch.Tensor]:
-    """Of the plain view and of the fused one."""
+def exact_and_fused(
+    causal: Any, kernels: ModuleType, tokens: tuple[int, ...] = (5, 6)
+) -> list[torch.Tensor]:
+    """Logits of the same weights in float32 without kernels, and of the fused view."""
     register()
-    shape = sizes.kv_shape(causal, causal.config)
-    ids, logits = torch.tensor([[5, 6, 7, 8]]), []
-    for view in (module_view(causal), module_view(causal, stand_in=fused_layers(kernels))):
+    ids, logits, exact = torch.tensor([tokens]), [], copy.deepcopy(causal).float()
+    views = module_view(exact), module_view(causal, stand_in=fused_layers(kernels))
+    for model, view in zip((exact, causal), views, strict=True):
+        shape = sizes.kv_shape(model, model.config)
         with torch.inference_mode():
             logits.append(through_slots(Forward(view, torch.device("cpu")), ids, shape))
     assert any(type(m) is FusedLayer for m in view.modules())
     return logits
+
+
+# What half precision may cost: over 20 seeds the fused logits were at most 1.3e-3 from those of
+# float32, where plain torch in half precision was up to 2.7e-3 away.
+HALF = 4e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("Qwen3", {}), ("Mistral", {"sliding_window": 3})],
+    ids=["norms of heads", "window"],
+)
+def test_a_family_gives_the_logits_of_plain_torch(
+    kernels: ModuleType, name: str, changes: dict[str, Any]
+) -> None:
+    tokens = (5, 6, 7, 8, 9, 10)  # two as a chunk, four decoded
+    exact, fused = exact_and_fused(family(name, head_dim=16, **changes), kernels, tokens)
+    assert close(fused, exact)
 
 
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -324,7 +343,10 @@ EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 @pytest.mark.parametrize("early", [True, False])
 def test_adapters_of_every_projection_take_part_in_the_fused_products(
-    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, early: bool
+    kernels: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    random_numbers: torch.Generator,
+    early: bool,
 ) -> None:
     monkeypatch.setattr(kernels, "can_be_early", lambda device: early)
     given = list[int]()
@@ -341,32 +363,41 @@ def test_adapters_of_every_projection_take_part_in_the_fused_products(
 
     for name in ("project", "gated", "split_product"):
         noted(name)
-    causal = adapted_family(True, r=4, lora_alpha=6, target_modules=EVERY)
-    plain, fused = logits_of_views(causal, kernels)
+    causal = adapted_family(random_numbers, True, r=4, lora_alpha=6, target_modules=EVERY)
+    exact, fused = exact_and_fused(causal, kernels)
     assert set(given) == ({1, 2, 3} if early else {2, 3})
-    assert close(fused, plain, 5e-3)
-    with torch.no_grad():
-        for name, parameter in causal.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.2)
-    again = logits_of_views(causal, kernels)
-    assert not close(again[1], fused, 5e-2)
-    assert close(again[1], again[0], 5e-3)
+    assert close(fused, exact, HALF)
+    draw_adapters(causal, random_numbers, "lora_", 0.2)
+    exact, fused_again = exact_and_fused(causal, kernels)
+    assert not close(fused_again, fused, 5e-2)
+    assert close(fused_again, exact, HALF)
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("half", "options"),
     [
-        {"r": 4, "target_modules": ["q_proj", "down_proj", "gate_proj"]},
-        {"r": 4, "target_modules": EVERY, "rank_pattern": {"k_proj": 8, "up_proj": 2}},
-        {"r": 4, "target_modules": EVERY, "use_dora": True},
-        {"r": 80, "target_modules": EVERY},
+        (True, {"r": 4, "target_modules": ["q_proj", "down_proj", "gate_proj"]}),
+        (True, {"r": 4, "target_modules": EVERY, "rank_pattern": {"k_proj": 8, "up_proj": 2}}),
+        (False, {"r": 4, "target_modules": EVERY, "use_dora": True}),
+        (False, {"r": 80, "target_modules": EVERY}),
     ],
     ids=["some", "ranks", "dora", "high"],
 )
-@pytest.mark.parametrize("half", [True, False])
 def test_an_adapter_that_the_kernels_do_not_know_is_called_as_it_is(
-    kernels: ModuleType, options: dict[str, Any], half: bool
+    kernels: ModuleType, random_numbers: torch.Generator, options: dict[str, Any], half: bool
 ) -> None:
-    plain, fused = logits_of_views(adapted_family(half, **options), kernels)
-    assert close(fused, plain, 1e-2 if half else 1e-5)
+    causal = adapted_family(random_numbers, half, **options)
+    exact, fused = exact_and_fused(causal, kernels)
+    assert close(fused, exact, HALF if half else 1e-5)
+
+
+def test_without_a_compiler_the_engine_does_without_kernels(
+    kernels: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: torch.Tensor) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    cpu = torch.device("cpu")
+    assert build.can_launch(kernels, cpu)
+    assert not build.can_launch(SimpleNamespace(silu_times=fails), cpu)
+    assert "Failed to find C compiler" in caplog.text
