@@ -29,7 +29,7 @@ from ludic.runs.settings import RunConfig, check_run
 from ludic.runs.vllm_backend import open_vllm
 from tests.inference.vllm.asking import request, trace_of
 
-RUN = {
+RUN: dict[str, Any] = {
     "model": {"name": "tiny", "precision": "float32"},
     "env": {"kind": "key_door"},
     "inference": {"backend": "vllm", "servers": "registered", "slots": 4},

@@ -13,7 +13,6 @@ from pathlib import Path
 from ludic.errors import ConfigError
 from ludic.inference.vllm import server as vllm
 from ludic.runs.locate import read_run
-from ludic.runs.pipeline.address import find_pipeline, key_of_servers, section_of
 from ludic.runs.settings import RunConfig
 
 Registering = Callable[[str], AbstractContextManager[object]]
@@ -39,8 +38,9 @@ def serve(arguments: Sequence[str]) -> int:
             raise ConfigError("--engine local serves the model of a run: name it with --register")
         return vllm.main(rest)
 
-    from ludic.pipeline.servers import Registration
+    from ludic.pipeline.servers import Registration  # which needs the extra `redis`
     from ludic.pipeline.store import Store
+    from ludic.runs.pipeline.address import find_pipeline, key_of_servers, section_of
 
     config, _, opened = read_run(options.register)
     folder = opened.path if opened is not None else None

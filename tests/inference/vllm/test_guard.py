@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from transformers import Qwen2ForCausalLM
 
+from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.flags import GUARD, ServerSettings, VLLMBuild, command_line, environment
 from ludic.inference.vllm.guard import KEY_FILE, KeyGuard
+from ludic.sharding.weights import ModelWeights
+from tests.inference.vllm.asking import PATIENT, request, trace_of
+from tests.inference.vllm.conftest import NAME, tiny_server
 
 BUILD = VLLMBuild("py", "0.32.0", cpu=True, has_plugin=True)
 
@@ -71,3 +77,29 @@ def test_servers_join_and_leave_and_one_that_was_started_again_is_another() -> N
     assert [replica.out for replica in client.replicas] == ["new"]
     assert client.set_servers({"http://b:1": "z"}), "those who publish nothing ask it again"
     assert [replica.out for replica in client.replicas] == [None]
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(1800)
+async def test_a_real_server_changes_its_weights_for_those_with_the_key_alone(
+    model_folder: Path, model: Qwen2ForCausalLM, tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_text("secret")
+    closed = ("/pause", "/resume", "/start_weight_update", "/update_weights", "/collective_rpc")
+    closed += ("/finish_weight_update", "/init_weight_transfer_engine", "/v1/completions")
+    closed += ("/reset_prefix_cache", "/inference/v1/generate", "/openapi.json", "/metrics")
+    key_file = str(tmp_path / "key")
+    with tiny_server(model_folder, tmp_path / "server.log", key_file=key_file) as server:
+        async with aiohttp.ClientSession() as session:
+            for path in closed:
+                for headers in ({}, {"Authorization": "Bearer other"}):
+                    async with session.post(server.url + path, headers=headers, json={}) as answer:
+                        assert answer.status == 401, path
+            async with session.get(server.url + "/health") as answer:
+                assert answer.status == 200
+        async with VLLMChatClient(server.url, model=NAME, api_key="secret") as client:
+            publisher = BroadcastPolicyPublisher(client, **PATIENT)
+            report = await publisher.publish(ModelWeights(model), 4)
+            assert report.verified
+            trace = trace_of(await client.complete_tokens(request()))
+            assert [span.version for span in trace.version_spans] == [4]
