@@ -56,7 +56,7 @@ def test_room_that_goes_while_it_is_written_is_said_as_well(
     def full(*_: Any) -> NoReturn:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("os.posix_fallocate", full)
+    monkeypatch.setattr(shared_memory, "fill_file", full)
     with pytest.raises(PublishError, match="--shm-size"):
         write_shared(WEIGHTS)
     assert not list(folder.glob("ludic-*"))

@@ -150,7 +150,8 @@ async def check(what: str, mesh: DeviceMesh) -> None:
         if what == "apart":  # as if the ranks were on two hosts
             patch.setattr(local, "ranks_share_memory", lambda _: False)
         if what == "fails":
-            patch.setattr(shards, "_write_rows", shards._write_rows if world.leads else fail)
+            if not world.leads:
+                patch.setattr(shards, "fill_shared", fail)
             await check_failure(model, world)
         else:
             await check_publish(what, model, world)

@@ -11,19 +11,23 @@ replace what was there, so a difference may be applied twice; applied to other w
 made against it gives garbage. Whoever applies one compares checksums (`vllm/checksums.py`) before
 the result is used.
 
-It is computed on the host, in NumPy: one thread is several times as quick there as in torch.
+It is computed on the host, in NumPy: one thread is several times as quick there as in torch. Many
+tensors are compared in as many threads as torch uses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Shaped, UInt8
 from numpy.typing import NDArray
 from torch import Tensor
+
+if TYPE_CHECKING:  # vLLM's workers import this file, and need not have jaxtyping
+    from jaxtyping import Shaped, UInt8
 
 _HEADER = 8
 _SKIP = 255
@@ -40,8 +44,9 @@ def encode_all(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str
     same names, types and shapes."""
     if old.keys() != new.keys():
         raise ValueError(f"the tensors are not the same: {sorted(old.keys() ^ new.keys())[:3]}")
-    encoded = ((name, encode(old[name], tensor)) for name, tensor in new.items())
-    return {name: difference for name, difference in encoded if difference.numel()}
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        encoded = dict(zip(new, threads.map(lambda n: encode(old[n], new[n]), new), strict=True))
+    return {name: difference for name, difference in encoded.items() if difference.numel()}
 
 
 def apply_all(differences: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from ludic.distributed.differences import apply_all
 from ludic.distributed.vllm.checksums import receipt
 from ludic.distributed.vllm.shared_memory import SharedFolder
-from ludic.distributed.weights_file import bytes_of, layout_of, make_file, map_file
+from ludic.distributed.weights_file import bytes_of, fill_file, layout_of, make_file, map_file
 from ludic.errors import DeadlineError, PublishError
 
 _POLL_S = 0.02
@@ -112,8 +112,7 @@ class HostCopy:
                     "or --ipc=host), or publish without differences"
                 )
             make_file(made, layout)
-            for name, tensor in map_file(made).items():
-                tensor.copy_(arrived[name])
+            fill_file(made, ((name, tensor, 0) for name, tensor in arrived.items()))
         made.rename(self._weights)
 
     def _read(self) -> dict[str, Any]:

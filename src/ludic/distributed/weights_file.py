@@ -4,10 +4,10 @@ written: several processes fill in their parts, or change the tensors where they
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,8 +42,7 @@ def bytes_of(layout: Layout) -> int:
 
 
 def make_file(path: Path, layout: Layout) -> None:
-    """Makes a file of zeros. Its memory is taken now, so that a lack of room is an `OSError` here
-    and not a signal for whoever writes into it later."""
+    """Makes a file of zeros, which take no room yet."""
     entries: dict[str, object] = {}
     end = 0
     # Large elements first: then each begins at a multiple of its size.
@@ -54,21 +53,40 @@ def make_file(path: Path, layout: Layout) -> None:
     header += b" " * (-len(header) % 8)
     with path.open("xb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        os.posix_fallocate(file.fileno(), 0, 8 + len(header) + max(end, 1))
         file.truncate(8 + len(header) + end)
+
+
+def fill_file(path: Path, parts: Iterable[tuple[str, Tensor, int]]) -> None:
+    """Writes rows into such a file: the name of the tensor, the rows, and the number of the first.
+    Several processes may fill one file. Raises `OSError` where there is no room: written to a
+    mapping, rows without room would end the process."""
+    begins, header = _header(path)
+    with path.open("r+b", buffering=0) as file:
+        for name, rows, first in parts:
+            data = rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            row = rows[0].numel() * rows.element_size() if rows.ndim and len(rows) else 0
+            file.seek(begins + header[name]["data_offsets"][0] + first * row)
+            unwritten = data.data
+            while unwritten:
+                unwritten = unwritten[file.write(unwritten) :]
 
 
 def map_file(path: Path) -> dict[str, Tensor]:
     """The file's tensors, mapped and not copied: what is written to them is in the file, for
     everybody who has mapped it."""
+    begins, header = _header(path)
+    size = path.stat().st_size
+    data = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)[begins:]
+    return {
+        name: data[slice(*entry["data_offsets"])].view(_TYPES[entry["dtype"]]).view(entry["shape"])
+        for name, entry in header.items()
+    }
+
+
+def _header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where the tensors begin, and each one's entry."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    size = path.stat().st_size
-    data = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)[8 + length :]
-    tensors: dict[str, Tensor] = {}
-    for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            tensors[name] = data[begin:end].view(_TYPES[entry["dtype"]]).view(entry["shape"])
-    return tensors
+    header.pop("__metadata__", None)
+    return 8 + length, header

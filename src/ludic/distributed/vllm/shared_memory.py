@@ -14,14 +14,21 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch import Tensor
 
 from ludic.distributed.interfaces import Snapshot
-from ludic.distributed.weights_file import Layout, bytes_of, layout_of, make_file, map_file
+from ludic.distributed.weights_file import (
+    Layout,
+    bytes_of,
+    fill_file,
+    layout_of,
+    make_file,
+    map_file,
+)
 from ludic.errors import PublishError
 
 _PREFIX = "ludic-publish-"
@@ -128,7 +135,8 @@ def is_abandoned(path: Path) -> bool:
 
 
 class SharedWeights(Snapshot):
-    """Tensors in a file in shared memory. The file is removed when nobody has this any more."""
+    """Tensors in a file in shared memory, for one publish: the file is removed when nobody has this
+    any more, unless a host took it as its copy, which later differences change."""
 
     def __init__(self, path: Path, folder: OwnedFolder) -> None:
         super().__init__(map_file(path))
@@ -136,34 +144,55 @@ class SharedWeights(Snapshot):
 
 
 def make_shared(layout: Layout) -> SharedWeights:
-    """A new file with room for such tensors, all zero."""
+    """A new file for such tensors, all zero."""
     folder = OwnedFolder()
-    needed = bytes_of(layout)
-    try:
-        if needed > shutil.disk_usage(folder.parent).free:
+    with _removing(folder), _saying_what_is_free(folder.parent, layout):
+        if bytes_of(layout) > shutil.disk_usage(folder.parent).free:
             raise OSError(errno.ENOSPC, "No space left")
         path = folder.path / _WEIGHTS
         make_file(path, layout)
         return SharedWeights(path, folder)
-    except BaseException as exc:
-        folder.close()
-        if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
-            free = shutil.disk_usage(folder.parent).free
-            raise PublishError(
-                f"the weights need {needed / 2**20:,.1f} MiB in {folder.parent}, and "
-                f"{free / 2**20:,.1f} MiB are free there: give it more (Docker: --shm-size, or "
-                "--ipc=host), or publish over another plane (ipc for weights on the servers' GPU, "
-                "nccl for those on others)"
-            ) from exc
-        raise
+
+
+def fill_shared(path: Path, layout: Layout, parts: Iterable[tuple[str, Tensor, int]]) -> None:
+    """Writes rows into a file that `make_shared` made: see `fill_file`."""
+    with _saying_what_is_free(path.parent.parent, layout):
+        fill_file(path, parts)
 
 
 def write_shared(weights: Mapping[str, Tensor]) -> tuple[Path, OwnedFolder]:
     """Writes the tensors to a file in a new folder, which the caller closes."""
-    shared = make_shared(layout_of(weights))
-    for name, tensor in weights.items():
-        shared[name].copy_(tensor.detach())
+    layout = layout_of(weights)
+    shared = make_shared(layout)
+    with _removing(shared.folder):
+        fill_shared(shared.path, layout, ((name, tensor, 0) for name, tensor in weights.items()))
     return shared.path, shared.folder
+
+
+@contextmanager
+def _removing(folder: OwnedFolder) -> Iterator[None]:
+    """Removes the folder where its body raises."""
+    try:
+        yield
+    except BaseException:
+        folder.close()
+        raise
+
+
+@contextmanager
+def _saying_what_is_free(parent: Path, layout: Layout) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno != errno.ENOSPC:
+            raise
+        free = shutil.disk_usage(parent).free
+        raise PublishError(
+            f"the weights need {bytes_of(layout) / 2**20:,.1f} MiB in {parent}, and "
+            f"{free / 2**20:,.1f} MiB are free there: give it more (Docker: --shm-size, or "
+            "--ipc=host), or publish over another plane (ipc for weights on the servers' GPU, "
+            "nccl for those on others)"
+        ) from exc
 
 
 def open_shared(path: Path) -> Iterator[tuple[str, Tensor]]:
