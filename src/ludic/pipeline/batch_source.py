@@ -14,7 +14,7 @@ from ludic.errors import CheckpointError, DeadlineError, PipelineError
 from ludic.pipeline import reading
 from ludic.pipeline.lease import TrainerLease
 from ludic.pipeline.ledger import Bounds, Ledger, UnitFeed
-from ludic.pipeline.messages import Group, unit_message
+from ludic.pipeline.messages import Group, Unit, unit_message
 from ludic.pipeline.store import LostRunError, entries, flat
 from ludic.rollouts.curricula import Curriculum
 from ludic.rollouts.storage import BufferedWriter, RolloutWriterLike, write_rollouts
@@ -265,14 +265,18 @@ class PipelineBatchSource(BatchSource):
         """Reads finished groups; returns the last entry, empty if there was none."""
         answer = await self.lease.run_async("read", start, _READ)
         groups = entries(answer[1])
+        unread: dict[int, tuple[bytes, Unit]] = {}
         for _, number, message in groups:
-            if number not in self.ledger.outstanding or number in self._groups:
-                continue
-            unit = self.ledger.unit(number, max_steps=self.max_steps, policy=self.lease.serial)
-            self._groups[number] = await asyncio.to_thread(reading.open_group, message, unit)
+            if number in self.ledger.outstanding and number not in self._groups:
+                unread.setdefault(number, (message, self._unit(number)))
+        self._groups |= await asyncio.to_thread(reading.open_groups, unread)
         return groups[-1][0] if groups else ""
 
     # Asking
+
+    def _unit(self, number: int, newest: tuple[int, int] = (0, 0)) -> Unit:
+        policy = self.lease.serial
+        return self.ledger.unit(number, max_steps=self.max_steps, policy=policy, newest=newest)
 
     async def _ask_more(self) -> None:
         books = self.ledger
@@ -292,10 +296,8 @@ class PipelineBatchSource(BatchSource):
         lease, waits = self.lease, self.stale == "wait"
         newest = (lease.attempt, lease.version or 0) if waits else (0, 0)
         for number in numbers:
-            unit = self.ledger.unit(
-                number, max_steps=self.max_steps, policy=lease.serial, newest=newest
-            )
             of = self.ledger.outstanding[number].of
+            unit = self._unit(number, newest)
             rows.append((number, "" if of is None else of, unit_message(unit)))
         for at in range(0, len(rows), _READ):
             part = flat(rows[at : at + _READ])

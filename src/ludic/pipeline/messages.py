@@ -11,22 +11,22 @@ are checked like those of a file. Nothing is unpickled and nothing is executed.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
-import numpy as np
 import zstandard
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from ludic.errors import DataError, SchemaVersionError, SerializationError
 from ludic.rollouts.requests import RolloutRequest
 from ludic.rollouts.stored_prompts import StoredRollout, with_repeats, without_repeats
-from ludic.types import AgentStep, Rollout, TokenTrace, VersionSpan, from_json, to_json
+from ludic.types import AgentStep, Rollout, TokenTrace, VersionSpan, are_ids, from_json, to_json
 
 SCHEMA = 1
 """The version of the messages' layout; a message of a newer one is refused."""
@@ -69,8 +69,11 @@ class _Envelope(msgspec.Struct, array_like=True, frozen=True):
     body: bytes
 
 
+_Dtype: TypeAlias = Literal["<i4", "<i8", "<f4", "<f8"]
+
+
 class _Array(msgspec.Struct, array_like=True, frozen=True):
-    dtype: Literal["<i4", "<i8", "<f4", "<f8"]
+    dtype: _Dtype
     data: bytes
 
 
@@ -131,7 +134,7 @@ def read_group(message: bytes) -> Group:
     body: _Group = unpack("group", message, cls=_Group)
     try:
         rollouts = tuple(map(_get_rollout, body.rollouts))
-    except (DataError, ValueError, TypeError, OverflowError) as exc:
+    except (DataError, ValueError, TypeError, OverflowError, struct.error) as exc:
         raise SerializationError(f"group {body.number}: {exc}") from exc
     return Group(body.number, rollouts, body.actor, body.refused)
 
@@ -142,7 +145,7 @@ def _put_rollout(rollout: Rollout) -> _Rollout:
     return _Rollout(
         to_json(with_traces(stored.rollout, lambda _: None)).decode(),
         [None if trace is None else _put_trace(trace) for trace in traces],
-        _put(np.array(stored.shared, dtype=np.int64)),
+        _put("<i8", stored.shared),
     )
 
 
@@ -152,7 +155,7 @@ def _get_rollout(data: _Rollout) -> Rollout:
         raise SerializationError(f"rollout {bare.id!r}: {len(data.traces)} traces for its calls")
     traces = map(_get_trace, data.traces)
     whole = with_traces(bare, lambda _: next(traces))
-    return with_repeats(StoredRollout(whole, tuple(_listed(data.shared))))
+    return with_repeats(StoredRollout(whole, _get(data.shared)))
 
 
 def with_traces(
@@ -174,11 +177,11 @@ def _put_trace(trace: TokenTrace) -> _Trace:
         _put_ids(trace.prompt_token_ids),
         _put_ids(trace.completion_token_ids),
         None if logprobs is None else _put_floats(logprobs),
-        _put(np.array(spans, dtype=np.int64).reshape(-1)),
+        _put("<i8", [number for span in spans for number in span]),
         None
         if kept is None
         else (
-            _put(np.array([len(ids) for ids in kept], dtype=np.int64)),
+            _put("<i8", [len(ids) for ids in kept]),
             _put_ids([i for ids in kept for i in ids]),
         ),
     )
@@ -187,51 +190,50 @@ def _put_trace(trace: TokenTrace) -> _Trace:
 def _get_trace(data: _Trace | None) -> TokenTrace | None:
     if data is None:
         return None
+    spans = iter(_get(data.spans))
     return TokenTrace(
-        tuple(_listed(data.prompt)),
-        tuple(_listed(data.completion)),
-        None if data.logprobs is None else tuple(_listed(data.logprobs)),
-        tuple(VersionSpan(*row) for row in _got(data.spans).reshape(-1, 4).tolist()),
+        _get(data.prompt),
+        _get(data.completion),
+        None if data.logprobs is None else _get(data.logprobs),
+        tuple(VersionSpan(*span) for span in zip(spans, spans, spans, spans, strict=True)),
         None if data.kept is None else _get_kept(*data.kept),
     )
 
 
 def _get_kept(lengths: _Array, ids: _Array) -> tuple[tuple[int, ...], ...]:
-    arrays = _got(lengths), _got(ids)
-    counts, flat = (array.tolist() for array in arrays)
-    whole = all(array.dtype.kind == "i" and (array >= 0).all() for array in arrays)
-    if not whole or sum(counts) != len(flat):
+    counts, flat = _get(lengths), _get(ids)
+    if not (are_ids(counts) and are_ids(flat)) or sum(counts) != len(flat):
         raise SerializationError("the kept ids of a model call are no ids, or do not add up")
-    return tuple(tuple(flat[a:b]) for a, b in pairwise((0, *accumulate(counts))))
+    return tuple(flat[a:b] for a, b in pairwise((0, *accumulate(counts))))
 
 
 def _put_ids(values: Sequence[int]) -> _Array:
-    ids = np.array(values, dtype=np.int64)
-    small = ids.astype(np.int32)
-    return _put(small if np.array_equal(small, ids) else ids)
+    try:
+        return _put("<i4", values)
+    except struct.error:  # one of more than 31 bits
+        return _put("<i8", values)
 
 
 def _put_floats(values: Sequence[float]) -> _Array:
     """In half the room where nothing is lost by it, which is the rule: log-probs are float32."""
-    exact = np.array(values, dtype=np.float64)
-    with np.errstate(over="ignore"):
-        small = exact.astype(np.float32)
-    return _put(small if small.astype(np.float64).tobytes() == exact.tobytes() else exact)
+    with suppress(OverflowError):
+        if _get(small := _put("<f4", values)) == tuple(values):
+            return small
+    return _put("<f8", values)
 
 
-def _put(values: NDArray[Any]) -> _Array:
-    code: Any = values.dtype.newbyteorder("<").str
-    return _Array(code, values.astype(code, copy=False).tobytes())
+_CODES = {"<i4": "i", "<i8": "q", "<f4": "f", "<f8": "d"}
 
 
-def _got(array: _Array) -> NDArray[Any]:
-    """Read-only; `ValueError` for one that is cut."""
-    return np.frombuffer(array.data, dtype=array.dtype)
+def _put(dtype: _Dtype, values: Sequence[float]) -> _Array:
+    return _Array(dtype, struct.pack(f"<{len(values)}{_CODES[dtype]}", *values))
 
 
-def _listed(array: _Array) -> list[Any]:
-    values: list[Any] = _got(array).tolist()
-    return values
+def _get(array: _Array) -> tuple[Any, ...]:
+    """Raises `struct.error` for one that is cut."""
+    return struct.unpack(
+        f"<{len(array.data) // int(array.dtype[2])}{_CODES[array.dtype]}", array.data
+    )
 
 
 def pack(kind: str, body: Any) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -53,6 +53,11 @@ class BadGroups:
                 f"unit {number}, which is {group.reason}: {group.why}. Run actors and trainer with "
                 "the same version and the same run file"
             )
+
+
+def open_groups(unread: Mapping[int, tuple[bytes, Unit]]) -> dict[int, Group | BadGroup]:
+    """The groups in messages, by number: for a thread of its own."""
+    return {number: open_group(*pair) for number, pair in unread.items()}
 
 
 def open_group(message: bytes, unit: Unit) -> Group | BadGroup:

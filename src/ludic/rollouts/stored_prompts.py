@@ -42,6 +42,8 @@ def with_repeats(stored: StoredRollout) -> Rollout:
     traces = _traces(stored.rollout)
     if len(stored.shared) != len(traces):
         raise SerializationError(f"shared has {len(stored.shared)} entries for {len(traces)} calls")
+    if not any(stored.shared):
+        return stored.rollout
     prompts: list[tuple[int, ...]] = []
     before: tuple[int, ...] = ()
     for number, (trace, count) in enumerate(zip(traces, stored.shared, strict=True)):
