@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ import aiohttp
 import torch
 
 from benchmarks.local_engine import half_billion_config
-from benchmarks.publish import stage_medians, stage_table
 from benchmarks.vllm_in_process import ids_of
+from ludic.distributed import PublishReport
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.sampling import SamplingConfig
@@ -377,6 +377,19 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         )
         await results.part("tiny", lambda: measure("tiny", lambda: tiny, args, sizes, results), 400)
     return results.figures
+
+
+def stage_medians(reports: Sequence[PublishReport]) -> dict[str, float]:
+    """The median seconds of each stage that every publish had, the first left out: it also warms
+    up the trainer and writes the canary's prompt."""
+    parts = [r.details["stages"] for r in (reports[1:] or reports)]
+    shared = [name for name in parts[0] if all(name in p for p in parts)]
+    return {name: statistics.median(p[name] for p in parts) for name in shared}
+
+
+def stage_table(medians: Mapping[str, float]) -> str:
+    """The medians as lines of text."""
+    return "\n".join(f"  {name:<18} {1000 * took:9.1f} ms" for name, took in medians.items())
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ from ludic.plan.shapes import shape_named
 from ludic.plan.workload import Lengths, Workload
 from ludic.rollouts.storage import read_rollouts
 from ludic.runs.locate import read_run
-from ludic.runs.memory import config_of, plan_run
+from ludic.runs.memory import plan_run, shape_by_name
 from ludic.runs.model import algorithm_of, build_model
 from ludic.runs.settings import RunConfig
 from ludic.training.update.budget import shape_of
@@ -98,7 +98,7 @@ def _shape(config: RunConfig, said: str | None) -> ModelShape:
         return shape_named(said)
     if config.model.name == "tiny":
         return shape_of(build_model(config)[0]) or shape_named("tiny")
-    return ModelShape.of(config_of(config)) or shape_named(config.model.name)
+    return shape_by_name(config.model) or shape_named(config.model.name)
 
 
 def _workload(config: RunConfig, given: Given) -> tuple[Workload, dict[str, str]]:

@@ -85,9 +85,9 @@ async def test_a_real_server_changes_its_weights_for_those_with_the_key_alone(
     model_folder: Path, model: Qwen2ForCausalLM, tmp_path: Path
 ) -> None:
     (tmp_path / "key").write_text("secret")
-    closed = ("/pause", "/resume", "/start_weight_update", "/update_weights", "/collective_rpc")
-    closed += ("/finish_weight_update", "/init_weight_transfer_engine", "/v1/completions")
-    closed += ("/reset_prefix_cache", "/inference/v1/generate", "/openapi.json", "/metrics")
+    closed = ["/pause", "/resume", "/start_weight_update", "/update_weights", "/collective_rpc"]
+    closed += ["/finish_weight_update", "/init_weight_transfer_engine", "/v1/completions"]
+    closed += ["/reset_prefix_cache", "/inference/v1/generate", "/openapi.json", "/metrics"]
     key_file = str(tmp_path / "key")
     with tiny_server(model_folder, tmp_path / "server.log", key_file=key_file) as server:
         async with aiohttp.ClientSession() as session:
