@@ -35,9 +35,9 @@ from ludic.training.update.passes import Passes
 from ludic.training.update.planning import Cost
 from ludic.training.update.policy import Policy
 
-_TOKENS = (512, 2048)
+_TOKENS = (256, 1024)
 _ROWS = (1, 8, 32)
-_STEPS = (8, 40)
+_STEPS = (4, 20)
 _PROMPT = 16
 
 
@@ -88,7 +88,7 @@ def measure_profile(run: str, overrides: Sequence[str] = ()) -> Profile:
 
 
 def _passes(model: nn.Module, loss: Any, settings: Any, costs: Costs) -> list[Measured]:
-    """Seconds of forward and backward, and the optimizer, the quickest of three."""
+    """Seconds of forward and backward, and the optimizer, the quickest of two."""
     policy, vocab = Policy(model, settings), vocabulary_size(base_causal_lm(model))
     optimizer = make_optimizer(model.named_parameters(), replace(settings, precision=None))
     device, longest = next(model.parameters()).device, min(settings.max_seq_len, 512)
@@ -98,7 +98,7 @@ def _passes(model: nn.Module, loss: Any, settings: Any, costs: Costs) -> list[Me
         passes = Passes(policy, loss, cfg, World(device=device), Cost(), recovers=False)
         batch = synthetic_batch(tokens, longest, 0.75, vocab)
         times = []
-        for _ in range(4):
+        for _ in range(3):
             begin = _now(device)
             if not update_fits(passes, batch, optimizer):
                 raise ConfigError(f"a pass of {tokens} tokens does not fit: calibrate without it")
@@ -112,7 +112,7 @@ def _passes(model: nn.Module, loss: Any, settings: Any, costs: Costs) -> list[Me
 
 
 async def _steps(client: Any, costs: Costs, device: torch.device) -> list[Measured]:
-    """Seconds of a decode step by its rows: what more of them take, the quickest of three."""
+    """Seconds of a decode step by its rows: what more of them take, the quickest of two."""
     rows: list[Measured] = []
     async with client:
         room = (client.max_context_tokens or 256) - _PROMPT
@@ -120,7 +120,7 @@ async def _steps(client: Any, costs: Costs, device: torch.device) -> list[Measur
         for count in _ROWS:
             times = {}
             for steps in (few, many):
-                tries = [await _sampled(client, count, steps, device) for _ in range(3)]
+                tries = [await _sampled(client, count, steps, device) for _ in range(2)]
                 times[steps] = min(tries)
             each = max((times[many] - times[few]) / (many - few), 1e-9)
             cached = count * (_PROMPT + (few + many) / 2)
