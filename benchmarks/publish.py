@@ -69,11 +69,9 @@ class Policy:
 
     def step(self) -> int:
         """Changes the weights; returns their version."""
-        noise = torch.Generator().manual_seed(self.version)
         for name, weight in self.model.named_parameters():
             master = self.masters.setdefault(name, weight.detach().float().clone())
-            sign = torch.randint(0, 2, master.shape, generator=noise, dtype=torch.int8)
-            master.add_(sign.float().mul_(2).sub_(1), alpha=self.learning_rate)
+            master.add_(master.sign(), alpha=self.learning_rate)
             weight.data.copy_(master)
         self.version += 1
         return self.version

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,15 +107,6 @@ class Broken:
         self._socket.close()
 
 
-@contextmanager
-def broken(answer: Callable[[socket.socket, int], None]) -> Iterator[Broken]:
-    source = Broken(answer)
-    try:
-        yield source
-    finally:
-        source.close()
-
-
 def head(size: int) -> bytes:
     return f"HTTP/1.1 206 part\r\nContent-Length: {size}\r\n\r\n".encode()
 
@@ -186,7 +177,7 @@ def test_a_host_that_sends_wrong_bytes_or_dies_is_left_for_the_trainer(
     answer: Callable[[socket.socket, int], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with broken(answer) as source:
+    with closing(Broken(answer)) as source:
         register(store, source.url, policy)
         here = host("a").fetch(policy)
     assert file_checksum(Path(here.path)) == policy.checksum
@@ -203,7 +194,7 @@ def test_a_host_that_is_too_slow_is_left_for_the_trainer(
         while not ended.wait(0.05):
             link.sendall(b"x")
 
-    with broken(drips) as source:
+    with closing(Broken(drips)) as source:
         register(store, source.url, policy)
         here = host("a", Patience(60.0, 20.0, piece_s=0.5)).fetch(policy)
         ended.set()
