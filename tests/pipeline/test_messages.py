@@ -24,6 +24,9 @@ from ludic.pipeline.messages import (
     unpack,
 )
 from ludic.rollouts import RolloutRequest
+from ludic.saw.building import batch_from_rollouts
+from ludic.saw.codec import batch_to_dict
+from ludic.training import MonteCarloReturn
 from ludic.types import (
     AgentStep,
     EnvSpec,
@@ -34,6 +37,7 @@ from ludic.types import (
     TokenTrace,
     VersionSpan,
 )
+from tests.saw import drawing
 from tests.test_types import ROLLOUTS
 
 BODIES = st.recursive(
@@ -61,6 +65,27 @@ def test_a_group_comes_back_to_the_bit(rollouts: list[Rollout]) -> None:
     back = read_group(group_message(group))
     # As text: NaN is not equal to itself, but its text is.
     assert repr(back) == repr(group)
+
+
+@given(st.tuples(drawing.rollouts("a"), drawing.rollouts("b")))
+def test_a_batch_is_the_same_to_the_bit_whether_its_rollouts_were_sent_or_not(
+    members: tuple[Rollout, ...],
+) -> None:
+    sent = read_group(group_message(Group(0, members))).rollouts
+    batches = (batch_from_rollouts(rollouts, MonteCarloReturn()) for rollouts in (members, sent))
+    # As text, in which every float32 is exact.
+    ours, theirs = map(repr, map(batch_to_dict, batches))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("logprob", [-0.0, -1e-45, -0.1, -1e300, -7])
+def test_a_log_prob_keeps_its_bits_in_four_bytes_or_eight(logprob: float) -> None:
+    rollout = sampled(completion_logprobs=(logprob, -0.5))
+    (back,) = read_group(group_message(Group(0, (rollout,)))).rollouts
+    trace = back.agent_steps[0].trace
+    assert trace is not None
+    assert trace.completion_logprobs is not None
+    assert repr(trace.completion_logprobs) == repr((float(logprob), -0.5))
 
 
 @pytest.mark.parametrize("ids", [(1, 2), (2**40, 0), ()])
