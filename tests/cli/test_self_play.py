@@ -26,6 +26,7 @@ TINY = [
     "training.rollouts_per_update=8",
     "algorithm.kwargs.group_size=2",
     "training.checkpoint_every=2",
+    "training.schedule=constant",  # another needs the number of steps, which resuming changes
     "training.past_opponents=2",
     "eval.episodes=4",
 ]
@@ -60,15 +61,10 @@ def test_a_policy_trains_against_itself_and_its_past_and_resumes_to_the_same_wei
 
     halved = [*TINY, "training.steps=3"]
     halved.remove("training.steps=5")
-    # The schedule needs the number of steps, which a longer goal would change.
-    ludic("train", "tic-tac-toe-self-play", *halved, "training.schedule=constant", "--out", "part")
+    ludic("train", "tic-tac-toe-self-play", *halved, "--out", "part")
     done = ludic("train", "--resume", "part", "training.steps=5")
     assert done.code == 0, done.err
-    ludic(
-        "train", "tic-tac-toe-self-play", *TINY, "training.schedule=constant", "--out", "straight"
-    )
-    assert weights(tmp_path / "part") == weights(tmp_path / "straight")
-    assert weights(tmp_path / "part") != weights(folder)
+    assert weights(tmp_path / "part") == weights(folder)
 
     replayed = ludic("replay", folder / "rollouts" / "train.jsonl.zst")
     assert "played with other models" in replayed.out

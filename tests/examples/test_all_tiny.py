@@ -1,26 +1,27 @@
 """Every example's tiny setting trains for a few updates, all of them in this process.
 
-A new example is a new row of `EXAMPLES`: a run file, or a script with its arguments.
+A new example is a new row of `EXAMPLES`: a run file, or a script with its arguments. The scripts
+for Tic-Tac-Toe follow each other in `test_tic_tac_toe.py`.
 """
 
 from __future__ import annotations
 
 import json
-import runpy
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
 import pytest
-import torch
 
 from ludic.runs.run import Run
+from tests.examples.conftest import EXAMPLES_FOLDER, run_script
 
-pytestmark = [pytest.mark.examples, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.examples,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("process_as_it_was"),
+]
 
-EXAMPLES_FOLDER = Path(__file__).resolve().parents[2] / "examples"
 FEW = ["training.steps=2", "training.rollouts_per_update=16", "sft.examples=40", "sft.steps=20"]
 FEW += ["sft.batch_size=16", "eval.episodes=8", "logging.loggers=[]"]
 
@@ -28,17 +29,13 @@ FEW += ["sft.batch_size=16", "eval.episodes=8", "logging.loggers=[]"]
 @dataclass(frozen=True)
 class Example:
     """`path` in `examples/`, and what follows it on the command line. A run file is cut down to
-    `FEW` first; a script writes its run below the working directory. `before` are scripts that
-    have to run first, and `sandbox` says that it cannot do without bubblewrap."""
+    `FEW` first; a script writes its run below the working directory. `sandbox` says that it cannot
+    do without bubblewrap."""
 
     path: str
     arguments: tuple[str, ...] = ()
-    before: tuple[tuple[str, ...], ...] = ()
     sandbox: bool = False
 
-
-MOVES = ("tic_tac_toe/generate_synth_data.py", "--games", "8")
-COLD_START = ("tic_tac_toe/sft_tic_tac_toe.py", "--steps", "10", "--batch-size", "16")
 
 EXAMPLES = [
     Example("gsm8k/tiny.toml"),
@@ -49,28 +46,7 @@ EXAMPLES = [
     Example("code_exec/tiny.toml", sandbox=True),
     Example("compaction/tiny.toml"),
     Example("fsdp2_training/make_tiny.py", ("--output", "run", "--steps", "3")),
-    Example(
-        "tic_tac_toe/train_tic_tac_toe.py",
-        ("--steps", "2", "--rollouts-per-update", "8", "--group-size", "4", "--rank", "2"),
-        before=(MOVES, COLD_START),
-    ),
 ]
-
-
-def run_script(path: str, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `python examples/PATH …` in the working directory."""
-    monkeypatch.setattr(sys, "argv", [path, *arguments])
-    sys.path.insert(0, str((EXAMPLES_FOLDER / path).parent))
-    runpy.run_path(str(EXAMPLES_FOLDER / path), run_name="__main__")
-
-
-@pytest.fixture(autouse=True)
-def _process_as_it_was() -> Iterator[None]:
-    """A run sets the number of threads, and puts the folder of its modules on the path."""
-    threads, path = torch.get_num_threads(), list(sys.path)
-    yield
-    torch.set_num_threads(threads)
-    sys.path[:] = path
 
 
 @pytest.mark.parametrize(
@@ -86,8 +62,6 @@ def test_it_trains(example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyP
         settings = [*FEW, *example.arguments]
         Run.from_file(EXAMPLES_FOLDER / example.path, settings, out=tmp_path / "run").go()
     else:
-        for script, *arguments in example.before:
-            run_script(script, *arguments, monkeypatch=monkeypatch)
         run_script(example.path, *example.arguments, monkeypatch=monkeypatch)
     logs = list(tmp_path.rglob("metrics.jsonl"))
     updates = [json.loads(line) for log in logs for line in log.open(encoding="utf-8")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -13,29 +12,26 @@ from typing import Any
 import pytest
 
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
+from tests.examples.conftest import run_script
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(where: Path, script: str, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), *arguments],
-        cwd=where,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.mark.examples
+@pytest.mark.usefixtures("process_as_it_was")
+def test_data_cold_start_grpo_and_evaluation_follow_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ludic.inference.vllm.server.DEFAULT_PORT", 9)  # where nobody listens
 
+    def run(script: str, *arguments: str) -> str:
+        run_script(script, *arguments, monkeypatch=monkeypatch)
+        return capsys.readouterr().out
 
-def test_data_cold_start_grpo_and_evaluation_follow_each_other(tmp_path: Path) -> None:
-    made = run(tmp_path, "tic_tac_toe/generate_synth_data.py", "--games", "8")
+    made = run("tic_tac_toe/generate_synth_data.py", "--games", "8")
     rows = (tmp_path / "runs/tic_tac_toe/moves.jsonl").read_text().splitlines()
     assert f"wrote {len(rows)} moves of 8 games" in made
     last = json.loads(rows[0])["messages"][-1]
@@ -43,12 +39,12 @@ def test_data_cold_start_grpo_and_evaluation_follow_each_other(tmp_path: Path) -
     assert last["content"].startswith("<move>")
 
     # Enough for a form of answer, not for a game.
-    told = run(tmp_path, "tic_tac_toe/sft_tic_tac_toe.py", "--steps", "25", "--batch-size", "16")
+    told = run("tic_tac_toe/sft_tic_tac_toe.py", "--steps", "25", "--batch-size", "16")
     assert "saved to runs/tic_tac_toe/sft" in told
     assert (tmp_path / "runs/tic_tac_toe/sft/tokenizer.json").is_file()
 
     small = ["--steps", "2", "--rollouts-per-update", "8", "--group-size", "4", "--rank", "2"]
-    told = run(tmp_path, "tic_tac_toe/train_tic_tac_toe.py", *small)
+    told = run("tic_tac_toe/train_tic_tac_toe.py", *small)
     assert "step      2" in told
     before, after = (
         (tmp_path / f"runs/tic_tac_toe/{name}/model.safetensors").read_bytes()
@@ -57,14 +53,14 @@ def test_data_cold_start_grpo_and_evaluation_follow_each_other(tmp_path: Path) -
     assert before != after
 
     arguments = ["--model", "runs/tic_tac_toe/grpo", "--games", "6", "--output", "report.json"]
-    told = run(tmp_path, "tic_tac_toe/eval_tic_tac_toe_vllm.py", *arguments)
+    told = run("tic_tac_toe/eval_tic_tac_toe_vllm.py", *arguments)
     assert "parse_failure" in told
     assert len(json.loads((tmp_path / "report.json").read_text())["episodes"]) == 6
 
-    told = run(tmp_path, "rejection_sampling.py", "--games", "6", "--above", "-10")
+    told = run("rejection_sampling.py", "--games", "6", "--above", "-10")
     assert "kept 6 of 6 games" in told
     kept = ["--model", "runs/tic_tac_toe/sft", "--data", "runs/tic_tac_toe/won.jsonl.zst"]
-    run(tmp_path, "tic_tac_toe/sft_tic_tac_toe.py", *kept, "--steps", "1", "--output", "again")
+    run("tic_tac_toe/sft_tic_tac_toe.py", *kept, "--steps", "1", "--output", "again")
     assert (tmp_path / "again" / "model.safetensors").is_file()
 
 

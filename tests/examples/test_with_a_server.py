@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import runpy
-import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -23,11 +21,10 @@ from ludic.distributed.vllm.shared_memory import open_shared
 from ludic.errors import InferenceError
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.inference.vllm.server import FoundServer, find_server
+from tests.examples.conftest import run_script
 from tests.inference.vllm.fake_server import ROUTES, FakeVLLM
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -96,33 +93,32 @@ def address(fake: FakeVLLM) -> list[str]:
     return ["--host", host, "--port", port]
 
 
-async def run(where: Path, script: str, *arguments: object) -> str:
-    """The script in a process of its own, while this one serves."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(ROOT / "examples/tic_tac_toe" / script),
-        *map(str, arguments),
-        cwd=where,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        out, err = await asyncio.wait_for(process.communicate(), 300)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, err.decode()
-    return out.decode()
+Script = Callable[..., Awaitable[str]]
 
 
-async def test_games_are_evaluated_on_the_server(tmp_path: Path, model: Path) -> None:
+@pytest.fixture
+def run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    process_as_it_was: None,
+) -> Script:
+    """Runs a script in a thread, while this one serves; returns what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    async def run(script: str, *arguments: object) -> str:
+        name, words = f"tic_tac_toe/{script}", map(str, arguments)
+        await asyncio.to_thread(run_script, name, *words, monkeypatch=monkeypatch)
+        return capsys.readouterr().out
+
+    return run
+
+
+async def test_games_are_evaluated_on_the_server(tmp_path: Path, model: Path, run: Script) -> None:
     async with PlayingServer(folder=model).serving() as fake:
         common = ["--model", model, *address(fake), "--max-tokens", 24]
-        told = await run(
-            tmp_path, "eval_tic_tac_toe_vllm.py", *common, "--games", 6, "--output", "report.json"
-        )
+        options = [*common, "--games", 6, "--output", "report.json"]
+        told = await run("eval_tic_tac_toe_vllm.py", *options)
     assert "parse_failure" in told
     episodes = json.loads((tmp_path / "report.json").read_text())["episodes"]
     assert len(episodes) == 6
@@ -132,12 +128,12 @@ async def test_games_are_evaluated_on_the_server(tmp_path: Path, model: Path) ->
 
 
 async def test_training_samples_on_the_server_and_publishes_every_update_to_it(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, run: Script
 ) -> None:
     async with PlayingServer(folder=model).serving() as fake:
         common = ["--model", model, *address(fake), "--max-tokens", 24, "--output", "grpo"]
         small = ["--steps", 2, "--rollouts-per-update", 8, "--group-size", 4, "--rank", 2]
-        told = await run(tmp_path, "train_tic_tac_toe.py", *common, *small)
+        told = await run("train_tic_tac_toe.py", *common, *small)
     assert "step      2" in told
     assert len(fake.asked) >= 16
     assert fake.version == "2"
@@ -153,9 +149,8 @@ async def test_training_samples_on_the_server_and_publishes_every_update_to_it(
 
 
 async def test_the_scripts_find_a_server_at_its_default_port(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch, run: Script
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     small = ["--steps", "1", "--rollouts-per-update", "8", "--group-size", "4", "--rank", "2"]
     async with PlayingServer(folder=model).serving() as fake:
         port = int(fake.url.rpartition(":")[2])
@@ -165,9 +160,7 @@ async def test_the_scripts_find_a_server_at_its_default_port(
             ("eval_tic_tac_toe_vllm.py", ["--model", str(model), "--games", "2"]),
         ):
             asked = len(fake.asked)
-            path = str(ROOT / "examples/tic_tac_toe" / script)
-            monkeypatch.setattr(sys, "argv", [path, *options])
-            await asyncio.to_thread(runpy.run_path, path, run_name="__main__")
+            await run(script, *options)
             assert len(fake.asked) > asked
         assert fake.version == "1"
         found = await asyncio.to_thread(find_server)

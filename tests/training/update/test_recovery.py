@@ -133,9 +133,19 @@ def assert_close(ours: dict[str, Tensor], others: dict[str, Tensor], tolerance: 
         assert float((gradient - others[name]).abs().max()) <= tolerance * largest, name
 
 
-@pytest.mark.parametrize("device", [None, "cpu"])
-@pytest.mark.parametrize("where", ["forward", "backward", "head", "head backward"])
-@pytest.mark.parametrize("call", [1, 2])  # the first micro-batch, and one that finds gradients
+@pytest.mark.parametrize(  # `call`: the first micro-batch, and one that finds gradients
+    ("where", "call", "device"),
+    [
+        ("forward", 1, None),
+        ("forward", 2, "cpu"),
+        ("backward", 1, "cpu"),
+        ("backward", 2, None),
+        ("head", 1, None),
+        ("head", 2, "cpu"),
+        ("head backward", 1, "cpu"),
+        ("head backward", 2, None),
+    ],
+)
 def test_a_pass_that_does_not_fit_gives_the_same_gradient_in_parts(
     where: str, call: int, device: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -195,7 +205,7 @@ def test_a_recomputed_row_keeps_only_its_layers_inputs() -> None:
     assert kept[1] < kept[0] / 2
 
 
-@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("count", [2, 3])
 def test_a_reference_that_does_not_fit_is_scored_in_parts(count: int) -> None:
     items, model = synthetic_batch(4, count).items, tiny_model()
     scores = LocalScores(model)

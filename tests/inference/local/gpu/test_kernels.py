@@ -320,8 +320,8 @@ def exact_and_fused(
     return logits
 
 
-# What half precision may cost: over 20 seeds the fused logits were at most 1.3e-3 from those of
-# float32, where plain torch in half precision was up to 2.7e-3 away.
+# What half precision may cost: in 60 draws, with one layer and with two, the fused logits were at
+# most 1.3e-3 from those of float32, where plain torch in half precision was up to 2.7e-3 away.
 HALF = 4e-3
 
 
