@@ -96,6 +96,6 @@ def status(
 
 def serve(context: typer.Context) -> None:
     """Serve a model with vLLM, ready for live weight updates (`ludic serve --help`)."""
-    from ludic.inference.vllm.server import main
+    from ludic.runs.serving import serve
 
-    raise SystemExit(main(context.args))
+    raise SystemExit(serve(context.args))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -69,6 +69,8 @@ class ServerPublisher(PolicyPublisher):
         # One that hangs must leave the others time for the rest of a short publish.
         self.patience_s = min(PATIENCE_S, timeout_s / 4) if patience_s is None else patience_s
         self.version: int | None = None
+        self.before: Callable[[], Awaitable[None]] | None = None
+        """Called when a publish begins, to bring the list of servers up to date."""
         self._canary = Canary(canary, canary_prompt, budget)
         self._lock = asyncio.Lock()
         client.keeper = self
@@ -105,6 +107,8 @@ class ServerPublisher(PolicyPublisher):
         self, weights: Weights, version: int, deadline: asyncio.Timeout
     ) -> PublishReport:
         began, times = time.perf_counter(), PublishTimes()
+        if self.before is not None:
+            await self.before()
         with times.timed("gather"):
             tensors = await asyncio.to_thread(self.payload.gather, weights)
         limits = (self.timeout_s, self.patience_s)

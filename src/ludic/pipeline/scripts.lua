@@ -11,6 +11,8 @@
 --     meta      hash      attempt, next (number), low (number), bytes, limits, policy, counters
 --     actors    hash      name -> its last heartbeat: the server's time, and facts as JSON
 --     trainer   string    the token of the trainer that holds the run, for as long as its lease
+--     servers   hash      address -> when a server was last heard of, and facts as JSON
+--     roles     hash      name -> when a process of the run was last told of, and facts as JSON
 --
 -- A script of the trainer first makes sure that it still holds the run. It answers `lost` where
 -- another trainer does, and `emptied` where the server knows nothing of this one: its data is gone,
@@ -271,3 +273,25 @@ return {'ok', serial}
 -- why -> actors hear that no more work will come
 redis.call('HSET', meta, 'ended', ARGV[4])
 return {'ok'}
+
+--- piece noted
+local noted = {servers = servers, roles = roles}
+
+--- script note noted now
+-- servers | roles, name, facts as JSON (nothing: forgotten)
+if ARGV[3] == '' then
+  redis.call('HDEL', noted[ARGV[1]], ARGV[2])
+else
+  redis.call('HSET', noted[ARGV[1]], ARGV[2], now .. ' ' .. ARGV[3])
+end
+return {'ok'}
+
+--- script notes noted now
+-- servers | roles -> [name, its age in ms, facts]
+local found = {}
+local all = redis.call('HGETALL', noted[ARGV[1]])
+for i = 1, #all, 2 do
+  local at, facts = string.match(all[i + 1], '^(%d+) (.*)$')
+  table.insert(found, {all[i], now - tonumber(at), facts})
+end
+return found

@@ -43,7 +43,7 @@ _PASSING_CODES = ("OOM", "LOADING", "MISCONF", "BUSY", "READONLY", "MASTERDOWN")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
 MAX_NAME = 200
 _LUA = Path(__file__).with_name("scripts.lua")
-_KEYS = ("requests", "groups", "units", "meta", "actors", "trainer")
+_KEYS = ("requests", "groups", "units", "meta", "actors", "trainer", "servers", "roles")
 
 
 @cache
@@ -216,13 +216,16 @@ class Store:
             pipe.hgetall(self.keys["meta"])
             pipe.hgetall(self.keys["actors"])
             pipe.hgetall(self.keys["units"])
+            pipe.hgetall(self.keys["servers"])
+            pipe.hgetall(self.keys["roles"])
             pipe.pttl(self.keys["trainer"])
             pipe.xlen(self.keys["requests"])
             pipe.xlen(self.keys["groups"])
             answer: list[Any] = pipe.execute()
             return answer
 
-        now, meta, actors, units, lease, queued, groups = self.patiently(ask, "the run's state")
+        answer = self.patiently(ask, "the run's state")
+        now, meta, actors, units, servers, roles, lease, queued, groups = answer
         pending = 0
         if queued:
             summary = self.patiently(
@@ -234,10 +237,19 @@ class Store:
             "meta": {_text(k): _text(v) for k, v in meta.items()},
             "actors": {_text(k): _text(v) for k, v in actors.items()},
             "units": {int(k): _text(v) for k, v in units.items()},
+            "servers": {_text(k): _text(v) for k, v in servers.items()},
+            "roles": {_text(k): _text(v) for k, v in roles.items()},
             "lease_ms": max(int(lease), 0),
             "requests": int(queued),
             "leased": pending,
             "groups": int(groups),
+        }
+
+    def notes(self, name: str, patience_s: float | None = None) -> dict[str, tuple[float, str]]:
+        """What a hash of the run holds that the script `note` wrote: age in seconds, and text."""
+        return {
+            _text(key): (int(age) / 1000, _text(text))
+            for key, age, text in self.run("notes", name, patience_s=patience_s)
         }
 
     def memory(self) -> int:

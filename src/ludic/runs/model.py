@@ -236,7 +236,12 @@ def check_device(section: ModelSection) -> torch.device:
     return device
 
 
-def local_client(config: RunConfig, model: nn.Module, tokenizer: Any) -> LocalChatClient:
+def local_client(
+    config: RunConfig,
+    model: nn.Module,
+    tokenizer: Any,
+    on_update: Literal["finish", "continue"] = "finish",
+) -> LocalChatClient:
     """Returns an engine in this process that samples from `model` itself."""
     return LocalChatClient(
         model,
@@ -244,6 +249,7 @@ def local_client(config: RunConfig, model: nn.Module, tokenizer: Any) -> LocalCh
         max_slots=config.slots,
         max_context_tokens=config.inference.max_context_tokens,
         deterministic=config.inference.deterministic,
+        on_update=on_update,
         precision=precision_of(config),
     )
 

@@ -9,6 +9,7 @@ import socket
 import tempfile
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,9 +23,11 @@ from ludic.distributed import (
     ModelWeights,
     PolicyPublisher,
 )
+from ludic.distributed.publisher import ServerPublisher
 from ludic.distributed.vllm.canary import MismatchBudget
 from ludic.distributed.vllm.placement import Place, choose_plane
 from ludic.distributed.vllm.planes import BroadcastPlane, DataPlane, make_plane
+from ludic.distributed.vllm.weights_payload import WeightsPayload
 from ludic.errors import ConfigError, DeadlineError, InferenceError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
@@ -37,6 +40,7 @@ from ludic.runs.model import check_device, precision_of
 from ludic.runs.results.terminal import say
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.base import read_key
+from ludic.runs.settings.inference import InferenceSection
 from ludic.sharding.ranks import launched
 from ludic.sharding.weights import plain_name
 from ludic.training.checkpoint_contents import no_progress_bar
@@ -53,6 +57,15 @@ async def open_vllm(
     first."""
     servers, name = config.inference.servers, config.model.name
     patience_s = ASKING_S if servers else config.inference.vllm.start_timeout_s
+    key = read_key(config.inference, "inference")
+    roster = None
+    if servers == "registered":
+        from ludic.runs.pipeline.roster import Roster  # which needs the extra `redis`
+
+        roster = Roster(config, folder)
+        stack.callback(roster.close)
+        patience_s = config.inference.vllm.start_timeout_s
+        servers, key = await roster.wait(patience_s), roster.key
     adapter = config.inference.publish_lora == "adapter"
     if adapter and config.model.lora is None:
         raise ConfigError(
@@ -62,11 +75,10 @@ async def open_vllm(
     if not servers:
         name = "policy"
         servers = [await _start(config, model, tokenizer, name, stack, folder)]
-    key = read_key(config.inference, "inference")
     client = VLLMChatClient(servers, model=name, api_key=key)
     stack.push_async_callback(client.close)
     await client.connect(tokenizer=tokenizer, timeout_s=patience_s)
-    publisher: PolicyPublisher
+    publisher: ServerPublisher
     if adapter:
         publisher = lent = AdapterPolicyPublisher(client)
         stack.push_async_callback(lent.close)
@@ -75,9 +87,31 @@ async def open_vllm(
         device = next(model.parameters()).device
         plane = await plane_of(config, client, device, gathered=launched().size > 1)
         publisher = BroadcastPolicyPublisher(client, plane=plane, budget=budget)
+    if roster is not None:
+        publisher.before = partial(_follow, roster, config, client, publisher, model)
     if adapter or config.inference.servers:
         await publisher.publish(ModelWeights(model), client.first_version)
     return client, publisher
+
+
+async def _follow(
+    roster: Any,
+    config: RunConfig,
+    client: VLLMChatClient,
+    publisher: ServerPublisher,
+    model: nn.Module,
+) -> None:
+    """When a publish begins: it goes to the servers that are there now, by a way that they have."""
+    changed = await roster.update(client)
+    if not client.replicas:
+        await roster.wait(publisher.timeout_s)
+        changed = await roster.update(client)
+    payload = publisher.payload
+    if changed and client.replicas and isinstance(payload, WeightsPayload):
+        if isinstance(payload.plane, DataPlane):
+            payload.plane.abandon()
+        device = next(model.parameters()).device
+        payload.plane = await plane_of(config, client, device, gathered=launched().size > 1)
 
 
 async def _start(
@@ -235,7 +269,7 @@ def check_publishing(config: RunConfig) -> None:
     if section.publish_address is not None and (why := _binds(section.publish_address)):
         raise ConfigError(
             f"inference.publish_address={section.publish_address!r} is no address of this machine "
-            f"({why}): try {own_address((section.servers or ['http://127.0.0.1'])[0])!r}, or leave "
+            f"({why}): try {own_address(_first_server(section))!r}, or leave "
             "it out"
         )
     port, host = section.publish_port, section.publish_address or "127.0.0.1"
@@ -244,6 +278,11 @@ def check_publishing(config: RunConfig) -> None:
             f"inference.publish_port={port} cannot be listened on ({why}): try {free_port()}, or "
             "leave it out"
         )
+
+
+def _first_server(section: InferenceSection) -> str:
+    listed = section.servers if isinstance(section.servers, list) else []
+    return (listed or ["http://127.0.0.1"])[0]
 
 
 def _binds(host: str, port: int = 0) -> str | None:

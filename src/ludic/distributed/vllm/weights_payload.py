@@ -191,7 +191,7 @@ class WeightsPayload(Payload):
 
     def __init__(self, plane: PlaneName | DataPlane) -> None:
         named = isinstance(plane, str) and plane != "auto"
-        self._plane: str | DataPlane = make_plane(str(plane)) if named else plane
+        self.plane: str | DataPlane = make_plane(str(plane)) if named else plane
 
     def gather(self, weights: Weights) -> dict[str, Tensor]:
         tensors = {name: tensor.detach() for name, tensor in named_tensors(weights)}
@@ -200,9 +200,9 @@ class WeightsPayload(Payload):
         return tensors
 
     def delivery(self, job: Job) -> Delivery[WeightsServer]:
-        if isinstance(self._plane, str):
-            self._plane = plane_for(job.tensors)
-        return WeightsDelivery(job, self._plane)
+        if isinstance(self.plane, str):
+            self.plane = plane_for(job.tensors)
+        return WeightsDelivery(job, self.plane)
 
 
 class WeightsDelivery(Delivery[WeightsServer]):

@@ -26,6 +26,7 @@ from ludic.inference.vllm.wire import completions_body, generate_body, read_answ
 from ludic.types import ChatResponse, FinishReason
 
 _REMEMBERED_CONVERSATIONS = 65536
+_JOIN_S = 0.2
 _PROBE_TEXT = "Tokenizers agree: 12 + 30 = 42, naïve café, <b>tags</b>\n\tand\n\nlines."
 
 
@@ -79,9 +80,13 @@ class VLLMChatClient:
         for ok, name, value, must in rules:
             if not ok:
                 raise ConfigError(f"VLLMChatClient({name}={value!r}): must be {must}")
-        self.replicas = tuple(Replica(url, None, version, Serving(version=version)) for url in urls)
+        self.replicas: tuple[Replica, ...] = tuple(
+            Replica(url, None, version, Serving(version=version)) for url in urls
+        )
         self.model, self.first_version = model, version
         self.keeper: WeightKeeper | None = None
+        self.registered = False
+        """Whether servers come and go, as `set_servers` says."""
         self.version = version
         """What servers must have to be used after they were away."""
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else users[0]
@@ -176,6 +181,25 @@ class VLLMChatClient:
         return min(versions)
 
     # What they are
+
+    def set_servers(self, servers: Mapping[str, str], *, joining: str | None = None) -> bool:
+        """Uses these servers from now on: addresses, each with the name of its start, since one
+        that was started again is another. Requests that are open elsewhere go on. `joining` is why
+        new ones are out of rotation until the next publish; None: they serve, and those that were
+        out are asked again. Returns whether any came or left."""
+
+        def replica_of(url: str, instance: str) -> Replica:
+            for replica in self.replicas:
+                same = replica.url == url and replica.instance in ("", instance)
+                if same and (joining is not None or replica.out is None):
+                    replica.instance = instance
+                    return replica
+            fresh = Serving(version=self.first_version)
+            return Replica(url, None, self.first_version, fresh, out=joining, instance=instance)
+
+        before, self.registered = set(self.replicas), True
+        self.replicas = tuple(replica_of(*server) for server in servers.items())
+        return set(self.replicas) != before
 
     def in_rotation(self) -> list[Replica]:
         """The servers that requests may go to."""
@@ -278,7 +302,9 @@ class VLLMChatClient:
                     had = replica.version
                     has = await self.replica_version(replica)
                 expected = max(self.version, replica.version)
-                if has != expected:
+                # Who has no publisher knows of no version but the first, which is no trainer's.
+                follows = self.registered and self.keeper is None
+                if has == self.first_version if follows else has != expected:
                     replica.out = (
                         f"it was away and came back with version {has} instead of version "
                         f"{expected}; the next publish brings it back"
@@ -329,6 +355,10 @@ class VLLMChatClient:
         for attempt in range(self._max_retries + 1):
             pause_s = 0.0
             replica = await self._choose(request.conversation_id, failed)
+            while replica is None and self.registered:  # one may come, until the request's deadline
+                failures[:] = [f"no server is in rotation: {self._states() or 'there is none'}"]
+                await asyncio.sleep(_JOIN_S)
+                replica = await self._choose(request.conversation_id, failed)
             if replica is not None:
                 try:
                     return await self.ask_replica(replica, request, pooled=True)

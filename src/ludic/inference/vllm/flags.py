@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from ludic.errors import ConfigError, MissingExtraError
+from ludic.inference.vllm.guard import KEY_FILE
 
 PLUGIN = "ludic.distributed.in_vllm.plugin:register"
 """The entry point in vLLM's group `vllm.general_plugins`, as `pyproject.toml` declares it."""
 WORKER_EXTENSION = "ludic.distributed.in_vllm.worker.WorkerExtension"
 """The class that `--worker-extension-cls` adds to vLLM's workers."""
+GUARD = "ludic.inference.vllm.guard.KeyGuard"
+"""The class that `--middleware` puts before all routes of a server with a key."""
 BACKEND = "ludic"
 """The weight transfer engine that the plugin registers."""
 
@@ -80,7 +83,7 @@ class VLLMBuild:
 class ServerSettings:
     """What to serve and how; `extra` are further flags of vLLM, as they stand. With `max_lora_rank`
     it takes adapters while it serves, `max_loras` at once: the one in use, the next, and those
-    that running requests began with."""
+    that running requests began with. `key_file` has the key that all routes ask for."""
 
     model: str
     served_name: str | None = None
@@ -95,6 +98,7 @@ class ServerSettings:
     live_updates: bool = True
     max_lora_rank: int | None = None
     max_loras: int = 4
+    key_file: str | None = None
     extra: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -122,6 +126,8 @@ def command_line(settings: ServerSettings, build: VLLMBuild) -> list[str]:
             ("--weight-transfer-config", json.dumps({"backend": BACKEND})),
             ("--worker-extension-cls", WORKER_EXTENSION),
         ]
+    if settings.key_file is not None:
+        given.append(("--middleware", GUARD))
     command = [build.python, "-m", "vllm.entrypoints.openai.api_server"]
     for flag, value in given:
         if value is not None:
@@ -161,7 +167,9 @@ def environment(settings: ServerSettings, build: VLLMBuild, folder: Path) -> dic
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if build.cpu:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
-    if settings.live_updates and not build.has_plugin:
+    if settings.key_file is not None:
+        env[KEY_FILE] = str(Path(settings.key_file).resolve())
+    if (settings.live_updates or settings.key_file is not None) and not build.has_plugin:
         info = folder / "ludic_plugin-0.dist-info"
         info.mkdir(parents=True, exist_ok=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ludic-plugin\nVersion: 0\n")

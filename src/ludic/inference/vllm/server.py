@@ -2,8 +2,8 @@
 
 Nothing of vLLM is changed. The server gets its RL routes (development mode), token-in-token-out
 where the version has it, processed log-probs, and Ludic's weight transfer through vLLM's plugin
-entry point. The update routes have no lock, so it listens on loopback unless told
-otherwise. vLLM may live in an environment apart: `--python`, or `LUDIC_VLLM_PYTHON`.
+entry point. Without `--key-file` the update routes have no lock, so it listens on loopback unless
+told otherwise. vLLM may live in an environment apart: `--python`, or `LUDIC_VLLM_PYTHON`.
 `find_server` finds one that is already running.
 """
 
@@ -22,13 +22,19 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Self
 
-from ludic.errors import ConfigError, DeadlineError, InferenceError, MissingExtraError
+from ludic.errors import (
+    ConfigError,
+    DeadlineError,
+    InferenceError,
+    LudicError,
+    MissingExtraError,
+)
 from ludic.inference.vllm.flags import ServerSettings as ServerSettings
 from ludic.inference.vllm.flags import VLLMBuild as VLLMBuild
 from ludic.inference.vllm.flags import command_line as command_line
@@ -245,7 +251,8 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[ServerSettings, argpa
     )
     parser.add_argument("--model", required=True, help="a folder or a name on the hub")
     parser.add_argument("--served-model-name", dest="served_name", help="the name that clients use")
-    parser.add_argument("--host", default="127.0.0.1", help="the update routes ask for no key")
+    parser.add_argument("--host", default="127.0.0.1", help="beyond loopback, give a --key-file")
+    parser.add_argument("--key-file", help="a file with the key that every request has to give")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--dtype", help="default: float32 on the CPU build, else the model's")
     parser.add_argument("--max-model-len", type=int)
@@ -270,9 +277,12 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[ServerSettings, argpa
     return settings, args
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    while_healthy: Callable[[str], AbstractContextManager[object]] = nullcontext,
+) -> int:
     """The command: starts the server, says when it is healthy, and stays until it ends or is told
-    to stop."""
+    to stop. `while_healthy` is given the address, and entered for as long as the server serves."""
     settings, args = parse(arguments)
     limit = args.start_timeout_s
     try:
@@ -287,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     print(f"starting vLLM {server.build.version}; its output is in {server.log}", flush=True)
     try:
-        with server:
+        with server, while_healthy(server.url):
             print(f"{server.url} is healthy after {time.monotonic() - began:.0f} s", flush=True)
             assert server.process is not None
             code = server.process.wait()
@@ -296,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", flush=True)
         return 0
-    except (InferenceError, DeadlineError, ConfigError) as exc:
+    except LudicError as exc:
         print(exc, file=sys.stderr)
         return 1
 

@@ -57,6 +57,8 @@ class Replica:
     """Why it is out of rotation; None while it serves."""
     lost: str | None = None
     """How it was unreachable since its weights were last checked; None: it was not."""
+    instance: str = ""
+    """Which start of the server this is, where its registration says so."""
 
     def mark_down(self, cause: str, pause_s: float) -> None:
         """Notes that the server did not answer; it is asked again after a pause."""

@@ -20,6 +20,7 @@ from ludic.runs import episodes
 from ludic.runs.check_episodes import check_programs
 from ludic.runs.locate import read_run
 from ludic.runs.pipeline.address import find_pipeline, section_of
+from ludic.runs.pipeline.roster import Roster
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.base import read_key
 from ludic.runs.settings.reading import earlier_run
@@ -46,7 +47,10 @@ async def act_for(
     for sign in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(sign, stop.set)
     try:
-        async with _opened(config, list(servers), tokenizer) as (runtime, follower):
+        roster = None
+        if config.inference.servers == "registered" and not servers:
+            roster = Roster(config, folder.path if folder else None, url=url, published=True)
+        async with _opened(config, list(servers), tokenizer, roster) as (runtime, follower):
             return await run_pipeline_actor(
                 pipeline,
                 episodes.rollout_engine(
@@ -71,7 +75,7 @@ def accepted(config: RunConfig) -> Accepts:
 
 @asynccontextmanager
 async def _opened(
-    config: RunConfig, servers: list[str], tokenizer: str | None
+    config: RunConfig, servers: list[str], tokenizer: str | None, roster: Roster | None
 ) -> AsyncIterator[tuple[Runtime, ChatClient | None]]:
     """What to play with, and the client that follows the trainer's policies, if it is ours."""
     if config.inference.backend == "local":
@@ -82,21 +86,29 @@ async def _opened(
         async with Run.open_policy(config.model_copy(update={"model": plain})) as opened:
             yield opened.runtime, opened.client
         return
-    addresses = servers or config.inference.servers
-    if not addresses:
-        raise ConfigError(
-            "this run's vLLM server is started by its trainer: name it with --server, or list "
-            "running ones in inference.servers"
-        )
     async with AsyncExitStack() as stack:
+        addresses: Sequence[str] = servers or config.inference.servers
+        key = read_key(config.inference, "inference")
+        if roster is not None:
+            stack.callback(roster.close)
+            addresses = await roster.wait(config.inference.vllm.start_timeout_s)
+            key = roster.key
+        if not addresses:
+            raise ConfigError(
+                "this run's vLLM server is started by its trainer: name it with --server, or list "
+                "running ones in inference.servers"
+            )
         named = load_plain_tokenizer(tokenizer) if tokenizer else _tokenizer_of(config)
         ours = episodes.with_template(config, named)
         model = "policy" if servers and not config.inference.servers else config.model.name
-        client = VLLMChatClient(
-            addresses, model=model, api_key=read_key(config.inference, "inference")
-        )
+        # Weights that a server was started with are no trainer's: no version that there will be.
+        client = VLLMChatClient(addresses, model=model, api_key=key, version=-1 if roster else 0)
         await stack.enter_async_context(client)
         await client.connect(tokenizer=ours)
+        if roster is not None:
+            await roster.update(client)
+            following = asyncio.create_task(roster.follow(client))
+            stack.push_async_callback(_ended, following)
         others = {}
         if config.player:
             from ludic.runs.players.models import OtherPlayers
@@ -105,6 +117,11 @@ async def _opened(
             await stack.enter_async_context(players.opened())
             others = dict(players.runtimes)
         yield episodes.runtime_of(config, client, ours, others), None
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def _tokenizer_of(config: RunConfig) -> Any:

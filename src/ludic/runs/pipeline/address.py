@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from ludic.errors import ConfigError, PipelineError
-from ludic.inference.addresses import without_user
+from ludic.inference.addresses import find_key, without_user
 from ludic.launch.processes import private_file
 from ludic.pipeline.local_redis import find_redis_server
 from ludic.pipeline.store import MAX_NAME, PipelineConfig
 from ludic.runs.settings import PipelineSection, RunConfig
+from ludic.runs.settings.base import read_key
 from ludic.runs.settings.from_python import given_names
 from ludic.runs.storage.folder import EVALUATIONS
 
 URL_VARIABLE = "LUDIC_REDIS_URL"
 FILE = "pipeline.json"
+KEY = "key"
 
 
 def section_of(config: RunConfig) -> PipelineSection:
@@ -141,3 +144,30 @@ def write_address(folder: Path, pipeline: PipelineConfig) -> Path:
     has the password."""
     private_file(folder / FILE, json.dumps({"url": pipeline.url, "name": pipeline.run}))
     return folder / FILE
+
+
+def key_of_servers(config: RunConfig, folder: Path | None) -> tuple[Path | None, str | None]:
+    """Returns the key to the run's registered servers, and the file that has it: the one that the
+    run names, or else one in its folder that whoever comes first draws."""
+    section = config.inference
+    named = section.api_key_file
+    if section.api_key_env is not None or (named is None and folder is None):
+        return None, read_key(section, "inference")
+    if named is None and folder is not None:
+        named = str(folder / KEY)
+        draw_key(folder / KEY)
+    return Path(str(named)), find_key(None, named, "inference")
+
+
+def draw_key(path: Path) -> None:
+    """Writes a random key that only this user can read, unless there is one. Several processes may
+    do so at once: they get the same."""
+    draft = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(secrets.token_urlsafe(32))
+    try:
+        with suppress(FileExistsError):
+            os.link(draft, path)  # which, unlike a rename, replaces nothing
+    finally:
+        draft.unlink()

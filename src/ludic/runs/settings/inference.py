@@ -96,6 +96,8 @@ PUBLISHING = ("publish_plane", "publish_address", "publish_port")
 class InferenceSection(KeyedSection):
     """Where tokens come from: the in-process engine, or vLLM. Without addresses in `servers`, a
     vLLM server is started for the run, by the Python in `vllm_python` (default: this one). With
+    `servers = "registered"` they are those that say in Redis that they serve this run (`ludic serve
+    --register`): they may come and go while it runs. With
     `publish_lora = "adapter"`, vLLM gets the LoRA adapter alone after each update, and not all
     weights with the adapter merged into them. `publish_plane` is the way that the weights take;
     left out, it follows from where the servers are. A broadcast (`"nccl"` between GPUs, `"gloo"`)
@@ -105,7 +107,7 @@ class InferenceSection(KeyedSection):
     neither user nor password."""
 
     backend: Literal["local", "vllm"] = "local"
-    servers: list[Address] = []
+    servers: list[Address] | Literal["registered"] = []
     vllm_python: str | None = None
     publish_lora: Literal["merged", "adapter"] = "merged"
     publish_plane: PlaneName = "auto"
@@ -119,7 +121,7 @@ class InferenceSection(KeyedSection):
 
     @model_validator(mode="after")
     def _for_vllm(self) -> InferenceSection:
-        started = self.backend == "vllm" and not self.servers
+        started = self.backend == "vllm" and self.servers in ([], "registered")
         if self.vllm != VLLMSection() and not started:
             raise ValueError(
                 "[inference.vllm] is for a server that is started for the run: set backend = "

@@ -1,0 +1,84 @@
+"""The servers that have registered with a run, as its trainer and its actors use them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from ludic.errors import ConfigError, PipelineError
+from ludic.inference import VLLMChatClient
+from ludic.pipeline.servers import RENEW_S, RegisteredServer, list_servers, wait_for_servers
+from ludic.pipeline.store import Store
+from ludic.runs.pipeline.address import (
+    FILE,
+    URL_VARIABLE,
+    find_pipeline,
+    key_of_servers,
+    section_of,
+    starts_redis,
+)
+from ludic.runs.results.terminal import say, warn
+from ludic.runs.settings import RunConfig
+
+JOINING = "it has registered since the last publish, and the next one brings it the weights"
+
+
+class Roster:
+    """Reads a run's list of servers, and has a client use it. `published`: only those that have had
+    weights from a trainer, for those who bring them none."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path | None,
+        *,
+        url: str | None = None,
+        published: bool = False,
+    ) -> None:
+        address_known = url is not None or (folder is not None and (folder / FILE).is_file())
+        if starts_redis(section_of(config)) and not address_known:
+            raise ConfigError(
+                'inference.servers = "registered": servers register in a Redis that is there '
+                f"before the run; name it in pipeline.url or {URL_VARIABLE}"
+            )
+        self._store = Store(find_pipeline(config, folder, url))
+        self.key = key_of_servers(config, folder)[1]
+        self._published = published
+
+    def close(self) -> None:
+        self._store.close()
+
+    async def wait(self, timeout_s: float) -> list[str]:
+        """Returns the addresses as soon as there is one."""
+        servers = await wait_for_servers(self._store, timeout_s, published=self._published)
+        return [server.url for server in servers]
+
+    async def update(self, client: VLLMChatClient) -> bool:
+        """Has `client` use the servers that are there now; a Redis that does not answer changes
+        nothing. Returns whether any came or left."""
+        try:
+            listed = await asyncio.to_thread(list_servers, self._store, patience_s=RENEW_S)
+        except PipelineError as exc:
+            warn(f"the list of servers stays as it is: {exc}")
+            return False
+        servers = [s for s in listed if s.version is not None or not self._published]
+        before = client.replicas
+        changed = client.set_servers(
+            {server.url: server.instance for server in servers},
+            joining=None if self._published else JOINING,
+        )
+        if changed and (news := _news({r.url for r in before}, servers)):
+            say(f"servers: {news}")
+        return changed
+
+    async def follow(self, client: VLLMChatClient) -> None:
+        """Keeps `client` up to date until it is cancelled."""
+        while True:
+            await asyncio.sleep(RENEW_S / 2)
+            await self.update(client)
+
+
+def _news(before: set[str], servers: list[RegisteredServer]) -> str:
+    now = {server.url for server in servers}
+    came = [f"{url} has come" for url in sorted(now - before)]
+    return ", ".join([*came, *(f"{url} has left" for url in sorted(before - now))])

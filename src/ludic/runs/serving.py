@@ -1,0 +1,141 @@
+"""`ludic serve`: a server that stands alone, or one that registers with a run for as long as it
+serves."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from ludic.errors import ConfigError
+from ludic.inference.vllm import server as vllm
+from ludic.runs.locate import read_run
+from ludic.runs.pipeline.address import find_pipeline, key_of_servers, section_of
+from ludic.runs.settings import RunConfig
+
+Registering = Callable[[str], AbstractContextManager[object]]
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """The command. What is not about registering goes to vLLM's server as it stands."""
+    parser = argparse.ArgumentParser(prog="ludic serve", add_help=False, allow_abbrev=False)
+    parser.add_argument("--register", metavar="RUN", help="sample for this run: its folder or file")
+    parser.add_argument(
+        *("--engine",),
+        choices=("vllm", "local"),
+        default="vllm",
+        help="local: Ludic's own engine, with the run's model",
+    )
+    options, rest = parser.parse_known_args(list(arguments))
+    if {"-h", "--help"} & set(rest):
+        parser.print_help()
+        return vllm.main(rest)
+    if options.register is None:
+        if options.engine == "local":
+            raise ConfigError("--engine local serves the model of a run: name it with --register")
+        return vllm.main(rest)
+
+    from ludic.pipeline.servers import Registration
+    from ludic.pipeline.store import Store
+
+    config, _, opened = read_run(options.register)
+    folder = opened.path if opened is not None else None
+    if folder is None and section_of(config).name is None:
+        raise ConfigError(
+            f"--register {options.register} does not say which of its runs: name the run's folder, "
+            "or give its Redis keys a name of their own with pipeline.name"
+        )
+    key_file, key = key_of_servers(config, folder)
+    store = Store(find_pipeline(config, folder))
+
+    def registering(url: str) -> Registration:
+        name, slots = config.model.name, config.slots
+        return Registration(store, url, model=name, capacity=slots, key=key)
+
+    where = argparse.ArgumentParser(prog="ludic serve --register", allow_abbrev=False)
+    where.add_argument("--host", default="127.0.0.1")
+    where.add_argument("--port", type=int, default=0)
+    address, flags = where.parse_known_args(rest)
+    if address.host in ("0.0.0.0", "::"):
+        raise ConfigError(
+            f"--host {address.host} is no address that others reach: name the one of the network "
+            "that the run's machines share"
+        )
+    if key is None and not address.host.startswith("127."):
+        raise ConfigError(
+            f"--host {address.host} without a key would let anybody change the weights: register "
+            "with the run's folder, which has one, or name a file in inference.api_key_file"
+        )
+    port = address.port or vllm.free_port(address.host)
+    try:
+        if options.engine == "local":
+            if flags:
+                raise ConfigError(f"--engine local takes its settings from the run, not {flags}")
+            return asyncio.run(_serve_engine(config, address.host, port, key, registering))
+        bound = ["--host", address.host, "--port", str(port)]
+        bound += [] if key_file is None else ["--key-file", str(key_file)]
+        return vllm.main([*flags_of(config, flags), *bound], registering)
+    finally:
+        store.close()
+
+
+def flags_of(config: RunConfig, flags: Sequence[str]) -> list[str]:
+    """Returns the flags that a run's settings stand for, and after them those given, which win."""
+    from ludic.runs.vllm_backend import server_settings
+
+    name = config.model.name
+    settings = server_settings(config, Path(name), name)
+    values = {
+        "--model": name,
+        "--served-model-name": name,
+        "--dtype": settings.dtype,
+        "--max-model-len": settings.max_model_len,
+        "--max-num-seqs": settings.max_num_seqs,
+        "--max-lora-rank": settings.max_lora_rank,
+        "--gpu-memory-utilization": settings.gpu_memory_utilization,
+        "--kv-cache-gib": settings.kv_cache_gib,
+        "--python": config.inference.vllm_python,
+        "--start-timeout-s": config.inference.vllm.start_timeout_s,
+    }
+    of_run = [str(x) for pair in values.items() if pair[1] is not None for x in pair]
+    of_run += ["--enforce-eager"] if settings.eager else []
+    positional = ["--model"] if flags and not flags[0].startswith("-") else []
+    return [*of_run, *settings.extra, *positional, *flags]
+
+
+async def _serve_engine(
+    config: RunConfig, host: str, port: int, key: str | None, registering: Registering
+) -> int:
+    """Serves the run's model with the in-process engine until a signal says to stop."""
+    from aiohttp import web
+
+    from ludic.distributed.engine_server import EngineServer
+    from ludic.plumbing.precision import float32_products
+    from ludic.runs.model import build_model, local_client, precision_of
+
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for sign in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(sign, stop.set)
+    # What is published has the adapter merged into the weights.
+    plain = config.model.model_copy(update={"lora": None})
+    config = config.model_copy(update={"model": plain})
+    model, tokenizer = await asyncio.to_thread(build_model, config)
+    with float32_products(precision_of(config)):
+        async with local_client(config, model, tokenizer, on_update="continue") as client:
+            server = EngineServer(client, model, tokenizer, name=config.model.name, key=key)
+            runner = web.AppRunner(server.app, handler_cancellation=True, shutdown_timeout=1.0)
+            await runner.setup()
+            try:
+                await web.TCPSite(runner, host, port).start()
+                registration = registering(f"http://{host}:{port}")
+                await asyncio.to_thread(registration.__enter__)  # it asks this very loop
+                print(f"http://{host}:{port} serves {config.model.name}", flush=True)
+                await stop.wait()
+                await asyncio.to_thread(registration.__exit__, None, None, None)
+            finally:
+                await runner.cleanup()
+    print("stopped", flush=True)
+    return 0
