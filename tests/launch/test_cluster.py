@@ -21,7 +21,7 @@ from ludic.runs.storage.rollout_log import rollout_file, token_file
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, EPISODES = 8, 16
+STEPS, EPISODES = 12, 16
 SMALL = (
     *("sft.steps=0", f"training.steps={STEPS}", f"training.rollouts_per_update={EPISODES}"),
     *("training.checkpoint_every=1", "eval.episodes=4", 'logging.loggers=["console"]'),
@@ -32,15 +32,26 @@ SMALL = (
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head and two nodes with GPUs that are only numbers."""
-    from ray.cluster_utils import Cluster
-
     os.environ["PYTHONPATH"] = f"{ROOT / 'src'}:{ROOT}"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from ray.cluster_utils import Cluster
+
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 0})
     for _ in range(2):
-        made.add_node(num_cpus=4, num_gpus=2)
+        add_node(made)
     yield made
     made.shutdown()
+
+
+def add_node(cluster: Any) -> None:
+    """Adds a node. Ray gives one 30 s to start, which a busy machine may not keep to."""
+    for attempt in range(5):
+        try:
+            cluster.add_node(num_cpus=4, num_gpus=2)
+            return
+        except Exception as exc:
+            if attempt == 4 or "timed out during startup" not in str(exc):
+                raise
 
 
 def until(holds: Callable[[], object], what: str, seconds: float = 400.0) -> None:
@@ -159,8 +170,8 @@ def test_a_run_goes_on_when_an_actor_a_rank_a_node_and_its_driver_are_killed(
 
         nodes = " ".join(events(folder, "trainer", "placed")[-1]["nodes"])
         lost = next(node for node in cluster.worker_nodes if node.node_id[:6] in nodes)
+        add_node(cluster)
         cluster.remove_node(lost, allow_graceful=False)
-        cluster.add_node(num_cpus=4, num_gpus=2)
         driver.until(lambda: len(events(folder, "trainer", "placed")) == 3, "the ranks elsewhere")
 
         done = len(updates(folder))

@@ -24,7 +24,7 @@ from ludic.launch.roles import Ended, Placement, Role, Running, Waiting
 
 try:
     import ray
-    from ray.exceptions import RayError
+    from ray.exceptions import RayError, RayTaskError
     from ray.util.placement_group import (
         placement_group,
         placement_group_table,
@@ -226,9 +226,12 @@ class _Placed:
     def poll(self) -> Waiting | Running | Ended:
         try:
             return self._poll()
-        except (RayError, LaunchError) as exc:
-            lines = [line for line in str(exc).splitlines() if line.strip()]
-            return Ended(None, lines[-1].strip() if lines else type(exc).__name__)
+        except LaunchError as exc:
+            return Ended(None, str(exc))
+        except RayTaskError as exc:  # what our own code raised on the node
+            return Ended(None, str(exc.cause))
+        except RayError as exc:
+            return Ended(None, f"its node, or what ran it there, is gone ({type(exc).__name__})")
 
     def _poll(self) -> Waiting | Running | Ended:
         if self._stage == "placing":
