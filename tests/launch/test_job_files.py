@@ -55,7 +55,7 @@ def job(tmp_path: Path) -> dict[str, Any]:
 
 
 def calls(job: dict[str, Any]) -> list[str]:
-    return (job["cwd"] / "calls").read_text().splitlines()
+    return Path(job["cwd"], "calls").read_text().splitlines()
 
 
 @pytest.mark.parametrize("sizes", [SIZES, replace(SIZES, nodes=1, gpus_per_node=0)])

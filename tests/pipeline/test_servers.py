@@ -11,13 +11,7 @@ from typing import Any
 import pytest
 
 from ludic.errors import DeadlineError, PipelineError
-from ludic.pipeline.servers import (
-    Registration,
-    list_servers,
-    read_roles,
-    record_role,
-    wait_for_servers,
-)
+from ludic.pipeline.servers import Registration, list_servers, wait_for_servers
 from ludic.pipeline.store import Store
 from tests.pipeline.world import server_of
 
@@ -100,12 +94,3 @@ async def test_who_waits_for_servers_hears_what_for(store: Store, url: str) -> N
         assert [server.url for server in await wait_for_servers(store, 60.0)] == [url]
         with pytest.raises(DeadlineError, match="weights to be published"):
             await wait_for_servers(store, 0.0, published=True)
-
-
-def test_roles_are_recorded_for_whoever_looks(store: Store) -> None:
-    record_role(store, "actor-1", "node-b", "running", 2)
-    record_role(store, "actor-1", "node-c", "restarted", 3)
-    roles = read_roles(store.facts()["roles"].items())
-    assert [(n, r.node, r.state, r.restarts) for n, r in roles.items()] == [
-        ("actor-1", "node-c", "restarted", 3)
-    ]

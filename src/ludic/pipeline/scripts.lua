@@ -281,8 +281,15 @@ local noted = {servers = servers, roles = roles}
 -- servers | roles, name, facts as JSON (nothing: forgotten)
 if ARGV[3] == '' then
   redis.call('HDEL', noted[ARGV[1]], ARGV[2])
-else
-  redis.call('HSET', noted[ARGV[1]], ARGV[2], now .. ' ' .. ARGV[3])
+  return {'ok'}
+end
+redis.call('HSET', noted[ARGV[1]], ARGV[2], now .. ' ' .. ARGV[3])
+-- Servers that left without a word an hour ago are forgotten, so that nothing grows for ever.
+local all = redis.call('HGETALL', servers)
+for i = 1, #all, 2 do
+  if now - tonumber(string.match(all[i + 1], '^%d+')) > 3600000 then
+    redis.call('HDEL', servers, all[i])
+  end
 end
 return {'ok'}
 

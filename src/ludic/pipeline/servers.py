@@ -15,7 +15,6 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Iterable
 from typing import Any, Self
 
 from ludic.errors import DeadlineError, PipelineError
@@ -33,7 +32,8 @@ ANSWER_S = 10.0
 
 class RegisteredServer(Record, frozen=True):
     """A server as it registers. `instance` differs from one start to the next, also at the same
-    address. `version` names its weights; None: it has had none from a trainer yet."""
+    address. `version` names its weights; None: it has had none from a trainer yet. `name` is that
+    of its role, where a launch has started it."""
 
     url: str
     instance: str
@@ -42,15 +42,7 @@ class RegisteredServer(Record, frozen=True):
     version: int | None = None
     host: str = ""
     pid: int = 0
-
-
-class RegisteredRole(Record, frozen=True):
-    """A process that the run is made of: where it was placed, how it is, how often it was started
-    again."""
-
-    node: str
-    state: str
-    restarts: int = 0
+    name: str = ""
 
 
 def list_servers(
@@ -81,14 +73,10 @@ async def wait_for_servers(
 
 
 def record_role(store: Store, name: str, node: str, state: str, restarts: int = 0) -> None:
-    """Tells whoever looks (`ludic pipeline status`) how a process of the run is."""
-    facts = to_json(RegisteredRole(node, state, restarts)).decode()
-    store.run("note", "roles", name, facts)
-
-
-def read_roles(notes: Iterable[tuple[str, str]]) -> dict[str, RegisteredRole]:
-    """Returns the processes that were recorded, by name, from the notes of `Store.facts`."""
-    return {name: from_json(RegisteredRole, text.partition(" ")[2]) for name, text in sorted(notes)}
+    """Tells whoever looks (`ludic pipeline status`) where a process of the run was placed, how it
+    is, and how often it was started again."""
+    facts = {"node": node, "state": state, "restarts": restarts}
+    store.run("note", "roles", name, json.dumps(facts))
 
 
 class Registration:
@@ -103,10 +91,11 @@ class Registration:
         model: str,
         capacity: int,
         key: str | None = None,
+        name: str = "",
         renew_s: float = RENEW_S,
     ) -> None:
         self._store, self._renew_s, self._model, self._capacity = store, renew_s, model, capacity
-        self.url, self.instance = url, secrets.token_hex(8)
+        self.url, self.instance, self._name = url, secrets.token_hex(8), name
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._left = threading.Event()
@@ -135,7 +124,7 @@ class Registration:
     def _say(self, patience_s: float | None = None) -> None:
         entry = RegisteredServer(
             *(self.url, self.instance, self._model, self._capacity, self._version()),
-            *(socket.gethostname(), os.getpid()),
+            *(socket.gethostname(), os.getpid(), self._name),
         )
         note = to_json(entry).decode()
         self._store.run("note", "servers", self.url, note, patience_s=patience_s)

@@ -23,6 +23,7 @@ def serve(arguments: Sequence[str]) -> int:
     """The command. What is not about registering goes to vLLM's server as it stands."""
     parser = argparse.ArgumentParser(prog="ludic serve", add_help=False, allow_abbrev=False)
     parser.add_argument("--register", metavar="RUN", help="sample for this run: its folder or file")
+    parser.add_argument("--name", default="", help="what `ludic pipeline status` calls it")
     parser.add_argument(
         *("--engine",),
         choices=("vllm", "local"),
@@ -52,8 +53,9 @@ def serve(arguments: Sequence[str]) -> int:
     store = Store(find_pipeline(config, folder))
 
     def registering(url: str) -> Registration:
-        name, slots = config.model.name, config.slots
-        return Registration(store, url, model=name, capacity=slots, key=key)
+        model, slots = config.model.name, config.slots
+        name = options.name
+        return Registration(store, url, model=model, capacity=slots, key=key, name=name)
 
     where = argparse.ArgumentParser(prog="ludic serve --register", allow_abbrev=False)
     where.add_argument("--host", default="127.0.0.1")

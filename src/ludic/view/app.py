@@ -27,6 +27,7 @@ from ludic.view.curves import STAGES, CurveStore
 from ludic.view.export import rollout_html
 from ludic.view.folders import Folders, QueryError, RunPlace, state_of
 from ludic.view.index import Indexes, RunIndex
+from ludic.view.processes import processes
 from ludic.view.rollout_page import group_page, rollout_page
 from ludic.view.security import LOOPBACK, Guard
 from ludic.view.token_text import texts_of
@@ -71,7 +72,8 @@ class View:
                 reports[name] = overview.figures(overview.read_report(run, name))
             except LudicError as exc:
                 reports[name] = {"name": name, "problem": str(exc)}
-        return overview.details(run, self.curves) | {"figures_of_reports": reports}
+        more = {"figures_of_reports": reports, "processes": processes(run)}
+        return overview.details(run, self.curves) | more
 
     def state(self, request: Request) -> Any:
         """A text that changes when something did; polled by the pages."""

@@ -1,4 +1,4 @@
-"""How a run over Redis stands: its trainer, its actors, and what is between them."""
+"""How a run over Redis stands: its processes, and what is between them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ludic.pipeline import servers
 from ludic.pipeline.store import Store, counters
 
 SILENT_S = 60.0
@@ -20,7 +21,7 @@ _COUNTS = {"total_groups": "finished", "total_tokens": "tokens", **{name: name f
 
 @dataclass(frozen=True, slots=True)
 class ActorStatus:
-    """One actor; ages are by the server's clock."""
+    """One actor, or one server by its address; ages are by the clock of Redis."""
 
     name: str
     age_s: float
@@ -33,10 +34,14 @@ class ActorStatus:
 
 @dataclass(frozen=True, slots=True)
 class PipelineStatus:
-    """A moment of a run. `oldest_s` is the age of the oldest unit that is not committed."""
+    """A moment of a run. `oldest_s` is the age of the oldest unit that is not committed. `roles` is
+    what a launch has recorded of its processes, by name."""
 
     now_s: float
     actors: tuple[ActorStatus, ...]
+    servers: tuple[ActorStatus, ...]
+    roles: Mapping[str, Mapping[str, Any]]
+    holder: str
     trainer: Mapping[str, Any]
     trainer_alive: bool
     attempt: int
@@ -70,11 +75,10 @@ class PipelineStatus:
 
     def line(self) -> str:
         """Everything in one line."""
-        dropped = ", ".join(f"{n} {reason}" for reason, n in self.dropped.items()) or "none"
         return (
             f"actors {self.alive}, waiting {self.waiting}, sampling {self.leased}, finished "
             f"{self.finished} ({self.bytes / 2**20:.1f} MiB), trained {self.trained}, lag "
-            f"{self.trainer.get('lag', '?')}, dropped: {dropped}"
+            f"{self.trainer.get('lag', '?')}, dropped: {_dropped(self)}"
         )
 
 
@@ -82,10 +86,14 @@ def read_status(store: Store) -> PipelineStatus:
     """Asks the server, once."""
     facts = store.facts()
     meta, now = facts["meta"], facts["now_ms"]
-    actors = []
-    for name, beat in sorted(facts["actors"].items()):
-        at, _, facts_text = beat.partition(" ")
-        actors.append(ActorStatus(name, (now - int(at)) / 1000, json.loads(facts_text or "{}")))
+
+    def heard(beats: Mapping[str, str]) -> tuple[ActorStatus, ...]:
+        parts = [(name, *beat.partition(" ")[::2]) for name, beat in sorted(beats.items())]
+        return tuple(
+            ActorStatus(name, (now - int(at)) / 1000, json.loads(text or "{}"))
+            for name, at, text in parts
+        )
+
     _, _, facts_text = meta.get("trainer", "").partition(" ")
     trainer: dict[str, Any] = json.loads(facts_text) if facts_text else {}
     counted = counters(facts)
@@ -94,7 +102,10 @@ def read_status(store: Store) -> PipelineStatus:
     oldest = min((int(entry.split("-")[0]) for entry in entries), default=now)
     return PipelineStatus(
         now_s=now / 1000,
-        actors=tuple(actors),
+        actors=heard(facts["actors"]),
+        servers=heard(facts["servers"]),
+        roles={role.name: role.facts for role in heard(facts["roles"])},
+        holder=meta.get("holder", ""),
         trainer=trainer,
         trainer_alive=facts["lease_ms"] > 0,
         version=policy.get("version"),
@@ -111,53 +122,125 @@ def read_status(store: Store) -> PipelineStatus:
     )
 
 
+COLUMNS = ("role", "node", "state", "restarts", "version", "work", "waits for")
+
+
+def process_rows(
+    status: PipelineStatus, before: PipelineStatus | None = None
+) -> list[tuple[str, ...]]:
+    """Returns a row of `COLUMNS` for each process of the run: those that say how they are, and
+    those that a launch knows of."""
+    roles = dict(status.roles)
+
+    def row(
+        name: str, node: str, state: str, version: Any, work: str, waits: str
+    ) -> tuple[str, ...]:
+        role = roles.pop(name, {})
+        version = "" if version is None else str(version)
+        restarts = str(role.get("restarts", ""))
+        return (name, str(role.get("node") or node), state, restarts, version, work, waits)
+
+    trainer, dropped = status.trainer, _dropped(status)
+    alive = status.trainer_alive
+    gone = f"gone{': ' + status.ended if status.ended else ''}"
+    work = f"{trainer.get('step', '?')} updates, {status.trained} groups, dropped: {dropped}"
+    rows = [
+        row(
+            *("trainer", status.holder.partition(",")[0], "alive" if alive else gone),
+            *(status.version, work, f"groups, {trainer.get('wait_s', '?')} s for the last batch"),
+        )
+    ]
+    serving = [s for s in status.servers if s.age_s < servers.SILENT_S]
+    for server in status.servers:
+        facts = server.facts
+        ready, old = facts.get("version") is not None, facts.get("version") != status.version
+        rows.append(
+            row(
+                *(facts.get("name") or server.name, facts.get("host", "")),
+                *(_alive(server.age_s, servers.SILENT_S), facts.get("version")),
+                f"{facts.get('capacity', '?')} requests at once at {server.name}",
+                "a publish" if not ready or old else "",
+            )
+        )
+    rates = _rates(status, before)
+    for actor in status.actors:
+        facts = actor.facts
+        work = f"{facts.get('groups', 0)} groups, {facts.get('busy', 0)} under way, " + (
+            f"{rates[actor.name]:.0f} tokens/s"
+            if actor.name in rates
+            else f"{facts.get('tokens', 0)} tokens"
+        )
+        waits = str(facts.get("waits", "")).removeprefix("for ")
+        idle = "units" if not facts.get("busy") and not status.waiting else ""
+        nobody = "a server" if status.servers and not serving else ""
+        rows.append(
+            row(
+                *(actor.name, facts.get("host", ""), _alive(actor.age_s, SILENT_S)),
+                *(facts.get("version"), work, waits or nobody or idle),
+            )
+        )
+    others = [
+        row(n, "", str(facts.get("state", "")), None, "", "")
+        for n, facts in status.roles.items()
+        if n in roles
+    ]
+    return [*rows, *others]
+
+
+def _alive(age_s: float, silent_s: float) -> str:
+    return "alive" if age_s < silent_s else f"silent for {age_s:.0f} s"
+
+
+def _dropped(status: PipelineStatus) -> str:
+    return ", ".join(f"{n} {reason}" for reason, n in status.dropped.items()) or "none"
+
+
+def _rates(status: PipelineStatus, before: PipelineStatus | None) -> dict[str, float]:
+    """Tokens a second of each actor since an earlier status."""
+    if before is None or status.now_s <= before.now_s:
+        return {}
+    seconds = status.now_s - before.now_s
+    had = {actor.name: actor.facts.get("tokens", 0) for actor in before.actors}
+    return {
+        actor.name: (actor.facts.get("tokens", 0) - had[actor.name]) / seconds
+        for actor in status.actors
+        if actor.name in had
+    }
+
+
+def queue_lines(status: PipelineStatus, before: PipelineStatus | None = None) -> dict[str, str]:
+    """Returns what is between the processes, by name."""
+    rate = status.rate(before)
+    return {
+        "units": f"{status.waiting} waiting, {status.leased} being sampled, {status.finished} "
+        f"finished; the oldest is {status.oldest_s:.0f} s old",
+        "groups": f"{status.total_groups} in all"
+        + (f", {rate:.1f}/s" if rate is not None else "")
+        + f", lag {status.trainer.get('lag', '?')}, {status.taken_over} taken over, "
+        f"{status.doubles} doubles refused, attempt {status.attempt}",
+        "redis": f"{status.bytes / 2**20:.1f} of {status.max_bytes / 2**20:.0f} MiB in groups, "
+        f"{status.memory / 2**20:.1f} MiB in all, appendfsync {status.durability}",
+    }
+
+
 def status_table(
     status: PipelineStatus, before: PipelineStatus | None = None, *, run: str = ""
 ) -> Any:
     """Returns it as a table for the terminal. `run` says which part of the run it is in."""
+    from rich.console import Group
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, show_header=False)
-    rate = status.rate(before)
-    trainer = status.trainer
+    lines = Table(box=None, pad_edge=False, show_header=False)
     if run:
-        table.add_row("run", run)
+        lines.add_row("run", run)
     if not status.attempt:
-        table.add_row("trainer", "none has opened the run on this Redis yet")
-        return table
-    what = "alive" if status.trainer_alive else f"gone{': ' + status.ended if status.ended else ''}"
-    table.add_row("trainer", f"{what}, attempt {status.attempt}, version {status.version}")
-    table.add_row(
-        "updates",
-        f"{trainer.get('step', '?')}, lag {trainer.get('lag', '?')}, waited "
-        f"{trainer.get('wait_s', '?')} s for the last batch",
-    )
-    table.add_row(
-        "units",
-        f"{status.waiting} waiting, {status.leased} being sampled, {status.finished} finished; the "
-        f"oldest is {status.oldest_s:.0f} s old",
-    )
-    table.add_row(
-        "groups",
-        f"{status.total_groups} in all"
-        + (f", {rate:.1f}/s" if rate is not None else "")
-        + f", {status.trained} trained, {status.taken_over} taken over, {status.doubles} doubles "
-        "refused",
-    )
-    dropped = ", ".join(f"{n} {reason}" for reason, n in status.dropped.items())
-    table.add_row("dropped", dropped or "none")
-    table.add_row(
-        "redis",
-        f"{status.bytes / 2**20:.1f} of {status.max_bytes / 2**20:.0f} MiB in groups, "
-        f"{status.memory / 2**20:.1f} MiB in all, appendfsync {status.durability}",
-    )
-    for actor in status.actors:
-        facts = actor.facts
-        word = "" if actor.alive else ", gone?"
-        table.add_row(
-            actor.name,
-            f"{facts.get('groups', 0)} groups, {facts.get('tokens', 0)} tokens, "
-            f"{facts.get('busy', 0)} under way, version {facts.get('version')}, heard "
-            f"{actor.age_s:.1f} s ago{word} {facts.get('waits', '')}".rstrip(),
-        )
-    return table
+        lines.add_row("trainer", "none has opened the run on this Redis yet")
+    else:
+        for name, line in queue_lines(status, before).items():
+            lines.add_row(name, line)
+    table = Table(box=None, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, overflow="fold")
+    for row in process_rows(status, before) if status.attempt or status.servers else ():
+        table.add_row(*row)
+    return Group(lines, table) if table.row_count else lines

@@ -293,7 +293,7 @@ class PublishLog:
                 url,
                 lost[url],
             )
-        for url in self._lost.keys() - lost.keys():
+        for url in (self._lost.keys() - lost.keys()) & set(details.get("servers", self._lost)):
             _log.warning("version %d: %s is back in rotation", report.version, url)
         self._lost = lost
         figures = {name: float(details[key]) for key, name in _FIGURES.items() if key in details}

@@ -10,6 +10,7 @@ export async function open(root, params) {
   const head = h("div", {});
   const figures = h("div", { class: "tiles" });
   const evals = h("section", {});
+  const running = h("section", {});
   const about = h("section", { class: "about" });
   const damage = h("div", {});
   const wall = curveWall([data.name], data.keys, params);
@@ -31,10 +32,11 @@ export async function open(root, params) {
     if (held) tiles.unshift([`${data.headline.name}, ${held[0].replaceAll("_", " ")}`, shown(held[1].value), `${shown(held[1].low)} – ${shown(held[1].high)}`]);
     show(figures, tiles.map(([name, value, note]) => h("div", { class: "tile" }, h("span", { class: "quiet" }, name), h("b", {}, value), h("small", { class: "quiet" }, note))));
     show(evals, evaluations(data));
+    show(running, processes(data.processes));
     show(about, settings(data));
   }
   fill();
-  show(root, head, damage, figures, wall.node, evals, about);
+  show(root, head, damage, figures, running, wall.node, evals, about);
   await wall.draw(params);
   return {
     update: (next) => wall.draw((params = next)),
@@ -75,6 +77,19 @@ function evaluations(data) {
         reports.some(([, r]) => r.problem) ? h("tr", {}, h("td", {}, ""), reports.map(([, r]) => h("td", {}, r.problem ? h("span", { class: "bad" }, visible(r.problem)) : ""))) : null,
         figureRows(reports.map(([, r]) => r)),
         envs.map((env) => h("tr", {}, h("td", {}, visible(env)), reports.map(([, r]) => h("td", {}, estimate(r.envs?.[env], r.envs?.[env]?.rate ? percent : number)))))))),
+  ];
+}
+
+// The processes of a run over Redis, as `ludic pipeline status` shows them.
+function processes(found) {
+  if (!found) return null;
+  if (found.problem) return [h("h2", {}, "Processes"), problems([found.problem])];
+  return [
+    h("h2", {}, "Processes"),
+    h("div", { class: "scroll" }, h("table", {},
+      h("thead", {}, h("tr", {}, found.columns.map((name) => h("th", {}, name)))),
+      h("tbody", {}, found.rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, visible(cell)))))))),
+    h("dl", { class: "facts" }, Object.entries(found.queue).map(([k, v]) => [h("dt", {}, k), h("dd", {}, visible(v))])),
   ];
 }
 
