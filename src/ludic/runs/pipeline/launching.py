@@ -27,6 +27,7 @@ from ludic.errors import ConfigError, LaunchError, PipelineError
 from ludic.launch import Engine, Event, LocalEngine, Role, Supervisor
 from ludic.launch.processes import free_port, private_file
 from ludic.pipeline import LocalRedis, PipelineConfig
+from ludic.pipeline.servers import record_role
 from ludic.pipeline.store import Store
 from ludic.runs.model import algorithm_of
 from ludic.runs.pipeline import address
@@ -52,12 +53,13 @@ REDIS_RESTARTS = 10
 def check_cluster(config: RunConfig) -> RunConfig:
     """Returns the run as it is launched; raises if it cannot be."""
     cluster, inference = config.cluster or ClusterSection(), config.inference
-    if cluster.servers and (inference.backend != "vllm" or inference.servers):
+    listed = inference.servers not in ([], "registered")
+    if cluster.servers and (inference.backend != "vllm" or listed):
         raise ConfigError(
             f"cluster.servers={cluster.servers} are started for the run: set inference.backend = "
             '"vllm", and leave inference.servers out'
         )
-    if inference.backend == "vllm" and not cluster.servers and not inference.servers:
+    if inference.backend == "vllm" and not cluster.servers and inference.servers == []:
         raise ConfigError(
             'inference.backend = "vllm": say how many servers to start with cluster.servers, or '
             "name running ones in inference.servers"
@@ -65,8 +67,11 @@ def check_cluster(config: RunConfig) -> RunConfig:
     for name in cluster.variables:
         if name not in os.environ:
             raise ConfigError(f"cluster.variables names {name}, which is not set here")
+    if cluster.servers:
+        inference = inference.model_copy(update={"servers": "registered"})
+    pipeline = config.pipeline or PipelineSection()
     config = config.model_copy(
-        update={"cluster": cluster, "pipeline": config.pipeline or PipelineSection()}
+        update={"cluster": cluster, "pipeline": pipeline, "inference": inference}
     )
     address.check_pipeline(config)
     return config
@@ -85,6 +90,7 @@ class Launch:
         self._roles: dict[str, dict[str, Any]] = {}
         self._beats = 0
         self._failure: str | None = None
+        self._store: Store | None = None
         self._redis: LocalRedis | None = None
         self._redis_restarts = 0
 
@@ -146,7 +152,7 @@ class Launch:
         device = self.config.model.device
         self._on_gpus = engine.gpus > 0 if device is None else not device.startswith("cpu")
         servers = [
-            server_role(environment, self.config, n + 1) for n in range(self.cluster.servers)
+            server_role(environment, self.cluster, n + 1) for n in range(self.cluster.servers)
         ]
         return [*servers, trainer_role(environment, self.cluster, gpus=self._on_gpus)]
 
@@ -180,8 +186,10 @@ class Launch:
             variables = {name: os.environ[name] for name in self.cluster.variables}
             variables[section.url_env or address.URL_VARIABLE] = pipeline.url
             private_file(environment.secrets, json.dumps(variables))
+            self._store = store
             yield store
         finally:
+            self._store = None
             store.close()
             environment.secrets.unlink(missing_ok=True)
             (self.path / address.FILE).unlink(missing_ok=True)
@@ -290,6 +298,9 @@ class Launch:
         if event.is_last:
             self._failure = event.sentence
         node = ", ".join(dict.fromkeys(event.nodes))
+        with suppress(PipelineError):  # it is only shown
+            if self._store is not None:
+                record_role(self._store, event.role, node, event.what, event.restarts)
         self._roles[event.role] = {"what": event.what, "node": node, "restarts": event.restarts}
         line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "unix": time.time(), **asdict(event)}
         with open(self._files / "events.jsonl", "a", encoding="utf-8") as file:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ludic.launch import Role
-from ludic.runs.settings import ClusterSection, RunConfig
+from ludic.runs.settings import ClusterSection
 
 RESTARTS = 3
 LAUNCHED = "LUDIC_LAUNCHED"
@@ -79,19 +79,13 @@ def trainer_role(environment: Environment, cluster: ClusterSection, *, gpus: boo
     )
 
 
-def server_role(environment: Environment, config: RunConfig, number: int) -> Role:
-    """A vLLM server, which registers itself with the run."""
-    cluster, inference = config.cluster, config.inference
-    assert cluster is not None
-    flags = [*("--max-num-seqs", str(config.slots)), *inference.vllm.arguments()]
-    if inference.max_context_tokens is not None:
-        flags += ["--max-model-len", str(inference.max_context_tokens)]
-    if inference.vllm_python is not None:
-        flags += ["--python", inference.vllm_python]
+def server_role(environment: Environment, cluster: ClusterSection, number: int) -> Role:
+    """A server, which takes its settings from the run and registers with it."""
+    engine = ("--engine", "local") if cluster.server_engine == "local" else ()
     return environment.role(
         f"server-{number}",
-        *("serve", config.model.name, "--host", "{address}", "--port", "{port}"),
-        *("--register", str(environment.run), *flags),
+        *("serve", "--register", str(environment.run), *engine),
+        *("--host", "{address}", "--port", "{port}"),
         kind="server",
         gpus=cluster.gpus_per_server,
         restarts=cluster.restarts,

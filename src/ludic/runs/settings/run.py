@@ -195,18 +195,20 @@ class PipelineSection(Section):
 class ClusterSection(Section):
     """Which processes `ludic launch` starts for a run over Redis, and where: on the nodes of a Ray
     cluster, or with `engine = "local"` on this host. The trainer has `ranks_per_node` ranks on each
-    of `trainer_nodes` nodes, with a GPU each unless `model.device` is the CPU. `servers` are vLLM
-    servers with `gpus_per_server` each. Between `actors_min` and `actors_max` actors run, as the
-    trainer needs them; without `actors_max`, always `actors_min`. A role that ends is started again
-    up to `restarts` times, with a growing pause; ten minutes without an end count as a new
-    beginning. A trainer without a place waits for one for `patience_s`. Commands run with `python`
-    in `folder`, both as on this host unless given, and with this host's values of the environment
-    variables that `variables` names."""
+    of `trainer_nodes` nodes, with a GPU each unless `model.device` is the CPU. `servers` register
+    with the run, have `gpus_per_server` each, and serve with vLLM or, for small models, with
+    Ludic's own engine (`server_engine = "local"`). Between `actors_min` and `actors_max` actors
+    run, as the trainer needs them; without `actors_max`, always `actors_min`. A role that ends is
+    started again up to `restarts` times, with a growing pause; ten minutes without an end count as
+    a new beginning. A trainer without a place waits for one for `patience_s`. Commands run with
+    `python` in `folder`, both as on this host unless given, and with this host's values of the
+    environment variables that `variables` names."""
 
     engine: Literal["ray", "local"] = "ray"
     trainer_nodes: int = Field(default=1, ge=1)
     ranks_per_node: int = Field(default=1, ge=1)
     servers: int = Field(default=0, ge=0)
+    server_engine: Literal["vllm", "local"] = "vllm"
     gpus_per_server: float = Field(default=1.0, ge=0)
     actors_min: int = Field(default=2, ge=1)
     actors_max: int | None = Field(default=None, ge=1)
