@@ -16,6 +16,7 @@ import yaml
 
 from ludic.errors import ConfigError
 from ludic.launch.job_files import JobSizes, kuberay_job, slurm_job
+from ludic.runs.pipeline import attaching
 
 AWKWARD = 'runs/it\'s "mine" $HOME'
 SIZES = JobSizes(
@@ -121,3 +122,15 @@ def test_the_entrypoint_survives_two_shells(job: dict[str, Any]) -> None:
 def test_sizes_that_no_cluster_takes_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         replace(SIZES, **wrong)
+
+
+def test_a_run_file_becomes_a_job_file_with_room_for_its_roles(tmp_path: Path) -> None:
+    sizes = "cluster={trainer_nodes=2, ranks_per_node=8, servers=10, gpus_per_server=2}"
+    settings = [sizes, "inference.backend=vllm"]
+    text = attaching.job_file("slurm", "tic-tac-toe", settings, out=tmp_path / "run")
+    assert "#SBATCH --nodes=5" in text
+    assert "#SBATCH --gpus-per-node=8" in text
+    assert f"ludic launch --resume {tmp_path / 'run'}" in text
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match="choose slurm or kuberay"):
+        attaching.job_file("pbs", "tic-tac-toe", settings)

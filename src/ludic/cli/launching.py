@@ -25,6 +25,10 @@ def launch(
     detach: Annotated[
         bool, typer.Option("--detach", help="Leave it running in the background.")
     ] = False,
+    write: Annotated[
+        str | None,
+        typer.Option(help="Start nothing: print a job file, `slurm` or `kuberay`, that does."),
+    ] = None,
 ) -> None:
     """Train a run with all its processes: trainer, servers and actors, on a Ray cluster or here."""
     from ludic.runs.pipeline import attaching
@@ -36,7 +40,11 @@ def launch(
     named = [folder for folder in (resume, stop, attach) if folder is not None]
     if len(named) + (run is not None) > 1:
         raise ConfigError("give one of a run file, --resume, --stop and --attach")
-    if stop is not None:
+    if write is not None:
+        if named or detach or run is None:
+            raise ConfigError("--write takes a run file, and nothing else that starts or stops one")
+        typer.echo(attaching.job_file(write, run, settings, out=out), nl=False)
+    elif stop is not None:
         attaching.stop(stop)
     elif attach is not None:
         attaching.attach(attach)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 from ludic.errors import ConfigError, DeadlineError, LaunchError
+from ludic.launch.job_files import JobSizes, kuberay_job, slurm_job
 from ludic.runs.pipeline.launching import STOP_S, Launch, Tail, check_cluster
 from ludic.runs.pipeline.roles import role_log
 from ludic.runs.results.terminal import command_name, say
@@ -33,6 +36,35 @@ def launch(
     """Launches a run file, a built-in run, or what is left of the run in a folder."""
     plan = Run.from_folder(resume, overrides) if resume else Run.from_file(run, overrides, out=out)
     launch_run(plan, detach=detach)
+
+
+def job_file(
+    system: str, run: str, overrides: Sequence[str] = (), *, out: str | Path | None = None
+) -> str:
+    """Returns what starts the same launch under SLURM or on Kubernetes, and resumes it if it is
+    started again. A node has a GPU for each of the trainer's ranks on it; servers fill nodes like
+    that, and actors share what processors there are."""
+    if system not in ("slurm", "kuberay"):
+        raise ConfigError(f"--write {system}: choose slurm or kuberay")
+    plan = Run.from_file(run, overrides, out=out)
+    config, folder = check_cluster(plan.config), str(plan.folder.path)
+    assert config.cluster is not None
+    cluster, on_cpu = config.cluster, (config.model.device or "").startswith("cpu")
+    ranks, wanted = cluster.ranks_per_node, ceil(cluster.servers * cluster.gpus_per_server)
+    nodes = cluster.trainer_nodes + ceil(wanted / ranks)
+    actors = (cluster.actors_max or cluster.actors_min) * cluster.cpus_per_actor
+    command = ["ludic", "launch"]
+    sizes = JobSizes(
+        name=re.sub("[^a-z0-9]+", "-", f"ludic-{config.run.name}".lower())[:47].strip("-"),
+        start=[*command, run, *overrides, "--out", folder],
+        resume=[*command, "--resume", folder],
+        stop=[*command, "--stop", folder],
+        folder=folder,
+        nodes=nodes,
+        gpus_per_node=0 if on_cpu else ranks,
+        cpus_per_node=ranks + ceil(wanted / nodes) + ceil(actors / nodes) + 1,
+    )
+    return slurm_job(sizes) if system == "slurm" else kuberay_job(sizes)
 
 
 def launch_run(run: Run, *, detach: bool = False) -> None:
