@@ -86,8 +86,8 @@ def draw(found: dict[tuple[str, str], dict[int, Option]]) -> None:
             "marker": "o",
             "label": f"{model}, {mode}",
         }
-        speed.plot(sizes, [o.result.tokens_per_s for o in sizes.values()], **style)
-        cost.plot(sizes, [gpu_hours(o, UPDATES) for o in sizes.values()], **style)
+        speed.plot(list(sizes), [o.result.tokens_per_s for o in sizes.values()], **style)
+        cost.plot(list(sizes), [gpu_hours(o, UPDATES) for o in sizes.values()], **style)
     for axes, title in ((speed, "tokens/s"), (cost, f"GPU-hours for {UPDATES} updates")):
         axes.set(xscale="log", yscale="log", xlabel="H200s", title=title)
         axes.set_xticks(GPUS, [f"{gpus:,}" for gpus in GPUS])

@@ -124,3 +124,8 @@ def test_drawn_lengths_have_the_mean_that_was_said(mean: float, spread: float) -
 def test_a_mean_above_the_most_is_refused() -> None:
     with pytest.raises(ConfigError, match="impossible"):
         Lengths(200, 100)
+
+
+def test_episodes_that_are_no_whole_groups_are_refused() -> None:
+    with pytest.raises(ConfigError, match="multiple"):
+        Workload(10, 4, Lengths(20, 100), 1)

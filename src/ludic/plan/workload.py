@@ -69,6 +69,13 @@ class Workload:
     env_spread: float = 1.0
     host_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.episodes % self.group:
+            raise ConfigError(
+                f"{self.episodes} episodes are no whole groups of {self.group}: set "
+                "training.rollouts_per_update to a multiple of the algorithm's group_size"
+            )
+
     @property
     def context(self) -> float:
         """The tokens of an episode at its end, on average."""
