@@ -188,7 +188,7 @@ async def to_actor(
         raise LudicError("the actor did not start; what it said is above")
     publisher, rows = in_background(inner), []
     for _ in range(times):
-        version, before = policy.step(), travelled()
+        before, version = travelled(), policy.step()
         start = time.time()
         await publisher.publish(ModelWeights(policy.model), version)
         wait = time.time() - start

@@ -150,7 +150,9 @@ class Actor:
                 task.cancel()
             await asyncio.gather(*self._held.values(), return_exceptions=True)
             if self._fetcher is not None:
-                await asyncio.to_thread(self._fetcher.close)
+                closing = asyncio.to_thread(self._fetcher.close)
+                arriving = [] if self._arriving is None else [self._arriving]
+                await asyncio.gather(closing, *arriving, return_exceptions=True)
             with suppress(PipelineError):
                 call_s = self._store.config.call_s
                 await self._store.run_async("leave", self.name, patience_s=call_s)
@@ -310,8 +312,7 @@ class Actor:
         if self._fetcher is None:
             self._fetcher = PolicyFetcher(self._store, address=self.cfg.policy_address)
         if self._arriving is None:
-            fetch = asyncio.to_thread(self._fetcher.fetch, policy)
-            self._arriving = asyncio.create_task(fetch)
+            self._arriving = asyncio.create_task(asyncio.to_thread(self._fetcher.fetch, policy))
         arrived, _ = await asyncio.wait([self._arriving], timeout=_POLL_S[0])
         if not arrived:
             self._fetcher.announced(policy.serial)
