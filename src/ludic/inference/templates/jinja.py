@@ -17,7 +17,7 @@ import datetime as dt
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any, NoReturn, TypeAlias
 
 from ludic.errors import TemplateError
@@ -174,9 +174,9 @@ class JinjaTemplate:
     def __init__(self, source: str, variables: Mapping[str, Any], today: dt.date) -> None:
         self._template = _compile(source, today)
         self._variables = {**self._template.globals, **variables}
-        self._with_holes = cache(partial(_compile, source, today, holes=True))
+        self._with_holes = partial(_compile, source, today, holes=True)
         self._skeletons: Skeletons | None = None
-        if not _holds_text(self._template.environment, source):
+        if not _holds_text(source, today):
             self._skeletons = Skeletons(
                 lambda messages: self._rendered(self._template, messages),
                 lambda messages: self._rendered(self._with_holes(), messages),
@@ -230,14 +230,16 @@ class JinjaTemplate:
         return "".join(template.root_render_func(context))
 
 
-def _holds_text(environment: Any, source: str) -> bool:
+@lru_cache(maxsize=32)
+def _holds_text(source: str, today: dt.date) -> bool:
     """Whether the template puts what it wrote into variables, where it could look at it."""
     from jinja2 import nodes
 
     kinds = (nodes.AssignBlock, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.Block)
-    return environment.parse(source).find(kinds) is not None
+    return _compile(source, today).environment.parse(source).find(kinds) is not None
 
 
+@lru_cache(maxsize=32)  # a run makes several templates from the same text
 def _compile(source: str, today: dt.date, *, holes: bool = False) -> Any:
     """The template; with `holes`, one that writes out those of `skeletons`."""
     import jinja2
