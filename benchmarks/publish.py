@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import inspect
 import json
 import os
 import signal
@@ -53,7 +52,6 @@ from ludic.sharding.weights import ModelWeights
 
 ROOT = Path(__file__).resolve().parent.parent
 WAIT_S = 300.0
-KNOWS_DIFFERENCES = "differences" in inspect.signature(BroadcastPolicyPublisher).parameters
 Figures = dict[str, float]
 
 
@@ -281,9 +279,6 @@ def vllm(policy: Policy, args: argparse.Namespace) -> dict[str, Figures | None]:
         try:
             with VLLMServer(settings, python=python) as server:
                 for kind in figures:
-                    if kind == "difference" and not KNOWS_DIFFERENCES:
-                        say("no differences to vLLM: this version's publisher has none")
-                        continue
                     by_differences = kind == "difference"
                     figures[kind] = asyncio.run(
                         to_vllm(policy, args.times, server.url, by_differences)

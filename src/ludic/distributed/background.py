@@ -118,7 +118,7 @@ class BackgroundPublisher(PolicyPublisher):
         last, seconds = self._last, time.perf_counter() - began
         details: dict[str, Any] = {}
         if last is not None:
-            details = {**last.details, "background_s": last.seconds}
+            details = {**last.details, "background_s": last.seconds, "sent_bytes": last.bytes}
             details["behind"] = version - last.version
         return PublishReport(version, seconds, size, details=details)
 

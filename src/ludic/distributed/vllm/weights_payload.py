@@ -59,8 +59,8 @@ class WeightsDelivery(Delivery[WeightsServer]):
 
     What runs at the same time: the trainer's checks (for NaN, then checksums, then its scores of
     the canary) and the plane's `prepare`, each in a thread, beside the servers' staging. All of
-    them only read the tensors, and nobody writes meanwhile: the trainer steps when its publish has
-    ended. Until they are paused, servers sample from their old weights; until they apply they have
+    them only read the tensors, and nobody writes meanwhile: they are a snapshot, or the trainer
+    waits for the publish. Until they are paused, servers sample from their old weights; until they apply they have
     them still, and go on with them when anything fails. Nothing is applied before all checks are
     done.
 
