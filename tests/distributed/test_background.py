@@ -72,7 +72,12 @@ async def test_the_trainer_goes_on_and_what_arrives_is_what_was_published() -> N
     assert publisher.published == 1
     assert torch.equal(gate.got[1]["a"], torch.ones(3))
     report = await publisher.publish(weights, 2)
-    assert report.details == {"stall_s": 0.25, "background_s": 0.5, "behind": 1}
+    assert report.details == {
+        "stall_s": 0.25,
+        "background_s": 0.5,
+        "sent_bytes": 0,
+        "behind": 1,
+    }
     gate.open.release()
     await publisher.settle()
     assert torch.equal(gate.got[2]["a"], torch.full((3,), 9.0))

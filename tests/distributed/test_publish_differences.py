@@ -16,7 +16,7 @@ from torch import Tensor
 from ludic.distributed.host_copy import HostCopy
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.distributed.vllm.checksums import receipt
-from ludic.distributed.vllm.planes import SharedMemoryPlane, Shipment
+from ludic.distributed.vllm.planes import IPCPlane, SharedMemoryPlane, Shipment
 from ludic.errors import ConfigError, PublishError
 from ludic.inference.vllm.client import VLLMChatClient
 from tests.inference.vllm.fake_server import FakeVLLM, failing, vanishing
@@ -223,6 +223,7 @@ async def test_other_tensors_than_before_are_sent_whole(
 
 
 async def test_over_cuda_ipc_differences_are_refused(client: VLLMChatClient) -> None:
-    publisher = BroadcastPolicyPublisher(client, plane="ipc", differences=True)
     with pytest.raises(ConfigError, match="nothing travels"):
-        await publisher.publish(weights(1), 1)
+        await BroadcastPolicyPublisher(client, plane=IPCPlane(), differences=True).publish(
+            weights(1), 1
+        )

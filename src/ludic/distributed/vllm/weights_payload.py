@@ -60,9 +60,9 @@ class WeightsDelivery(Delivery[WeightsServer]):
     What runs at the same time: the trainer's checks (for NaN, then checksums, then its scores of
     the canary) and the plane's `prepare`, each in a thread, beside the servers' staging. All of
     them only read the tensors, and nobody writes meanwhile: they are a snapshot, or the trainer
-    waits for the publish. Until they are paused, servers sample from their old weights; until they apply they have
-    them still, and go on with them when anything fails. Nothing is applied before all checks are
-    done.
+    waits for the publish. Until they are paused, servers sample from their old weights; until they
+    apply they have them still, and go on with them when anything fails. Nothing is applied before
+    all checks are done.
 
     A difference is sent where every worker of every server says that its host's copy is what the
     difference was made against. Where one does not, or does not take it, or has something else
