@@ -21,11 +21,17 @@ from ludic.runs.storage.rollout_log import rollout_file, token_file
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS, EPISODES = 12, 16
+MANY, EPISODES = 10_000, 16
+"""More updates than there is time for: how quick the machine is decides nothing."""
 SMALL = (
-    *("sft.steps=0", f"training.steps={STEPS}", f"training.rollouts_per_update={EPISODES}"),
+    *("sft.steps=0", f"training.steps={MANY}", f"training.rollouts_per_update={EPISODES}"),
     *("training.checkpoint_every=1", "eval.episodes=4", 'logging.loggers=["console"]'),
-    *('model.device="cpu"', "pipeline.lease_s=5.0", "training.batch_timeout_s=600"),
+    *(
+        'model.device="cpu"',
+        'inference.backend="vllm"',
+        "pipeline.lease_s=5.0",
+        "training.batch_timeout_s=600",
+    ),
 )
 
 
@@ -132,26 +138,27 @@ class Driver:
         return text
 
 
-def check_trained_once(folder: Path) -> None:
+def check_trained_once(folder: Path, steps: int) -> None:
     """Every update there was, from whole groups, and no episode in two of them."""
-    assert sorted(set(updates(folder))) == list(range(1, STEPS + 1))
+    assert sorted(set(updates(folder))) == list(range(1, steps + 1))
     trained: dict[str, set[int]] = {}
     for record in read_token_log(token_file(folder / "rollouts")):
         trained.setdefault(record.rollout_id, set()).add(record.update)
     doubled = [name for name, seen in trained.items() if len(seen) > 1]
     assert not doubled
     per_update = Counter(update for seen in trained.values() for update in seen)
-    assert per_update == dict.fromkeys(range(1, STEPS + 1), EPISODES), "none lost"
+    assert per_update == dict.fromkeys(range(1, steps + 1), EPISODES), "none lost"
     stored = Counter(r.id for r in read_rollouts(rollout_file(folder / "rollouts", "train")))
     assert max(stored.values()) == 1
     assert trained.keys() <= stored.keys()
 
 
-def test_a_run_goes_on_when_an_actor_a_rank_a_node_and_its_driver_are_killed(
+def test_a_run_goes_on_when_an_actor_a_server_a_rank_a_node_and_its_driver_are_killed(
     cluster: Any, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    table = "cluster={trainer_nodes=2, actors_min=2, restarts=5}"
+    roles = 'trainer_nodes=2, servers=2, server_engine="local", actors_min=3, restarts=5'
+    table = f"cluster={{{roles}}}"
     driver = Driver(cluster, tmp_path / "log", "tic-tac-toe", "--out", str(folder), table, *SMALL)
     try:
         driver.until(lambda: updates(folder), "the first update")
@@ -161,6 +168,10 @@ def test_a_run_goes_on_when_an_actor_a_rank_a_node_and_its_driver_are_killed(
         (actor,) = processes_of(folder, "actor-1")
         os.kill(actor, signal.SIGKILL)
         driver.until(lambda: len(events(folder, "actor-1", "placed")) == 2, "the actor's return")
+
+        (server,) = processes_of(folder, "server-1")
+        os.kill(server, signal.SIGKILL)
+        driver.until(lambda: len(events(folder, "server-1", "placed")) == 2, "the server's return")
 
         ranks = processes_of(folder, "--resume")
         assert len(ranks) == 2
@@ -181,11 +192,12 @@ def test_a_run_goes_on_when_an_actor_a_rank_a_node_and_its_driver_are_killed(
     finally:
         driver.process.kill()
     assert not (folder / "summary.json").exists(), "it was killed on the way"
-    again = Driver(cluster, tmp_path / "log", "--resume", str(folder))
+    steps = max(updates(folder)) + 3
+    again = Driver(cluster, tmp_path / "log", "--resume", str(folder), f"training.steps={steps}")
     try:
         assert "trainer has finished" in again.finished()
     finally:
         again.process.kill()
-    check_trained_once(folder)
+    check_trained_once(folder, steps)
     until(lambda: not processes_of(folder) and not redis_of(folder), "everything to end", 60.0)
     assert not any(file.exists() for file in secrets)

@@ -72,7 +72,7 @@ def test_bash_and_shellcheck_find_nothing_wrong(sizes: JobSizes, tmp_path: Path)
 def test_a_job_starts_the_run_and_one_that_is_started_again_resumes_it(job: dict[str, Any]) -> None:
     subprocess.run(["bash", "job.sh"], check=True, timeout=60, **job)
     assert f"ludic|launch run.toml --out {AWKWARD}" in calls(job)
-    assert "--address node-a:6391 --min-nodes 3 --num-cpus=8 --num-gpus=8" in calls(job)[1]
+    assert "--address node-a:20012 --min-nodes 3 --num-cpus=8 --num-gpus=8" in calls(job)[1]
     (job["cwd"] / AWKWARD).mkdir(parents=True)
     (job["cwd"] / AWKWARD / "run.json").write_text("{}")
     subprocess.run(["bash", "job.sh"], check=True, timeout=60, **job)

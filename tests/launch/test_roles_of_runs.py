@@ -49,7 +49,8 @@ def test_a_server_registers_and_listens_where_it_is_placed() -> None:
     role = server_role(ENVIRONMENT, launched.cluster, 1)
     assert role.gpus == 4.0
     command = " ".join(role.command)
-    assert "serve --register /shared/run --host {address} --port {port}" in command
+    assert "serve --register /shared/run --name server-1 " in command
+    assert "--host {address} --port {port}" in command
 
 
 def test_no_role_has_a_secret_in_what_an_engine_records() -> None:
@@ -84,4 +85,4 @@ def test_actors_are_added_while_the_trainer_waits_and_removed_while_groups_pile_
     assert to(3, 0.0, 0, 8) == 2, "a whole update waits"
     assert to(2, 0.0, 0, 8) == 2, "no fewer than the least"
     assert to(3, 0.0, 0, 7) == 3
-    assert to(1, 0.0, 0, 0) == 2
+    assert to(1, 0.0, 0, 0) == to(1, 0.0, 0, 8) == 1, "one that was given up is not replaced"

@@ -15,7 +15,8 @@ from textwrap import indent
 
 from ludic.errors import ConfigError
 
-RAY_PORT = 6379
+RAY_PORT = 20_000
+"""From here on Ray takes none by itself: its workers have 10002 to 19999."""
 STOP_EARLY_S = 600
 """How long before the end of its time a run is told to stop, with a checkpoint."""
 
@@ -79,6 +80,7 @@ def slurm_job(sizes: JobSizes) -> str:
 #SBATCH --job-name={sizes.name}
 #SBATCH --nodes={sizes.nodes}
 #SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
 #SBATCH --cpus-per-task={sizes.cpus_per_node}
 {gpus}#SBATCH --mem={sizes.memory_gib}G
 #SBATCH --time={minutes}
@@ -90,11 +92,13 @@ def slurm_job(sizes: JobSizes) -> str:
 set -u
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# Two jobs on one node need two ports.
+# Of jobs that share a head's address one after the other, none meets what another left behind.
 port=$(({RAY_PORT} + SLURM_JOB_ID % 10000))
+export SRUN_CPUS_PER_TASK={sizes.cpus_per_node}
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT={sizes.wait_minutes * 60}
 
 stop() {{
+    interrupted=yes
     {shlex.join(sizes.stop)}
 }}
 trap stop USR1
@@ -105,9 +109,10 @@ srun ray symmetric-run --address "$head:$port" --min-nodes {sizes.nodes} \\
 run=$!
 # The signal ends a wait, not the run, which writes its checkpoint first.
 while true; do
+    interrupted=
     wait "$run"
     status=$?
-    kill -0 "$run" 2>/dev/null || exit "$status"
+    [ -n "$interrupted" ] || exit "$status"
 done
 """
 

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 from ludic.errors import LaunchError
@@ -113,8 +114,9 @@ class Processes:
         """Ends all of them; together they have `grace_s`."""
         for process in self._processes:
             process.terminate()
+        deadline = time.monotonic() + grace_s
         for process in self._processes:
-            process.end(grace_s=grace_s)
+            process.end(grace_s=max(deadline - time.monotonic(), 0.0))
 
 
 def private_file(path: Path, text: str) -> None:

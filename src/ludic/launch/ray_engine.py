@@ -226,10 +226,10 @@ class _Placed:
     def poll(self) -> Waiting | Running | Ended:
         try:
             return self._poll()
+        except RayTaskError as exc:  # what our own code raised on the node: of both kinds at once
+            return Ended(None, str(exc.cause))
         except LaunchError as exc:
             return Ended(None, str(exc))
-        except RayTaskError as exc:  # what our own code raised on the node
-            return Ended(None, str(exc.cause))
         except RayError as exc:
             return Ended(None, f"its node, or what ran it there, is gone ({type(exc).__name__})")
 

@@ -83,8 +83,18 @@ class Supervisor:
         self._kept: dict[str, _Kept] = {}
 
     def add(self, role: Role) -> None:
-        """Has a role started with the next tick."""
+        """Has a role started with the next tick. Its name must be new."""
+        if self.has(role.name):
+            raise ValueError(f"there is a role called {role.name!r}")
         self._kept[role.name] = _Kept(role, self._clock())
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a role, or was one that is over for good."""
+        return name in self._kept
+
+    def over(self, kind: str) -> int:
+        """How many roles of a kind are over for good."""
+        return sum(k.role.kind == kind and k.outcome is not None for k in self._kept.values())
 
     def names(self, kind: str) -> list[str]:
         """The roles of a kind that are neither over nor leaving, in their order."""

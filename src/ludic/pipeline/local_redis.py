@@ -60,6 +60,7 @@ class LocalRedis:
     def start(self) -> None:
         """Returns when the server answers; it may be started again after it was killed."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.chmod(0o700)  # its files have the run's keys
         socket = self._sockets / "redis.sock"
         socket.unlink(missing_ok=True)
         lines = (

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 import urllib.request
+from http.client import HTTPException
 from typing import Any, Self
 
 from ludic.errors import DeadlineError, PipelineError
@@ -135,7 +136,7 @@ class Registration:
             with self._direct.open(request, timeout=ANSWER_S) as answer:
                 name: Any = json.load(answer)["weight_version"]
             return None if name in (None, UNNAMED_VERSION) else int(name)
-        except (OSError, ValueError, KeyError, TypeError) as exc:
+        except (OSError, HTTPException, ValueError, KeyError, TypeError) as exc:
             raise PipelineError(
                 f"{self.url} does not say which weights it has ({exc}): a registered server is "
                 "vLLM 0.32 or newer, or Ludic's own engine, started with `ludic serve`"

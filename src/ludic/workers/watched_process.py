@@ -56,7 +56,7 @@ class WatchedProcess(subprocess.Popen[bytes]):
             self.wait(grace_s)
         except subprocess.TimeoutExpired:
             self.kill()
-            self.wait(grace_s)
+            self.wait(_STOP_S)
         self._watcher.communicate(b"\n", _STOP_S)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ludic.errors import ConfigError, DeadlineError, LaunchError
 from ludic.launch.job_files import JobSizes, kuberay_job, slurm_job
-from ludic.runs.pipeline.launching import STOP_S, Launch, Tail, check_cluster
+from ludic.runs.pipeline.launching import STOP_S, Launch, Tail, check_cluster, driving
 from ludic.runs.pipeline.roles import role_log
 from ludic.runs.results.terminal import command_name, say
 from ludic.runs.run import Run
@@ -42,17 +42,21 @@ def job_file(
     system: str, run: str, overrides: Sequence[str] = (), *, out: str | Path | None = None
 ) -> str:
     """Returns what starts the same launch under SLURM or on Kubernetes, and resumes it if it is
-    started again. A node has a GPU for each of the trainer's ranks on it; servers fill nodes like
-    that, and actors share what processors there are."""
+    started again. A node has a GPU for each of the trainer's ranks on it, or as many as a server
+    takes; servers, and actors that sample by themselves, fill further nodes like that."""
     if system not in ("slurm", "kuberay"):
         raise ConfigError(f"--write {system}: choose slurm or kuberay")
     plan = Run.from_file(run, overrides, out=out)
     config, folder = check_cluster(plan.config), str(plan.folder.path)
     assert config.cluster is not None
     cluster, on_cpu = config.cluster, (config.model.device or "").startswith("cpu")
-    ranks, wanted = cluster.ranks_per_node, ceil(cluster.servers * cluster.gpus_per_server)
-    nodes = cluster.trainer_nodes + ceil(wanted / ranks)
-    actors = (cluster.actors_max or cluster.actors_min) * cluster.cpus_per_actor
+    ranks, actors = cluster.ranks_per_node, cluster.actors_max or cluster.actors_min
+    each = cluster.gpus_per_server if cluster.servers else 0.0
+    gpus = max(0 if on_cpu else ranks, ceil(each))
+    servers = ceil(cluster.servers / (gpus // each)) if each else 0
+    sampling = 0 if on_cpu or config.inference.backend != "local" else ceil(actors / gpus)
+    nodes = cluster.trainer_nodes + servers + sampling
+    processors = cluster.servers + actors * cluster.cpus_per_actor
     command = ["ludic", "launch"]
     sizes = JobSizes(
         name=re.sub("[^a-z0-9]+", "-", f"ludic-{config.run.name}".lower())[:47].strip("-"),
@@ -61,8 +65,8 @@ def job_file(
         stop=[*command, "--stop", folder],
         folder=folder,
         nodes=nodes,
-        gpus_per_node=0 if on_cpu else ranks,
-        cpus_per_node=ranks + ceil(wanted / nodes) + ceil(actors / nodes) + 1,
+        gpus_per_node=gpus,
+        cpus_per_node=ranks + ceil(processors / nodes) + 1,
     )
     return slurm_job(sizes) if system == "slurm" else kuberay_job(sizes)
 
@@ -71,18 +75,20 @@ def launch_run(run: Run, *, detach: bool = False) -> None:
     """Launches what is left of a run. If a new one fails before there is anything to keep, its
     folder is removed."""
     config, folder = check_cluster(run.config), run.folder
-    if run.resumed:
-        folder.take_up(config)
-    else:
+    if not run.resumed:
         folder.make(config, modules=run.modules)
+    elif detach:  # the driver in the background reads the settings from there
+        with driving(folder):
+            folder.take_up(config)
     say(f"run folder: {folder.path}")
+    launch = Launch(config, folder, resumed=run.resumed)
     try:
         if detach:
             _leave(folder)
         else:
-            Launch(config, folder).go()
+            launch.go()
     except Exception:
-        if not run.resumed:
+        if not run.resumed and not launch.begun:
             folder.abandon()
         raise
 
@@ -101,7 +107,7 @@ def _leave(folder: RunFolder) -> None:
             start_new_session=True,
         )
     deadline = time.monotonic() + BEGIN_S
-    while _state(folder) is None:
+    while (_state(folder) or {}).get("driver", {}).get("pid") != driver.pid:
         if (status := driver.poll()) is not None:
             if status == 0:  # it was quicker than this look
                 return

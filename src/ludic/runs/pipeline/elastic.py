@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import count
 
 from ludic.launch import Role, Supervisor
 from ludic.runs.pipeline.status import PipelineStatus
@@ -20,12 +21,13 @@ def wanted(
     now: int, least: int, most: int, *, waited_s: float, untaken: int, finished: int, update: int
 ) -> int:
     """Returns how many actors there should be. `untaken` units wait for an actor, `finished` groups
-    for the trainer, which takes `update` at a time."""
+    for the trainer, or for the checkpoint after they were trained on; more than `update` of them
+    are more than it needs."""
     if waited_s > HUNGRY_S and untaken > 0:
-        return min(now + 1, most)
+        return max(min(now + 1, most), now)
     if waited_s < FED_S and untaken == 0 and finished >= update:
-        return max(now - 1, least)
-    return min(max(now, least), most)
+        return max(now - 1, min(now, least))
+    return now
 
 
 class Elastic:
@@ -47,12 +49,12 @@ class Elastic:
         since = self._clock() - self._changed
         trainer = status.trainer
         step = trainer.get("step")
-        if since < GROW_S or step == self._step or supervisor.running("actor") < len(names):
+        if since < GROW_S or step == self._step:
             return
         to = wanted(
             len(names),
             self._least,
-            self._most,
+            self._most - supervisor.over("actor"),
             waited_s=float(trainer.get("wait_s", 0.0)),
             untaken=status.waiting,
             finished=status.finished,
@@ -60,9 +62,11 @@ class Elastic:
         )
         if to == len(names) or (to < len(names) and since < SHRINK_S):
             return
+        if to > len(names) > supervisor.running("actor"):  # those that wait for a place come first
+            return
         self._changed, self._step = self._clock(), step
         if to < len(names):
             supervisor.remove(names[-1])
         else:
-            taken = {int(name.removeprefix("actor-")) for name in names}
-            supervisor.add(actor(min(set(range(1, to + 1)) - taken)))
+            numbered = (actor(number) for number in count(1))
+            supervisor.add(next(role for role in numbered if not supervisor.has(role.name)))

@@ -44,7 +44,7 @@ from ludic.runs.results.terminal import command_name, say, warn
 from ludic.runs.settings import ClusterSection, PipelineSection, RunConfig
 from ludic.runs.storage.folder import RunFolder, forget_holder, locked
 
-TICK_S, LOOK_S = 0.5, 2.0
+TICK_S, LOOK_S, LOST_S = 0.5, 2.0, 30.0
 STOP_S = 600.0
 """How long the trainer gets to finish its step and write a checkpoint when it is told to stop."""
 REDIS_RESTARTS = 10
@@ -77,12 +77,38 @@ def check_cluster(config: RunConfig) -> RunConfig:
     return config
 
 
+@contextmanager
+def driving(folder: RunFolder) -> Iterator[None]:
+    """Makes this process the run's driver; raises if it has one. One on another host whose state is
+    not renewed for `LOST_S` counts as lost with its host."""
+    files = folder.path / "launch"
+    files.mkdir(exist_ok=True)
+    state = files / "state.json"
+
+    def beat() -> dict[str, Any]:
+        with suppress(OSError, ValueError):
+            return dict(json.loads(state.read_text(encoding="utf-8"))["driver"])
+        return {}
+
+    before, deadline = beat(), time.monotonic() + LOST_S
+    while before and before.get("host") != socket.gethostname() and beat() == before:
+        if time.monotonic() > deadline:
+            forget_holder(files)
+            break
+        time.sleep(TICK_S)
+    if not before:
+        forget_holder(files)
+    with locked(files):
+        yield
+
+
 class Launch:
     """A run's processes from placement to end. `go` blocks."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder) -> None:
+    def __init__(self, config: RunConfig, folder: RunFolder, *, resumed: bool = False) -> None:
         assert config.cluster is not None
         self.config, self.folder, self.cluster = config, folder, config.cluster
+        self._resumed = resumed
         self.path = folder.path.resolve()
         self._files = self.path / "launch"
         self._stopping: float | None = None
@@ -94,23 +120,30 @@ class Launch:
         self._redis: LocalRedis | None = None
         self._redis_restarts = 0
 
+    @property
+    def begun(self) -> bool:
+        """Whether any role was placed: its log may say what went wrong."""
+        return bool(self._roles)
+
     # From the beginning to the end
 
     def go(self) -> None:
         """Trains the run in the folder to its end, or until it is stopped."""
-        self._files.mkdir(exist_ok=True)
-        word = secrets.token_hex(8)
-        mark = self._files / "mark"
-        mark.write_text(word, encoding="utf-8")
+        word, mark = secrets.token_hex(8), self._files / "mark"
         with ExitStack() as stack:
-            stack.enter_context(locked(self._files))
+            stack.enter_context(driving(self.folder))
+            stack.callback((self._files / "state.json").unlink, missing_ok=True)
+            self._write_state()
+            if self._resumed:
+                self.folder.take_up(self.config)
+            mark.write_text(word, encoding="utf-8")
             (self._files / "stop").unlink(missing_ok=True)
             engine = self._engine(mark, word)
+            stack.callback(engine.close)
             environment = self._environment()
             roles = self._first_roles(environment, engine)
             actors = [self._actor(environment, n + 1) for n in range(self.cluster.actors_min)]
             if why := engine.shortage([*roles, *actors]):
-                engine.close()
                 raise LaunchError(f"this run does not fit: {why}")
             store = stack.enter_context(self._joined(engine, environment))
             supervisor = Supervisor(
@@ -121,7 +154,6 @@ class Launch:
             )
             stack.callback(supervisor.close)
             stack.enter_context(self._interruptible())
-            stack.callback((self._files / "state.json").unlink, missing_ok=True)
             for role in roles:
                 supervisor.add(role)
             self._watch(supervisor, store, environment)
@@ -154,7 +186,8 @@ class Launch:
         servers = [
             server_role(environment, self.cluster, n + 1) for n in range(self.cluster.servers)
         ]
-        return [*servers, trainer_role(environment, self.cluster, gpus=self._on_gpus)]
+        # What needs the most in one place is placed first.
+        return [trainer_role(environment, self.cluster, gpus=self._on_gpus), *servers]
 
     def _actor(self, environment: Environment, number: int) -> Role:
         samples_here = self.config.inference.backend == "local"
@@ -171,33 +204,37 @@ class Launch:
         """Has a Redis for the run, and its address and other variables where roles read them."""
         config, section = self.config, address.section_of(self.config)
         assert environment.secrets is not None
-        if address.starts_redis(section):
-            host = getattr(engine, "address", None)  # of one host alone it is a unix socket
-            port = 0 if host is None else free_port(host)
-            self._redis = LocalRedis(self.path / "redis", host, port)
-            self._redis.start()
-            name = address.run_name(config, self.path)
-            pipeline = PipelineConfig(self._redis.url, name, patience_s=section.patience_s)
-        else:
-            pipeline = address.find_pipeline(config, self.path)
-        store = Store(PipelineConfig(pipeline.url, pipeline.run, patience_s=2.0, call_s=5.0))
-        try:
+        with ExitStack() as stack:
+            if address.starts_redis(section):
+                host = getattr(engine, "address", None)  # of one host alone it is a unix socket
+                port = 0 if host is None else free_port(host)
+                self._redis = LocalRedis(self.path / "redis", host, port)
+                stack.callback(self._redis.stop)
+                self._redis.start()
+                name = address.run_name(config, self.path)
+                pipeline = PipelineConfig(self._redis.url, name, patience_s=section.patience_s)
+            else:
+                pipeline = address.find_pipeline(config, self.path)
+            store = Store(PipelineConfig(pipeline.url, pipeline.run, patience_s=2.0, call_s=5.0))
+            stack.callback(store.close)
+            for file in (environment.secrets, self.path / address.FILE):
+                stack.callback(file.unlink, missing_ok=True)
             address.write_address(self.path, pipeline)
             variables = {name: os.environ[name] for name in self.cluster.variables}
             variables[section.url_env or address.URL_VARIABLE] = pipeline.url
             private_file(environment.secrets, json.dumps(variables))
             self._store = store
-            yield store
-        finally:
-            self._store = None
-            store.close()
-            environment.secrets.unlink(missing_ok=True)
-            (self.path / address.FILE).unlink(missing_ok=True)
+            try:
+                yield store
+            finally:
+                self._store = None
 
     def _watch(self, supervisor: Supervisor, store: Store, environment: Environment) -> None:
         log = Tail(role_log(self.path, "trainer"), role_log(self.path, "trainer-rank0"))
-        size = algorithm_of(self.config).group_size or 1
-        elastic = Elastic(self.cluster, self.config.training.rollouts_per_update // size)
+        training, size = self.config.training, algorithm_of(self.config).group_size or 1
+        # Redis keeps what was trained on until a checkpoint has it.
+        kept = 1 + (training.checkpoint_every or training.steps)
+        elastic = Elastic(self.cluster, kept * training.rollouts_per_update // size)
         looked, acting = 0.0, False
         while supervisor.outcome("trainer") is None:
             time.sleep(TICK_S)
@@ -212,7 +249,8 @@ class Launch:
             self._write_state()
             if (status := self._look(store)) is None:
                 continue
-            if not acting and status.trainer_alive:  # before that, an earlier end may stand there
+            # Before its first word, and its first policy, an earlier end may stand there.
+            if not acting and status.trainer_alive and not status.ended:
                 acting = True
                 for number in range(self.cluster.actors_min):
                     supervisor.add(self._actor(environment, number + 1))
@@ -235,8 +273,8 @@ class Launch:
         self._redis_restarts += 1
         redis.process.end()
         sentence = f"redis ended with status {status}, and is started again"
-        self._tell(Event("redis", "restarted", sentence, (), self._redis_restarts))
         redis.start()
+        self._tell(Event("redis", "restarted", sentence, (), self._redis_restarts))
 
     def _conclude(self) -> None:
         resume = f"{command_name()} launch --resume {self.folder.path}"

@@ -81,10 +81,12 @@ def trainer_role(environment: Environment, cluster: ClusterSection, *, gpus: boo
 
 def server_role(environment: Environment, cluster: ClusterSection, number: int) -> Role:
     """A server, which takes its settings from the run and registers with it."""
-    engine = ("--engine", "local") if cluster.server_engine == "local" else ()
+    name, engine = f"server-{number}", ("--engine", "local")
+    if cluster.server_engine == "vllm":
+        engine = ("--log", str(role_log(environment.run, f"{name}-vllm")))
     return environment.role(
-        f"server-{number}",
-        *("serve", "--register", str(environment.run), *engine),
+        name,
+        *("serve", "--register", str(environment.run), "--name", name, *engine),
         *("--host", "{address}", "--port", "{port}"),
         kind="server",
         gpus=cluster.gpus_per_server,
