@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +141,8 @@ async def test_a_failure_is_raised_by_the_next_publish_and_every_wait() -> None:
         with pytest.raises(PublishError, match=says):
             await publisher.settle()
     with pytest.raises(PublishError, match=says):
+        publisher.check()
+    with pytest.raises(PublishError, match=says):
         await publisher.publish({"a": torch.ones(1)}, 4)
     assert (publisher.published, gate.begun) == (1, [1, 2])
 
@@ -225,15 +228,23 @@ async def test_rank_0_copies_the_weights_once_and_reads_all_of_them_even_after_a
     await publisher.abandon()
 
 
-async def test_the_canary_is_scored_by_the_model_as_it_was_when_it_was_copied() -> None:
-    model, prompt = tiny_model(layers=1, hidden_size=32), (1, 2, 3)
-    rows = [None, *({"2": {"logprob": s}} for s in prompt_logprobs(model, prompt)[:1])]
-    rows += [{"3": {"logprob": prompt_logprobs(model, prompt)[1]}}]
+PROMPT = (1, 2, 3)
+
+
+def scoring_as(model: Any) -> FakeVLLM:
+    """A server that scores the prompt as the model does now."""
+    scores = zip(PROMPT[1:], prompt_logprobs(model, PROMPT), strict=True)
+    rows = [None, *({str(token): {"logprob": score}} for token, score in scores)]
     choice = {"token_ids": [1], "finish_reason": "length"}
     answer = {"choices": [choice], "prompt_logprobs": rows}
-    server = FakeVLLM(faults={"/inference/v1/generate": lambda _: answer})
+    return FakeVLLM(faults={"/inference/v1/generate": lambda _: answer})
+
+
+async def test_the_canary_is_scored_by_the_model_as_it_was_when_it_was_copied() -> None:
+    model = tiny_model(layers=1, hidden_size=32)
+    server = scoring_as(model)
     async with server.serving() as fake, VLLMChatClient(fake.url, model="tiny") as client:
-        direct = BroadcastPolicyPublisher(client, canary_prompt=prompt)
+        direct = BroadcastPolicyPublisher(client, canary_prompt=PROMPT)
         publisher = BackgroundPublisher(direct)
         await publisher.publish(ModelWeights(model), 1)
         with torch.no_grad():
@@ -245,6 +256,60 @@ async def test_the_canary_is_scored_by_the_model_as_it_was_when_it_was_copied() 
         assert direct._canary.own_scores(model) != direct._canary.at(1).own_scores(model)
         await publisher.settle()
         assert fake.applied == 2
+
+
+async def test_a_snapshot_whose_scores_were_forgotten_has_no_canary() -> None:
+    model = tiny_model(layers=1, hidden_size=32)
+    async with FakeVLLM().serving() as fake, VLLMChatClient(fake.url, model="tiny") as client:
+        direct = BroadcastPolicyPublisher(client, canary_prompt=PROMPT)
+        snapshot = SnapshotBuffer(on_device=False).take(ModelWeights(model))
+        for version in (1, 5):  # the first waits for its turn until the second is copied
+            await direct.prepare(ModelWeights(model), version)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3.0)
+        report = await direct.publish(snapshot, 1)
+        assert "canary_max" not in report.details
+        assert fake.applied == 1
+
+
+async def test_the_canary_of_a_publish_is_not_forgotten_while_it_is_under_way() -> None:
+    model = tiny_model(layers=1, hidden_size=32)
+    server = scoring_as(model)
+    async with server.serving() as fake, VLLMChatClient(fake.url, model="tiny") as client:
+        direct = BroadcastPolicyPublisher(client, canary_prompt=PROMPT)
+        await direct.prepare(ModelWeights(model), 1)
+        snapshot = SnapshotBuffer(on_device=False).take(ModelWeights(model))
+
+        async def train_on() -> None:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(3.0)
+            await direct.prepare(ModelWeights(model), 5)
+
+        direct.before = train_on
+        report = await direct.publish(snapshot, 1)
+        assert report.details["canary_max"] == pytest.approx(0.0, abs=1e-6)
+
+
+async def test_rank_0_drops_what_has_not_begun_before_it_gathers() -> None:
+    gate, waiting = Gate(), list[list[int]]()
+    inner = BackgroundPublisher(gate)
+
+    class Looking:
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+            waiting.append(inner.state_dict()["on_their_way"])
+            yield "a", torch.ones(2)
+
+    publisher = Rank0OnlyPublisher(inner, World())
+    for version in (1, 2, 3):
+        await publisher.publish(Looking(), version)
+        await begun(gate, 1)
+    assert waiting == [[], [1], [1]]
+    for _ in range(2):
+        gate.open.release()
+    await publisher.settle()
+    assert gate.begun == [1, 3]
 
 
 async def test_a_server_that_dies_half_way_stops_the_next_publish_by_name() -> None:

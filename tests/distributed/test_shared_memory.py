@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from ludic.distributed.vllm import shared_memory
-from ludic.distributed.vllm.shared_memory import write_shared
+from ludic.distributed.vllm.shared_memory import SharedFolder, write_shared
 from ludic.errors import PublishError
 
 WEIGHTS = {"a": torch.ones(1024, 1024)}  # 4 MiB
@@ -77,6 +78,41 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_has_is_not(
     _, next_one = write_shared(WEIGHTS)
     assert first.is_file(), "one's own are not abandoned"
     assert sorted(folder.iterdir()) == sorted([mine.path, next_one.path])
+
+
+def test_what_is_left_is_removed_by_who_takes_a_folder_by_name_and_never_while_it_is_held(
+    folder: Path,
+) -> None:
+    left = folder / "ludic-publish-copy-a"
+    (left / "sub").mkdir(parents=True)
+    for name in ("lock", "weights.safetensors", "sub/more"):
+        (left / name).touch()
+    (folder / "ludic-publish-copy-b").mkdir()  # whose remover was killed
+    held = SharedFolder("copy-c")
+    assert list(folder.iterdir()) == [held.path]
+    again = SharedFolder("copy-c")
+    SharedFolder("copy-d").close()
+    assert list(folder.iterdir()) == [held.path]
+    held.close()
+    assert list(folder.iterdir()) == [held.path]
+    again.close()
+    assert not list(folder.iterdir())
+
+
+def test_a_file_system_that_reserves_no_room_is_written_to_all_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal = errno.EOPNOTSUPP
+
+    def refuse(*_: Any) -> NoReturn:
+        raise OSError(refusal, "no")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    path, _ = write_shared(WEIGHTS)
+    assert path.is_file()
+    refusal = errno.ENOSPC
+    with pytest.raises(PublishError, match="--shm-size"):
+        write_shared(WEIGHTS)
 
 
 def test_a_process_that_ends_by_itself_leaves_nothing(folder: Path) -> None:

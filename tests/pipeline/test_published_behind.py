@@ -10,12 +10,16 @@ import pytest
 import torch
 
 from ludic.distributed import BackgroundPublisher
-from ludic.distributed.interfaces import PublishReport, Weights
+from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights
+from ludic.errors import PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.pipeline import Bounds, PipelineConfig, PipelinePublisher
+from ludic.pipeline.local_redis import LocalRedis
 from ludic.pipeline.store import Store
+from ludic.runs.pipeline.address import URL_VARIABLE
 from ludic.training import CheckpointConfig, Trainer, TrainerConfig
 from tests.pipeline.test_batch_source import acting, until, weights_of
+from tests.pipeline.test_policy_address import make_pipeline
 from tests.pipeline.world import make_source
 
 pytestmark = pytest.mark.redis
@@ -52,6 +56,26 @@ async def test_no_sample_is_older_than_max_lag_while_policies_are_on_their_way(
     assert max(lags) <= max_lag
     assert not source.ledger.dropped  # they waited, and none was sampled in vain
     assert source.lease.version == 5
+
+
+async def test_a_publish_that_failed_is_seen_while_the_trainer_waits_for_a_batch(
+    server: LocalRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(PolicyPublisher):
+        snapshots = "host"
+
+        async def publish(self, weights: Weights, version: int) -> PublishReport:
+            raise PublishError("http://gpu-7:8000 refused")
+
+    monkeypatch.setenv(URL_VARIABLE, server.url)
+    async with make_pipeline(tmp_path / "run") as pipeline:
+        publisher = pipeline.publisher(Refusing())
+        await publisher.publish({"a": torch.ones(1)}, 1)
+        pipeline._alarm()
+        with pytest.raises(PublishError):
+            await publisher.settle()
+        with pytest.raises(PublishError, match=r"version 1 was not published .*gpu-7:8000 refused"):
+            pipeline._alarm()
 
 
 def trainer_of(source: Any, publisher: Any, folder: Path) -> Trainer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
 import threading
@@ -18,7 +19,7 @@ import torch
 
 from ludic.errors import ConfigError, PublishError
 from ludic.pipeline import weights_fetcher, weights_http
-from ludic.pipeline.policies import PolicyFolder, StoredPolicy
+from ludic.pipeline.policies import PolicyFolder, StoredPolicy, file_in_kernel
 from ludic.pipeline.store import PipelineConfig, Store
 from ludic.pipeline.weights_fetcher import NotComingError, Patience, PolicyFetcher
 from ludic.pipeline.weights_http import PolicyServer, SourceError, get, listening_address
@@ -134,9 +135,22 @@ def test_a_policy_arrives_as_it_is(
 def test_a_path_that_this_host_can_open_is_not_fetched(
     host: Callable[..., PolicyFetcher], policy: StoredPolicy, weights: Path, trainer: PolicyServer
 ) -> None:
-    shared = replace(policy, path=str(weights))
-    assert host("a").fetch(shared) == shared
+    here = host("a").fetch(replace(policy, path=str(weights)))
+    assert (here.path, here.file) == (str(weights), file_in_kernel(weights))
+    known = replace(here, checksum="")
+    assert host("a").fetch(known) == known
     assert trainer.sent == 0
+
+
+def test_another_file_at_the_trainers_path_is_not_taken_for_the_policy(
+    host: Callable[..., PolicyFetcher], policy: StoredPolicy, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"another run's policy")
+    here = host("a").fetch(replace(policy, path=str(other)))
+    assert file_checksum(Path(here.path)) == policy.checksum
+    gone = host("a").fetch(replace(policy, path=str(other), checksum="0" * 64))
+    assert not Path(gone.path).exists()
 
 
 def test_each_piece_leaves_the_trainer_once_however_many_hosts_there_are(
@@ -215,9 +229,32 @@ def test_a_trainer_that_sends_wrong_bytes_is_an_error_that_names_it_and_the_vers
 def test_another_key_is_refused_at_once(
     host: Callable[..., PolicyFetcher], policy: StoredPolicy, trainer: PolicyServer
 ) -> None:
-    with pytest.raises(PublishError, match=r"policy 7 .*refuses the run's key"):
+    with pytest.raises(NotComingError, match=r"policy 7 .*refuses the run's key"):
         host("a").fetch(replace(policy, key="another"))
     assert trainer.sent == 0
+
+
+def test_a_cache_that_cannot_be_written_is_an_error_that_names_the_cause_and_may_be_mended(
+    host: Callable[..., PolicyFetcher], policy: StoredPolicy, tmp_path: Path
+) -> None:
+    (tmp_path / "a").write_text("no folder")
+    with pytest.raises(NotComingError, match=r"policy 7 from http://127.* into .*File exists"):
+        host("a").fetch(policy)
+    (tmp_path / "a").unlink()
+    host("a").fetch(policy)
+
+
+def test_a_cache_that_is_being_removed_is_not_held(
+    host: Callable[..., PolicyFetcher], policy: StoredPolicy, tmp_path: Path
+) -> None:
+    (tmp_path / "a").mkdir()
+    fetcher = host("a")
+    with (tmp_path / "a" / "users.lock").open("w") as leaving:
+        fcntl.flock(leaving, fcntl.LOCK_EX)
+        fetcher.fetch(policy)
+        assert fetcher._user is None
+    fetcher.fetch(policy)
+    assert fetcher._user is not None
 
 
 def test_a_policy_that_has_gone_comes_back_as_it_was(

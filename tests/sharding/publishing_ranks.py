@@ -1,13 +1,14 @@
 """Run by torchrun: two ranks publish a model that they share, and compare it with the gathered one.
 
-Usage: publishing_ranks.py plain lora apart fails; or, with a real server, publishing_ranks.py "URL
-FILE", where the gathered weights go into the file.
+Usage: publishing_ranks.py plain lora apart fails fails-lora; or, with a real server,
+publishing_ranks.py "URL FILE", where the gathered weights go into the file.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any, cast
 
@@ -71,7 +72,7 @@ def made(what: str) -> nn.Module:
     if what.startswith("http"):
         return cast(nn.Module, tiny_model(3, hidden_size=64, heads=2, kv_heads=1))
     model: Any = tiny_model(3).bfloat16()
-    if what == "lora":
+    if what in ("lora", "fails-lora"):
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "down_proj"]))
@@ -101,7 +102,8 @@ async def check_publish(what: str, model: nn.Module, world: World) -> None:
         assert not path.exists()
 
 
-def fail(*_: object) -> None:
+def fail(path: object, layout: object, parts: Iterator[object]) -> None:
+    next(parts)
     raise OSError("injected")
 
 
@@ -149,7 +151,7 @@ async def check(what: str, mesh: DeviceMesh) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if what == "apart":  # as if the ranks were on two hosts
             patch.setattr(local, "ranks_share_memory", lambda _: False)
-        if what == "fails":
+        if what.startswith("fails"):
             if not world.leads:
                 patch.setattr(shards, "fill_shared", fail)
             await check_failure(model, world)

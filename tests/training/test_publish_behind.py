@@ -14,6 +14,7 @@ from ludic.distributed.interfaces import PublishReport, Snapshot, Weights
 from ludic.errors import PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.saw.items import SAWBatch
+from ludic.sharding.world import PeerError, World
 from ludic.training import Trainer
 from tests.training.synthetic import RecordingPublisher, SyntheticSource, reinforce
 from tests.training.test_trainer import config
@@ -143,3 +144,26 @@ def test_a_run_that_fails_leaves_no_publish_under_way(tmp_path: Path) -> None:
         trained(Broken(diary), publisher, tmp_path)
     assert publisher.state_dict() == {"published": 0, "on_their_way": []}
     assert diary.versions == [0]
+
+
+class Told(World):
+    """As on a rank other than the one whose publish has failed."""
+
+    def agree(self, error: BaseException | None) -> None:
+        raise error or PeerError("another rank failed")
+
+
+async def test_a_rank_that_publishes_nothing_hears_that_rank_0_could_not(tmp_path: Path) -> None:
+    trainer = Trainer(
+        model=tiny_model(layers=1, hidden_size=32),
+        algo=reinforce(),
+        batch_source=SyntheticSource(),
+        cfg=config(tmp_path),
+    )
+    trainer.world = Told()
+    with pytest.raises(PeerError):
+        await trainer.start()
+    trainer.publisher = BackgroundPublisher(Diary(fails=0))
+    with pytest.raises(PublishError, match="gpu-7:8000 went away"):
+        await trainer.start()
+    trainer.close()

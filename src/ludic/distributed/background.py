@@ -62,8 +62,8 @@ class BackgroundPublisher(PolicyPublisher):
     `publish` returns when the weights are copied. One publish is under way at a time; one that has
     not begun is replaced by a newer one, so that two buffers are enough and a slow receiver holds
     up nobody. `settle` waits until the newest is published. A failure is raised by the next
-    `publish` or `settle`, and by all after it. Everything but the copying happens in the caller's
-    event loop: leave it only after `settle` or `abandon`.
+    `publish`, `settle` or `check`, and by all after it. Everything but the copying happens in the
+    caller's event loop: leave it only after `settle` or `abandon`.
 
     Args:
         inner: what publishes; its `snapshots` say where the copies are kept.
@@ -101,13 +101,13 @@ class BackgroundPublisher(PolicyPublisher):
         """Copies `weights` and returns; they become policy `version` later, unless newer ones do
         first. The report's `details` are those of the last publish that has ended."""
         began = time.perf_counter()
-        self._next = None  # replaced: its buffer is written to from here on
+        self.drop_waiting()  # replaced: its buffer is written to from here on
         sending = None if self._sending is None else self._sending[0]
         buffer = next(free for free in self._buffers if free is not sending)
         # First of all: on several ranks reading the weights is a collective, in which no rank may
         # be missing, whatever became of the publish before.
         snapshot = await asyncio.to_thread(buffer.take, weights)
-        self._raise_failure()
+        self.check()
         if self.beside is not None:
             await self.beside.publish(weights, version)
         await self.inner.prepare(weights, version)
@@ -126,7 +126,16 @@ class BackgroundPublisher(PolicyPublisher):
         """Returns when the newest weights are published; raises what went wrong."""
         if self._task is not None and not self._task.done():
             await asyncio.wait({self._task})
-        self._raise_failure()
+        self.check()
+
+    def check(self) -> None:
+        """Raises if a publish has failed; waits for nothing."""
+        if self._failure is not None:
+            raise self._failure
+
+    def drop_waiting(self) -> None:
+        """Forgets the snapshot that has not begun, before a newer one takes up memory."""
+        self._next = None
 
     async def abandon(self) -> None:
         """Cuts the publish under way short, and forgets what was not begun. That is no failure: a
@@ -177,10 +186,6 @@ class BackgroundPublisher(PolicyPublisher):
 
     def _serving(self) -> str:
         return "no version" if self.published is None else f"version {self.published}"
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
 
 def in_background(publisher: PolicyPublisher, timeout_s: float = 600.0) -> PolicyPublisher:

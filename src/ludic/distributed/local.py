@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
+from ludic.distributed.background import BackgroundPublisher
 from ludic.distributed.interfaces import (
     PolicyPublisher,
     PublishReport,
@@ -85,6 +86,8 @@ class Rank0OnlyPublisher(PolicyPublisher):
 
     async def publish(self, weights: Weights, version: int) -> PublishReport:
         """Gathers everywhere, sends from rank 0, and returns the same report on all ranks."""
+        if isinstance(self.inner, BackgroundPublisher):
+            self.inner.drop_waiting()  # else three copies would be in memory
         gathered = await asyncio.to_thread(self._gather, weights)
         answer: dict[str, Any] = {}
         failure: BaseException | None = None

@@ -16,7 +16,7 @@ from typing import Any, TypedDict, Unpack
 
 from torch import Tensor
 
-from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Weights
+from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Snapshot, Weights
 from ludic.distributed.vllm.adapter_payload import AdapterPayload
 from ludic.distributed.vllm.canary import Canary, MismatchBudget
 from ludic.distributed.vllm.delivery import PATIENCE_S, Job, Payload, PublishTimes
@@ -113,6 +113,10 @@ class ServerPublisher(PolicyPublisher):
     async def _publish(
         self, weights: Weights, version: int, deadline: asyncio.Timeout
     ) -> PublishReport:
+        # First of all: while this waits, scores of newer versions may take the place of these.
+        canary, model = self._canary.at(version), self._canary.model_of(weights)
+        if isinstance(weights, Snapshot) and not canary.is_scored:
+            model = None  # it has moved on, and its scores would be those of another version
         began, times = time.perf_counter(), PublishTimes()
         if self.before is not None:
             await self.before()
@@ -120,7 +124,6 @@ class ServerPublisher(PolicyPublisher):
             tensors = await asyncio.to_thread(self.payload.gather, weights)
         await self._open(weights, tensors)
         limits = (self.timeout_s, self.patience_s)
-        model, canary = self._canary.model_of(weights), self._canary.at(version)
         job = Job(self.client, tensors, version, model, canary, times, *limits)
         delivery = self.payload.delivery(job)
         every = delivery.servers

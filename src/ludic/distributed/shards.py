@@ -7,6 +7,7 @@ which takes one weight at a time. The host has all weights once, in the file.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -37,10 +38,14 @@ def write_shards(weights: ModelWeights, world: World) -> SharedWeights | None:
             error = exc
     world.agree(error)
     path = world.share({"path": "" if shared is None else str(shared.path)})["path"]
+    rows = _own_rows(weights, world)
     try:
-        fill_shared(Path(path), layout, _own_rows(weights, world))
+        fill_shared(Path(path), layout, rows)
     except Exception as exc:
         error = exc
+        with suppress(Exception):
+            for _ in rows:  # the other ranks still merge with this one
+                pass
     try:
         world.agree(error)
     except BaseException:

@@ -3,7 +3,9 @@ written: several processes fill in their parts, or change the tensors where they
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
@@ -42,7 +44,8 @@ def bytes_of(layout: Layout) -> int:
 
 
 def make_file(path: Path, layout: Layout) -> None:
-    """Makes a file of zeros, which take no room yet."""
+    """Makes a file of zeros. Raises `OSError` where there is no room for it, as far as the file
+    system can tell."""
     entries: dict[str, object] = {}
     end = 0
     # Large elements first: then each begins at a multiple of its size.
@@ -54,6 +57,13 @@ def make_file(path: Path, layout: Layout) -> None:
     with path.open("xb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + end)
+        try:
+            os.posix_fallocate(file.fileno(), 0, 8 + len(header) + end)
+        except AttributeError:  # not every system has it
+            pass
+        except OSError as exc:  # nor every file system
+            if exc.errno == errno.ENOSPC:
+                raise
 
 
 def fill_file(path: Path, parts: Iterable[tuple[str, Tensor, int]]) -> None:

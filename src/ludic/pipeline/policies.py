@@ -156,7 +156,7 @@ class PipelinePublisher(PolicyPublisher):
 
     async def prepare(self, weights: Weights, version: int) -> None:
         """Has the actors' units wait for `version` from now on, where they must not be older."""
-        self.lease.expect(version)
+        await asyncio.to_thread(self.lease.expect, version)  # it may have to wait for Redis
         if self.inner is not None:
             await self.inner.prepare(weights, version)
 

@@ -17,7 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from ludic.errors import ConfigError, PipelineError, PublishError
-from ludic.pipeline.policies import StoredPolicy
+from ludic.pipeline.policies import StoredPolicy, file_in_kernel
 from ludic.pipeline.store import Store
 from ludic.pipeline.weights_difference import make_from_difference
 from ludic.pipeline.weights_http import (
@@ -32,7 +32,7 @@ from ludic.pipeline.weights_http import (
     is_loopback,
     listening_address,
 )
-from ludic.plumbing.files import PIECE, piece_digests
+from ludic.plumbing.files import PIECE, file_checksum, piece_digests
 
 _log = logging.getLogger("ludic.pipeline")
 _POLL_S = 0.1
@@ -41,6 +41,7 @@ _CLAIM_MS = 15_000
 _ASK_FOR = 64
 _WRONG = 3
 _LEFT_S = 3600.0
+_AGAIN_S = 1.0
 
 
 class NotComingError(PublishError):
@@ -139,9 +140,13 @@ class PolicyFetcher:
         if self.folder.stat().st_uid != os.getuid():
             raise ConfigError(f"{self.folder} belongs to another user: have it removed")
         if self._user is None:
-            self._user = os.open(self.folder / "users.lock", os.O_RDWR | os.O_CREAT, 0o600)
-            with suppress(OSError):  # one that leaves removes the folder; the next fetch makes it
-                fcntl.flock(self._user, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            user = os.open(self.folder / "users.lock", os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(user, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:  # one that leaves removes the folder; the next fetch makes it
+                os.close(user)
+            else:
+                self._user = user
 
     def fetch(self, policy: StoredPolicy) -> StoredPolicy:
         """Returns the policy with a path that this host can open. Where a newer one has taken its
@@ -149,8 +154,18 @@ class PolicyFetcher:
 
         Raises `PublishError`, which names the version and the source, when it does not come.
         """
-        if Path(policy.path).is_file():
-            return policy
+        try:
+            return _found(policy) or self._fetch(policy)
+        except NotComingError:
+            self._closed.wait(_AGAIN_S)  # whoever tries again does not do so at once
+            raise
+        except OSError as exc:
+            self._closed.wait(_AGAIN_S)
+            raise NotComingError(
+                f"cannot fetch policy {policy.version} from {policy.url} into {self.folder}: {exc}"
+            ) from exc
+
+    def _fetch(self, policy: StoredPolicy) -> StoredPolicy:
         self._open_folder()
         target = self.folder / f"{policy.checksum}.safetensors"
         here = replace(policy, path=str(target))
@@ -165,12 +180,13 @@ class PolicyFetcher:
             try:
                 self._fetch_into(part, job)
             except OSError as exc:
-                job.fail(f"{part}: {exc}")
+                job.fail(f"{part}: {exc}", NotComingError)
             if job.failure is not None:
                 raise job.failure
             if job.gone:
                 part.unlink(missing_ok=True)
-                return policy
+                # Another file may be at its path here: then it has the one that did not come.
+                return here if os.path.exists(policy.path) else policy
             os.replace(part, target)
             self._tidy()
             return here
@@ -306,7 +322,8 @@ class PolicyFetcher:
                 else:
                     self._wait(job, self.progressed)
         except Exception as exc:  # the other thread must hear of it, whatever it is
-            job.fail(f"{type(exc).__name__}: {exc}")
+            kind = NotComingError if isinstance(exc, OSError) else PublishError
+            job.fail(f"{type(exc).__name__}: {exc}", kind)
 
     def _take(self, job: _Fetch, piece: int, url: str, seconds: float) -> None:
         file, start = job.file, piece * PIECE
@@ -338,7 +355,9 @@ class PolicyFetcher:
             job.left_out.add(url)
             _log.warning("policy %d is not taken from %s", job.policy.version, why)
         elif why.status == 401:
-            job.fail("it refuses the run's key: is it the trainer of this run?")
+            # Perhaps a new trainer at the same address: the newest policy has its key.
+            refused = "it refuses the run's key: is it the trainer of this run?"
+            job.fail(refused, NotComingError)
         elif why.status == 404:
             job.gone = True
             job.over.set()
@@ -368,7 +387,10 @@ class PolicyFetcher:
 
     def _tidy(self) -> None:
         """Removes all but the newest files, and what a fetch that failed has left."""
-        files = {file: file.stat().st_mtime for file in self.folder.glob("*.safetensors")}
+        files = dict[Path, float]()
+        for file in self.folder.glob("*.safetensors"):
+            with suppress(FileNotFoundError):  # other processes tidy, too
+                files[file] = file.stat().st_mtime
         for old in sorted(files, key=lambda file: files[file])[: -self.keep]:
             old.unlink(missing_ok=True)
             old.with_suffix(".lock").unlink(missing_ok=True)
@@ -376,6 +398,18 @@ class PolicyFetcher:
             with suppress(FileNotFoundError):
                 if time.time() - part.stat().st_mtime > _LEFT_S:
                     part.unlink()
+
+
+def _found(policy: StoredPolicy) -> StoredPolicy | None:
+    """The policy, if the trainer's path leads to it on this host and not to another file of that
+    name, or to none. It then says which file that is here: who loads it need not read it twice."""
+    path = Path(policy.path)
+    with suppress(OSError):  # it has just been removed, or is not ours to read
+        if path.is_file():
+            file = file_in_kernel(path)
+            if file == policy.file or (policy.checksum and file_checksum(path) == policy.checksum):
+                return replace(policy, file=file)
+    return None
 
 
 def _read_manifest(data: bytes, checksum: str, url: str) -> tuple[int, list[bytes]]:

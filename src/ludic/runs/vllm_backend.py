@@ -120,7 +120,7 @@ async def _follow(
             payload.plane.abandon()
         device = next(model.parameters()).device
         # Where the weights come from is settled with the first plane.
-        on_host = launched().size > 1 or publisher.snapshots != "device"
+        on_host = launched().size > 1 or publisher.snapshots == "host"
         payload.plane = await plane_of(config, client, device, gathered=on_host)
 
 

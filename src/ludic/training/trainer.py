@@ -180,7 +180,7 @@ class Trainer:
                     await self.train_step()
             if self._checkpoints and self._checkpoints.last_step != self.step:
                 await self._save()
-            await self._published()
+            await self._published_for_all()
         finally:
             if self.source is not None:
                 await self.source.drop_ahead()
@@ -208,7 +208,7 @@ class Trainer:
         if self._checkpoints is not None:
             await self._run(self._resume)
         await self._publish()
-        await self._published()
+        await self._published_for_all()
         self._started = True
 
     async def train_step(self) -> Metrics:
@@ -379,9 +379,18 @@ class Trainer:
         if self.publisher is not None:
             await self.publisher.settle()
 
+    async def _published_for_all(self) -> None:
+        """`_published` at a point that all ranks reach: if it fails on rank 0, all raise."""
+        error: Exception | None = None
+        try:
+            await self._published()
+        except Exception as exc:  # the other ranks wait to be told
+            error = exc
+        await self._run(self.world.agree, error)
+
     async def _evaluate(self) -> None:
         if self.evaluate and self.cfg.eval_every and self.step % self.cfg.eval_every == 0:
-            await self._published()
+            await self._published_for_all()
             results = dict(await self._figures(self.evaluate)) if self.world.leads else {}
             self.log.write({"eval/step": float(self.step), **results}, step=self.step)
             await self._run(self.world.barrier)

@@ -74,6 +74,11 @@ class Canary:
         fixed._own = self._taken[version]
         return fixed
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether it is that of one publish, with the scores that were taken for it."""
+        return self._own is not None
+
     def prompt(self, model: nn.Module) -> tuple[int, ...]:
         """The prompt. Making it takes a while, so call this in a thread."""
         if self._prompt is None:

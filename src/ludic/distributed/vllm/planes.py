@@ -178,7 +178,7 @@ class BroadcastPlane(DataPlane):
         self._group: BroadcastGroup | None = None
 
     def prepare(self, weights: Mapping[str, Tensor]) -> Shipment:
-        tensors = {n: t.detach().to(self.device).contiguous() for n, t in weights.items()}
+        tensors = {name: tensor.detach() for name, tensor in weights.items()}
         metas = [
             {"name": n, "dtype": str(t.dtype).split(".")[-1], "shape": list(t.shape)}
             for n, t in tensors.items()
@@ -187,10 +187,17 @@ class BroadcastPlane(DataPlane):
         def move() -> None:
             if self._group is None:
                 raise PublishError("the broadcast group is not open")
-            for tensor in tensors.values():
-                self._group.broadcast(tensor)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            if self.device.type != "cuda":
+                for tensor in tensors.values():
+                    self._group.broadcast(tensor.to(self.device).contiguous())
+                return
+            # One at a time beside the trainer's own weights, and not in the midst of its work.
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream):
+                for tensor in tensors.values():
+                    self._group.broadcast(tensor.to(self.device).contiguous())
+            stream.synchronize()
 
         return Shipment({"plane": "broadcast", "tensors": metas}, move, tensors.clear)
 

@@ -48,9 +48,7 @@ class OwnedFolder:
 
     def __init__(self, parent: str | Path | None = None) -> None:
         self.parent = shared_folder() if parent is None else Path(parent)
-        for path in self.parent.glob(f"{_PREFIX}*"):
-            if is_abandoned(path):
-                shutil.rmtree(path, ignore_errors=True)
+        _remove_abandoned(self.parent)
         name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         made = self.parent / f".{name}"
         made.mkdir(mode=0o700)
@@ -71,6 +69,7 @@ class SharedFolder:
 
     def __init__(self, name: str) -> None:
         self.path = shared_folder() / f"{_PREFIX}{name}"
+        _remove_abandoned(self.path.parent)
         lock = None
         for _ in range(100):  # others may make or remove it at the same time
             lock = _made_and_held(self.path) or _held(self.path)
@@ -115,6 +114,37 @@ def _held(path: Path) -> int | None:
             return lock
     os.close(lock)
     return None
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Removes the folders that nobody keeps, each under its lock: nobody can take it meanwhile."""
+    for path in parent.glob(f"{_PREFIX}*"):
+        try:
+            lock = os.open(path / _LOCK, os.O_RDWR)
+        except FileNotFoundError:  # a remover was killed at its very end, or is there now
+            with suppress(OSError):
+                path.rmdir()
+            continue
+        except OSError:  # another user's
+            continue
+        with suppress(OSError):  # it is kept, or gone
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), (path / _LOCK).stat()):
+                _remove_folder(path)
+        os.close(lock)
+
+
+def _remove_folder(path: Path) -> None:
+    """Removes a folder whose lock the caller has. The lock goes last: a folder without one is
+    empty, and one that another process then makes in its place is not removed with it."""
+    with suppress(OSError):  # then the next who sweeps tries again
+        for entry in path.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name != _LOCK:
+                entry.unlink(missing_ok=True)
+        (path / _LOCK).unlink()
+        path.rmdir()
 
 
 def is_abandoned(path: Path) -> bool:
@@ -210,7 +240,7 @@ def open_shared(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _remove(path: Path, lock: int, owner: int) -> None:
     if os.getpid() == owner:  # else a fork of the owner ends
-        shutil.rmtree(path, ignore_errors=True)
+        _remove_folder(path)
         os.close(lock)
 
 
@@ -218,5 +248,5 @@ def _let_go(path: Path, lock: int, owner: int) -> None:
     if os.getpid() == owner:  # else a fork of a holder ends
         with suppress(OSError):  # others hold it
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
+            _remove_folder(path)
         os.close(lock)

@@ -53,6 +53,7 @@ class RunPipeline:
         self._lease: TrainerLease | None = None
         self._policies: Path | None = None
         self._policy_server: PolicyServer | None = None
+        self._publisher: PolicyPublisher | None = None
         self._actors = Supervisor(LocalEngine(), tell=self._tell)
         self._tending: asyncio.Task[None] | None = None
         self._failure: PipelineError | None = None
@@ -148,12 +149,17 @@ class RunPipeline:
         limit, server = self.config.training.publish_timeout_s, self._policy_server
         if inner is not None and inner.shares_weights:
             actors = PipelinePublisher(self.lease, None, folder, server)
-            return BackgroundPublisher(actors, beside=inner, timeout_s=limit)
-        return in_background(PipelinePublisher(self.lease, inner, folder, server), limit)
+            self._publisher = BackgroundPublisher(actors, beside=inner, timeout_s=limit)
+        else:
+            actors = PipelinePublisher(self.lease, inner, folder, server)
+            self._publisher = in_background(actors, limit)
+        return self._publisher
 
     def _alarm(self) -> None:
         if self._failure is not None:
             raise self._failure
+        if isinstance(self._publisher, BackgroundPublisher):
+            self._publisher.check()  # actors may wait for a version that will never come
         if self._tending is not None and self._tending.done() and not self._tending.cancelled():
             raise PipelineError(
                 f"nobody watches over the actors any more: {self._tending.exception()!r}"
