@@ -26,7 +26,7 @@ ENV = '[env]\nkind = "tic_tac_toe"\n'
         ("", ["training.temperature=1"], "did you mean 'inference.sampling.temperature'"),
         ("[inference.sampling]\ntemp = 1\n", [], "did you mean 'temperature'"),
         ("", ["training.rollout_per_update=8"], "did you mean 'rollouts_per_update'"),
-        ("", ["zebra=1"], "known here: algorithm, curriculum"),
+        ("", ["zebra=1"], "known here: algorithm, cluster, curriculum"),
     ],
 )
 def test_an_unknown_key_names_the_one_that_was_meant(

@@ -20,10 +20,11 @@ def serve() -> Iterator[Callable[..., Served]]:
         yield lambda *roots: stack.enter_context(serving(*roots))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """The system's chromium, once for all tests; where it is missing, tests are skipped, unless
-    `make test-view` asked for them."""
+    """The system's chromium; where it is missing, tests are skipped, unless `make test-view` asked
+    for them. Not for longer than a module: while it is open, its event loop counts as running, and
+    tests of other modules have loops of their own."""
     names = ("chromium", "google-chrome", "chromium-browser")
     path = next(filter(None, map(shutil.which, names)), None)
     missing = None if path else "chromium is not installed: apt-get install chromium"
