@@ -107,7 +107,7 @@ def _leave(folder: RunFolder) -> None:
             start_new_session=True,
         )
     deadline = time.monotonic() + BEGIN_S
-    while (_state(folder) or {}).get("driver", {}).get("pid") != driver.pid:
+    while not _is_driven_by(driver.pid, folder):
         if (status := driver.poll()) is not None:
             if status == 0:  # it was quicker than this look
                 return
@@ -119,6 +119,12 @@ def _leave(folder: RunFolder) -> None:
     name, path = command_name(), folder.path
     say(f"it goes on in the background; watch it with: {name} launch --attach {path}")
     say(f"stop it with: {name} launch --stop {path}")
+
+
+def _is_driven_by(pid: int, folder: RunFolder) -> bool:
+    """Whether this driver has a role to watch over: before that, it may still be refused."""
+    state = _state(folder)
+    return state is not None and state["driver"]["pid"] == pid and bool(state["roles"])
 
 
 def attach(path: Path) -> None:
