@@ -71,6 +71,7 @@ def run_of(args: argparse.Namespace, *, updates: int) -> RunConfig:
     tables["training"] |= {
         "steps": updates,
         "rollouts_per_update": args.episodes,
+        "max_seq_len": max(2048, args.context),
         "learning_rate": args.learning_rate,
         "workers": args.workers,
         "overlap": args.overlap,

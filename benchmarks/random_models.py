@@ -42,7 +42,7 @@ def make_folder(shape: str, tokenizer_folder: str, folder: str) -> None:
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        max_position_embeddings=8192,
+        max_position_embeddings=32_768,
         tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
