@@ -3,8 +3,8 @@
     python -m benchmarks.memory                      # 135M to 7B, all weights and rank 16
     python -m benchmarks.memory --shapes 7b --ranks 16 --budgets 2048 4096 8192
 
-Random bfloat16 weights in the shape of SmolLM2 and Qwen2.5; one update over `--rows` rows of
-`--length` tokens, after one that warms up. `predicted` is without the engine, which is not made;
+Random bfloat16 weights in the shape of SmolLM2 and Qwen2.5; one update over one full pass (or over
+`--rows` rows) of `--length` tokens, after one that warms up. `predicted` is without the engine, which is not made;
 `peak` is what torch allocated at most, `reserved` what its allocator held, `driver` what the GPU
 says is gone. Without `--budgets` the plan chooses the tokens of a pass. A case that does not fit is
 not tried. The last line is JSON.
@@ -63,7 +63,12 @@ def model_of(shape: str, rank: int) -> Any:
 
 
 def measure(
-    shape: str, rank: int, budget: int | None, rows: int, length: int, checkpointing: bool | None
+    shape: str,
+    rank: int,
+    budget: int | None,
+    rows: int | None,
+    length: int,
+    checkpointing: bool | None,
 ) -> dict[str, float]:
     """The figures of one update, in GB."""
     gc.collect()
@@ -96,6 +101,7 @@ def measure(
     optimizer = MasterAdamW(model.named_parameters(), cfg)
     loss = make_algorithm("grpo").loss
     passes = Passes(Policy(model, cfg), loss, cfg, world, Cost())
+    rows = rows or how.tokens // length
     batch = lay_out(synthetic_batch(rows * length, length, 0.75, model.config.vocab_size))
     seconds = 0.0
     for turn in range(2):
@@ -125,7 +131,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=shapes, default=shapes)
     parser.add_argument("--ranks", nargs="+", type=int, default=[0, 16], help="of LoRA; 0: none")
     parser.add_argument("--budgets", nargs="+", type=int, default=[0], help="0: as planned")
-    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--rows", type=int, help="as many as fill one pass, if left out")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--checkpointing", action="store_true", default=None)
     parser.add_argument("--expandable", action="store_true", help="segments that can grow")

@@ -98,19 +98,20 @@ def test_a_pass_over_the_limit_of_the_device_gives_the_same_gradient(
 @pytest.mark.parametrize("passes", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_hosts_steps_are_those_of_the_device(dtype: torch.dtype, passes: int) -> None:
-    device, host = (Update(dtype, where, passes=passes) for where in (None, "cpu"))
+    device, again, host = (Update(dtype, w, passes=passes) for w in (None, None, "cpu"))
     assert isinstance(host.optimizer, HostAdamW)
     for _ in range(5):
-        for update in (device, host):
+        for update in (device, again, host):
             update.step()
     torch.cuda.synchronize()
     for name, master in device.optimizer.masters.items():
         ours = host.optimizer.masters[name]
         assert not ours.is_cuda
-        # Steps of Adam are as large as the rate wherever a gradient is near zero, and each run
-        # computes its own gradients: after five steps of 1e-3 weights have moved by up to 5e-3.
-        gap = (ours - master.cpu()).abs().detach()
-        assert float(gap.mean()) < 1e-4, name
+        # Each computes its own gradients, and where one is near zero Adam steps by the whole rate
+        # whichever way it is rounded: so two runs on the device differ, too.
+        usual = (again.optimizer.masters[name] - master).abs().mean().item()
+        gap = (ours - master.cpu()).abs().mean().item()
+        assert gap < 2 * usual + 1e-5, name
         assert torch.equal(dict(host.model.named_parameters())[name].cpu(), ours.to(dtype))
 
 

@@ -17,8 +17,9 @@ from ludic.sharding.weights import laid_out_like, own_rows
 from ludic.training.config import TrainerConfig
 from ludic.training.update.optimizer import MOMENTS, MasterAdamW, dithered, is_narrow
 
-_PIECE = 1 << 23
-"""Numbers that are stepped at once: few enough that the host's cache holds a part of them."""
+_PIECE = 1 << 21
+"""Numbers that are stepped at once: few enough that the host's cache holds them (16 bytes each), so
+that what a step reads again is still there."""
 _AHEAD = 2
 """Pieces whose gradients are on their way while one is stepped."""
 
@@ -218,8 +219,6 @@ class HostAdamW(MasterAdamW):
         )
         if gradient.dtype != master.dtype:
             gradient = self._buffer(_AHEAD + 1, master).copy_(gradient)
-        if scale != 1.0:
-            gradient.mul_(scale)
         if numbers.start == 0:
             state["step"] += 1
         cfg = self._cfg
@@ -237,6 +236,7 @@ class HostAdamW(MasterAdamW):
             eps=cfg.eps,
             amsgrad=False,
             maximize=False,
+            grad_scale=None if scale == 1.0 else torch.tensor(1 / scale),
         )
         slot = self._slots[name][numbers].copy_(master)
         with self._copying():

@@ -278,6 +278,8 @@ class _FusedLogProbs(torch.autograd.Function):
             if needs_weight:
                 share = _matmul(grad.t(), hidden[part], wide)
                 grad_weight = share if grad_weight is None else grad_weight.add_(share)
+                del share
+            del grad  # or it would be there beside the next chunk's
         if needs_weight:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight
             grad_weight = grad_weight.to(weight.dtype)
