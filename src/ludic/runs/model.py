@@ -3,6 +3,7 @@ trains it: algorithm, filters, the trainer's settings."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields, replace
 from inspect import signature
 from pathlib import Path
@@ -41,6 +42,8 @@ def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Modu
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     section, dtype = config.model, weights_dtype(precision_of(config))
+    if config.inference.backend == "local":
+        _let_memory_grow(section)
     if is_given(section.name):
         model, tokenizer = given(section.name, "model")
     elif section.name == "tiny":
@@ -57,6 +60,16 @@ def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Modu
     if is_given(section.name) and section.device is None:
         return model, tokenizer  # it stays where the script put it
     return model.to(check_device(section)), tokenizer
+
+
+def _let_memory_grow(section: ModelSection) -> None:
+    """Lets torch's allocator extend what it holds instead of taking another block: trainer and
+    engine take turns in it, and of blocks cut for the one, half are no use to the other. Memory of
+    this kind cannot be lent to a server's process, so this is for engines of ours, and unless the
+    user has settings of their own."""
+    chosen = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    if not chosen and check_device(section).type == "cuda":
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def precision_of(config: RunConfig) -> Precision:
