@@ -101,13 +101,12 @@ def print_kernels(client: LocalChatClient, rows: int, context: int) -> None:
     batch = client._scheduler.batch  # type: ignore[attr-defined]
     rows, bucket = batch.sizes(rows, context)
     steps = 5
-    kinds = torch.profiler.ProfilerActivity
-    with torch.inference_mode(), torch.profiler.profile(activities=[kinds.CUDA]) as profile:
+    with torch.inference_mode(), torch.profiler.profile() as profile:
         for _ in range(steps):
             batch.step(rows, bucket)
         torch.cuda.synchronize()
-    kernels = sorted(profile.key_averages(), key=lambda k: -k.self_device_time_total)
-    for kernel in kernels[:24]:
+    kernels = [k for k in profile.key_averages() if k.device_type == torch.autograd.DeviceType.CUDA]
+    for kernel in sorted(kernels, key=lambda k: -k.self_device_time_total)[:24]:
         us, launches = kernel.self_device_time_total / steps, kernel.count / steps
         print(f"  {us:9.1f} µs {launches:6.1f} launches  {kernel.key[:90]}", flush=True)
 

@@ -20,7 +20,6 @@ from ludic.inference.local.gpu.kernels.products import (
     project_tiles,
     split_tiles,
 )
-from ludic.plumbing.cuda_graphs import capture
 
 GATED = (
     Tiles(128, 64, 64, 4, 3),
@@ -51,7 +50,7 @@ def _microseconds(calls: list[Callable[[], object]]) -> float:
         call()
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    with capture(graph, torch.cuda.graph_pool_handle()):
+    with torch.cuda.graph(graph):
         for call in calls:
             call()
     times: list[float] = []
