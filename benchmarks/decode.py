@@ -105,7 +105,7 @@ def print_kernels(client: LocalChatClient, rows: int, context: int) -> None:
         for _ in range(steps):
             batch.step(rows, bucket)
         torch.cuda.synchronize()
-    kernels = [k for k in profile.key_averages() if k.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [k for k in profile.key_averages() if k.device_type.name == "CUDA"]
     for kernel in sorted(kernels, key=lambda k: -k.self_device_time_total)[:24]:
         us, launches = kernel.self_device_time_total / steps, kernel.count / steps
         print(f"  {us:9.1f} µs {launches:6.1f} launches  {kernel.key[:90]}", flush=True)

@@ -127,7 +127,7 @@ def test_large_products_in_a_graph_follow_their_input(
     def layer() -> Tensor:
         x = kernels.rms_norm(given, scales, 1e-6)
         if name == "gated":
-            return kernels.gated(x, *weights, adapters)  # type: ignore[arg-type]
+            return kernels.gated(x, weights[0], weights[-1], adapters)
         return kernels.split_product(x, weights[0], adapters).sum(0)
 
     layer()
