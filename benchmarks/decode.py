@@ -2,10 +2,13 @@
 
     python -m benchmarks.decode              # shapes of 0.5B, 1.5B and 7B, rank 16 beside each
     python -m benchmarks.decode --shapes 1.5b --rows 128 --rank 32
+    python -m benchmarks.decode --shapes 1.5b --rows 128 --profile --tiles
 
 Random weights in the shape of Qwen2.5, bfloat16. Every row has `--context` tokens; the step is
-replayed as a graph, sampling and log-probs included, and nobody reads what it samples. The last
-line is JSON.
+replayed as a graph, sampling and log-probs included, and nobody reads what it samples. Each step
+with LoRA is also measured with products that wait for the adapters' first ones. `--profile` prints
+the step's kernels. `--tiles` tries other tiles for its products, and measures the step with the
+best, too. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import asyncio
 import gc
 import json
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,14 +95,76 @@ def step_ms(client: LocalChatClient, rows: int, context: int) -> float:
     return statistics.median(times)
 
 
-async def measure(shape: str, rank: int, rows: list[int], context: int) -> dict[int, float]:
-    """Milliseconds by number of rows."""
+def print_kernels(client: LocalChatClient, rows: int, context: int) -> None:
+    """The kernels of a step by the time they take: microseconds, launches, name. Kernels that are
+    launched early count the time that they wait."""
+    batch = client._scheduler.batch  # type: ignore[attr-defined]
+    rows, bucket = batch.sizes(rows, context)
+    steps = 5
+    with torch.inference_mode(), torch.profiler.profile() as profile:
+        for _ in range(steps):
+            batch.step(rows, bucket)
+        torch.cuda.synchronize()
+    kernels = [k for k in profile.key_averages() if k.device_type.name == "CUDA"]
+    for kernel in sorted(kernels, key=lambda k: -k.self_device_time_total)[:24]:
+        us, launches = kernel.self_device_time_total / steps, kernel.count / steps
+        print(f"  {us:9.1f} µs {launches:6.1f} launches  {kernel.key[:90]}", flush=True)
+
+
+@contextmanager
+def variant(name: str, tiles: dict[Any, Any]) -> Iterator[None]:
+    """The kernels with other tiles, or with products that begin after their adapters' first."""
+    from ludic.inference.local.gpu.kernels import adapters, products
+
+    before = dict(products.MEASURED)
+    products.MEASURED.update(tiles)
+    adapters.BESIDE = name != "waiting"
+    try:
+        yield
+    finally:
+        adapters.BESIDE = True
+        products.MEASURED.clear()
+        products.MEASURED.update(before)
+
+
+async def measure(
+    shape: str, rank: int, rows: list[int], context: int, *, profile: bool, tiles: dict[Any, Any]
+) -> dict[tuple[str, int], float]:
+    """Milliseconds by variant and number of rows."""
     model = random_model(shape, rank)
     slots, length = max(rows), -(-(context + 64) // 64) * 64
+    names = ["", *(["waiting"] if rank else []), *(["tiles"] if tiles else [])]
+    times: dict[tuple[str, int], float] = {}
     async with LocalChatClient(
         model, tiny_tokenizer(), max_slots=slots, max_context_tokens=length
     ) as client:
-        return {count: step_ms(client, count, context) for count in rows}
+        graphs = client._scheduler.batch.graphs  # type: ignore[attr-defined]
+        for name in names:
+            with variant(name, tiles if name == "tiles" else {}):
+                for count in rows:
+                    times[name, count] = step_ms(client, count, context)
+                    print(f"{shape} rank {rank} {name}: {times[name, count]:.3f} ms", flush=True)
+                    if profile:
+                        print_kernels(client, count, context)
+            graphs._graphs.clear()
+            graphs._met.clear()
+            graphs._pool = torch.cuda.graph_pool_handle()
+    return times
+
+
+def best_tiles(shape: str, rows: list[int]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Those of the step without adapters, and with them."""
+    from benchmarks.decode_tiles import try_tiles
+
+    width, inner, _, heads, kv_heads, _ = SHAPES[shape]
+    plain: dict[Any, Any] = {}
+    adapted: dict[Any, Any] = {}
+    with torch.inference_mode():
+        for count in rows:
+            best, pays = try_tiles(count, width, inner, heads, kv_heads, width // heads)
+            adapted |= best
+            plain |= {key: tiles for key, tiles in best.items() if key in pays}
+    return plain, adapted
 
 
 def main() -> None:
@@ -106,14 +173,18 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[16, 64, 128, 256])
     parser.add_argument("--context", type=int, default=320)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--profile", action="store_true", help="print the kernels of each step")
+    parser.add_argument("--tiles", action="store_true", help="try other tiles first")
     args = parser.parse_args()
     figures: dict[str, float] = {}
     for shape in args.shapes:
+        tiles = best_tiles(shape, args.rows) if args.tiles else ({}, {})
         for rank in (0, args.rank):
-            for rows, ms in asyncio.run(measure(shape, rank, args.rows, args.context)).items():
-                name = f"{shape}{f'_lora{rank}' if rank else ''}_{rows}_rows"
-                figures[f"{name}_ms"] = round(ms, 3)
-                print(f"{name}: {ms:.3f} ms", flush=True)
+            look: dict[str, Any] = {"profile": args.profile, "tiles": tiles[rank > 0]}
+            times = asyncio.run(measure(shape, rank, args.rows, args.context, **look))
+            for (name, rows), ms in times.items():
+                parts = [shape, *([f"lora{rank}"] if rank else []), f"{rows}_rows", name, "ms"]
+                figures["_".join(part for part in parts if part)] = round(ms, 3)
             gc.collect()
             torch.cuda.empty_cache()
     print(json.dumps(figures | {"context": args.context, "gpu": torch.cuda.get_device_name()}))

@@ -101,6 +101,52 @@ def test_products_with_adapters_in_bfloat16(rows: int, rank: int, inner: int) ->
     assert off(kernels.add_low_rank(total, x, adapters[0]), wanted) < 6e-3
 
 
+@pytest.mark.parametrize("rank", [0, 16])
+@pytest.mark.parametrize(
+    ("name", "inner", "width", "rows"),
+    [("gated", 1536, 8960, 128), ("split", 8960, 1536, 100), ("split", 18944, 3584, 128)],
+)
+def test_large_products_in_a_graph_follow_their_input(
+    name: str, inner: int, width: int, rows: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product with an adapter reads its input before it waits for the kernel in front of it: each
+    replay must see what the norm before that has just written."""
+    from ludic.inference.local.gpu import kernels
+    from ludic.inference.local.gpu.kernels.products import MEASURED, Tiles
+
+    cut = Tiles(128, 128, 64, 8, 4, more=16) if name == "gated" else Tiles(128, 128, 64, 8, 6, 4)
+    monkeypatch.setitem(MEASURED, (name, rows, inner, width), cut)
+    count = 2 if name == "gated" else 1
+    weights = [numbers(width, inner, seed=i) / 60 for i in range(count)]
+    adapters = tuple(
+        Adapter(numbers(rank, inner, seed=i) / 60, numbers(width, rank, seed=9 + i) / 8, 1.5)
+        for i in range(count if rank else 0)
+    )
+    given, scales = numbers(rows, inner), torch.ones_like(numbers(inner))
+
+    def layer() -> Tensor:
+        x = kernels.rms_norm(given, scales, 1e-6)
+        if name == "gated":
+            return kernels.gated(x, weights[0], weights[-1], adapters)
+        return kernels.split_product(x, weights[0], adapters).sum(0)
+
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        found = [layer() for _ in range(3)][-1]
+    whole = [w.double() for w in weights]
+    for w, a in zip(whole, adapters, strict=False):
+        w += a.scale * a.up.double() @ a.down.double()
+    for seed in range(20):
+        given.copy_(numbers(rows, inner, seed=100 + seed))
+        graph.replay()
+        x = F.rms_norm(given.double(), (inner,), None, 1e-6)
+        products = [x @ w.T for w in whole]
+        wanted = F.silu(products[0]) * products[1] if name == "gated" else products[0]
+        assert off(found, wanted) < 6e-3
+
+
 def test_rotary_tables_are_those_of_torch() -> None:
     from ludic.inference.local.gpu import kernels
 

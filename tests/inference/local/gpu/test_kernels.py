@@ -283,6 +283,41 @@ def test_products_with_adapters_are_those_of_the_merged_weights(
     assert close(kernels.add_low_rank(total, x, adapters[0]), wanted, 1e-4)
 
 
+@pytest.mark.parametrize("rank", [0, 4])
+def test_products_of_large_tiles_are_those_of_small_ones(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch, random_numbers: torch.Generator, rank: int
+) -> None:
+    """The way of a GPU with early launches, but for the waiting."""
+    from ludic.inference.local.gpu.kernels import adapters as low
+    from ludic.inference.local.gpu.kernels import products
+
+    for module in (low, products):
+        monkeypatch.setattr(module, "launch_options", lambda device: {"EARLY": True})
+        for name in ("wait_for_others", "let_next_begin", "call_up"):
+            monkeypatch.setattr(module, name, lambda *_: None)
+    g, rows, inner = random_numbers, 20, 192
+    tiles = products.Tiles
+    cuts = {
+        ("project", rows, inner, 128): tiles(16, 32, 64),
+        ("gated", rows, inner, 96): tiles(32, 64, 64, more=16),  # the second program has 16 columns
+        ("split", rows, inner, 96): tiles(32, 32, 64, parts=2),  # parts of two steps and of one
+    }
+    for key, cut in cuts.items():
+        monkeypatch.setitem(products.MEASURED, key, cut)
+    x = torch.randn(rows, inner, generator=g)
+    weights = tuple(torch.randn(n, inner, generator=g) / 8 for n in (64, 32, 32, 96, 96, 96))
+    added = tuple(random_adapter(g, len(w), inner, rank) for w in weights) if rank else ()
+    whole = [merged(w, a) for w, a in zip(weights, added, strict=True)] if rank else weights
+    biases = tuple(torch.randn(n, generator=g) for n in (64, 32, 32))
+    wanted = torch.cat([F.linear(x, w, b) for w, b in zip(whole[:3], biases, strict=True)], 1)
+    assert close(kernels.project(x, weights[:3], biases, added[:3]), wanted, 1e-4)
+    wanted = F.silu(x @ whole[3].T) * (x @ whole[4].T)
+    assert close(kernels.gated(x, weights[3], weights[4], added[3:5]), wanted, 1e-4)
+    parts = kernels.split_product(x, weights[5], added[5:])
+    assert len(parts) == 2
+    assert close(parts.sum(0), x @ whole[5].T, 1e-4)
+
+
 def draw_adapters(model: torch.nn.Module, g: torch.Generator, name: str, std: float) -> None:
     """New values for every parameter whose name has this part."""
     with torch.no_grad():

@@ -199,15 +199,18 @@ class FusedLayer(nn.Module):
         weights = _weights(linear)
         if weights is None or weights.base.bias is not None:
             return x + linear(y), None
-        weight, kernels = weights.base.weight, self.kernels
-        most = kernels.MAX_ADAPTED_ELEMENTS if weights.adapters else kernels.MAX_SPLIT_ELEMENTS
-        few = x.shape[0] <= kernels.MAX_PROJECT_ROWS and weight.numel() <= most
+        weight, kernels, rows = weights.base.weight, self.kernels, x.shape[0]
+        few = rows <= kernels.MAX_PROJECT_ROWS and _tiles_divide(weight)
         # It pays as a link of a chain of early launches. Alone, the vendor's kernel is as good.
-        if few and _tiles_divide(weight) and kernels.can_be_early(x.device):
+        if (
+            few
+            and kernels.can_be_early(x.device)
+            and kernels.split_pays(rows, weight, adapted=bool(weights.adapters))
+        ):
             return x, kernels.split_product(y, weight, weights.adapters)
         x = x.addmm_(y, weight.t())
         for adapter in weights.adapters:
-            if x.shape[0] <= kernels.MAX_PROJECT_ROWS and _tiles_divide(weight):
+            if few:
                 x = kernels.add_low_rank(x, y, adapter)
             else:
                 x = x.addmm_(y @ adapter.down.t(), adapter.up.t(), alpha=adapter.scale)

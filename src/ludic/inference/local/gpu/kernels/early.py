@@ -3,7 +3,9 @@
 A launch, the first reads and the last writes of a kernel take as long as the kernel's work here.
 Since Hopper the next kernel may be on the device by then: it waits inside, before it touches what
 an earlier kernel writes or reads. Each kernel that is launched so waits for the whole of the kernel
-in front of it, which waited in its turn: what holds after the wait holds for all before.
+in front of it, which waited in its turn: what holds after the wait holds for all before. A kernel
+that lets the next one begin only after its own wait has a next one that may read, before it waits,
+what was written in front of both (`adapters`).
 
 Weights may be read before the wait. Whoever changes them does so between two steps, and the engine
 goes on only when that has ended on the device.

@@ -21,45 +21,54 @@ from ludic.plumbing.llama_layers import Adapter
 MAX_PROJECT_ROWS = 256
 """Above this a matrix product is bound by arithmetic, and the vendor's kernels are better."""
 
-MAX_SPLIT_ELEMENTS = 5 << 20
+_FEW_ELEMENTS = 5 << 20
 """Weights of more elements than this are read faster by the vendor's kernels than by ours."""
 
-MAX_ADAPTED_ELEMENTS = 16 << 20
-"""The same with an adapter, which the vendor's kernels leave to two more launches."""
+_MANY_ELEMENTS = 16 << 20
+"""Weights of more elements than this do not fit into the L2 cache beside what else is there."""
 
 
 class Tiles(NamedTuple):
-    """How a product is cut: rows and columns of a program, its step along the sum."""
+    """How a product is cut: rows and columns of a program, its step along the sum, into how many
+    parts the sum is split. A program takes `more` columns in a second tile, since a tile's columns
+    are a power of two: so there can be as many programs as processors."""
 
     rows: int
     columns: int
     step: int
     warps: int = 4
     stages: int = 4
+    parts: int = 1
+    more: int = 0
+
+
+MEASURED: dict[tuple[str, int, int, int], Tiles] = {}
+"""The best of those that were tried, by product, rows, inner size and width; rules cut the rest."""
 
 
 @triton.jit
 def _project_kernel(
     x, w0, w1, w2, b0, b1, b2, low, up0, up1, up2, out,
-    rows, inner, tiles0, tiles1, width, rank, scale0, scale1, scale2,
-    BIAS: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    rows, inner, tiles0, tiles1, width, rank,
+    BIAS: tl.constexpr, RANK: tl.constexpr, BESIDE: tl.constexpr, EARLY: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     tile, first_row = tl.program_id(0), tl.program_id(1) * M
-    w, b, up, scale, place, which = w0, b0, up0, scale0, tile, 0
+    w, b, up, place, which = w0, b0, up0, tile, 0
     if tile >= tiles0 + tiles1:
-        w, b, up, scale, place, which = w2, b2, up2, scale2, tile - tiles0 - tiles1, 2
+        w, b, up, place, which = w2, b2, up2, tile - tiles0 - tiles1, 2
     elif tile >= tiles0:
-        w, b, up, scale, place, which = w1, b1, up1, scale1, tile - tiles0, 1
+        w, b, up, place, which = w1, b1, up1, tile - tiles0, 1
     row, col, at_k = first_row + tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     total = tl.zeros((M, N), dtype=tl.float32)
     if BIAS:
         # Before the loop: added after it, it takes 2 µs more.
         total += tl.load(b + place * N + col).to(tl.float32)[None, :]
     if RANK > 0:
-        up_tile = up_tile_of(up, place * N, rank, N, RANK)
+        up_tile = up_tile_of(up, place * N + col, rank, RANK)
     w_at = w + (place * N + col)[None, :] * inner + at_k[:, None]
-    wait_for_others(EARLY)
+    if not BESIDE:
+        wait_for_others(EARLY)
     if EARLY:
         for k in range(0, inner, K):
             total = tl.dot(x.load([first_row, k]), tl.load(w_at), total)
@@ -71,8 +80,10 @@ def _project_kernel(
             total = tl.dot(a, tl.load(w_at), total)
             x_at += K
             w_at += K
+    if BESIDE:
+        wait_for_others(EARLY)
     if RANK > 0:
-        total = plus_low_rank(total, low, up_tile, row, rows, which, scale, 3, PARTS, M, RANK)
+        total = plus_low_rank(total, low, up_tile, row, rows, which, RANK)
     let_next_begin(EARLY)
     at = out + row[:, None] * width + (tile * N + col)[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=row[:, None] < rows)
@@ -101,8 +112,8 @@ def project(
     some = [w if b is None else b for w, b in zip(weights, biases, strict=True)]
     _project_kernel[(sum(places), triton.cdiv(rows, tiles.rows))](
         given, *weights, *some, added.low, *added.ups, out,
-        rows, inner, places[0], places[1], out.shape[1], added.rank, *added.scales,
-        BIAS=biases[0] is not None, RANK=added.padded_rank, PARTS=added.parts,
+        rows, inner, places[0], places[1], out.shape[1], added.rank,
+        BIAS=biases[0] is not None, RANK=added.padded_rank, BESIDE=added.beside,
         M=tiles.rows, N=tiles.columns, K=tiles.step,
         num_warps=tiles.warps, num_stages=tiles.stages, **options,
     )  # fmt: skip
@@ -110,22 +121,51 @@ def project(
 
 
 @triton.jit
-def _gated_kernel(
-    x, gate, up, low, gate_up, up_up, out,
-    rows, inner, width, rank, gate_scale, up_scale,
-    RANK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+def _store_gated(
+    gates, ups, low, gate_up, up_up, out, row, rows, first_col, width, rank,
+    RANK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    first_col, first_row = tl.program_id(0) * N, tl.program_id(1) * M
+    col = first_col + tl.arange(0, N)
+    if RANK > 0:
+        inside = tl.minimum(col, width - 1)
+        up_tile = up_tile_of(gate_up, inside, rank, RANK)
+        gates = plus_low_rank(gates, low, up_tile, row, rows, 0, RANK)
+        up_tile = up_tile_of(up_up, inside, rank, RANK)
+        ups = plus_low_rank(ups, low, up_tile, row, rows, 1, RANK)
+    result = gates * tl.sigmoid(gates) * ups
+    at = out + row[:, None] * width + col[None, :]
+    mask = (row[:, None] < rows) & (col[None, :] < width)
+    tl.store(at, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gated_kernel(
+    x, gate, up, gate_2, up_2, low, gate_up, up_up, out,
+    rows, inner, width, rank,
+    RANK: tl.constexpr, BESIDE: tl.constexpr, EARLY: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, MORE: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    first_col, first_row = tl.program_id(0) * (N + MORE), tl.program_id(1) * M
     row = first_row + tl.arange(0, M)
     gates = tl.zeros((M, N), dtype=tl.float32)
     ups = tl.zeros((M, N), dtype=tl.float32)
     let_next_begin(EARLY)
     if EARLY and RANK > 0 and tl.program_id(1) == 0:
-        call_up(gate_up + first_col * rank, N * rank * 2, EARLY)
-        call_up(up_up + first_col * rank, N * rank * 2, EARLY)
-    wait_for_others(EARLY)
-    if EARLY:
+        size = tl.minimum(N + MORE, width - first_col) * rank * 2
+        call_up(gate_up + first_col * rank, size, EARLY)
+        call_up(up_up + first_col * rank, size, EARLY)
+    if not BESIDE:
+        wait_for_others(EARLY)
+    if MORE > 0:
+        gates_2 = tl.zeros((M, MORE), dtype=tl.float32)
+        ups_2 = tl.zeros((M, MORE), dtype=tl.float32)
+        for k in range(0, inner, K):
+            a = x.load([first_row, k])
+            gates = tl.dot(a, gate.load([first_col, k]).T, gates)
+            ups = tl.dot(a, up.load([first_col, k]).T, ups)
+            gates_2 = tl.dot(a, gate_2.load([first_col + N, k]).T, gates_2)
+            ups_2 = tl.dot(a, up_2.load([first_col + N, k]).T, ups_2)
+    elif EARLY:
         for k in range(0, inner, K):
             a = x.load([first_row, k])
             gates = tl.dot(a, gate.load([first_col, k]).T, gates)
@@ -140,14 +180,16 @@ def _gated_kernel(
             ups = tl.dot(a, tl.load(up + offsets), ups)
             x_at += K
             offsets += K
-    if RANK > 0:
-        up_tile = up_tile_of(gate_up, first_col, rank, N, RANK)
-        gates = plus_low_rank(gates, low, up_tile, row, rows, 0, gate_scale, 2, PARTS, M, RANK)
-        up_tile = up_tile_of(up_up, first_col, rank, N, RANK)
-        ups = plus_low_rank(ups, low, up_tile, row, rows, 1, up_scale, 2, PARTS, M, RANK)
-    result = gates * tl.sigmoid(gates) * ups
-    at = out + row[:, None] * width + (first_col + tl.arange(0, N))[None, :]
-    tl.store(at, result.to(out.dtype.element_ty), mask=row[:, None] < rows)
+    if BESIDE:
+        wait_for_others(EARLY)
+    _store_gated(
+        gates, ups, low, gate_up, up_up, out, row, rows, first_col, width, rank, RANK, N
+    )  # fmt: skip
+    if MORE > 0:
+        _store_gated(
+            gates_2, ups_2, low, gate_up, up_up, out, row, rows, first_col + N, width, rank,
+            RANK, MORE,
+        )  # fmt: skip
 
 
 def gated(x: Tensor, gate: Tensor, up: Tensor, adapters: tuple[Adapter, ...] = ()) -> Tensor:
@@ -158,14 +200,15 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, adapters: tuple[Adapter, ...] = (
     out = x.new_empty(rows, width)
     options = launch_options(x.device)
     tiles = gated_tiles(rows, inner, width) if options["EARLY"] else _plain_tiles(rows)
-    given: tuple[Any, ...] = (x, gate, up)
+    given: tuple[Any, ...] = (x, gate, up, gate, up)
     if options["EARLY"]:
-        columns = tiles.columns
-        given = _described((x, tiles.rows), (gate, columns), (up, columns), step=tiles.step)
-    _gated_kernel[(width // tiles.columns, triton.cdiv(rows, tiles.rows))](
-        *given, added.low, *added.ups, out, rows, inner, width, added.rank, *added.scales,
-        RANK=added.padded_rank, PARTS=added.parts,
-        M=tiles.rows, N=tiles.columns, K=tiles.step,
+        cuts = [(w, n) for n in (tiles.columns, tiles.more or tiles.columns) for w in (gate, up)]
+        given = _described((x, tiles.rows), *cuts, step=tiles.step)
+    programs = triton.cdiv(width, tiles.columns + tiles.more), triton.cdiv(rows, tiles.rows)
+    _gated_kernel[programs](
+        *given, added.low, *added.ups, out, rows, inner, width, added.rank,
+        RANK=added.padded_rank, BESIDE=added.beside,
+        M=tiles.rows, N=tiles.columns, MORE=tiles.more, K=tiles.step,
         num_warps=tiles.warps, num_stages=tiles.stages, **options,
     )  # fmt: skip
     return out
@@ -182,29 +225,33 @@ def _described(*tiles: tuple[Tensor, int], step: int) -> tuple[Any, ...]:
 
 @triton.jit
 def _split_product_kernel(
-    y, w, weight, low, up, parts, rows, inner, width, rank, scale,
-    RANK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    y, w, weight, low, up, parts, rows, inner, share, width, rank,
+    RANK: tl.constexpr, CALL_UP: tl.constexpr, BESIDE: tl.constexpr, EARLY: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     first_col, first_row, split = tl.program_id(0) * N, tl.program_id(1) * M, tl.program_id(2)
-    share = tl.cdiv(tl.cdiv(inner, K), tl.num_programs(2)) * K
     begin = split * share
     end = tl.minimum(begin + share, inner)
     let_next_begin(EARLY)
-    if EARLY and tl.program_id(1) == 0 and begin < end:
-        for n in range(N):
-            call_up(weight + (first_col + n) * inner + begin, (end - begin) * 2, EARLY)
+    if EARLY and tl.program_id(1) == 0:
+        if CALL_UP:
+            for n in range(N):
+                call_up(weight + (first_col + n) * inner + begin, (end - begin) * 2, EARLY)
         if RANK > 0:
             call_up(up + first_col * rank, N * rank * 2, EARLY)
-    wait_for_others(EARLY)
+    if not BESIDE:
+        wait_for_others(EARLY)
     total = tl.zeros((M, N), dtype=tl.float32)
     for k in range(begin, end, K):
         total = tl.dot(y.load([first_row, k]), w.load([first_col, k]).T, total)
-    row = first_row + tl.arange(0, M)
-    if RANK > 0 and split == 0:
-        up_tile = up_tile_of(up, first_col, rank, N, RANK)
-        total = plus_low_rank(total, low, up_tile, row, rows, 0, scale, 1, PARTS, M, RANK)
-    at = row[:, None] * width + (first_col + tl.arange(0, N))[None, :]
+    row, col = first_row + tl.arange(0, M), first_col + tl.arange(0, N)
+    if BESIDE:
+        wait_for_others(EARLY)
+    if RANK > 0:
+        # Each part of the sum has its own part of what the adapter adds.
+        up_tile = up_tile_of(up, col, rank, RANK)
+        total = plus_low_rank(total, low, up_tile, row, rows, split, RANK)
+    at = row[:, None] * width + col[None, :]
     tl.store(parts + split * rows * width + at, total, mask=row[:, None] < rows)
 
 
@@ -217,17 +264,29 @@ def split_product(y: Tensor, weight: Tensor, adapters: tuple[Adapter, ...] = ())
     """
     rows, inner = y.shape
     width = weight.shape[0]
-    added = low_rank(y, adapters, (weight,))
-    tiles, count = split_tiles(rows, inner, width)
+    tiles = split_tiles(rows, inner, width)
+    share = triton.cdiv(triton.cdiv(inner, tiles.step), tiles.parts) * tiles.step
+    count = triton.cdiv(inner, share)
+    added = low_rank(y, adapters, (weight,), share)
     parts = torch.empty(count, rows, width, dtype=torch.float32, device=y.device)
     given = _described((y, tiles.rows), (weight, tiles.columns), step=tiles.step)
     _split_product_kernel[(width // tiles.columns, triton.cdiv(rows, tiles.rows), count)](
-        *given, weight, added.low, *added.ups, parts, rows, inner, width, added.rank, *added.scales,
-        RANK=added.padded_rank, PARTS=added.parts,
+        *given, weight, added.low, *added.ups, parts, rows, inner, share, width, added.rank,
+        RANK=added.padded_rank, CALL_UP=weight.numel() <= _MANY_ELEMENTS, BESIDE=added.beside,
         M=tiles.rows, N=tiles.columns, K=tiles.step,
         num_warps=tiles.warps, num_stages=tiles.stages, **launch_options(y.device),
     )  # fmt: skip
     return parts
+
+
+def split_pays(rows: int, weight: Tensor, *, adapted: bool) -> bool:
+    """Whether `split_product` is quicker than the vendor's kernel, which ends the chain of early
+    launches and leaves an adapter to two more."""
+    width, inner = weight.shape
+    if not adapted:
+        measured = ("split", rows, inner, width) in MEASURED
+        return measured or weight.numel() <= _FEW_ELEMENTS
+    return weight.numel() <= _MANY_ELEMENTS or 64 < rows <= 128
 
 
 def _plain_tiles(rows: int) -> Tiles:
@@ -236,7 +295,9 @@ def _plain_tiles(rows: int) -> Tiles:
 
 
 def project_tiles(rows: int, inner: int, counts: list[int]) -> Tiles:
-    """For `project`, by measurement."""
+    """For `project`."""
+    if measured := MEASURED.get(("project", rows, inner, sum(counts))):
+        return measured
     step = 128 if inner % 128 == 0 else 64
     if sum(counts) >= 4096 and rows > 32 and all(n % 64 == 0 for n in counts):
         # More than one wave of programs: large tiles read the rows less often.
@@ -245,7 +306,9 @@ def project_tiles(rows: int, inner: int, counts: list[int]) -> Tiles:
 
 
 def gated_tiles(rows: int, inner: int, width: int) -> Tiles:
-    """For `gated`, by measurement."""
+    """For `gated`."""
+    if measured := MEASURED.get(("gated", rows, inner, width)):
+        return measured
     if rows <= 64:
         return Tiles(_row_tile(rows), 32, 64)
     if width % 64 == 0 and (width >= 16384 or width <= 6144 or rows > 128):
@@ -253,14 +316,18 @@ def gated_tiles(rows: int, inner: int, width: int) -> Tiles:
     return Tiles(128, 32, 64)
 
 
-def split_tiles(rows: int, inner: int, width: int) -> tuple[Tiles, int]:
-    """For `split_product`, by measurement, and into how many parts the sum is split."""
+def split_tiles(rows: int, inner: int, width: int) -> Tiles:
+    """For `split_product`."""
+    if measured := MEASURED.get(("split", rows, inner, width)):
+        return measured
     columns = 64 if width % 64 == 0 and rows > 64 else 32
-    if columns == 64 and inner * width > MAX_SPLIT_ELEMENTS:
-        return Tiles(128, 64, 128), 4
+    if columns == 64 and inner * width > _MANY_ELEMENTS and width % 128 == 0:
+        return Tiles(128, 128, 64, 8, 6, parts=4)
+    if columns == 64 and inner * width > _FEW_ELEMENTS:
+        return Tiles(128, 64, 128, parts=4)
     programs = width // columns * triton.cdiv(rows, _row_tile(rows))
     parts = 1 if programs > 80 else 2 if programs > 40 else 4
-    return Tiles(_row_tile(rows), columns, 128), parts
+    return Tiles(_row_tile(rows), columns, 128, parts=parts)
 
 
 def _row_tile(rows: int) -> int:
