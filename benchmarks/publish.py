@@ -316,7 +316,7 @@ def vllm(policy: Policy, args: argparse.Namespace) -> dict[str, Any]:
             served_name="policy",
             port=free_port(),
             max_model_len=2048,
-            max_num_seqs=max(8, args.running),
+            max_num_seqs=max(8, 2 * args.running),
             env={"HF_HUB_OFFLINE": "1"},
         )
         if cuda:
