@@ -157,9 +157,8 @@ def actor(
         process.communicate(timeout=60)
 
 
-async def follow(url: str, run: str, address: str, tiny: bool) -> None:
+async def follow(url: str, run: str, address: str, model: Any, tokenizer: Any) -> None:
     """An actor's part: takes each policy into an engine, and says when it had it."""
-    model, tokenizer = load(tiny)
     store = Store(PipelineConfig(url, run))
     fetcher = PolicyFetcher(store, address=address)
     last = 0
@@ -240,7 +239,8 @@ async def to_actors(
             sizes = [file.stat().st_size for file in folder.glob("policy-*")]
             return policy.version * max(sizes, default=0)
 
-        arguments += ["--tiny"] if args.tiny else []
+        arguments += ["--device", args.device]
+        arguments += ["--tiny"] if args.tiny else ["--shape", args.shape] if args.shape else []
         output = stack.enter_context(actor(pipeline, arguments, place))
         publisher = PipelinePublisher(lease, None, PolicyFolder(folder), server)
         return await to_actor(policy, args.times, publisher, output, travelled)
@@ -364,13 +364,13 @@ def main() -> int:
     parser.add_argument("--only", choices=["in_process", "shared_memory", "tcp", "vllm"])
     parser.add_argument("--follow", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    model, tokenizer = qwen2_half_billion(args.device) if args.shape else load(args.tiny)
+    model.to(args.device)
     if args.follow:
-        url, run, address = args.follow
-        asyncio.run(follow(url, run, address, args.tiny))
+        asyncio.run(follow(*args.follow, model, tokenizer))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no namespace is left
-    made = qwen2_half_billion(args.device) if args.shape else load(args.tiny)
-    policy = Policy(made[0].to(args.device), made[1], args.learning_rate)
+    policy = Policy(model, tokenizer, args.learning_rate)
     size = sum(t.numel() * t.element_size() for _, t in ModelWeights(policy.model))
     figures: dict[str, Any] = {"weights_bytes": size, "link_mbit": args.mbit}
     ways: dict[str, Callable[[], Any]] = {
