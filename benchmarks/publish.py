@@ -1,6 +1,7 @@
 """How new weights reach those who sample, and how long the trainer waits for it.
 
     python -m benchmarks.publish --mbit 1000
+    python -m benchmarks.publish --only vllm --device cuda --shape 0.5b --running 128
 
 Four ways: `in_process` (an engine that shares the trainer's module), `shared_memory` (an actor of
 another process on this host), `tcp` (an actor in a network namespace of its own, over a link of
@@ -8,9 +9,13 @@ another process on this host), `tcp` (an actor in a network namespace of its own
 LUDIC_VLLM_PYTHON or `.venv-vllm`). Each with all weights, and where the way knows them with
 differences: what changed in a step of `--learning-rate` in float32, rounded to bfloat16.
 
+With `--device cuda` the model is on a GPU, and a vLLM server on the same one gets it over CUDA IPC:
+idle, and over `--running` requests, of which none may be lost.
+
 `trainer_wait_s` is how long `publish` holds the trainer, `total_s` how long it takes until the
 sampler has the new version, `pause_s` for how much of it sampling stands still, and `bytes` what
-travels. Medians of `--times`, the first left out. What cannot run here is null, and said.
+travels. Medians of `--times`, the first left out; of vLLM each reading as well, and the seconds of
+each stage. What cannot run here is null, and said.
 """
 
 from __future__ import annotations
@@ -27,18 +32,21 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from benchmarks.two_hosts import Hosts, NoNamespacesError
-from ludic.distributed.background import in_background
+from benchmarks.vllm import GRAPHS, qwen2_half_billion
+from ludic.distributed.background import BackgroundPublisher, in_background
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.errors import LudicError
+from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local import LocalChatClient
+from ludic.inference.sampling import SamplingConfig
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
@@ -48,6 +56,7 @@ from ludic.pipeline.store import Store
 from ludic.pipeline.weights_difference import DifferenceServer
 from ludic.pipeline.weights_fetcher import PolicyFetcher
 from ludic.pipeline.weights_http import PolicyServer
+from ludic.plumbing.cuda_streams import wait_for
 from ludic.sharding.weights import ModelWeights
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,20 +84,20 @@ class Policy:
         return self.version
 
 
-def load(tiny: bool) -> tuple[Any, Any]:
-    """The model in bfloat16, and its tokenizer."""
+def load(tiny: bool, folder: str | None = None) -> tuple[Any, Any]:
+    """The model of `folder` in bfloat16, else SmolLM2, and its tokenizer."""
     from tools import smollm2
 
     if not tiny:
         try:
-            folder = smollm2.path()
+            found = folder or smollm2.path()
         except (LudicError, FileNotFoundError, RuntimeError) as exc:
             say(f"the tiny model instead of SmolLM2: {exc}")
         else:
             from transformers import AutoModelForCausalLM, AutoTokenizer
 
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-            return model.eval(), AutoTokenizer.from_pretrained(folder)
+            model = AutoModelForCausalLM.from_pretrained(found, dtype=torch.bfloat16)
+            return model.eval(), AutoTokenizer.from_pretrained(found)
     model = tiny_model(hidden_size=64, heads=2, kv_heads=1)
     return model.to(torch.bfloat16), tiny_tokenizer()
 
@@ -148,9 +157,8 @@ def actor(
         process.communicate(timeout=60)
 
 
-async def follow(url: str, run: str, address: str, tiny: bool) -> None:
+async def follow(url: str, run: str, address: str, model: Any, tokenizer: Any) -> None:
     """An actor's part: takes each policy into an engine, and says when it had it."""
-    model, tokenizer = load(tiny)
     store = Store(PipelineConfig(url, run))
     fetcher = PolicyFetcher(store, address=address)
     last = 0
@@ -231,7 +239,8 @@ async def to_actors(
             sizes = [file.stat().st_size for file in folder.glob("policy-*")]
             return policy.version * max(sizes, default=0)
 
-        arguments += ["--tiny"] if args.tiny else []
+        arguments += ["--device", args.device]
+        arguments += ["--tiny"] if args.tiny else ["--shape", args.shape] if args.shape else []
         output = stack.enter_context(actor(pipeline, arguments, place))
         publisher = PipelinePublisher(lease, None, PolicyFolder(folder), server)
         return await to_actor(policy, args.times, publisher, output, travelled)
@@ -240,31 +249,65 @@ async def to_actors(
 # vLLM
 
 
-async def to_vllm(policy: Policy, times: int, url: str, differences: bool) -> Figures:
-    """Verified publishes to a live server."""
-    rows: list[Figures] = []
-    async with VLLMChatClient(url, model="policy") as client:
-        options: dict[str, Any] = {"differences": True} if differences else {}
-        inner = BroadcastPolicyPublisher(client, timeout_s=WAIT_S, **options)
-        publisher = in_background(inner, WAIT_S)
-        for _ in range(times + 1):
+async def to_vllm(policy: Policy, times: int, url: str, kind: str, running: int) -> Any:
+    """Verified publishes to a live server: `full` or `difference` to an idle one, or `running`."""
+    rows: list[Any] = []
+    async with VLLMChatClient(url, model="policy") as client, asyncio.TaskGroup() as group:
+        on_gpu = next(policy.model.parameters()).is_cuda
+        inner = BroadcastPolicyPublisher(
+            client,
+            timeout_s=WAIT_S,
+            differences=kind == "difference",
+            plane="ipc" if on_gpu else "auto",
+        )
+        publisher = BackgroundPublisher(inner, timeout_s=WAIT_S)
+        asked = []
+        for number in range(times):
+            if kind == "running" and number:  # not beside the first, which warms up
+                if number == 1:
+                    asked = [group.create_task(long_request(client, n)) for n in range(running)]
+                await asyncio.sleep(1.0)
+                if all(task.done() for task in asked):
+                    raise LudicError("the requests ended before all publishes: ask for longer ones")
             version = policy.step()
+            wait_for(policy.model.parameters())  # as an optimizer step ends
             start = time.time()
-            report = await publisher.publish(ModelWeights(policy.model), version)
+            await publisher.publish(ModelWeights(policy.model), version)
             wait = time.time() - start
             await publisher.settle()
-            # A publish in the background is reported by the next one.
-            last = report.details
-            rows.append(timed(start, wait, time.time(), 0.0, report.bytes))
-            if len(rows) > 1:
-                rows[-2]["pause_s"] = last.get("stall_s", 0.0)
-                rows[-2]["bytes"] = last.get("sent_bytes", rows[-2]["bytes"])
-    return medians(rows[:-1])
+            report = publisher.last
+            assert report is not None
+            pause = report.details["stall_s"]
+            rows.append(timed(start, wait, time.time(), pause, report.bytes))
+            say(f"{kind}, {report.details['plane']}: {json.dumps(rows[-1])}")
+            stages = {name: round(took, 4) for name, took in report.details["stages"].items()}
+            say(f"  {json.dumps(stages)}")
+    figures: dict[str, Any] = {**medians(rows), "readings": rows[1:], "stages": stages}
+    if kind == "running":
+        figures["lost"] = sum(task.result() != LONG for task in asked)
+    return figures
 
 
-def vllm(policy: Policy, args: argparse.Namespace) -> dict[str, Figures | None]:
+LONG = 1024
+"""Tokens of each request that runs during a publish."""
+
+
+async def long_request(client: VLLMChatClient, number: int) -> int:
+    """A request that is under way for seconds; returns how many tokens came."""
+    ids = tuple(3 + (number * 31 + place * 7) % 997 for place in range(64))
+    sampling = SamplingConfig(max_tokens=LONG, seed=number)
+    request = TokenCompletionRequest(
+        "policy", ids, sampling, timeout_s=WAIT_S, extensions={"ignore_eos": True}
+    )
+    trace = (await client.complete_tokens(request)).trace
+    return 0 if trace is None else len(trace.completion_token_ids)
+
+
+def vllm(policy: Policy, args: argparse.Namespace) -> dict[str, Any]:
     python = os.environ.get("LUDIC_VLLM_PYTHON") or str(ROOT / ".venv-vllm/bin/python")
-    figures: dict[str, Figures | None] = {"full": None, "difference": None}
+    cuda = args.device == "cuda"
+    kinds = ["full"] if cuda else ["full", "difference"]
+    figures: dict[str, Any] = dict.fromkeys([*kinds, *(["running"] if args.running else [])])
     with tempfile.TemporaryDirectory() as folder:
         policy.model.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
@@ -272,19 +315,28 @@ def vllm(policy: Policy, args: argparse.Namespace) -> dict[str, Figures | None]:
             folder,
             served_name="policy",
             port=free_port(),
-            max_model_len=256,
-            max_num_seqs=8,
+            max_model_len=2048,
+            max_num_seqs=max(8, 2 * args.running),
             env={"HF_HUB_OFFLINE": "1"},
         )
+        if cuda:
+            python = os.environ.get("LUDIC_VLLM_PYTHON") or sys.executable
+            graphs = ("--compilation-config", json.dumps(GRAPHS))
+            quiet = ("--uvicorn-log-level", "warning")
+            settings = replace(
+                settings, dtype="bfloat16", gpu_memory_utilization=0.3, extra=(*quiet, *graphs)
+            )
+        log = Path(os.environ.get("OUT") or tempfile.gettempdir()) / f"vllm-{settings.port}.log"
         try:
-            with VLLMServer(settings, python=python) as server:
+            start = time.time()
+            with VLLMServer(settings, python=python, log=log) as server:
+                say(f"vLLM {server.build.version} was there after {time.time() - start:.0f} s")
                 for kind in figures:
-                    by_differences = kind == "difference"
                     figures[kind] = asyncio.run(
-                        to_vllm(policy, args.times, server.url, by_differences)
+                        to_vllm(policy, args.times, server.url, kind, args.running)
                     )
-        except LudicError as exc:
-            say(f"no figures for vLLM: {exc}")
+        except (LudicError, ExceptionGroup) as exc:
+            say(f"no figures for vLLM: {exc!r}; its log is {log}")
     return figures
 
 
@@ -306,15 +358,19 @@ def main() -> int:
     parser.add_argument("--mbit", type=float, default=1000.0, help="the speed of the link for TCP")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--tiny", action="store_true", help="the tiny model, not SmolLM2")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--shape", choices=["0.5b"], help="random weights, not SmolLM2")
+    parser.add_argument("--running", type=int, default=0, help="also over so many requests to vLLM")
     parser.add_argument("--only", choices=["in_process", "shared_memory", "tcp", "vllm"])
     parser.add_argument("--follow", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    model, tokenizer = qwen2_half_billion(args.device) if args.shape else load(args.tiny)
+    model.to(args.device)
     if args.follow:
-        url, run, address = args.follow
-        asyncio.run(follow(url, run, address, args.tiny))
+        asyncio.run(follow(*args.follow, model, tokenizer))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no namespace is left
-    policy = Policy(*load(args.tiny), args.learning_rate)
+    policy = Policy(model, tokenizer, args.learning_rate)
     size = sum(t.numel() * t.element_size() for _, t in ModelWeights(policy.model))
     figures: dict[str, Any] = {"weights_bytes": size, "link_mbit": args.mbit}
     ways: dict[str, Callable[[], Any]] = {

@@ -19,6 +19,7 @@ from ludic.distributed.interfaces import (
     named_tensors,
 )
 from ludic.errors import ConfigError, PublishError
+from ludic.plumbing.cuda_streams import wait_for
 from ludic.workers.deadlines import bounded
 
 
@@ -36,16 +37,16 @@ class SnapshotBuffer:
         is a snapshot, such as many ranks' weights that were gathered for this, stays as it is."""
         if isinstance(weights, Snapshot):
             return weights
-        before, self._tensors, sources = self._tensors, {}, set[torch.device]()
+        before, self._tensors, sources = self._tensors, {}, dict[torch.device, Tensor]()
         for name, tensor in named_tensors(weights):
             copy = before.pop(name, None)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 copy = self._room_for(tensor)
             self._tensors[name] = copy.copy_(tensor, non_blocking=True)
-            sources.add(tensor.device)
-        for device in sources:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            sources[tensor.device] = tensor
+        # The trainer's thread launches on the same stream: an optimizer step that comes later
+        # waits for the copies on the GPU, and this thread for their end.
+        wait_for(sources.values())
         model = getattr(weights, "model", None)
         own = None if model is None else next(model.parameters()).device
         return Snapshot(self._tensors, model, own or next(iter(sources), None))
@@ -92,7 +93,8 @@ class BackgroundPublisher(PolicyPublisher):
         self._next: tuple[SnapshotBuffer, Snapshot, int] | None = None
         self._task: asyncio.Task[None] | None = None
         self._failure: PublishError | None = None
-        self._last: PublishReport | None = None
+        self.last: PublishReport | None = None
+        """What the last publish that has ended did, with all its seconds."""
 
     def updating(self) -> AbstractAsyncContextManager[None]:
         return super().updating() if self.beside is None else self.beside.updating()
@@ -115,7 +117,7 @@ class BackgroundPublisher(PolicyPublisher):
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._send(), name="ludic-publish")
         size = sum(tensor.numel() * tensor.element_size() for tensor in snapshot.values())
-        last, seconds = self._last, time.perf_counter() - began
+        last, seconds = self.last, time.perf_counter() - began
         details: dict[str, Any] = {}
         if last is not None:
             details = {**last.details, "background_s": last.seconds, "sent_bytes": last.bytes}
@@ -160,7 +162,7 @@ class BackgroundPublisher(PolicyPublisher):
             (buffer, snapshot, version), self._next = self._next, None
             self._sending = (buffer, version)
             try:
-                self._last = await bounded(
+                self.last = await bounded(
                     self.inner.publish(snapshot, version),
                     f"the publish of version {version} in the background",
                     type(self.inner).__name__,

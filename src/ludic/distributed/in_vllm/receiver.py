@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ludic.distributed.host_copy import HostCopy
+from ludic.distributed.in_vllm.copies import Copies
 from ludic.distributed.in_vllm.served_model import (
     checkpoint_shapes,
     same_under_other_names,
@@ -89,6 +91,7 @@ class LudicWeightTransferEngine(
         """Why no update can be taken any more, where that is so."""
         self._staged: list[tuple[str, Tensor]] = []
         self._copy: HostCopy | None = None
+        self._copies = Copies()
         self._judged: Any = None
         self._why_rebuild: str | None = None
         self._group: BroadcastGroup | None = None
@@ -169,8 +172,11 @@ class LudicWeightTransferEngine(
 
     def _write(self, staged: list[tuple[str, Tensor]]) -> tuple[set[str], set[str] | None]:
         """New values into the parameters as they stand."""
+        if self._copies.repeat(self.model, staged):
+            return set(), None
         wanted = {name for name, _ in self.model.named_parameters()}
-        return wanted, self.model.load_weights(iter(staged))
+        load = partial(self.model.load_weights, iter(staged))
+        return wanted, self._copies.record(self.model, staged, load)
 
     def _rebuild(self, staged: list[tuple[str, Tensor]]) -> tuple[set[str], set[str] | None]:
         """vLLM's own reload, which makes every layer anew from what a checkpoint would hold."""

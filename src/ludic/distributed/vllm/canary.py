@@ -126,7 +126,7 @@ def prompt_logprobs(model: nn.Module, tokens: Sequence[int]) -> list[float]:
         if was_training:
             model.train()
     scores = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    return [float(s) for s in scores]
+    return [float(score) for score in scores.tolist()]  # one wait for the device
 
 
 def is_sharded(model: nn.Module) -> bool:

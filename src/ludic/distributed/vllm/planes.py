@@ -29,6 +29,7 @@ from ludic.distributed.vllm.placement import (
 )
 from ludic.distributed.vllm.shared_memory import SharedWeights, write_shared
 from ludic.errors import ConfigError, DeadlineError, PublishError
+from ludic.plumbing.cuda_streams import aside, wait_for
 
 if TYPE_CHECKING:
     from ludic.inference.vllm.client import VLLMChatClient
@@ -139,8 +140,7 @@ class IPCPlane(DataPlane):
                 )
             held[name] = tensor.detach().contiguous()
         update = {"plane": "ipc", **self._exports.describe(held)}
-        for device in {tensor.device for tensor in held.values()}:
-            torch.cuda.synchronize(device)
+        wait_for(held.values())  # those that were laid out anew
 
         def close() -> None:
             held.clear()
@@ -187,17 +187,10 @@ class BroadcastPlane(DataPlane):
         def move() -> None:
             if self._group is None:
                 raise PublishError("the broadcast group is not open")
-            if self.device.type != "cuda":
+            # One at a time beside the trainer's own weights, and not behind its work.
+            with aside([torch.empty(0, device=self.device)]):
                 for tensor in tensors.values():
                     self._group.broadcast(tensor.to(self.device).contiguous())
-                return
-            # One at a time beside the trainer's own weights, and not in the midst of its work.
-            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(stream):
-                for tensor in tensors.values():
-                    self._group.broadcast(tensor.to(self.device).contiguous())
-            stream.synchronize()
 
         return Shipment({"plane": "broadcast", "tensors": metas}, move, tensors.clear)
 

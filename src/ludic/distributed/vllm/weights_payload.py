@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ludic.distributed.interfaces import Weights, named_tensors
+from ludic.distributed.interfaces import Snapshot, Weights, named_tensors
 from ludic.distributed.vllm.canary import differences
 from ludic.distributed.vllm.checksums import receipt, refuse_not_finite
 from ludic.distributed.vllm.confirmed import Confirmed
@@ -24,6 +24,7 @@ from ludic.errors import ConfigError, PublishError
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.http import UnreachableError
 from ludic.inference.sampling import ReturnSpec, SamplingConfig
+from ludic.plumbing.cuda_streams import aside, wait_for
 
 _log = logging.getLogger("ludic.distributed")
 
@@ -42,6 +43,8 @@ class WeightsPayload(Payload):
         tensors = {name: tensor.detach() for name, tensor in named_tensors(weights)}
         if not tensors:
             raise PublishError("there are no weights to publish")
+        if not isinstance(weights, Snapshot):  # which is complete
+            wait_for(tensors.values())
         return tensors
 
     def delivery(self, job: Job) -> Delivery[WeightsServer]:
@@ -109,7 +112,9 @@ class WeightsDelivery(Delivery[WeightsServer]):
                     server.lose(f"it had not applied version {version} by the deadline")
             raise
         self.drop_lost()
-        self._stall_s += time.perf_counter()
+        own = [server.stall_s for server in self.servers if server.stall_s is not None]
+        whole = len(own) == len(self.servers)
+        self._stall_s = max(own) if whole else self._stall_s + time.perf_counter()
         if self._confirmed is not None:
             with self.job.times.timed("keep"):
                 confirmed = (self._name, self.job.tensors, self._difference)
@@ -179,12 +184,13 @@ class WeightsDelivery(Delivery[WeightsServer]):
 
     def _expect(self) -> dict[str, list[Any]]:
         """What a server's receipt has to say."""
-        with self.job.times.timed("finite"):
-            refuse_not_finite(self.job.tensors)
+        tensors = self.job.tensors
+        with self.job.times.timed("finite"), aside(tensors.values()):
+            refuse_not_finite(tensors)
         if self._closed:
             return {}
-        with self.job.times.timed("checksums"):
-            return receipt(self.job.tensors.items())
+        with self.job.times.timed("checksums"), aside(tensors.values()):
+            return receipt(tensors.items())
 
     async def _check_own(self) -> None:
         await self._expected
@@ -200,7 +206,7 @@ class WeightsDelivery(Delivery[WeightsServer]):
         return self._ship()
 
     def _ship(self) -> Shipment:
-        with self.job.times.timed("prepare"):
+        with self.job.times.timed("prepare"), aside(self.sent.values()):
             shipment = self._plane.prepare(self.sent)
             if self._confirmed is None:
                 return shipment
@@ -210,7 +216,8 @@ class WeightsDelivery(Delivery[WeightsServer]):
 
     async def _bring(self) -> None:
         """The servers stage the difference, or else all weights, and say what they have."""
-        shipment = await asyncio.shield(self._shipment)
+        await together([self._begin(), asyncio.shield(self._shipment)])
+        shipment = self._shipment.result()
         if self._difference is not None:
             without = [server.replica.url for server in self.servers if not server.has_base]
             why = f"{', '.join(without)} did not confirm the version before"
@@ -223,7 +230,8 @@ class WeightsDelivery(Delivery[WeightsServer]):
                     raise  # the trainer's weights are wrong, and would be so again
                 why = str(exc)
                 self._plane.abandon()
-            self.drop_lost()
+                self.drop_lost()
+                await self._begin()
             _log.warning("version %d goes out whole, since %s", self.job.version, why)
             self._difference = None
             # The servers' copies may be called by the old name, and be wrong.
@@ -233,7 +241,8 @@ class WeightsDelivery(Delivery[WeightsServer]):
             shipment = await asyncio.shield(self._shipment)
         await self._receive(shipment)
 
-    async def _receive(self, shipment: Shipment) -> None:
+    async def _begin(self) -> None:
+        """The servers join where the plane needs it, and open an update."""
         workers = sum(server.workers for server in self.servers)
         invitation = self._plane.invitation(workers, self.job.timeout_s)
         if invitation is not None:
@@ -244,6 +253,8 @@ class WeightsDelivery(Delivery[WeightsServer]):
             with self.job.times.timed("join"):
                 await together([asyncio.to_thread(self._plane.join), *inviting])
         await self.each(lambda server: server.start())
+
+    async def _receive(self, shipment: Shipment) -> None:
         receiving = [server.receive(shipment.update) for server in self.servers]
         # A server that refuses ends this at once: nobody waits in a broadcast for it.
         moving = [] if shipment.move is None else [asyncio.to_thread(shipment.move)]
@@ -253,11 +264,14 @@ class WeightsDelivery(Delivery[WeightsServer]):
         await self.each(lambda server: server.compare(expected))
 
     async def _scores_of(self, server: WeightsServer, tokens: tuple[int, ...]) -> list[float]:
+        # First of all: the requests that were held up are computed anew, from their first token.
+        first = {"extra_body_overrides": {"priority": -1}} if server.by_priority else {}
         request = TokenCompletionRequest(
             server.model_name,
             tokens,
             SamplingConfig(max_tokens=1),
             ReturnSpec(logprobs=False, prompt_logprobs=True),
+            extensions=first,
         )
         response = await self.job.client.ask_replica(server.replica, request)
         return [float(score) for score in response.info["prompt_logprobs"][1:]]

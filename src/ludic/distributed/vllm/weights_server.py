@@ -11,6 +11,7 @@ from ludic.distributed.vllm.delivery import ServerUpdate, together
 from ludic.errors import ConfigError, DeadlineError, InferenceError, LudicError, PublishError
 from ludic.inference.http import UnreachableError
 from ludic.inference.vllm.flags import RECEIPT
+from ludic.inference.vllm.switching import SWITCH
 
 
 class WeightsServer(ServerUpdate):
@@ -25,6 +26,14 @@ class WeightsServer(ServerUpdate):
     base: str | None = None
     """What the host's copy must be for a difference to be of use; None: nobody asks."""
     has_base = False
+    by_priority = False
+    """Whether it computes requests with a lower number for `priority` first."""
+    stall_s: float | None = None
+    """How long sampling stood still, where the server says so."""
+
+    @property
+    def switches(self) -> bool:
+        return self.replica.facts is not None and self.replica.facts.switches
 
     async def examine(self) -> None:
         facts = self.replica.facts
@@ -62,25 +71,31 @@ class WeightsServer(ServerUpdate):
         async def work() -> None:
             receipts = await self.call_workers(RECEIPT)
             self.worker_seconds = _slowest(receipts, ("stage", "checksums"))
+            self.by_priority = all(
+                isinstance(r, Mapping) and r.get("scheduling") == "priority" for r in receipts
+            )
             _check(self.replica.url, receipts, expected)
 
         await self.step("compare", "say what arrived", work)
 
     async def pause(self) -> None:
-        """Freezes the server's requests; none is lost."""
-        await self.step("pause", "pause", partial(self.ask, "/pause?mode=keep&clear_cache=true"))
+        """Freezes the server's requests; none is lost. What it has computed with the old weights is
+        forgotten. One that switches does so by itself."""
+        if not self.switches:
+            pause = partial(self.ask, "/pause?mode=keep&clear_cache=true")
+            await self.step("pause", "pause", pause)
 
     async def finish(self, version: int) -> None:
         """Has the server use the tensors, forget what it computed with the old, and go on."""
         facts = self.replica.facts
         named = {"weight_version": str(version)} if facts and facts.names_versions else None
-        forget = "/reset_prefix_cache?reset_running_requests=true"
         try:
-            # It computes nothing meanwhile, so it does not matter which of the two comes first.
-            await together(
-                [self._timed("apply", "/finish_weight_update", named), self._timed("reset", forget)]
-            )
-            await self._timed("resume", "/resume")
+            if self.switches:
+                answer = await self.ask(SWITCH, {**(named or {}), "timeout_s": self.timeout_s})
+                self.stall_s = float(answer["stall_s"])
+                self.times.slowest([answer["seconds"]])
+            else:
+                await self._apply(named)
         except (InferenceError, DeadlineError) as exc:
             self.lose(f"it failed while it applied version {version}: {exc}")
             await self._send_away()
@@ -151,6 +166,15 @@ class WeightsServer(ServerUpdate):
             return all("tensors" in receipt for receipt in receipts)
         except (InferenceError, DeadlineError, KeyError, TypeError):
             return False
+
+    async def _apply(self, named: Mapping[str, str] | None) -> None:
+        """Step by step, for a server without the route for it."""
+        forget = "/reset_prefix_cache?reset_running_requests=true"
+        # It computes nothing meanwhile, so it does not matter which of the two comes first.
+        await together(
+            [self._timed("apply", "/finish_weight_update", named), self._timed("reset", forget)]
+        )
+        await self._timed("resume", "/resume")
 
     async def _timed(self, stage: str, path: str, body: Any = None) -> None:
         with self.times.timed(stage):

@@ -25,6 +25,8 @@ WORKER_EXTENSION = "ludic.distributed.in_vllm.worker.WorkerExtension"
 """The class that `--worker-extension-cls` adds to vLLM's workers."""
 GUARD = "ludic.inference.vllm.guard.KeyGuard"
 """The class that `--middleware` puts before all routes of a server with a key."""
+SWITCHING = "ludic.inference.vllm.switching.SwitchRoute"
+"""The class that `--middleware` adds a route with, to servers whose weights are updated."""
 BACKEND = "ludic"
 """The weight transfer engine that the plugin registers."""
 
@@ -125,9 +127,12 @@ def command_line(settings: ServerSettings, build: VLLMBuild) -> list[str]:
         given += [
             ("--weight-transfer-config", json.dumps({"backend": BACKEND})),
             ("--worker-extension-cls", WORKER_EXTENSION),
+            ("--middleware", SWITCHING),
+            # So that a publish's canary is computed before the requests that it held up.
+            ("--scheduling-policy", "priority"),
         ]
     if settings.key_file is not None:
-        given.append(("--middleware", GUARD))
+        given.append(("--middleware", GUARD))  # the last one stands before the others
     command = [build.python, "-m", "vllm.entrypoints.openai.api_server"]
     for flag, value in given:
         if value is not None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ludic.errors import ConfigError, EngineClosedError, InferenceError, RequestRejectedError
 from ludic.inference.http import UnreachableError
+from ludic.inference.vllm.switching import SWITCH
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class ServerFacts:
     """It keeps the name of its weights (`/weight_info`)."""
     loads_adapters: bool = False
     """It takes LoRA adapters while it serves (`/v1/load_lora_adapter`)."""
+    switches: bool = False
+    """It goes over to staged weights by itself (`ludic.inference.vllm.switching`)."""
 
 
 @dataclass(eq=False)
@@ -89,6 +92,13 @@ async def server_facts(url: str, ask: Callable[..., Awaitable[Any]]) -> ServerFa
             return "HTTP 403" not in str(exc)
         return True
 
+    async def switches() -> bool:
+        try:
+            await ask("GET", SWITCH)
+        except (InferenceError, ValueError):
+            return False
+        return True
+
     try:
         served = await ask("GET", "/v1/models")
         version = (await ask("GET", "/version")).get("version", "unknown")
@@ -112,6 +122,7 @@ async def server_facts(url: str, ask: Callable[..., Awaitable[Any]]) -> ServerFa
         updates="/start_weight_update" in paths,
         names_versions=names_versions,
         loads_adapters="/v1/load_lora_adapter" in paths,
+        switches=await switches(),
     )
 
 

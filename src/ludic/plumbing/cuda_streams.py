@@ -1,0 +1,34 @@
+"""Work on a GPU beside what other threads have queued there.
+
+A whole device is never waited for: that is an error while another thread captures a graph, and
+waits for everything that the trainer has queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+def wait_for(tensors: Iterable[Tensor]) -> None:
+    """Returns when what this thread has launched on the tensors' GPUs is done."""
+    for device in {tensor.device for tensor in tensors}:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+
+@contextmanager
+def aside(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """What this thread launches inside does not queue behind the trainer's work, and is done at the
+    end. It may read only what is complete already."""
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if device is None:
+        yield
+        return
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()

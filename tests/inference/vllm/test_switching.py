@@ -1,0 +1,150 @@
+"""The route with which a server goes over to staged weights: as ASGI, and as publishers use it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from aiohttp import web
+
+from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.inference.vllm.client import VLLMChatClient
+from ludic.inference.vllm.switching import SWITCH, SwitchRoute
+from tests.distributed.test_publish_stages import WEIGHTS
+from tests.inference.vllm.fake_server import FakeVLLM, failing
+
+
+class Engine:
+    """Notes what is asked of it; `fails` is the step that does."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.steps: list[Any] = []
+        self.fails = fails
+        self.renderer = self.engine_core = self
+
+    async def clear_mm_cache_async(self) -> None:
+        self.steps.append("clear")
+
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
+        self.steps.append(("pause", mode, clear_cache))
+
+    async def finish_weight_update(self, *version: str) -> None:
+        if self.fails == "finish":
+            raise RuntimeError("it does not fit")
+        self.steps.append(("finish", *version))
+
+    async def resume_generation(self) -> None:
+        self.steps.append("resume")
+
+
+async def asked(engine: Engine, method: str, body: bytes = b"", path: str = SWITCH) -> Any:
+    """Status and body of the answer; the path where it was passed on."""
+    sent: list[Any] = []
+
+    class State:
+        engine_client = engine
+
+    class App:
+        state = State
+
+    async def passed(scope: Any, receive: Any, send: Any) -> None:
+        sent.append(scope["path"])
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": path, "method": method, "app": App}
+    await SwitchRoute(passed)(scope, receive, send)
+    if len(sent) == 1:
+        return sent[0]
+    return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+async def test_one_exchange_pauses_applies_and_resumes() -> None:
+    engine = Engine()
+    status, answer = await asked(engine, "POST", b'{"weight_version": "7"}')
+    assert engine.steps == ["clear", ("pause", "keep", True), ("finish", "7"), "resume"]
+    assert status == 200
+    assert set(answer["seconds"]) == {"pause", "apply", "resume"}
+    assert answer["stall_s"] >= sum(answer["seconds"].values())
+
+
+async def test_a_server_without_versions_is_told_none() -> None:
+    engine = Engine()
+    await asked(engine, "POST")
+    assert ("finish",) in engine.steps
+
+
+async def test_a_server_that_could_not_apply_stays_paused_and_says_why() -> None:
+    engine = Engine(fails="finish")
+    status, answer = await asked(engine, "POST")
+    assert status == 500
+    assert "it does not fit" in answer["error"]["message"]
+    assert "resume" not in engine.steps
+
+
+async def test_asking_whether_the_route_is_there_changes_nothing() -> None:
+    engine = Engine()
+    assert await asked(engine, "GET") == (200, {})
+    assert await asked(engine, "POST", path="/pause") == "/pause"
+    assert engine.steps == []
+
+
+async def test_a_publish_switches_each_server_in_one_exchange() -> None:
+    async with FakeVLLM().serving() as fake:
+
+        async def switch(request: web.Request) -> Any:
+            if request.method == "POST":
+                fake._control("/finish_weight_update", await request.json())
+            return {"stall_s": 0.25, "seconds": {"pause": 0.1, "apply": 0.1, "resume": 0.05}}
+
+        fake.faults[SWITCH] = switch
+        async with VLLMChatClient(fake.url) as client:
+            report = await BroadcastPolicyPublisher(client).publish(WEIGHTS, 3)
+        assert (fake.version, fake.applied, fake.calls["/pause"]) == ("3", 1, 0)
+        assert report.details["stall_s"] == 0.25
+        assert report.details["stages"]["apply"] == 0.1
+
+
+async def test_a_server_that_fails_to_switch_is_out_of_rotation_and_the_others_serve_on() -> None:
+    async with FakeVLLM().serving() as good, FakeVLLM().serving() as bad:
+        posts = failing(500)
+        bad.faults[SWITCH] = lambda r: posts(r) if r.method == "POST" else {}
+        async with VLLMChatClient([good.url, bad.url]) as client:
+            report = await BroadcastPolicyPublisher(client).publish(WEIGHTS, 3)
+        assert list(report.details["lost"]) == [bad.url]
+        assert "applied version 3" in report.details["lost"][bad.url]
+        assert bad.calls["/pause"] == 1  # its requests are sent elsewhere
+        assert good.version == "3"
+
+
+async def test_the_canary_goes_before_the_requests_that_a_publish_held_up() -> None:
+    from ludic.distributed.vllm.canary import MismatchBudget
+    from ludic.inference.tiny import tiny_model
+    from ludic.sharding.weights import ModelWeights
+
+    async with FakeVLLM().serving() as fake:
+        priorities: list[Any] = []
+
+        async def scores(request: web.Request) -> Any:
+            priorities.append((await request.json()).get("priority"))
+            rows = [None, {"2": {"logprob": -1.0}}]
+            choice = {"token_ids": [1], "finish_reason": "length"}
+            return {"choices": [choice], "prompt_logprobs": rows}
+
+        def receipt(_: Any) -> Any:
+            return {"results": [{"tensors": fake.staged, "scheduling": "priority"}]}
+
+        async with VLLMChatClient(fake.url) as client:
+            await client.connect(timeout_s=60)
+            fake.faults["/inference/v1/generate"] = scores
+            budget = MismatchBudget(100.0, 100.0)
+            publisher = BroadcastPolicyPublisher(client, canary_prompt=(1, 2), budget=budget)
+            weights = ModelWeights(tiny_model())
+            await publisher.publish(weights, 1)
+            fake.faults["/collective_rpc"] = receipt
+            await publisher.publish(weights, 2)
+    assert priorities == [None, -1]
