@@ -3,7 +3,7 @@
     python -m benchmarks.memory                      # 135M to 7B, all weights and rank 16
     python -m benchmarks.memory --shapes 7b --ranks 16 --budgets 2048 4096 8192
 
-Random bfloat16 weights in the shape of SmolLM2 and Qwen2.5; one update over one full pass (or over
+Random bfloat16 weights in the shape of SmolLM2 and Qwen2.5; one update over two full passes (or over
 `--rows` rows) of `--length` tokens, after one that warms up. `predicted` is without the engine, which is not made;
 `peak` is what torch allocated at most, `reserved` what its allocator held, `driver` what the GPU
 says is gone. Without `--budgets` the plan chooses the tokens of a pass. A case that does not fit is
@@ -101,7 +101,7 @@ def measure(
     optimizer = MasterAdamW(model.named_parameters(), cfg)
     loss = make_algorithm("grpo").loss
     passes = Passes(Policy(model, cfg), loss, cfg, world, Cost())
-    rows = rows or how.tokens // length
+    rows = rows or 2 * (how.tokens // length)  # two passes: the second beside the first's gradients
     batch = lay_out(synthetic_batch(rows * length, length, 0.75, model.config.vocab_size))
     seconds = 0.0
     for turn in range(2):
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=shapes, default=shapes)
     parser.add_argument("--ranks", nargs="+", type=int, default=[0, 16], help="of LoRA; 0: none")
     parser.add_argument("--budgets", nargs="+", type=int, default=[0], help="0: as planned")
-    parser.add_argument("--rows", type=int, help="as many as fill one pass, if left out")
+    parser.add_argument("--rows", type=int, help="as many as fill two passes, if left out")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--checkpointing", action="store_true", default=None)
     parser.add_argument("--expandable", action="store_true", help="segments that can grow")

@@ -93,9 +93,10 @@ class Plan:
         return "\n".join(f"{name:{width}} {size / GIB:8.2f} GiB" for name, size in rows)
 
 
-def worthwhile_tokens(shape: ModelShape) -> int:
-    """How many tokens a pass takes at most where nobody says: more would only take memory."""
-    tokens = int(_SATURATED / max(shape.parameters, 1))
+def worthwhile_tokens(shape: ModelShape, adapter: Adapter | None = None) -> int:
+    """How many tokens a pass takes at most where nobody says: more would only take memory. With an
+    adapter the host launches twice as many products, and the GPU has less to do."""
+    tokens = int((2 if adapter else 1) * _SATURATED / max(shape.parameters, 1))
     return min(-(-tokens // _ROUND) * _ROUND, MOST_TOKENS)
 
 
@@ -111,7 +112,7 @@ def settled(
     """The plan with the tokens of a pass and with recomputation as they were said or, where None,
     as they fit: as many tokens as are worthwhile (`most`), the `longest` row at least, and
     recomputation only if that row does not fit without it. The result may still not fit."""
-    most = max(longest, most or worthwhile_tokens(plan.shape))
+    most = max(longest, most or worthwhile_tokens(plan.shape, plan.training.adapter))
     how = replace(plan.training, tokens=tokens or longest, checkpointing=bool(checkpointing))
     plan = replace(plan, training=how)
     if checkpointing is None and not plan.fits(free):

@@ -69,7 +69,7 @@ def _let_memory_grow(section: ModelSection) -> None:
     user has settings of their own."""
     chosen = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if not chosen and check_device(section).type == "cuda":
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def precision_of(config: RunConfig) -> Precision:
