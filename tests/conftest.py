@@ -21,6 +21,9 @@ from tests.sandboxes import mark_by_name, need_bubblewrap, need_rust
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Where this is set, each of the tests' many processes would compile all of its modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 if not any(Path("/dev").glob("nvidia*")):
     # Before anything imports Triton: without a GPU its kernels run as Python, so they are tested.
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ludic.cli import main
+from tests.forked import start
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -150,16 +151,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("trained")
     (where / "letters.py").write_text(LETTERS)
     (where / "letters.toml").write_text(RUN)
-    done = subprocess.run(
-        [sys.executable, "-m", "ludic.cli", "train", "letters.toml", "--out", "done"],
-        cwd=where,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    script, printed = ROOT / "src/ludic/cli/__main__.py", where / "printed"
+    words = ("train", "letters.toml", "--out", "done")
+    process = start(script, *words, where=where, printed=printed)
+    process.join(300)
+    assert process.exitcode == 0, printed.read_text()
     return where / "done"
 
 

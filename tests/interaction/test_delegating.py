@@ -14,6 +14,7 @@ from ludic.types import Rollout, TruncationReason
 from tests.agents.scripted import move, scripted_agent, tool_call
 from tests.interaction.test_single_agent import check_soundness
 from tests.interaction.worlds import Countdown, RaisingEnv
+from tests.virtual_time import virtual_time
 
 Factory = Callable[[Sequence[Tool]], Agent]
 
@@ -189,7 +190,8 @@ async def test_the_parents_deadline_ends_its_sub_agents_too() -> None:
         thinker([tool_call("helper", task="a"), move("x")]),
         {"helper": helper([move("y")], make_env=make_env)},
     )
-    parent, child = await play(protocol, episode_timeout_s=0.3)
+    with virtual_time():
+        parent, child = await play(protocol, episode_timeout_s=60)
     assert parent.truncation_reason is TruncationReason.DEADLINE
     assert len(parent.agent_steps) == 1
     assert parent.error is not None
@@ -205,13 +207,14 @@ async def test_a_sub_agent_past_its_callers_patience_is_broken_off_and_says_so()
         return ""
 
     protocol = DelegatingProtocol(
-        thinker([tool_call("helper", task="a"), move("x")], external_tool_timeout_s=0.05),
+        thinker([tool_call("helper", task="a"), move("x")], external_tool_timeout_s=60),
         {"helper": helper(hang)},
     )
-    parent, child = await play(protocol)
+    with virtual_time():
+        parent, child = await play(protocol)
     assert parent.terminated
     assert parent.error is None
-    assert parent.agent_steps[0].tool_call_errors == ("tool 'helper' did not answer within 0.05 s",)
+    assert parent.agent_steps[0].tool_call_errors == ("tool 'helper' did not answer within 60 s",)
     assert child.error == "ProtocolError: the sub-agent 'helper' was broken off by its caller"
 
 

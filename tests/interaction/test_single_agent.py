@@ -33,6 +33,7 @@ from tests.interaction.worlds import (
     HangingEnv,
     RaisingEnv,
 )
+from tests.virtual_time import virtual_time
 
 NOTHING = "I have no idea."
 
@@ -303,10 +304,11 @@ async def test_a_request_that_fails_costs_its_episode_and_keeps_the_calls_before
 
 async def test_a_step_past_its_deadline_ends_the_episode_with_that_reason() -> None:
     env = HangingEnv(3)
-    rollout = await play(scripted_agent([move("a")]), env, step_timeout_s=0.02)
+    with virtual_time():
+        rollout = await play(scripted_agent([move("a")]), env, step_timeout_s=60)
     assert rollout.truncation_reason is TruncationReason.DEADLINE
     assert rollout.error is not None
-    assert "waited 0.02 s" in rollout.error
+    assert "waited 60 s" in rollout.error
     assert env.closed == 1
 
 
@@ -317,7 +319,8 @@ async def test_an_episode_past_its_deadline_ends_with_that_reason() -> None:
         return move("a")
 
     env = Countdown(5)
-    rollout = await play(scripted_agent(slow), env, episode_timeout_s=0.2)
+    with virtual_time():
+        rollout = await play(scripted_agent(slow), env, episode_timeout_s=60)
     assert rollout.truncation_reason is TruncationReason.DEADLINE
     assert rollout.error is not None
     assert "the end of the episode from e1" in rollout.error

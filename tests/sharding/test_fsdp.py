@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,26 +20,13 @@ from ludic.rollouts import TokenLog, read_token_log
 from ludic.sharding.fsdp import init_mesh
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.trainer import Trainer
+from tests.forked import run_ranks
 from tests.training.synthetic import SyntheticSource, reinforce
 
 ROOT = Path(__file__).parents[2]
+TWO_RANKS = Path(__file__).with_name("two_ranks.py")
 FAILURES = ("0", "head", "room")  # where a rank runs out of memory; the first is a layer
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
-
-
-def run_ranks(script: str, *args: object, ranks: int = 2) -> str:
-    """Runs a script of this folder under torchrun; answers what it printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-    command += [str(ROOT / "tests" / "sharding" / script), *map(str, args)]
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 def train_alone(
@@ -94,12 +80,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         job("folder", 2, init_from=str(where / "model")),
         *(job(f"fails-{place}", 2, fails=place) for place in FAILURES),
     ]
-    run_ranks("two_ranks.py", json.dumps(first))
+    run_ranks(TWO_RANKS, json.dumps(first))
     for name in ("device", "host"):
         alone = train_alone(where / name / "one", 3, torch.float64, where / name / "ck")
         save_file(alone, where / name / "one.safetensors")
     back = [job("device", 4, checkpoints=kept("device")), job("host", 4, **host)]
-    run_ranks("two_ranks.py", json.dumps(back))
+    run_ranks(TWO_RANKS, json.dumps(back))
     return where
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.sharding.test_fsdp import run_ranks
+from tests.forked import run_ranks
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -12,7 +14,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 def test_two_ranks_publish_what_would_be_gathered_and_none_of_it_where_one_fails() -> None:
     """The ranks compare; here is what they print. Only an adapter's weights are gathered, one by
     one, and those of ranks on several hosts."""
-    printed = run_ranks("publishing_ranks.py", "plain", "lora", "apart", "fails", "fails-lora")
+    script = Path(__file__).with_name("publishing_ranks.py")
+    printed = run_ranks(script, "plain", "lora", "apart", "fails", "fails-lora")
     for rank in (0, 1):
         assert f"PLAIN rank {rank} gathered 0 elements" in printed
         assert f"LORA rank {rank} gathered" in printed

@@ -34,7 +34,6 @@ def main(folder: Path, steps: int, mode: str) -> None:
             ),
         ),
     )
-    print("started", flush=True)
     trainer.train_sync(steps)
     trainer.close()
     weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}

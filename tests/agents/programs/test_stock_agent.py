@@ -177,7 +177,7 @@ async def test_a_time_out_of_the_package_waits_for_the_same_sample() -> None:
     client = scripted(counted)
     client.gate.clear()
     async with stock(client) as (asked, session, server):
-        hasty = asked.with_options(timeout=0.2, max_retries=50)
+        hasty = asked.with_options(timeout=1.0, max_retries=50)
         task = asyncio.create_task(
             hasty.chat.completions.create(model="m", messages=[user("hello")])
         )

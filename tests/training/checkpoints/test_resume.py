@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.forked import start
 from tests.training import resumable_run
 
-ROOT = Path(__file__).parents[3]
+SCRIPT = Path(resumable_run.__file__)
 STEPS = 40
 pytestmark = pytest.mark.integration
-
-
-def start(folder: Path, mode: str) -> subprocess.Popen[str]:
-    env = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "tests.training.resumable_run", str(folder), str(STEPS), mode]
-    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
 def finish(folder: Path, mode: str) -> bytes:
@@ -37,17 +25,25 @@ def finish(folder: Path, mode: str) -> bytes:
 
 
 def kill_and_resume(folder: Path, kills: int, mode: str, seed: int) -> tuple[bytes, int]:
-    """Kills the run `kills` times, each a random while after training began."""
+    """Kills the run `kills` times, each a random while after one of its steps, however quick they
+    are; says how many kills came before its end."""
     rng, landed = random.Random(seed), 0
+    metrics, log = folder / "metrics.jsonl", folder.with_suffix(".log")
     for _ in range(kills):
-        process = start(folder, mode)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "started\n"
-        time.sleep(rng.uniform(0.0, 1.0))
-        landed += process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
+        step = len(lines(metrics)) + rng.randint(1, STEPS // (kills + 1))
+        process = start(SCRIPT, folder, STEPS, mode, printed=log)
+        while process.is_alive() and len(lines(metrics)) < step:
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0.0, 0.05))
+        process.kill()
+        process.join(60)
+        assert process.exitcode in (0, -signal.SIGKILL), log.read_text()
+        landed += process.exitcode != 0
     return finish(folder, mode), landed
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
 
 
 @pytest.mark.timeout(300)
@@ -56,10 +52,7 @@ def test_three_kills_change_no_bit(tmp_path: Path) -> None:
     weights, landed = kill_and_resume(tmp_path / "killed", 3, "plain", seed=0)
     assert landed, "no kill came before the end"
     assert weights == undisturbed
-    steps = [
-        json.loads(line)["step"]
-        for line in (tmp_path / "killed/metrics.jsonl").read_text().splitlines()
-    ]
+    steps = [json.loads(line)["step"] for line in lines(tmp_path / "killed/metrics.jsonl")]
     assert steps == list(range(1, STEPS + 1))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from datetime import timedelta
 
 import torch
@@ -14,15 +13,10 @@ from ludic.sharding.world import World
 from ludic.training.update.calibrate import agreed, largest_that_fits
 
 
-def main(folder: str, rank: int) -> None:
+def main() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
     world = World(rank=rank, size=2, device=torch.device("cpu"), group=dist.group.WORLD)
 
     def peak(tokens: int) -> int | None:
@@ -45,4 +39,4 @@ def main(folder: str, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +28,7 @@ from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes
 from ludic.training.update.planning import Cost
 from ludic.training.update.policy import Policy
+from tests.forked import run_ranks
 
 
 @given(
@@ -107,19 +106,9 @@ def test_a_step_that_runs_out_of_memory_is_a_try_that_does_not_fit(
 
 
 @pytest.mark.timeout(180)
-def test_ranks_that_see_other_peaks_find_the_same_budget(tmp_path: Path) -> None:
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.training.update.calibrating_rank", tmp_path, str(rank)],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).resolve().parents[3],
-        )
-        for rank in range(2)
-    ]
-    found = [worker.communicate(timeout=150)[0] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0]
-    first, second = (json.loads(line) for line in found)
+def test_ranks_that_see_other_peaks_find_the_same_budget() -> None:
+    printed = run_ranks(Path(__file__).with_name("calibrating_rank.py"), timeout_s=150)
+    first, second = (json.loads(line) for line in printed.splitlines())
     assert first == second
     assert first["budget"] == 20_224  # rank 1's memory ends there
 
