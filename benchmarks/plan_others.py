@@ -18,6 +18,10 @@ from ludic.plan.simulation import simulate
 from ludic.plan.workload import Lengths, Workload
 
 
+_PARTS = 4
+"""Into how many parts verl's asynchronous trainer takes a batch."""
+
+
 def long_job(profile: Profile, shape: ModelShape, mean: float, most: int, **how: Any) -> Job:
     """512 prompts of 16 answers, or `prompts` of `group`."""
     prompts, group = how.pop("prompts", 512), how.pop("group", 16)
@@ -46,18 +50,27 @@ def colocated(job: Job, gpus: int, *, other_s: float = 0.0, slower: float = 1.0)
     )
 
 
+def foreign(gpu: str) -> Profile:
+    """Another system's machine: batches do not come over our Redis, and its servers do not sample
+    as ours are asked to, with a seed and log-probs for each request, over HTTP."""
+    none = ("intake_token_s", "intake_episode_s", "server_token_s", "server_request_s", "other_s")
+    return load_profile(gpu).with_figures(
+        "assumed", "another system's", **dict.fromkeys(none, 0.0)
+    )
+
+
 def verl_lines() -> Iterable[Line]:
     """Lengths fitted to the synchronous row's generation, the trainer's speed to its update; then
     asynchronous: with the same lengths, and with lengths fitted to that row's own update."""
-    profile, most = load_profile("h20"), 28_672
+    profile, most = foreign("h20"), 28_672
     for row in seen.VERL:
         other = row.sync - row.gen - row.old_log_prob - row.update_actor
 
         def gen(mean: float, gpus: int = row.gpus) -> float:
-            return simulate(colocated(long_job(profile, seen.SEVEN, mean, most), gpus)).wait_s
+            return simulate(colocated(verl_job(profile, mean, most), gpus)).wait_s
 
         mean = solved(gen, row.gen, 200, 12_000)
-        job = long_job(profile, seen.SEVEN, mean, most)
+        job = verl_job(profile, mean, most)
         slower = row.update_actor / simulate(colocated(job, row.gpus)).train_s
         name, measured = f"verl 7B, {row.gpus} H20", row.asynchronous / row.sync
         same = separate(job, row.gpus // 2, slower, other).update_s
@@ -66,34 +79,44 @@ def verl_lines() -> Iterable[Line]:
         def update(
             mean: float, half: int = row.gpus // 2, slower: float = slower, other: float = other
         ) -> float:
-            job = long_job(profile, seen.SEVEN, mean, most)
-            return separate(job, half, slower, other).train_s
+            return separate(verl_job(profile, mean, most), half, slower, other).train_s
 
         shorter = solved(update, row.async_update, 200, 12_000)
-        own = separate(long_job(profile, seen.SEVEN, shorter, most), row.gpus // 2, slower, other)
+        own = separate(verl_job(profile, shorter, most), row.gpus // 2, slower, other)
         note = f"{name}, lengths of its own ({shorter:,.0f} for {mean:,.0f})"
         yield Line("async : sync", note, own.update_s / row.sync, measured, unit="")
 
 
+def verl_job(profile: Profile, mean: float, most: int) -> Job:
+    """An optimizer step for every 32 prompts."""
+    return long_job(profile, seen.SEVEN, mean, most, steps=16)
+
+
 def separate(job: Job, half: int, slower: float, other: float) -> Result:
-    """Half of the GPUs train, half sample; half a batch may be older."""
-    job = replace(job, mode="async", lag=1, in_order=False)
-    setup, *_ = setup_of(job, Split(half, half), 5)
+    """Half of the GPUs train, half sample. The trainer takes 128 prompts as soon as they are there,
+    and four times that is an update; between two publishes half a batch more may be begun."""
+    work = replace(job.workload, episodes=job.workload.episodes // _PARTS)
+    job = replace(
+        *(job,), workload=work, mode="async", lag=_PARTS + _PARTS // 2 - 1, in_order=False,
+        steps=job.steps // _PARTS,
+    )  # fmt: skip
+    setup, *_ = setup_of(job, Split(half, half), 5 * _PARTS)
     train_s = setup.train_s
-    return simulate(
+    result = simulate(
         replace(
             setup,
             train_s=lambda tokens, longest: slower * train_s(tokens, longest),
-            publish_s=other,
-            intake_token_s=0.0,
-            intake_episode_s=0.0,
+            publish_s=other / _PARTS,
         )
     )
+    result.update_s *= _PARTS
+    result.train_s *= _PARTS
+    return result
 
 
 def areal_lines() -> Iterable[Line]:
     """Held out. The synchronous row gives the lengths; the ratio is judged."""
-    profile, most = load_profile("h800"), 27_648
+    profile, most = foreign("h800"), 27_648
     for row in seen.AREAL:
         gpus = 8 * row.nodes
 
@@ -102,18 +125,12 @@ def areal_lines() -> Iterable[Line]:
 
         mean = solved(sync, row.sync, 200, 20_000)
         job = long_job(profile, row.shape, mean, most, mode="async", lag=4, in_order=False)
-        job = replace(job, costs=Costs(_without_intake(profile), row.shape))
         trainer = gpus // 4 // 8 * 8
         result = try_split(job, Split(trainer, gpus - trainer), 9).result
+        print(mean, result, flush=True)
         name = f"AReaL {row.shape.parameters / 1e9:.1f}B, {gpus} H800, held out"
         measured = row.asynchronous / row.sync
         yield Line("async : sync", name, result.update_s / row.sync, measured, unit="")
-
-
-def _without_intake(profile: Profile) -> Profile:
-    return profile.with_figures(
-        "assumed", "another system's", intake_token_s=0.0, intake_episode_s=0.0
-    )
 
 
 def nemo_lines() -> Iterable[Line]:
