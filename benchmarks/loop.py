@@ -317,7 +317,7 @@ def main() -> None:
     if args.shape:
         args.model = random_folder(args.shape, args.model)
     names = ("task", "device", "model", "shape", "lora", "turns", "episodes", "group", "max_tokens")
-    names += ("slots", "workers", "overlap", "context")
+    names += ("slots", "workers", "overlap", "context", "optimizer_device")
     figures: dict[str, Any] = {"benchmark": "loop"} | {name: getattr(args, name) for name in names}
     beside = args.peer or (args.task == "sums" and args.updates > 0)
     trl: dict[str, Any] = {"trl_step_s": None, "trl_peak_gb": None}

@@ -68,13 +68,15 @@ def judged_lines(folder: Path, profile: Profile) -> tuple[list[Line], list[str]]
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects that stand on lines of their own, or the whole file."""
     text = path.read_text(encoding="utf-8", errors="replace")
-    for part in [line for line in text.splitlines() if line.startswith("{")] or [text]:
+    for part in [text, *(line for line in text.splitlines() if line.startswith("{"))]:
         try:
             facts = json.loads(part)
         except ValueError:
             continue
         if isinstance(facts, dict):
             yield facts
+            if part is text:
+                return
 
 
 # Run folders
@@ -85,6 +87,8 @@ def run_lines(folder: Path, profile: Profile) -> Iterable[Line]:
     settings = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     if settings["inference"]["backend"] != "local":
         raise ValueError("it samples with servers, which is not judged here")
+    if _ran_on_a_cpu(folder):
+        raise ValueError(f"it ran on a CPU, and the profile is that of {profile.machine}")
     name = settings["model"]["name"]
     shape = None if name == "tiny" else name_of(name)
     job, _ = job_of_run(folder, (), Given(gpu=profile.name, shape=shape, earlier=folder))
@@ -106,6 +110,14 @@ def run_lines(folder: Path, profile: Profile) -> Iterable[Line]:
     if peak := measured.get("peak_gb"):
         predicted = _peak_gb(trainer_plan(job, 1, samples=job.mode != "async"))
         yield Line("run: memory of torch", title, predicted, peak, unit="GB")
+
+
+def _ran_on_a_cpu(folder: Path) -> bool:
+    origin = folder / "origin.json"
+    if not origin.is_file():
+        return False
+    machine = json.loads(origin.read_text(encoding="utf-8")).get("machine") or {}
+    return bool(machine) and not machine.get("gpu")
 
 
 def measured_phases(folder: Path) -> dict[str, float]:
@@ -152,9 +164,15 @@ def benchmark_lines(name: str, facts: Mapping[str, Any], profile: Profile) -> It
             ms = 1000 * costs.decode_s(rows, rows * facts.get("context", 320))
             title = f"{name}: {size}{', LoRA' if rank else ''}, {rows} rows"
             yield Line("decode step", title, ms, value, unit="ms")
-        elif isinstance(value, dict) and value.get("peak_gb") and "predicted_gb" in value:
+        elif isinstance(value, dict) and value.get("peak_gb") and _filled(value):
             title = f"{name}: {key}"
             yield Line("update's memory", title, value["predicted_gb"], value["peak_gb"], unit="GB")
+
+
+def _filled(facts: Mapping[str, Any]) -> bool:
+    """Whether a batch of `benchmarks.memory` was as large as the pass that was foretold."""
+    batch = facts.get("tokens_per_s", 0) * facts.get("update_s", 0)
+    return "predicted_gb" in facts and facts.get("tokens_of_a_pass", 0) <= 1.01 * (batch or 1e9)
 
 
 def loop_lines(name: str, facts: Mapping[str, Any], profile: Profile) -> Iterator[Line]:
@@ -215,6 +233,7 @@ def loop_row(name: str, facts: Mapping[str, Any]) -> Whole:
         facts["step_s"],
         facts["wait_s"],
         facts["train_s"],
-        use="judged",
+        # The time of an optimizer on the host is not foretold.
+        use="shown" if facts.get("optimizer_device") else "judged",
         publish=facts.get("publish_s"),
     )

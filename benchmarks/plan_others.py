@@ -17,7 +17,6 @@ from ludic.plan.shapes import shape_named
 from ludic.plan.simulation import simulate
 from ludic.plan.workload import Lengths, Workload
 
-
 _PARTS = 4
 """Into how many parts verl's asynchronous trainer takes a batch."""
 
@@ -54,9 +53,7 @@ def foreign(gpu: str) -> Profile:
     """Another system's machine: batches do not come over our Redis, and its servers do not sample
     as ours are asked to, with a seed and log-probs for each request, over HTTP."""
     none = ("intake_token_s", "intake_episode_s", "server_token_s", "server_request_s", "other_s")
-    return load_profile(gpu).with_figures(
-        "assumed", "another system's", **dict.fromkeys(none, 0.0)
-    )
+    return load_profile(gpu).with_figures("assumed", "another system's", **dict.fromkeys(none, 0.0))
 
 
 def verl_lines() -> Iterable[Line]:
@@ -97,9 +94,13 @@ def separate(job: Job, half: int, slower: float, other: float) -> Result:
     and four times that is an update; between two publishes half a batch more may be begun."""
     work = replace(job.workload, episodes=job.workload.episodes // _PARTS)
     job = replace(
-        *(job,), workload=work, mode="async", lag=_PARTS + _PARTS // 2 - 1, in_order=False,
+        job,
+        workload=work,
+        mode="async",
+        lag=_PARTS + _PARTS // 2 - 1,
+        in_order=False,
         steps=job.steps // _PARTS,
-    )  # fmt: skip
+    )
     setup, *_ = setup_of(job, Split(half, half), 5 * _PARTS)
     train_s = setup.train_s
     result = simulate(
@@ -127,7 +128,6 @@ def areal_lines() -> Iterable[Line]:
         job = long_job(profile, row.shape, mean, most, mode="async", lag=4, in_order=False)
         trainer = gpus // 4 // 8 * 8
         result = try_split(job, Split(trainer, gpus - trainer), 9).result
-        print(mean, result, flush=True)
         name = f"AReaL {row.shape.parameters / 1e9:.1f}B, {gpus} H800, held out"
         measured = row.asynchronous / row.sync
         yield Line("async : sync", name, result.update_s / row.sync, measured, unit="")

@@ -73,7 +73,7 @@ def solved(function: Callable[[float], float], goal: float, low: float, high: fl
 
 def fitted(base: Profile) -> Profile:
     """The H200's profile from all rows of code that is still there."""
-    profile = _with_passes(_with_decoding(base))
+    profile = with_passes(with_decoding(base))
     sampling = fmean(
         (seconds - Costs(profile, seen.HALF).prompt_s(256 * requests, 256)) / requests / 128
         for requests, seconds in seen.VLLM
@@ -82,7 +82,7 @@ def fitted(base: Profile) -> Profile:
     return _with_host(profile.with_figures("measured", text, server_token_s=sampling))
 
 
-def _with_decoding(base: Profile) -> Profile:
+def with_decoding(base: Profile) -> Profile:
     low, high = (seen.CACHE[tokens] for tokens in (512, 2432))
     size = 256 * (2432 - 512) * 2 * seen.HALF.kv_numbers
     given = {"decode_cache_s": (high - low) / 1000 / size}
@@ -94,7 +94,7 @@ def _with_decoding(base: Profile) -> Profile:
     return base.with_figures("measured", text, **fit(rows, given), **given)
 
 
-def _with_passes(profile: Profile) -> Profile:
+def with_passes(profile: Profile) -> Profile:
     # Products took half of the time at 40 % of the peak, by torch's profiler.
     products = {"pass_flop_s": 1 / (0.8e12 * profile["peak_tflops"])}
     rows = [

@@ -40,12 +40,20 @@ def table(job: Job, options: Mapping[int, Option | str]) -> str:
                 *(_seconds(result.update_s), _seconds(result.wait_s), _seconds(result.train_s)),
                 *(_seconds(result.publish_s), f"{result.tokens_per_s:,.0f}"),
                 f"{result.lag_mean:.1f}, {result.lag_max} at most",
-                *(f"{gpu_hours(option, job.workload.updates):.1f}", option.limit),
+                *(_hours(gpu_hours(option, job.workload.updates)), option.limit),
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = ["  ".join(cell.rjust(w) for cell, w in zip(r, widths, strict=True)) for r in rows]
-    return "\n".join([*(line.rstrip() for line in lines), *notes])
+    legend = (
+        f"waiting, passes and publish are seconds of an update; lag is how many updates old a "
+        f"sample is; GPU-hours are those of all {job.workload.updates} updates"
+    )
+    return "\n".join([*(line.rstrip() for line in lines), legend, *notes])
+
+
+def _hours(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _seconds(value: float) -> str:
