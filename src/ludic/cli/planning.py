@@ -94,7 +94,8 @@ def plan(
         say("\n" + explained(job.costs.profile, origins))
     if winner is None:
         raise SystemExit(1)
-    say(f"\nthe best by {goal.value}: {winner.split.gpus} GPUs\n{cluster_lines(job, winner)}")
+    count = f"{winner.split.gpus} GPU" + "s" * (winner.split.gpus > 1)
+    say(f"\nthe best by {goal.value}: {count}\n{cluster_lines(job, winner)}")
 
 
 def _numbers(text: str) -> list[int]:

@@ -15,6 +15,9 @@ _HEAD = (
 )
 
 
+_UNITS = {"_gb_s": " GB/s", "_tb_s": " TB/s", "_s": " s", "_gib": " GiB", "_tflops": " TFLOP/s"}
+
+
 def gpu_hours(option: Option, updates: int) -> float:
     """Until so many updates are done."""
     return option.split.gpus * option.result.update_s * updates / 3600
@@ -76,7 +79,7 @@ def cluster_lines(job: Job, option: Option) -> str:
     """The table of the run file that makes this split."""
     split, node = option.split, int(job.costs.profile["gpus_per_node"])
     if not split.servers:
-        return "# one process on one GPU: the run file needs no [cluster]"
+        return "# one GPU: the run file needs no [cluster]"
     nodes = ceil(split.ranks / node)
     engine = "local" if split.gpus <= node else "ray"
     return "\n".join(
@@ -99,12 +102,13 @@ def explained(profile: Profile, assumed: Mapping[str, str]) -> str:
     lines = [f"{profile.name}: {profile.machine}, {profile.date}"]
     lines += [f"  {name} {version}" for name, version in profile.versions.items()]
     for origin in ORIGINS:
-        figures = {n: f for n, f in profile.figures.items() if f.origin == origin}
+        figures = {n: f for n in FIGURES if (f := profile.figures[n]).origin == origin}
         if figures:
             lines.append(f"{origin}:")
         for name, figure in figures.items():
             source = f" ({figure.source})" if figure.source else ""
-            lines.append(f"  {FIGURES.get(name, name)}: {figure.value:.4g}{source}")
+            unit = next((text for end, text in _UNITS.items() if name.endswith(end)), "")
+            lines.append(f"  {FIGURES[name]}: {figure.value:.4g}{unit}{source}")
     lines.append("of the run:")
     lines += [f"  {name}: {text}" for name, text in assumed.items()]
     return "\n".join(lines)
