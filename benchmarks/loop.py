@@ -317,8 +317,9 @@ def main() -> None:
     if args.shape:
         args.model = random_folder(args.shape, args.model)
     names = ("task", "device", "model", "shape", "lora", "turns", "episodes", "group", "max_tokens")
-    names += ("slots", "workers", "overlap", "context", "optimizer_device")
-    figures: dict[str, Any] = {"benchmark": "loop"} | {name: getattr(args, name) for name in names}
+    how = ("slots", "workers", "overlap", "context", "optimizer_device")
+    figures: dict[str, Any] = {"benchmark": "loop"}
+    figures |= {name: getattr(args, name) for name in names + how}
     beside = args.peer or (args.task == "sums" and args.updates > 0)
     trl: dict[str, Any] = {"trl_step_s": None, "trl_peak_gb": None}
     if args.only_trl or (beside and args.trl_updates and not args.no_trl):
