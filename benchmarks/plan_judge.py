@@ -182,12 +182,12 @@ def loop_lines(name: str, facts: Mapping[str, Any], profile: Profile) -> Iterato
     job = job_of(profile, row)
     if peak := facts.get("torch_peak_gb"):
         predicted = _peak_gb(trainer_plan(job, 1, samples=True))
-        yield Line("run: memory of torch", row.name, predicted, peak, unit="GB")
+        yield Line("run: memory of torch", row.name, predicted, peak, row.use, "GB")
     if peak := facts.get("peak_gb"):
         predicted = trainer_plan(job, 1, samples=True).total / 1e9
-        yield Line("run: memory of the device", row.name, predicted, peak, unit="GB")
+        yield Line("run: memory of the device", row.name, predicted, peak, row.use, "GB")
     if (ms := facts.get("decode_step_ms")) and row.how["spread"] == 0:
-        yield Line("run: decode step", row.name, 1000 * full_step_s(job), ms, unit="ms")
+        yield Line("run: decode step", row.name, 1000 * full_step_s(job), ms, row.use, "ms")
 
 
 def full_step_s(job: Job) -> float:
