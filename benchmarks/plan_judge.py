@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.plan_own import Line, job_of, whole_lines
 from benchmarks.plan_rows import SUMS, USUAL, Whole
+from ludic.errors import ConfigError
 from ludic.memory.plan import Plan
 from ludic.memory.shape import Adapter
 from ludic.plan.costs import Costs
@@ -33,8 +34,8 @@ UNSEEN = 0.01
 """Seconds below which a phase is not judged: it takes no time."""
 _SIZES = {
     "SmolLM2-135M": r"smol|135m",
-    "Qwen2.5-0.5B": r"0\.5b|qwen-?(2\.5-)?0?5|half",
-    "Qwen2.5-1.5B": r"1\.5b|qwen-?(2\.5-)?15",
+    "Qwen2.5-0.5B": r"0\.5b|q(wen)?-?(2\.5-)?05|half",
+    "Qwen2.5-1.5B": r"1\.5b|q(wen)?-?(2\.5-)?15",
     "Qwen2.5-7B": r"7b",
 }
 
@@ -61,7 +62,10 @@ def judged_lines(folder: Path, profile: Profile) -> tuple[list[Line], list[str]]
             continue
         name = str(path.relative_to(folder).with_suffix(""))
         for facts in json_lines(path):
-            lines += benchmark_lines(name, facts, profile)
+            try:
+                lines += benchmark_lines(name, facts, profile)
+            except ConfigError as exc:
+                left_out.append(f"{name}: {exc}")
     return lines, left_out
 
 
