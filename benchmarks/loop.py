@@ -161,6 +161,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "torch_peak_gb": round(max(torch_peaks) * 2**20 / 1e9, 2) if on_gpu else None,
         "mfu": round(median("perf/mfu"), 4) if on_gpu else None,
         "mean_tokens": round(median("train/completion_tokens_mean"), 1),
+        "row_tokens": round(median("train/item_tokens_mean"), 1),
+        "tokens_computed": median("perf/tokens_computed"),
         "mean_reward": round(statistics.fmean(line["train/reward_mean"] for line in counted), 4),
         "trained_rows": median("train/samples"),
         "device_busy": round(busy.share, 3) if busy else None,
@@ -317,7 +319,9 @@ def main() -> None:
     if args.shape:
         args.model = random_folder(args.shape, args.model)
     names = ("task", "device", "model", "shape", "lora", "turns", "episodes", "group", "max_tokens")
-    figures: dict[str, Any] = {"benchmark": "loop"} | {name: getattr(args, name) for name in names}
+    how = ("slots", "workers", "overlap", "context", "optimizer_device")
+    figures: dict[str, Any] = {"benchmark": "loop"}
+    figures |= {name: getattr(args, name) for name in names + how}
     beside = args.peer or (args.task == "sums" and args.updates > 0)
     trl: dict[str, Any] = {"trl_step_s": None, "trl_peak_gb": None}
     if args.only_trl or (beside and args.trl_updates and not args.no_trl):

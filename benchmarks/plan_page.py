@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +98,16 @@ def draw(found: dict[tuple[str, str], dict[int, Option]]) -> None:
     figure.savefig(PICTURE, dpi=110)
 
 
-def write_page(judged: str) -> None:
+def write_page(fitted: str) -> None:
     found = options()
     draw(found)
+    write_tables({"expected": table(found), "fitted": fitted})
+
+
+def write_tables(tables: Mapping[str, str]) -> None:
+    """Puts each table between its marks."""
     text = PAGE.read_text(encoding="utf-8")
-    for name, lines in (("expected", table(found)), ("judged", judged)):
+    for name, lines in tables.items():
         begin, end = f"<!-- {name}: made by benchmarks.plan -->", f"<!-- end of {name} -->"
         head, _, rest = text.partition(begin)
         text = f"{head}{begin}\n\n{lines}\n\n{end}{rest.partition(end)[2]}"

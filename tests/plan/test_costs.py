@@ -35,6 +35,22 @@ def test_a_faster_link_is_never_slower(ranks: int, tokens: float, times: float, 
     assert quick <= slow
 
 
+def test_all_ranks_wait_for_the_longest_sequence_of_every_step() -> None:
+    costs = Costs(H200, SEVEN)
+    once, often = (
+        costs.update_s(64_000, 28_000, budget=32_000, context=1000, ranks=64, steps=steps)
+        for steps in (1, 16)
+    )
+    assert often > 10 * once
+
+
+def test_a_small_pass_takes_as_long_as_its_kernels_start() -> None:
+    costs = Costs(H200, shape_named("SmolLM2-135M"))
+    few, more = (costs.pass_s(tokens, passes=1, context=64) for tokens in (10, 100))
+    assert few == more == pytest.approx(30 * H200["pass_layer_s"])
+    assert costs.pass_s(10**6, passes=1, context=64) > few
+
+
 @FEW
 @given(rows=st.integers(1, 500), cached=st.floats(0, 1e6))
 def test_more_rows_and_longer_ones_never_make_a_step_shorter(rows: int, cached: float) -> None:

@@ -15,7 +15,16 @@ from ludic.memory.update import Training
 from ludic.plan.costs import Costs
 from ludic.plan.profile import load_profile
 from ludic.plan.report import chosen, cluster_lines, explained, gpu_hours, table
-from ludic.plan.search import Job, Split, best, server_slots, splits, trainer_plan, try_split
+from ludic.plan.search import (
+    Job,
+    Split,
+    best,
+    host_episode_s,
+    server_slots,
+    splits,
+    trainer_plan,
+    try_split,
+)
 from ludic.plan.shapes import shape_named
 from ludic.plan.workload import Lengths, Workload
 
@@ -55,11 +64,15 @@ def test_more_memory_never_fits_less(memory: float, more: float, gpus: int, name
 
 
 @FEW
-@given(times=st.floats(1.0, 10.0), mode=st.sampled_from(["sync", "ahead", "async"]))
-def test_a_faster_network_never_makes_an_update_longer(times: float, mode: Any) -> None:
+@given(
+    times=st.floats(1.0, 10.0),
+    mode=st.sampled_from(["sync", "ahead", "async"]),
+    where=st.sampled_from(["network_gb_s", "link_gb_s"]),
+)
+def test_a_faster_link_never_makes_an_update_longer(times: float, mode: Any, where: str) -> None:
     split, small = Split(16, 16), Workload(64, 8, Lengths(100, 100, spread=0.0), 4)
     seconds = [
-        try_split(job(mode=mode, workload=small, figures={"network_gb_s": gb}), split, 4).result
+        try_split(job(mode=mode, workload=small, figures={where: gb}), split, 4).result
         for gb in (5.0, 5.0 * times)
     ]
     assert seconds[1].update_s <= seconds[0].update_s * (1 + 1e-9)
@@ -96,6 +109,29 @@ def test_the_goal_chooses_between_time_and_money() -> None:
     assert soon is not None
     assert gpu_hours(cheap, 50) <= gpu_hours(soon, 50)
     assert soon.result.update_s <= cheap.result.update_s
+
+
+def test_a_short_run_costs_more_than_nothing() -> None:
+    plan = job("SmolLM2-135M", workload=Workload(64, 8, Lengths(20, 40), 1))
+    row = table(plan, {1: best(plan, 1)}).splitlines()[1]
+    hours = float(row.split()[-2])
+    assert 0 < hours < 0.05
+
+
+def test_actors_on_the_trainers_gpu_get_weights_and_take_turns() -> None:
+    small = Workload(64, 8, Lengths(50, 50, spread=0.0), 8)
+    one, two = (
+        try_split(job(mode="async", workload=small, hosts=hosts), Split(1), 8).result
+        for hosts in (1, 2)
+    )
+    assert one.publish_s > 0
+    assert one.update_s > 0
+    assert two.update_s > 0
+
+
+def test_what_is_not_written_and_not_in_a_thread_is_not_paid_for() -> None:
+    unwritten, threaded = job(writes=False), job(threaded=True)
+    assert host_episode_s(unwritten) < host_episode_s(job()) < host_episode_s(threaded)
 
 
 def test_more_machines_do_not_help_the_longest_answer() -> None:

@@ -51,6 +51,9 @@ def setups(draw: st.DrawFn) -> Setup:
         in_order=draw(st.booleans()),
         shared=draw(st.booleans()),
         publish_s=draw(st.sampled_from([0.0, 0.1])),
+        arrives_s=draw(st.sampled_from([0.0, 0.2])),
+        request_s=draw(st.sampled_from([0.0, 0.001])),
+        in_process=draw(st.booleans()),
         pause_s=draw(st.sampled_from([0.0, 0.05])),
         hosts=draw(st.integers(1, 3)),
         host_episode_s=draw(st.sampled_from([0.0, 0.002])),
@@ -92,23 +95,62 @@ def test_no_sample_in_order_is_older_than_the_bound(plan: Setup) -> None:
     assert result.lag_max <= plan.lag
 
 
-def test_one_of_everything_is_the_closed_form() -> None:
+@FEW
+@given(
+    episodes=st.integers(1, 20),
+    length=st.integers(1, 200),
+    step=st.floats(1e-4, 1e-2),
+    cached=st.sampled_from([0.0, 1e-8, 1e-6]),
+    host=st.sampled_from([0.0, 1e-3]),
+    rest=st.floats(0.0, 1.0),
+)
+def test_one_of_everything_is_the_closed_form(
+    episodes: int, length: int, step: float, cached: float, host: float, rest: float
+) -> None:
     plan = setup(
-        episodes=8,
-        group=8,
+        episodes=episodes,
+        group=episodes,
         servers=1,
-        lengths=Lengths(50, 50, spread=0.0),
+        slots=20,
+        lengths=Lengths(length, length, spread=0.0),
+        step_s=[step + 1e-5 * rows for rows in range(21)],
+        cached_s=cached,
+        host_episode_s=host,
+        in_process=True,
+        shared=True,
         publish_s=0.25,
-        host_episode_s=0.0,
+        other_s=rest,
     )
     result = simulate(plan)
-    prompts = 8 * (20 / 8) * 1e-6
-    steps = 50 * (0.001 + 8e-5) + 1e-8 * (50 * 8 * 20 + 8 * 50 * 50 / 2)
-    passes = 1e-4 * (8 * 50 + 20)
-    assert result.wait_s == pytest.approx(prompts + steps, rel=1e-9)
+    prompts = 20 * 1e-6
+    steps = length * (step + 1e-5 * episodes)
+    steps += cached * (length * episodes * 20 + episodes * length * length / 2)
+    waiting, passes = episodes * host + prompts + steps, 1e-4 * (episodes * length + 20)
+    assert result.wait_s == pytest.approx(waiting, rel=1e-6)
     assert result.train_s == pytest.approx(passes, rel=1e-9)
-    assert result.update_s == pytest.approx(prompts + steps + passes + 0.25, rel=1e-9)
-    assert (result.lag_max, result.trained, result.unused) == (0, 4 * 8 * 50, 0)
+    assert result.update_s == pytest.approx(waiting + passes + 0.25 + rest, rel=1e-6)
+    assert (result.lag_max, result.trained, result.unused) == (0, 4 * episodes * length, 0)
+
+
+def test_a_sampler_in_the_process_waits_while_its_host_works() -> None:
+    equal = {"servers": 1, "lengths": Lengths(50, 50, spread=0.0), "host_episode_s": 0.01}
+    beside, in_turns = (
+        simulate(setup(in_process=in_process, **equal)).wait_s for in_process in (False, True)
+    )
+    assert in_turns > beside
+
+
+def test_groups_that_teach_nothing_are_sampled_and_not_computed() -> None:
+    plan = setup(lengths=Lengths(50, 50, spread=0.0))
+    half = replace(plan, workload=replace(plan.workload, trained=0.5))
+    assert simulate(half).train_s == pytest.approx(simulate(plan).train_s / 2)
+    assert simulate(half).wait_s == pytest.approx(simulate(plan).wait_s)
+
+
+def test_weights_that_arrive_later_hold_up_the_samples_that_need_them() -> None:
+    plan = setup(lengths=Lengths(50, 50, spread=0.0), updates=6)
+    late = simulate(replace(plan, arrives_s=0.5))
+    assert late.update_s == pytest.approx(simulate(plan).update_s + 0.5)
 
 
 def test_rows_beyond_a_servers_slots_wait_for_one() -> None:

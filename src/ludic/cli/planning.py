@@ -44,7 +44,7 @@ def plan(
         float | None, typer.Option(min=0, help="Seconds of a step of the environment.")
     ] = None,
     host_s: Annotated[
-        float | None, typer.Option(min=0, help="Seconds of processor of an episode, beside ours.")
+        float | None, typer.Option(min=0, help="Seconds that an environment computes per episode.")
     ] = None,
     earlier: Annotated[
         Path | None, typer.Option(help="A run folder whose rollouts give lengths and turns.")
@@ -86,12 +86,16 @@ def plan(
         except OutOfMemoryError as exc:
             options[number] = str(exc)
     say(table(job, options))
+    guesses = [f"{name} {text}" for name, text in origins.items() if "(assumed" in text]
+    if guesses:
+        say("not known, and most hangs on it: " + "; ".join(guesses))
     winner = chosen(job, options, goal.value)
     if explain:
         say("\n" + explained(job.costs.profile, origins))
     if winner is None:
         raise SystemExit(1)
-    say(f"\nthe best by {goal.value}: {winner.split.gpus} GPUs\n{cluster_lines(job, winner)}")
+    count = f"{winner.split.gpus} GPU" + "s" * (winner.split.gpus > 1)
+    say(f"\nthe best by {goal.value}: {count}\n{cluster_lines(job, winner)}")
 
 
 def _numbers(text: str) -> list[int]:

@@ -26,13 +26,17 @@ class Costs:
         several GPUs, tensors are split."""
         shape = self.shape
         used = shape.layers * shape.layer_matrices + shape.vocab * shape.hidden
+        adapted = self.adapter is not None
         return {
             "decode_s": 1.0,
             "decode_layer_s": shape.layers,
             "decode_weight_s": _ITEM * used / gpus,
             "decode_row_s": 2 * used * rows / gpus,
             "decode_crowd_s": 2 * used * max(rows - CROWD, 0) / gpus,
+            "decode_width_s": rows * shape.layers * shape.hidden / gpus,
             "decode_cache_s": _ITEM * shape.kv_numbers * cached / gpus,
+            "decode_adapter_layer_s": shape.layers if adapted else 0.0,
+            "decode_adapter_s": _ITEM * used / gpus if adapted else 0.0,
         }
 
     def decode_s(
@@ -43,8 +47,6 @@ class Costs:
             return 0.0
         features = self.decode_features(rows, cached, gpus)
         seconds = sum(self.profile[name] * size for name, size in features.items())
-        if self.adapter is not None:
-            seconds *= self.profile["decode_adapter"]
         if gpus > 1:  # two sums over the GPUs in every layer
             moved = 2 * rows * self.shape.hidden * _ITEM / (1e9 * self.profile["link_gb_s"])
             seconds += self.shape.layers * (2 * self.profile["latency_s"] + moved)
@@ -52,15 +54,11 @@ class Costs:
 
     def cached_token_s(self, gpus: int = 1) -> float:
         """What one more token of keys and values adds to a decode step."""
-        factor = self.profile["decode_adapter"] if self.adapter else 1.0
-        size = _ITEM * self.shape.kv_numbers / gpus
-        return factor * self.profile["decode_cache_s"] * size
+        return self.profile["decode_cache_s"] * _ITEM * self.shape.kv_numbers / gpus
 
     def prompt_s(self, tokens: float, context: float, gpus: int = 1) -> float:
         """So many tokens of prompts, each of `context`: a third of forward and backward."""
-        features = self.pass_features(tokens, passes=0, context=context)
-        seconds = sum(self.profile[name] * size for name, size in features.items())
-        return seconds / 3 / gpus
+        return self.pass_s(tokens, passes=0, context=context) / 3 / gpus
 
     def token_flops(self, context: float) -> float:
         """Operations of a token, forward and backward: 6 for each weight, 4 if it is frozen, and
@@ -70,18 +68,24 @@ class Costs:
         return (4 if self.adapter else 6) * weights + 6 * shape.layers * shape.queries * context
 
     def pass_features(
-        self, tokens: float, *, passes: int, context: float, again: bool = False
+        self, tokens: float, *, context: float, again: bool = False
     ) -> dict[str, float]:
-        """What forward and backward over `tokens` depend on, in so many passes over sequences of
-        `context` tokens. `again`: activations are recomputed."""
+        """What forward and backward over `tokens` depend on, in sequences of `context` tokens.
+        `again`: activations are recomputed."""
         shape, more = self.shape, 4 / 3 if again else 1.0
         elements = tokens * shape.layers * (6 * shape.hidden + 3 * shape.inner) * more
         return {
             "pass_flop_s": tokens * self.token_flops(context) * more,
             "pass_element_s": elements,
-            "pass_adapter_s": elements if self.adapter else 0.0,
-            "pass_layer_s": passes * shape.layers,
+            "pass_adapter_s": tokens * shape.layers * more if self.adapter else 0.0,
         }
+
+    def pass_s(self, tokens: float, *, passes: int, context: float, again: bool = False) -> float:
+        """Forward and backward over `tokens` in so many passes. A layer of a small pass takes as
+        long as the starts of its kernels."""
+        features = self.pass_features(tokens, context=context, again=again)
+        working = sum(self.profile[name] * size for name, size in features.items())
+        return max(working, passes * self.shape.layers * self.profile["pass_layer_s"])
 
     def update_s(
         self,
@@ -94,13 +98,12 @@ class Costs:
         again: bool = False,
         steps: int = 1,
     ) -> float:
-        """An update over `tokens`, of which no rank has fewer than the `longest` sequence: passes
-        of at most `budget` tokens, weights gathered and gradients scattered beside them, the
-        optimizer. `steps` are the optimizer's."""
-        each = max(tokens / ranks, longest)
+        """An update over `tokens`: passes of at most `budget` tokens, weights gathered and
+        gradients scattered beside them, the optimizer. It has so many `steps`, for each of which
+        all ranks wait for the one with the `longest` sequence."""
+        each = max(tokens / ranks, steps * longest if ranks > 1 else longest)
         passes = max(steps, ceil(each / budget))
-        features = self.pass_features(each, passes=passes, context=context, again=again)
-        computing = sum(self.profile[name] * size for name, size in features.items())
+        computing = self.pass_s(each, passes=passes, context=context, again=again)
         trained = self.trained
         optimizer = steps * 30 * trained / ranks / (1e12 * max(self.profile["hbm_tb_s"], 1e-6))
         return max(computing, passes * self.collective_s(ranks)) + optimizer
@@ -137,6 +140,12 @@ class Costs:
         size = self.published_bytes
         sending = size / (1e9 * self.bandwidth(devices)) + log2(servers) * self.profile["latency_s"]
         return self.profile["publish_s"] + size * self.profile["publish_byte_s"] + sending
+
+    def handed_over_s(self) -> tuple[float, float]:
+        """New weights to actors on the trainer's own GPU, by a file in the host's memory: how long
+        the trainer waits for its copy, and how long it then takes until they have it."""
+        size = self.published_bytes
+        return size * self.profile["copy_byte_s"], size * self.profile["file_byte_s"]
 
     @property
     def pause_s(self) -> float:

@@ -27,14 +27,20 @@ FIGURES: dict[str, str] = {
     "decode_weight_s": "a decode step: for each byte of weights",
     "decode_row_s": "a decode step: for each operation of its rows",
     "decode_crowd_s": "a decode step: the same of rows beyond 128",
+    "decode_width_s": "a decode step: for each number of its rows that goes through a layer",
     "decode_cache_s": "a decode step: for each byte of keys and values",
-    "decode_adapter": "a decode step with LoRA: times as long",
+    "decode_adapter_layer_s": "a decode step with LoRA: more for each layer",
+    "decode_adapter_s": "a decode step with LoRA: more for each byte of weights",
     "server_token_s": "a vLLM server's host: for each row of a step, beside the GPU",
+    "server_request_s": "a vLLM server's host: for each request",
     "pass_flop_s": "a pass: for each operation of its products",
     "pass_element_s": "a pass: for each number that goes through a layer",
-    "pass_adapter_s": "a pass with LoRA: the same again",
-    "pass_layer_s": "a pass: for each layer, however many tokens",
+    "pass_adapter_s": "a pass with LoRA: more for each token and layer",
+    "pass_layer_s": "a pass: for each layer, at least",
+    "other_s": "an update: what else the trainer's process does",
     "host_episode_s": "the host: for each episode",
+    "host_write_s": "the host: of that, if rollouts are written",
+    "host_thread_s": "the host: more for an episode whose environment runs in a thread",
     "host_own_s": "the run's own process: of that, if other processes play the episodes",
     "host_turn_s": "the host: for each further turn",
     "host_token_s": "the host: for each sampled token",
@@ -44,11 +50,16 @@ FIGURES: dict[str, str] = {
     "publish_byte_s": "new weights to servers: for each byte",
     "pause_s": "servers pause for new weights: in any case",
     "pause_byte_s": "servers pause for new weights: for each byte",
+    "copy_byte_s": "new weights to actors on the trainer's GPU: for each byte, while it waits",
+    "file_byte_s": "new weights to actors on the trainer's GPU: for each byte, until they have it",
     "checkpoint_byte_s": "a checkpoint: for each byte, while the trainer waits",
 }
 """What a profile has to say; those that end in `_s` are seconds."""
 _BY_FLOPS = ("decode_row_s", "decode_crowd_s", "pass_flop_s")
-_BY_MEMORY = ("decode_weight_s", "decode_cache_s", "pass_element_s", "pass_adapter_s")
+_BY_MEMORY = (
+    *("decode_weight_s", "decode_width_s", "decode_cache_s", "decode_adapter_s"),
+    *("pass_element_s", "pass_adapter_s"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,9 @@ _HEAD = (
 )
 
 
+_UNITS = {"_gb_s": " GB/s", "_tb_s": " TB/s", "_s": " s", "_gib": " GiB", "_tflops": " TFLOP/s"}
+
+
 def gpu_hours(option: Option, updates: int) -> float:
     """Until so many updates are done."""
     return option.split.gpus * option.result.update_s * updates / 3600
@@ -40,12 +43,20 @@ def table(job: Job, options: Mapping[int, Option | str]) -> str:
                 *(_seconds(result.update_s), _seconds(result.wait_s), _seconds(result.train_s)),
                 *(_seconds(result.publish_s), f"{result.tokens_per_s:,.0f}"),
                 f"{result.lag_mean:.1f}, {result.lag_max} at most",
-                *(f"{gpu_hours(option, job.workload.updates):.1f}", option.limit),
+                *(_hours(gpu_hours(option, job.workload.updates)), option.limit),
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = ["  ".join(cell.rjust(w) for cell, w in zip(r, widths, strict=True)) for r in rows]
-    return "\n".join([*(line.rstrip() for line in lines), *notes])
+    legend = (
+        f"waiting, passes and publish are seconds of an update; lag is how many updates old a "
+        f"sample is; GPU-hours are those of all {job.workload.updates} updates"
+    )
+    return "\n".join([*(line.rstrip() for line in lines), legend, *notes])
+
+
+def _hours(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _seconds(value: float) -> str:
@@ -68,7 +79,7 @@ def cluster_lines(job: Job, option: Option) -> str:
     """The table of the run file that makes this split."""
     split, node = option.split, int(job.costs.profile["gpus_per_node"])
     if not split.servers:
-        return "# one process on one GPU: the run file needs no [cluster]"
+        return "# one GPU: the run file needs no [cluster]"
     nodes = ceil(split.ranks / node)
     engine = "local" if split.gpus <= node else "ray"
     return "\n".join(
@@ -91,12 +102,13 @@ def explained(profile: Profile, assumed: Mapping[str, str]) -> str:
     lines = [f"{profile.name}: {profile.machine}, {profile.date}"]
     lines += [f"  {name} {version}" for name, version in profile.versions.items()]
     for origin in ORIGINS:
-        figures = {n: f for n, f in profile.figures.items() if f.origin == origin}
+        figures = {n: f for n in FIGURES if (f := profile.figures[n]).origin == origin}
         if figures:
             lines.append(f"{origin}:")
         for name, figure in figures.items():
             source = f" ({figure.source})" if figure.source else ""
-            lines.append(f"  {FIGURES.get(name, name)}: {figure.value:.4g}{source}")
+            unit = next((text for end, text in _UNITS.items() if name.endswith(end)), "")
+            lines.append(f"  {FIGURES[name]}: {figure.value:.4g}{unit}{source}")
     lines.append("of the run:")
     lines += [f"  {name}: {text}" for name, text in assumed.items()]
     return "\n".join(lines)

@@ -39,7 +39,12 @@ class Job:
     slots: int = 256
     context: int = 4096
     hosts: int = 1
-    """Processes that play episodes, where sampler and trainer are one process."""
+    """Processes that play episodes, where sampler and trainer are one process; actors with engines
+    of their own where they share the trainer's GPU."""
+    threaded: bool = False
+    """The environment may block, and so runs in a thread."""
+    writes: bool = True
+    """Rollouts are written."""
     mode: Mode = "sync"
     lag: int = 1
     in_order: bool = True
@@ -145,31 +150,35 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int, in
 
     profile, rate = costs.profile, job.failures_per_gpu_hour
     actors = job.hosts if alone else actors_of(job)
-    published = not alone
-    streams = published and job.mode == "async"
-    own = profile["host_own_s"] if alone and actors > 1 else 0.0
+    published, streams = not alone, job.mode == "async"
+    own = profile["host_own_s"] if alone and actors > 1 and not streams else 0.0
+    copied, arrives = costs.handed_over_s() if alone and streams else (0.0, 0.0)
     return (
         Setup(
             workload=work,
             servers=max(split.servers, 1),
             slots=slots,
-            step_s=[costs.decode_s(rows, 0.0, gpus, server=not alone) for rows in range(slots + 1)],
+            step_s=_step_s(job, split, slots, engines=actors if alone and streams else 1),
             cached_s=costs.cached_token_s(gpus),
             prompt_s=costs.prompt_s(1, work.prompt, gpus),
+            request_s=0.0 if alone else profile["server_request_s"],
             train_s=train_s,
             hosts=actors,
             own_episode_s=own,
-            host_episode_s=profile["host_episode_s"] - own + work.host_s,
+            host_episode_s=host_episode_s(job) - own + work.host_s,
             host_turn_s=profile["host_turn_s"],
             host_token_s=profile["host_token_s"],
             intake_episode_s=profile["intake_episode_s"] if streams else 0.0,
             intake_token_s=profile["intake_token_s"] if streams else 0.0,
-            publish_s=costs.publish_s(split.servers, split.gpus) if published else 0.0,
+            publish_s=costs.publish_s(split.servers, split.gpus) if published else copied,
+            arrives_s=arrives,
             pause_s=costs.pause_s if published else 0.0,
+            other_s=profile["other_s"],
             lag=job.lag if job.mode == "async" else int(job.mode == "ahead"),
             ahead=job.mode == "ahead",
             in_order=job.in_order,
             shared=alone,
+            in_process=alone,
             checkpoint_every=job.checkpoint_every,
             checkpoint_s=costs.checkpoint_s / split.ranks,
             server_failures_per_hour=rate * gpus if published else 0.0,
@@ -178,6 +187,22 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int, in
         ),
         *(plan, slots, server_bytes),
     )
+
+
+def _step_s(job: Job, split: Split, slots: int, *, engines: int) -> list[float]:
+    """A decode step by its rows. Actors on one GPU have engines of their own, which take turns."""
+    costs, gpus, server = job.costs, split.gpus_per_server, split.servers > 0
+    return [
+        engines * costs.decode_s(ceil(rows / engines), 0.0, gpus, server=server)
+        for rows in range(slots + 1)
+    ]
+
+
+def host_episode_s(job: Job) -> float:
+    """What an episode takes of the host, beside what its own environment computes."""
+    profile = job.costs.profile
+    thread_s = profile["host_thread_s"] if job.threaded else 0.0
+    return profile["host_episode_s"] - (0.0 if job.writes else profile["host_write_s"]) + thread_s
 
 
 def actors_of(job: Job) -> int:

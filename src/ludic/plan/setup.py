@@ -12,7 +12,9 @@ from ludic.plan.workload import Workload
 class Setup:
     """What is simulated, in seconds. `lag` is how many updates old a sample may be: 0 samples and
     trains in turns; with `ahead`, a batch is begun only once the one before it is trained on.
-    `shared`: sampler and trainer have one device, which does one thing at a time."""
+    `shared`: sampler and trainer have one device, which does one thing at a time. `in_process`: the
+    hosts are the sampler's own processes, whose interpreters do one thing at a time: while an
+    episode is begun or read, the next decode step waits."""
 
     workload: Workload
     servers: int
@@ -22,6 +24,8 @@ class Setup:
     cached_s: float
     prompt_s: float
     """For each token of a prompt that is not in a cache."""
+    request_s: float = 0.0
+    """For each request, on the server's host."""
     train_s: Callable[[float, float], float]
     """Of an update's tokens and its longest sample."""
     hosts: int = 1
@@ -33,11 +37,17 @@ class Setup:
     intake_episode_s: float = 0.0
     intake_token_s: float = 0.0
     publish_s: float = 0.0
+    """How long the trainer waits for a publish."""
+    arrives_s: float = 0.0
+    """How long after that servers have the new weights."""
     pause_s: float = 0.0
+    other_s: float = 0.0
+    """What else the trainer does in every update."""
     lag: int = 0
     ahead: bool = False
     in_order: bool = True
     shared: bool = False
+    in_process: bool = False
     checkpoint_every: int = 0
     checkpoint_s: float = 0.0
     server_failures_per_hour: float = 0.0

@@ -56,6 +56,7 @@ class _Simulation:
         self.trained_groups: set[int] = set()
         self.ready: deque[int] = deque()
         self.version = self.taken = 0
+        self.done = 0  # updates; the version is what servers have of them
         self.idle_since: float | None = 0.0
         self.since_checkpoint = 0.0
         self.ended_at: list[float] = []
@@ -68,7 +69,7 @@ class _Simulation:
         self.start_allowed()
         if self.setup.server_failures_per_hour > 0:
             self.plan_failure()
-        while self.version < self.work.updates:
+        while self.done < self.work.updates:
             self.settle()
             self.now, _, kind, what, caused = heappop(self.queue)
             self.result.events += 1
@@ -88,6 +89,8 @@ class _Simulation:
         batches = self.version + 1 + setup.lag
         if setup.ahead:
             batches = min(batches, self.taken + 1)
+        started = max(batches * size - len(self.turn), 0)
+        self.hold(started * (setup.own_episode_s + setup.host_episode_s / len(self.hosts)))
         for episode in range(len(self.turn), batches * size):
             if episode % size == 0:
                 self.draw(episode // size)
@@ -131,7 +134,8 @@ class _Simulation:
         self.advance(server)
         work, turn = self.work, self.turn[episode]
         prompt = work.observation if turn else work.prompt / work.group
-        server.at = max(server.at, self.now) + prompt * self.setup.prompt_s
+        begun = prompt * self.setup.prompt_s + self.setup.request_s
+        server.at = max(server.at, self.now) + begun
         server.rows += 1
         server.cached += self.context(episode)
         length = self.lengths[episode * work.turns + turn]
@@ -210,6 +214,7 @@ class _Simulation:
         work_s = setup.host_token_s * length + (0.0 if last else setup.host_turn_s)
         read = max(self.now, self.hosts[0]) + work_s
         heapreplace(self.hosts, read)
+        self.hold(work_s / len(self.hosts))
         waited = read + self.waits[episode * self.work.turns + turn]
         self.push(waited, "episode" if last else "turn", episode)
 
@@ -241,7 +246,7 @@ class _Simulation:
         return [self.ready.popleft() for _ in range(groups)]
 
     def train_if_ready(self) -> None:
-        if self.idle_since is None or self.version == self.work.updates:
+        if self.idle_since is None or self.done == self.work.updates:
             return
         if (groups := self.next_batch()) is None:
             return
@@ -252,7 +257,7 @@ class _Simulation:
         longest = max(self.context(e) for e in episodes)
         self.longest.append(longest)
         shared = sampled + further + len(groups) * work.prompt
-        computing = setup.train_s(shared, longest)
+        computing = setup.train_s(work.trained * shared, longest)
         self.result.trained += sampled
         self.trained_groups.update(groups)
         ages = [self.taken - self.version_of[e] for e in episodes]
@@ -271,20 +276,34 @@ class _Simulation:
         self.since_checkpoint += computing
         if setup.shared:
             self.stand_still(computing)
-        self.push(self.now + busy, "trained")
+        if setup.in_process and setup.ahead:  # the trainer's thread has the interpreter, too
+            self.own = max(self.now, self.own) + computing
+        self.push(self.now + busy + setup.other_s, "trained")
         self.start_allowed()
 
     def on_trained(self, _: None) -> None:
         self.push(self.now + self.setup.publish_s, "published")
 
     def on_published(self, _: None) -> None:
-        self.version += 1
+        self.done += 1
         self.ended_at.append(self.now)
         self.idle_since = self.now
+        if self.setup.arrives_s:
+            self.push(self.now + self.setup.arrives_s, "arrived")
+        else:
+            self.on_arrived(None)
+        self.train_if_ready()
+
+    def on_arrived(self, _: None) -> None:
+        self.version += 1
         if self.setup.pause_s:
             self.stand_still(self.setup.pause_s)
         self.start_allowed()
-        self.train_if_ready()
+
+    def hold(self, seconds: float) -> None:
+        """Where hosts and sampler are one process, what one does the other waits for."""
+        if self.setup.in_process and seconds:
+            self.stand_still(seconds)
 
     def stand_still(self, seconds: float) -> None:
         for index, server in enumerate(self.servers):

@@ -68,6 +68,8 @@ class Workload:
     env_s: float = 0.0
     env_spread: float = 1.0
     host_s: float = 0.0
+    trained: float = 1.0
+    """The share of tokens that passes compute: groups of equal rewards teach nothing."""
 
     def __post_init__(self) -> None:
         if self.episodes % self.group:
@@ -86,7 +88,7 @@ class Workload:
     def trained_tokens(self) -> float:
         """Of an update, on average; a group's prompt is computed once."""
         shared = self.prompt * (1 - 1 / self.group)
-        return self.episodes * (self.context - shared)
+        return self.trained * self.episodes * (self.context - shared)
 
     def waits(self, rng: np.random.Generator, count: int) -> list[float]:
         """Seconds of environment steps."""

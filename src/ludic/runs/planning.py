@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
+from statistics import median
 
 import torch
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, LudicError
 from ludic.memory.plan import GIB
 from ludic.memory.shape import ModelShape
 from ludic.plan.costs import Costs
@@ -17,13 +20,15 @@ from ludic.plan.profile import load_profile
 from ludic.plan.search import Job, Mode
 from ludic.plan.shapes import shape_named
 from ludic.plan.workload import Lengths, Workload
+from ludic.registry import ENVS
 from ludic.rollouts.storage import read_rollouts
 from ludic.runs.locate import read_run
 from ludic.runs.memory import plan_run, shape_by_name
 from ludic.runs.model import algorithm_of, build_model
+from ludic.runs.results.summary import read_curve
 from ludic.runs.settings import RunConfig
 from ludic.training.update.budget import shape_of
-from ludic.types import AgentStep
+from ludic.types import AgentStep, TokenTrace
 
 _SEEN = 4096
 """How many of an earlier run's episodes are read."""
@@ -66,7 +71,9 @@ def job_of(run: str | Path, overrides: Sequence[str], given: Given) -> tuple[Job
         checkpointing=training.gradient_checkpointing,
         slots=config.slots,
         context=config.inference.max_context_tokens or training.max_seq_len,
-        hosts=max(training.workers, 1),
+        hosts=_hosts(config, mode),
+        threaded=any(_may_block(env.kind) for env in config.env),
+        writes=config.logging.keep_rollouts,
         mode=mode,
         lag=max(training.max_lag, 1),
         in_order=config.pipeline.in_order if config.pipeline else True,
@@ -90,6 +97,21 @@ def _mode(config: RunConfig) -> Mode:
     if config.pipeline is not None:
         return "async"
     return "ahead" if config.training.overlap else "sync"
+
+
+def _hosts(config: RunConfig, mode: Mode) -> int:
+    """Processes that play episodes where there is one GPU: the run's workers, or its actors."""
+    if mode == "async":
+        return max(config.pipeline.actors, 1) if config.pipeline else 2
+    return max(config.training.workers, 1)
+
+
+def _may_block(kind: str) -> bool:
+    """Whether an environment runs in a thread, as one that cannot be asked is taken to do."""
+    try:
+        return bool(getattr(ENVS.get(kind), "blocking", True))
+    except (LudicError, ImportError):
+        return True
 
 
 def _shape(config: RunConfig, said: str | None) -> ModelShape:
@@ -125,8 +147,9 @@ def _workload(config: RunConfig, given: Given) -> tuple[Workload, dict[str, str]
         "an episode on the host": f"{work.host_s:g} s ({'said' if given.host_s else 'assumed'})",
     }
     if given.earlier is not None:
-        work = _seen(work, given.earlier)
-        source = f"the rollouts in {given.earlier}"
+        work = _trained(_seen(work, given.earlier), given.earlier)
+        source = f"measured in {given.earlier}"
+        origins["tokens that are trained on"] = f"{work.trained:.0%} of them ({source})"
         origins["tokens of a completion"] = f"{work.lengths.mean:.0f} on average ({source})"
         origins["tokens of a prompt"] = f"{work.prompt} ({source})"
         origins["turns of an episode"] = f"{work.turns} ({source})"
@@ -135,20 +158,21 @@ def _workload(config: RunConfig, given: Given) -> tuple[Workload, dict[str, str]
 
 def _seen(work: Workload, folder: Path) -> Workload:
     """Lengths as an earlier run had them: its last episodes."""
-    completions: list[int] = []
-    prompts: list[int] = []
-    turns: list[int] = []
-    files = sorted((folder / "rollouts").glob("*.jsonl*")) or sorted(folder.glob("*.jsonl*"))
+    there = sorted((folder / "rollouts").glob("*.jsonl*")) or sorted(folder.glob("*.jsonl*"))
+    # Beside rollouts lie the scores of their tokens; a run folder has its metrics, too.
+    files = [f for f in there if ".tokens." not in f.name and f.name != "metrics.jsonl"]
+    episodes: deque[list[TokenTrace]] = deque(maxlen=_SEEN)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a run that is still writing
         for rollout in (rollout for path in files[-4:] for rollout in read_rollouts(path)):
             traces = [s.trace for s in rollout.steps if isinstance(s, AgentStep) and s.trace]
-            if traces and len(turns) < _SEEN:
-                completions += [len(trace.completion_token_ids) for trace in traces]
-                prompts.append(len(traces[0].prompt_token_ids))
-                turns.append(len(traces))
-    if not turns:
-        raise ConfigError(f"{folder} has no rollouts with tokens: name a run folder that has some")
+            if traces:
+                episodes.append(traces)
+    if not episodes:
+        return _logged(work, folder)
+    completions = [len(trace.completion_token_ids) for traces in episodes for trace in traces]
+    prompts = [len(traces[0].prompt_token_ids) for traces in episodes]
+    turns = [len(traces) for traces in episodes]
     mean, most = sum(completions) / len(completions), max(completions)
     lengths = Lengths(max(mean, 1.0), max(most, 1), seen=tuple(max(n, 1) for n in completions))
     return replace(
@@ -157,3 +181,33 @@ def _seen(work: Workload, folder: Path) -> Workload:
         prompt=round(sum(prompts) / len(prompts)),
         turns=max(1, round(sum(turns) / len(turns))),
     )
+
+
+def _metric(folder: Path, name: str) -> float | None:
+    """The median of a metric over a run's updates."""
+    _, values = read_curve(folder / "metrics.jsonl", name)
+    return median(values) if values else None
+
+
+def _logged(work: Workload, folder: Path) -> Workload:
+    """Lengths as a run logged them, if it wrote no rollouts: mean and longest."""
+    mean, most, row = (
+        _metric(folder, f"train/{name}")
+        for name in ("completion_tokens_mean", "completion_tokens_max", "item_tokens_mean")
+    )
+    if mean is None or most is None:
+        raise ConfigError(f"{folder} has no rollouts with tokens: name a run folder that has some")
+    turns = max(1, round(_metric(folder, "train/turns_mean") or 1.0))
+    each, longest = max(mean / turns, 1.0), max(round(most / turns), 1)
+    prompt = work.prompt if row is None or turns > 1 else max(round(row - mean), 1)
+    return replace(
+        work, lengths=Lengths(each, max(longest, ceil(each))), prompt=prompt, turns=turns
+    )
+
+
+def _trained(work: Workload, folder: Path) -> Workload:
+    """How much of it an earlier run computed in its passes."""
+    computed = _metric(folder, "perf/tokens_computed")
+    if computed is None:
+        return work
+    return replace(work, trained=min(1.0, computed / work.trained_tokens))

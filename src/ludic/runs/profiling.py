@@ -64,9 +64,14 @@ def measure_profile(run: str, overrides: Sequence[str] = ()) -> Profile:
     passes = _passes(model, loss, settings, costs)
     steps = asyncio.run(_steps(local_client(config, model, tokenizer), costs, device))
     # One model tells its own time: what grows with its size, and what does not depend on tokens.
-    alone = dict.fromkeys(("decode_s", "decode_layer_s", "decode_crowd_s"), 0.0)
+    others = ("crowd_s", "layer_s", "s", "width_s", "adapter_layer_s", "adapter_s")
+    alone = {f"decode_{name}": 0.0 for name in others}
     silent = dict.fromkeys(("pass_element_s", "pass_adapter_s"), 0.0)
-    found = fit(steps, alone) | alone | fit(passes, silent) | silent | {"decode_adapter": 1.0}
+    (few, quick), (many, slow) = passes
+    share = few["pass_flop_s"] / many["pass_flop_s"]
+    least = max((quick - share * slow) / (1 - share), 0.0) / shape.layers
+    found = fit(steps, alone) | alone | fit(passes[1:], silent) | silent
+    found["pass_layer_s"] = least
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_memory()
     found["memory_gib"] = total / GIB
     measured = like.with_figures("measured", f"ludic calibrate, {config.model.name}", **found)
@@ -105,7 +110,7 @@ def _passes(model: nn.Module, loss: Any, settings: Any, costs: Costs) -> list[Me
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(_now(device) - begin)
-        features = costs.pass_features(tokens, passes=1, context=longest)
+        features = costs.pass_features(tokens, context=longest)
         rows.append((features, min(times[1:])))
     optimizer.close()
     return rows
