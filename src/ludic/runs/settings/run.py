@@ -105,6 +105,7 @@ class TrainingSection(Section):
     rank_timeout_s: float = Field(default=7200.0, gt=0)
     checkpoint_every: int = Field(default=CHECKPOINTS["every"], ge=0)
     keep_checkpoints: int = Field(default=CHECKPOINTS["keep"], ge=1)
+    resumable: bool = CHECKPOINTS["resumable"]
     filters: list[str | Arguments] = []
     dynamic_sampling: int = Field(default=0, ge=0)
     replay_buffer: ReplayBufferSection | None = None
