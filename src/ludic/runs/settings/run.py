@@ -145,7 +145,7 @@ class EvalSection(Section):
     protocol: ProtocolSection | None = None
     outcomes: list[str] = []
     success_above: float | None = None
-    episodes: int = Field(default=400, ge=1)
+    episodes: Annotated[int, Field(ge=1)] | Literal["all"] = 400
     every: int = Field(default=0, ge=0)
     seed: int = 1_000_003
     samples_per_task: int = Field(default=1, ge=1)
