@@ -3,10 +3,10 @@
     python -m benchmarks.results page RUN… --out docs/results/x.md --title "…" [--text notes.md]
     python -m benchmarks.results real FOLDER…    # all pages of `benchmarks.real_models`
 
-Each RUN is a run folder, a folder of run folders, a `trl.json` of `benchmarks.real_models`, or one
-of them with a name before it: `LoRA=runs/lora-*`. Runs of one name are one line with its spread
-over the seeds; without names, those whose settings differ in the seed alone. Run again with the
-same folders it makes the same page: what stands above the mark in an earlier one is kept, unless
+Each RUN is a run folder, a folder of run folders, the `study.json` of `benchmarks.study`, or one of
+them with a name before it: `LoRA=runs/lora-*`. Runs of one name are one line with its spread over
+the seeds; without names, those whose settings differ in the seed alone. Run again with the same
+folders it makes the same page: what stands above the mark in an earlier one is kept, unless
 `--text` brings another text.
 
 Of a run folder it reads `run.json` and `metrics.jsonl`, and where they are there `origin.json`
@@ -25,7 +25,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,7 +100,7 @@ def read_run(
 
 
 def read_study(path: Path) -> list[Series]:
-    """Reads the updates of another program, as `benchmarks.real_models` writes them."""
+    """Reads what `benchmarks.study` found, or a `trl.json` of `benchmarks.real_models`."""
     runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
     return [Series(r["name"], r["seed"], [Point(*p) for p in r["points"]]) for r in runs]
 
@@ -123,11 +123,7 @@ def read_all(runs: Iterable[str], metric: str = METRIC) -> list[Series]:
                 raise SystemExit(f"{path} is no run folder: it has no run.json")
             found += [read_run(folder, name or None, metric) for folder in folders]
     names = _names([series for series in found if not series.name])
-    return [s if s.name else Series(names[id(s)], *_rest(s)) for s in found]
-
-
-def _rest(s: Series) -> tuple[Any, ...]:
-    return s.seed, s.points, s.facts, s.machine
+    return [s if s.name else replace(s, name=names[id(s)]) for s in found]
 
 
 def _names(unnamed: Sequence[Series]) -> dict[int, str]:
@@ -260,10 +256,8 @@ def draw(groups: Mapping[str, Sequence[Series]], target: Path, metric: str, smoo
     from matplotlib import pyplot
 
     timed = any(run.alone for runs in groups.values() for run in runs)
-    figure, row = pyplot.subplots(
-        1, 1 + timed, figsize=(11 if timed else 7, 4), sharey=True, squeeze=False
-    )
-    axes = row[0]
+    size = (11 if timed else 7, 4)
+    figure, (axes,) = pyplot.subplots(1, 1 + timed, figsize=size, sharey=True, squeeze=False)
     for index, (name, runs) in enumerate(groups.items()):
         colour = f"C{index % 10}"
         curves = [smoothed([p.reward for p in run.points], smooth) for run in runs]
