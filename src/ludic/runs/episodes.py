@@ -235,7 +235,7 @@ def rows_of(spec: EnvSpec) -> int:
         count = getattr(env, "num_rows", None)
         if count is None or getattr(env, "index", None) is not None:
             raise ConfigError(
-                f"eval.episodes=\"all\" plays each row of a dataset once, and {spec.kind!r} has no "
+                f'eval.episodes="all" plays each row of a dataset once, and {spec.kind!r} has no '
                 "rows to go through: set a number"
             )
         return int(count())
