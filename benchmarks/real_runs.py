@@ -171,7 +171,7 @@ def _algorithm(args: argparse.Namespace, name: str, seed: int) -> Job:
 
 
 def _words(algorithm: str) -> tuple[str, ...]:
-    words = (f"algorithm.name={algorithm}",)
+    words: tuple[str, ...] = (f"algorithm.name={algorithm}",)
     if algorithm == "spo":  # its baseline is what a question gave before: each must come again
         words += ("env.kwargs.limit=512", "algorithm.kwargs.returns=[-0.1, 1.0]")
     return words
