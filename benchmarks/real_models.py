@@ -24,7 +24,6 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import tarfile
 import time
 from collections.abc import Sequence
@@ -79,9 +78,9 @@ class Driver:
             for run in [run for run in self.running if run.process.poll() is not None]:
                 self._end(run)
             if self._left_s() > STOP_S:
-                while job := next((job for job in left if self._may_start(job, left)), None):
-                    left.remove(job)
-                    self._start(job)
+                while ready := [job for job in left if self._may_start(job, left)]:
+                    left.remove(ready[0])
+                    self._start(ready[0])
             elif left:
                 left = self._cut(left)
             if self._left_s() <= STOP_S:
@@ -193,10 +192,7 @@ class Driver:
     def _note(self, job: Job, state: str, **facts: Any) -> None:
         entry = self.entries.setdefault(job.name, {})
         entry |= {"state": state, "seed": job.seed, "pages": dict(job.pages), **facts}
-        book = {"small": self.args.small, "large": self.args.large, "lanes": self.args.lanes}
-        book |= {"notes": self.args.note, "runs": self.entries}
-        # The models' folders and where this was run are nobody's business.
-        book |= {"small": Path(self.args.small).name, "large": Path(self.args.large).name}
+        book = {"lanes": self.args.lanes, "notes": self.args.note, "runs": self.entries}
         self.file.write_text(json.dumps(book, indent=1) + "\n", encoding="utf-8")
 
     def _save(self) -> None:
@@ -286,4 +282,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
