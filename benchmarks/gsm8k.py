@@ -26,13 +26,18 @@ GROUP = 8
 """The size of GRPO's groups if a run does not say."""
 
 
-def readme_tables() -> dict[str, Any]:
-    """The tables of the `gsm8k.toml` in the README, with one environment and one protocol."""
+def readme_text() -> str:
+    """The `gsm8k.toml` in the README."""
     text = README.read_text(encoding="utf-8")
     match = re.search(r"with this `gsm8k\.toml`:\n+```toml\n(.*?)```", text, re.DOTALL)
     if match is None:
         raise SystemExit(f"{README} has no gsm8k.toml")
-    return tomllib.loads(match[1])
+    return match[1]
+
+
+def readme_tables() -> dict[str, Any]:
+    """Its tables, with one environment and one protocol."""
+    return tomllib.loads(readme_text())
 
 
 def settle(args: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """A page of results from run folders: curve, tables, settings, command, versions and date.
 
     python -m benchmarks.results page RUN… --out docs/results/x.md --title "…" [--text notes.md]
+    python -m benchmarks.results real FOLDER…    # all pages of `benchmarks.real_models`
 
 Each RUN is a run folder, a folder of run folders, the `study.json` of `benchmarks.study`, or one of
 them with a name before it: `LoRA=runs/lora-*`. Runs of one name are one line with its spread over
@@ -24,7 +25,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,18 +49,21 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Series:
-    """One run's updates. `facts` are those of its run folder, and None for another program's."""
+    """One run's updates. `facts` are those of its run folder, and None for another program's.
+    `alone`: nothing else ran on the machine, so that its seconds say something."""
 
     name: str
     seed: int
     points: Sequence[Point]
     facts: RunFacts | None = None
     machine: str | None = None
+    alone: bool = True
 
     @property
     def end(self) -> float:
-        """The mean of the last updates."""
-        return statistics.fmean(p.reward for p in self.points[-LAST:])
+        """The mean of the last updates; nan if there are none."""
+        last = [p.reward for p in self.points[-LAST:]]
+        return statistics.fmean(last) if last else float("nan")
 
 
 def reached(points: Sequence[Point], goal: float) -> tuple[int, float] | None:
@@ -80,11 +84,13 @@ def read_points(metrics: Path, metric: str = METRIC) -> list[Point]:
     return [Point(*point) for point in zip(seconds, values, strict=True)]
 
 
-def read_run(path: Path, name: str | None = None, metric: str = METRIC) -> Series:
-    """Reads a run folder."""
+def read_run(
+    path: Path, name: str | None = None, metric: str = METRIC, *, curve: bool = True
+) -> Series:
+    """Reads a run folder, with or without a `curve`."""
     folder = RunFolder.open(path)
     facts, points = RunFacts.of(folder), read_points(folder.metrics, metric)
-    if not points:
+    if curve and not points:
         raise SystemExit(f"{path} has no {metric} in its metrics.jsonl")
     origin = folder.read_json("origin.json") if folder.has("origin.json") else {}
     machine = origin.get("machine") or {}
@@ -94,7 +100,7 @@ def read_run(path: Path, name: str | None = None, metric: str = METRIC) -> Serie
 
 
 def read_study(path: Path) -> list[Series]:
-    """Reads what `benchmarks.study` found."""
+    """Reads what `benchmarks.study` found, or a `trl.json` of `benchmarks.real_models`."""
     runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
     return [Series(r["name"], r["seed"], [Point(*p) for p in r["points"]]) for r in runs]
 
@@ -117,11 +123,7 @@ def read_all(runs: Iterable[str], metric: str = METRIC) -> list[Series]:
                 raise SystemExit(f"{path} is no run folder: it has no run.json")
             found += [read_run(folder, name or None, metric) for folder in folders]
     names = _names([series for series in found if not series.name])
-    return [s if s.name else Series(names[id(s)], *_rest(s)) for s in found]
-
-
-def _rest(s: Series) -> tuple[Any, ...]:
-    return s.seed, s.points, s.facts, s.machine
+    return [s if s.name else replace(s, name=names[id(s)]) for s in found]
 
 
 def _names(unnamed: Sequence[Series]) -> dict[int, str]:
@@ -157,7 +159,7 @@ def spread(values: Sequence[float], show: Callable[[float], str]) -> str:
     """Returns the mean, and the lowest and highest of several."""
     mean = show(statistics.fmean(values))
     if len(values) == 1:
-        return mean
+        return "–" if values[0] != values[0] else mean
     return f"{mean} ({show(min(values))} to {show(max(values))})"
 
 
@@ -237,25 +239,30 @@ def runs_table(series: Sequence[Series]) -> str | None:
     headline = _headline(groups)
     rows[0][4] = headline.name
     for run in itertools.chain.from_iterable(groups.values()):
-        for stage, report in (run.facts.reports if run.facts else {}).items():
-            led, count = _shown(headline.of(report), headline), str(len(report.by_episode()))
-            cells = [run.name, str(run.seed), stage.replace("_", " "), count, led]
-            rows.append([*cells, str(report.reward)])
+        for stage, whole in (run.facts.reports if run.facts else {}).items():
+            for part, report in whole.parts().items():
+                led, count = _shown(headline.of(report), headline), str(len(report.by_episode()))
+                name = ", ".join(filter(None, (stage.replace("_", " "), part)))
+                rows.append([run.name, str(run.seed), name, count, led, str(report.reward)])
     return table(rows) if len(rows) > 1 else None
 
 
 def draw(groups: Mapping[str, Sequence[Series]], target: Path, metric: str, smooth: int) -> None:
     """Writes the curves: over updates, with the range over the seeds as a band, and over seconds,
-    every run for itself."""
+    every run that was alone on its machine for itself."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True)
+    timed = any(run.alone for runs in groups.values() for run in runs)
+    size = (11 if timed else 7, 4)
+    figure, (axes,) = pyplot.subplots(1, 1 + timed, figsize=size, sharey=True, squeeze=False)
     for index, (name, runs) in enumerate(groups.items()):
         colour = f"C{index % 10}"
         curves = [smoothed([p.reward for p in run.points], smooth) for run in runs]
+        if not any(curves):
+            continue
         columns = list(itertools.zip_longest(*curves))
         there = [[v for v in column if v is not None] for column in columns]
         updates = range(1, len(there) + 1)
@@ -265,10 +272,12 @@ def draw(groups: Mapping[str, Sequence[Series]], target: Path, metric: str, smoo
             low, high = [min(v) for v in there], [max(v) for v in there]
             axes[0].fill_between(updates, low, high, color=colour, alpha=0.2, linewidth=0)
         for run, curve in zip(runs, curves, strict=True):
-            axes[1].plot([p.seconds for p in run.points], curve, color=colour, alpha=0.8)
+            if run.alone:
+                axes[1].plot([p.seconds for p in run.points], curve, color=colour, alpha=0.8)
     said = "mean reward" if metric == METRIC else metric
     axes[0].set(xlabel="update", ylabel=f"{said}, mean of {smooth} updates")
-    axes[1].set(xlabel="seconds, from the start of the first update")
+    if timed:
+        axes[1].set(xlabel="seconds, from the start of the first update")
     axes[0].legend(fontsize=8, frameon=False)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
@@ -278,8 +287,11 @@ def draw(groups: Mapping[str, Sequence[Series]], target: Path, metric: str, smoo
     pyplot.close(figure)
 
 
-def how_it_was_run(groups: Mapping[str, Sequence[Series]], made_by: str) -> list[str]:
-    """Returns the paragraphs that let anybody run it again."""
+def how_it_was_run(
+    groups: Mapping[str, Sequence[Series]], made_by: str, settings_of: int | None = None
+) -> list[str]:
+    """Returns the paragraphs that let anybody run it again; with the settings of the first
+    `settings_of` names, if the commands say how the others differ."""
     runs = [run for group in groups.values() for run in group if run.facts]
     facts = [run.facts for run in runs if run.facts]
     dates = sorted({str(f.origin["started"])[:10] for f in facts if f.origin.get("started")})
@@ -303,7 +315,7 @@ def how_it_was_run(groups: Mapping[str, Sequence[Series]], made_by: str) -> list
         found.append(f"Commit {', '.join(sorted(commits))}.")
     commands = list(dict.fromkeys(_command(f) for f in facts if f.origin.get("command")))
     found.append("```bash\n" + "\n".join([*commands, made_by]) + "\n```")
-    for name, group in groups.items():
+    for name, group in itertools.islice(groups.items(), settings_of):
         first = group[0].facts
         if first is not None:
             settings = json.dumps(first.chosen(), indent=2, ensure_ascii=False)
@@ -358,6 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(required=True)
     pages = commands.add_parser("page")
+    pages.set_defaults(make=page)
     pages.add_argument("run", nargs="+", help="[NAME=]FOLDER, a study.json, or a pattern of them")
     pages.add_argument("--out", type=Path, required=True, help="the page to write")
     pages.add_argument("--title", required=True)
@@ -366,9 +379,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pages.add_argument("--metric", default=METRIC)
     pages.add_argument("--smooth", type=int, default=8, help="updates in the curves' mean")
     pages.add_argument("--goal", type=float, action="append", default=[], help="when was it there?")
+    real = commands.add_parser("real")
+    real.set_defaults(make=_real)
+    real.add_argument("folder", type=Path, nargs="+", help="what real_models.tar.gz held")
+    real.add_argument("--root", type=Path, default=Path(), help="the repository")
+    real.add_argument("--readme", action="store_true", help="also show three lines in the README")
     words = list(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(words)
-    page(args, shlex.join(["python", "-m", "benchmarks.results", *in_public(words)]))
+    args.make(args, shlex.join(["python", "-m", "benchmarks.results", *in_public(words)]))
+
+
+def _real(args: argparse.Namespace, made_by: str) -> None:
+    from benchmarks.real_pages import write_pages  # which needs this module
+
+    write_pages(args.folder, args.root, made_by, readme=args.readme)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ class Settings:
     context: int = 1024
     vllm_memory: float = 0.3
     checkpointing: bool = False
+    save: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,9 @@ def train(settings: Settings) -> list[Update]:
     )
     watch.started = time.perf_counter()
     trainer.train()
+    if settings.save is not None:
+        trainer.save_model(str(settings.save))
+        tokenizer.save_pretrained(str(settings.save))
     return updates
 
 
@@ -308,6 +312,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--learning-rate", type=float, default=Settings.learning_rate)
     parser.add_argument("--vllm-memory", type=float, default=Settings.vllm_memory)
     parser.add_argument("--data", type=Path, help="a folder with GSM8K; sums without it")
+    parser.add_argument("--save", type=Path, help="where the trained weights go")
     parser.add_argument("--hashed", action="store_true", help="rewards by the answers' hashes")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
     settings = Settings(**vars(parser.parse_args(argv)))

@@ -152,3 +152,56 @@ def test_what_cannot_be_read_is_said(runs: Path, tmp_path: Path, metrics: str) -
         read_all([str(tmp_path / "run")])
     with pytest.raises(SystemExit, match="there is nothing at"):
         read_all([str(tmp_path / "away")])
+
+
+def test_the_pages_of_real_models_say_what_was_cut_and_fill_the_readme(
+    runs: Path, tmp_path: Path
+) -> None:
+    fetched, root = tmp_path / "fetched", tmp_path / "repository"
+    shutil.copytree(runs, fetched)
+    (root / "docs").mkdir(parents=True)
+    (root / "README.md").write_text("# Ludic\n\n```bash\nmake test\n```\n")
+    (root / "mkdocs.yml").write_text("nav:\n  - Results:\n      - results/gsm8k.md\n")
+    points = [[2.0 * i, 0.1 * i] for i in range(1, 4)]
+    peer = {"runs": [{"name": "TRL", "seed": 0, "points": points}]}
+    (fetched / "trl").mkdir()
+    (fetched / "trl" / "trl.json").write_text(json.dumps(peer))
+    ours = {
+        "seed": 0,
+        "state": "done",
+        "beside": 0,
+        "command": "python -m ludic.cli train /a/b.toml",
+    }
+    entries = {
+        "slow-0": {**ours, "pages": {"gsm8k": "Ludic, all weights"}},
+        "slow-1": {**ours, "pages": {"gsm8k": "Ludic, all weights"}, "beside": 3},
+        "fast-0": {**ours, "pages": {"algorithms": "GRPO"}, "beside": 4},
+        "trl": {**ours, "pages": {"gsm8k": "TRL, vLLM colocated"}},
+        "late": {"seed": 2, "state": "cut", "pages": {"algorithms": "SPO"}, "why": "not begun"},
+    }
+    (fetched / "plan.json").write_text(json.dumps({"runs": entries, "notes": ["On a CPU."]}))
+    main(["real", str(fetched), "--root", str(root), "--readme"])
+    pages = {path.stem: path.read_text() for path in (root / "docs/results").iterdir()}
+    assert pages.keys() == {"index", "gsm8k", "algorithms"}  # the others have no run
+    assert "| Ludic, all weights | 2 | 3 |" in pages["gsm8k"]
+    assert "Alone on the GPU: Ludic, all weights (seed 0), TRL, vLLM colocated" in pages["gsm8k"]
+    assert "- `late` (SPO, seed 2), cut: not begun" in pages["algorithms"]
+    assert "shared one GPU" in pages["algorithms"]
+    assert "On a CPU." in pages["algorithms"]
+    assert "3 updates in 0.1 min" in pages["index"]
+    assert "train b.toml" in pages["index"]
+    assert "- `late` (SPO" in pages["index"]
+    nav = (root / "mkdocs.yml").read_text()
+    assert nav.endswith(
+        "- results/index.md\n      - results/algorithms.md\n      - results/gsm8k.md\n"
+    )
+    readme = (root / "README.md").read_text()
+    assert "[GSM8K](docs/results/gsm8k.md): Ludic, all weights" in readme
+    assert readme.index("docs/images/gsm8k.png") < readme.index("make test")
+
+    page = root / "docs/results/gsm8k.md"
+    page.write_text(page.read_text().replace("A question of GSM8K", "What we found. A question"))
+    main(["real", str(fetched), "--root", str(root), "--readme"])
+    assert "What we found. A question" in page.read_text()
+    assert (root / "README.md").read_text() == readme
+    assert (root / "mkdocs.yml").read_text() == nav

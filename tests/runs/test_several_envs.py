@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
+from ludic.errors import ConfigError
 from ludic.eval import EpisodeResult, EvalReport, report_table
 from ludic.rollouts import FixedMix, Stage, Stages
 from ludic.runs.episodes import eval_plan, requests_of
@@ -60,6 +63,19 @@ def test_the_requests_of_a_run_carry_the_name_of_their_environment() -> None:
     assert {request.meta["env"] for request in eval_plan(parse_run(RUN))} == {"small", "large"}
     (alone,) = requests_of(parse_run('[env]\nkind = "key_door"\n')).values()
     assert "env" not in alone[0].meta
+
+
+def test_all_held_out_episodes_are_each_row_once(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 5)
+    text = f'[env]\nkind = "gsm8k"\nkwargs = {{ path = "{file}" }}\n[eval]\nepisodes = "all"\n'
+    plan = eval_plan(parse_run(text))
+    assert [request.env.kwargs["index"] for request in plan] == [0, 1, 2, 3, 4]
+    assert len({request.sampling_seed for request in plan}) == 5
+    twice = eval_plan(parse_run(text, ["eval.samples_per_task=2"]))
+    assert [request.env.kwargs["index"] for request in twice] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    with pytest.raises(ConfigError, match="'key_door' has no rows to go through: set a number"):
+        eval_plan(parse_run('[env]\nkind = "key_door"\n', ['eval.episodes="all"']))
 
 
 def test_the_metrics_of_an_update_have_each_environments_reward_and_the_stage() -> None:

@@ -112,6 +112,21 @@ def test_a_collapsed_entropy_is_said_with_the_bonus() -> None:
     assert "algorithm.kwargs.entropy_coeff" in after[0]
 
 
+def stopping_at(reward: float) -> list[dict[str, float]]:
+    """A run that learns something, and then gives the same answers every time."""
+    rows = course(lambda done: 0.1 + (reward - 0.1) * done, entropy=lambda done: 1.0 - done)
+    rows += course(lambda done: reward, entropy=lambda done: 0.01, same=0.9)
+    return [{**row, "train/reward_max": 1.0, "train/reward_min": 0.0} for row in rows]
+
+
+def test_a_policy_that_stopped_trying_says_so_once_although_its_reward_has_risen() -> None:
+    during, after = said(stopping_at(0.5))
+    assert len(during) == len(after) == 1
+    assert "stopped trying at a reward of +0.49, where +1.00 was seen" in during[0]
+    assert "a tenth of training.learning_rate (now 0.001)" in after[0]
+    assert said(stopping_at(0.97)) == ([], [])  # there is nothing left to try
+
+
 def test_cut_completions_are_said_with_the_limit() -> None:
     during, after = said(course(lambda done: 0.5, cut=0.7))
     assert len(during) == len(after) == 1

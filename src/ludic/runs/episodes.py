@@ -12,6 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from ludic.envs import build_env
 from ludic.envs.running.runner import close_env
 from ludic.errors import ConfigError, UnknownNameError
@@ -206,16 +208,39 @@ def read_report(path: Path) -> EvalReport:
 def eval_plan(config: RunConfig) -> list[RolloutRequest]:
     """Returns the run's held-out episodes. They depend on its evaluation seed alone."""
     mix = list(requests_of(config, held_out=True).values())
-    share = -(-config.eval.episodes // len(mix))
+    episodes, samples = config.eval.episodes, config.eval.samples_per_task
     plan: list[RolloutRequest] = []
     for index, (request, _) in enumerate(mix):
-        plan += eval_requests(
-            request,
-            min(share, config.eval.episodes - len(plan)),
-            seed=derive_seed(config.eval.seed, "env", index),
-            samples_per_task=config.eval.samples_per_task,
-        )
+        if episodes == "all":
+            count = samples * rows_of(request.env)
+        else:
+            count = min(-(-episodes // len(mix)), episodes - len(plan))
+        seed = derive_seed(config.eval.seed, "env", index)
+        requests = eval_requests(request, count, seed=seed, samples_per_task=samples)
+        if episodes == "all":
+            requests = [_with_row(one, i // samples) for i, one in enumerate(requests)]
+        plan += requests
     return plan
+
+
+def _with_row(request: RolloutRequest, row: int) -> RolloutRequest:
+    spec = EnvSpec(request.env.kind, {**request.env.kwargs, "index": row})
+    return structs.replace(request, env=spec)
+
+
+def rows_of(spec: EnvSpec) -> int:
+    """How many rows the data of an environment has, which is built for that and closed."""
+    env = build_env(spec)
+    try:
+        count = getattr(env, "num_rows", None)
+        if count is None or getattr(env, "index", None) is not None:
+            raise ConfigError(
+                f'eval.episodes="all" plays each row of a dataset once, and {spec.kind!r} has no '
+                "rows to go through: set a number"
+            )
+        return int(count())
+    finally:
+        close_env(env, spec.kind)
 
 
 def eval_engine(config: RunConfig, runtime: Runtime) -> RolloutEngine:

@@ -335,6 +335,7 @@ def trainer_config(config: RunConfig, stage: Literal["sft", "rl"], folder: Path)
             folder / "checkpoints" / stage,
             every=training.checkpoint_every or max(steps, 1),
             keep=training.keep_checkpoints,
+            resumable=training.resumable,
             background=True,
         ),
         run_dir=folder if stage == "rl" else folder / stage,

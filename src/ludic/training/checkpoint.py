@@ -60,7 +60,7 @@ class Checkpointer:
         without room for the copies is no reason to fail: then all of it is waited for."""
         self.finish()
         name = f"step-{state.step:08d}"
-        pieces = contents.trainer_tensors(optimizer)
+        pieces = contents.trainer_tensors(optimizer) if self.cfg.resumable else {}
         copied = self.cfg.background and contents.has_room_for(pieces.values())
         if copied:
             # Whatever training goes on to change: the tensors, and what parts gave as their state.

@@ -63,6 +63,11 @@ def load_checkpoint(
     path, world = Path(path), world or World()
     manifest = manifest or verify_checkpoint(path)
     own = model_fingerprint(model)
+    if not manifest["tensors"]:
+        raise CheckpointError(
+            f"{path} has only the model's weights, since the run was not resumable: start another "
+            f"run from them, with {path / 'model'} as its model"
+        )
     if manifest["fingerprint"] not in (own, model_fingerprint(model, frozen_values=False)):
         raise CheckpointError(
             f"{path} is a checkpoint of another model (fingerprint {manifest['fingerprint']}, this "

@@ -27,7 +27,8 @@ class CheckpointConfig:
 
     With `background` the disk is written while training goes on, and a checkpoint counts only
     once it is complete. Waiting longer than `write_timeout_s` for one is an error, in either case.
-    With `resume` a trainer starts from `latest` where there is one.
+    With `resume` a trainer starts from `latest` where there is one. Without `resumable` only the
+    model is written, a seventh of the size, which other runs can start from.
     """
 
     folder: str | Path
@@ -35,6 +36,7 @@ class CheckpointConfig:
     keep: int = 2
     background: bool = False
     resume: bool = True
+    resumable: bool = True
     write_timeout_s: float = 1800.0
 
     def __post_init__(self) -> None:

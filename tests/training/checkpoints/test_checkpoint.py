@@ -76,6 +76,16 @@ def test_a_resumed_run_is_the_same_to_the_bit(
     assert resumed.version == resumed.step == 5
 
 
+def test_a_run_that_is_not_resumable_keeps_its_weights_alone(tmp_path: Path) -> None:
+    trained = run(make(tmp_path, resumable=False, background=True), 2)
+    folder = tmp_path / "ck" / "step-00000002"
+    assert (folder / "state-00000.safetensors").stat().st_size < 50_000  # torch's random state
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert_equal(dict(loaded.named_parameters()), trained)
+    with pytest.raises(CheckpointError, match=r"only the model's weights.* start another run"):
+        run(make(tmp_path), 4)
+
+
 def test_the_sampler_has_the_resumed_weights_before_the_first_batch(tmp_path: Path) -> None:
     saved = run(make(tmp_path), 2)
     publisher = RecordingPublisher()

@@ -27,6 +27,10 @@ P_VALUE = 0.05
 
 REWARD, ENTROPY = "train/reward_mean", "train/entropy"
 SAME, CUT = "train/no_variance_group_rate", "train/cut_completion_rate"
+BEST, WORST = "train/reward_max", "train/reward_min"
+SOLVED = 0.9
+"""The share of the way from the worst reward of the run to the best from which it counts as
+learned: then there is nothing left to try."""
 OUTCOME = "train/outcome/"
 """The prefix of the endings' rates; as a sign, that the one which counts falls."""
 
@@ -42,7 +46,8 @@ class LearningWatch:
 
     `before` is the reward of the stage before, if it was measured in the same way; without it, the
     first updates stand for it. Little entropy and equal rewards in a group are also what a policy
-    has that solves its task, so they count only if the reward has not risen. A reward that rises
+    has that solves its task, so either counts only if the reward has not risen, and both together
+    if it is not near the best that an episode of the run got. A reward that rises
     while the ending that counts becomes rarer is the sign of a reward that can be had otherwise.
     `held_out` is the evaluation before the training, with which those during it are compared.
     """
@@ -51,7 +56,7 @@ class LearningWatch:
         self, config: RunConfig, before: Estimate | None = None, held_out: EvalReport | None = None
     ) -> None:
         self.config, self.before, self.held_out = config, before, held_out
-        keys = (REWARD, ENTROPY, SAME, CUT, OUTCOME)
+        keys = (REWARD, ENTROPY, SAME, CUT, BEST, WORST, OUTCOME)
         self._values: dict[str, list[float]] = {key: [] for key in keys}
         self._counts = config.eval.outcomes[0] if config.eval.outcomes else None
         self._said: set[str] = set()
@@ -98,6 +103,13 @@ class LearningWatch:
         window = min(WINDOW, updates // 2)
         return self._signs(window)
 
+    def _short_of_best(self, last: Mapping[str, list[float]]) -> bool:
+        """Whether the reward is known to be far from the best that an episode of the run got."""
+        if REWARD not in last or not self._values[BEST] or not self._values[WORST]:
+            return False
+        best, worst = max(self._values[BEST]), min(self._values[WORST])
+        return fmean(last[REWARD]) < worst + SOLVED * (best - worst)
+
     def _signs(self, window: int) -> dict[str, str]:
         """Returns a sentence for each sign in the last `window` updates, by the sign's metric."""
         sampling, training = self.config.inference.sampling, self.config.training
@@ -116,21 +128,31 @@ class LearningWatch:
                 f"the reward of the training episodes rises while {self._counts!r} fell to "
                 f"{fmean(last[OUTCOME]):.1%}, from {fell[0]:.1%}: {_REWARDED}"
             )
-        if SAME in last and fmean(last[SAME]) > MOST and not risen:
+        same = SAME in last and fmean(last[SAME]) > MOST
+        collapsed = ENTROPY in first and fmean(last[ENTROPY]) < COLLAPSED * fmean(first[ENTROPY])
+        if same and collapsed and self._short_of_best(last):
+            signs[ENTROPY] = (
+                f"the policy stopped trying at a reward of {fmean(last[REWARD]):+.2f}, where "
+                f"{max(self._values[BEST]):+.2f} was seen: its entropy fell to "
+                f"{fmean(last[ENTROPY]):.3g} nats per token, from {fmean(first[ENTROPY]):.3g}, and "
+                f"in {fmean(last[SAME]):.0%} of the groups every episode got the same reward; "
+                f"start again with a tenth of training.learning_rate (now "
+                f"{training.learning_rate:g})"
+            )
+        elif same and not risen:
             signs[SAME] = (
                 f"in {fmean(last[SAME]):.0%} of the groups every episode got the same reward, "
                 "which teaches nothing: the tasks are too easy or too hard for this policy; look "
                 "at env.kwargs, algorithm.kwargs.group_size and inference.sampling.temperature "
                 f"(now {sampling.temperature:g})"
             )
-        if ENTROPY in first and not risen:
-            now, then = fmean(last[ENTROPY]), fmean(first[ENTROPY])
-            if now < COLLAPSED * then:
-                signs[ENTROPY] = (
-                    f"the entropy collapsed to {now:.3g} nats per token, from {then:.3g}, so there "
-                    "is hardly anything left to explore: set algorithm.kwargs.entropy_coeff (to "
-                    f"0.01, say), or lower training.learning_rate (now {training.learning_rate:g})"
-                )
+        if collapsed and not risen and ENTROPY not in signs:
+            signs[ENTROPY] = (
+                f"the entropy collapsed to {fmean(last[ENTROPY]):.3g} nats per token, from "
+                f"{fmean(first[ENTROPY]):.3g}, so there is hardly anything left to explore: set "
+                "algorithm.kwargs.entropy_coeff (to 0.01, say), or lower training.learning_rate "
+                f"(now {training.learning_rate:g})"
+            )
         if CUT in last and fmean(last[CUT]) > MOST:
             signs[CUT] = (
                 f"{fmean(last[CUT]):.0%} of the completions were cut off: raise "

@@ -105,6 +105,7 @@ class TrainingSection(Section):
     rank_timeout_s: float = Field(default=7200.0, gt=0)
     checkpoint_every: int = Field(default=CHECKPOINTS["every"], ge=0)
     keep_checkpoints: int = Field(default=CHECKPOINTS["keep"], ge=1)
+    resumable: bool = CHECKPOINTS["resumable"]
     filters: list[str | Arguments] = []
     dynamic_sampling: int = Field(default=0, ge=0)
     replay_buffer: ReplayBufferSection | None = None
@@ -144,7 +145,7 @@ class EvalSection(Section):
     protocol: ProtocolSection | None = None
     outcomes: list[str] = []
     success_above: float | None = None
-    episodes: int = Field(default=400, ge=1)
+    episodes: Annotated[int, Field(ge=1)] | Literal["all"] = 400
     every: int = Field(default=0, ge=0)
     seed: int = 1_000_003
     samples_per_task: int = Field(default=1, ge=1)
