@@ -132,6 +132,27 @@ async def test_servers_join_by_a_publish_restart_and_leave_while_actors_sample(
         assert report.details["lost"] == {}, "one that has left is not missed"
 
 
+@pytest.mark.redis
+@pytest.mark.timeout(300)
+async def test_a_publish_waits_for_the_only_server_to_start_again_before_its_own_deadline_begins(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    model, store = tiny_model(0), Store(find_pipeline(config, tmp_path))
+    async with AsyncExitStack() as stack:
+        stack.callback(store.close)
+        async with served(config, tmp_path, store):
+            opened: Any = await open_vllm(config, model, tiny_tokenizer(), stack, tmp_path)
+            publisher, patient_s = opened[1], opened[1].timeout_s
+        publisher.timeout_s = 0.001
+        publish = asyncio.create_task(publisher.publish(ModelWeights(model), 1))
+        await asyncio.wait([publish], timeout=1.0)
+        assert not publish.done()
+        publisher.timeout_s = patient_s
+        url = await stack.enter_async_context(served(config, tmp_path, store))
+        report = await publish
+        assert report.details["servers"] == [url]
+
+
 async def test_a_request_waits_for_a_server_that_comes() -> None:
     async with AsyncExitStack() as stack:
         fake = await stack.enter_async_context(FakeVLLM(version="1").serving())

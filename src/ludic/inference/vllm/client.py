@@ -208,6 +208,12 @@ class VLLMChatClient:
         """The servers that requests may go to."""
         return [r for r in self.replicas if r.out is None and r.lost is None]
 
+    async def any_answers(self, timeout_s: float = 10.0) -> bool:
+        """Whether a server is there, in rotation or not."""
+        asked = (self.control(r, "GET", "/health", timeout_s=timeout_s) for r in self.replicas)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return not all(isinstance(a, UnreachableError | DeadlineError) for a in answers)
+
     async def control(
         self,
         replica: Replica,
