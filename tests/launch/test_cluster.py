@@ -47,6 +47,7 @@ def cluster() -> Iterator[Any]:
     """A head and two nodes with GPUs that are only numbers."""
     os.environ["PYTHONPATH"] = f"{ROOT / 'src'}:{ROOT}"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # else everybody else on the machine comes first
     from ray.cluster_utils import Cluster
 
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 0})
