@@ -46,8 +46,8 @@ KILLED = ("actor", "server", "rank", "node", "redis", "driver")
 def cluster() -> Iterator[Any]:
     """A head and two nodes with GPUs that are only numbers."""
     os.environ["PYTHONPATH"] = f"{ROOT / 'src'}:{ROOT}"
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_worker_niceness"] = "0"  # else everybody else on the machine comes first
+    # Ray would have everybody else on the machine come first.
+    os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0")
     from ray.cluster_utils import Cluster
 
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 0})
@@ -227,15 +227,21 @@ class Chaos:
         """Kills one of a kind, and waits until it runs again."""
         again, kill = getattr(self, f"a_{what}")()
         event = "restarted" if what == "redis" else "placed"
-        before = {role: len(events(self.folder, role, event)) for role in again}
-        began = time.monotonic()
+
+        def counted() -> list[int]:
+            return [len(events(self.folder, role, event)) for role in again]
+
+        before, began = counted(), time.monotonic()
         kill()
-        for role, count in before.items():
-            self.driver.until(
-                lambda role=role, count=count: len(events(self.folder, role, event)) > count,
-                f"the return of {role}",
-            )
+        self.driver.until(
+            lambda: all(now > then for now, then in zip(counted(), before, strict=True)),
+            f"the return of {again}",
+        )
         self.seconds.setdefault(what, []).append(round(time.monotonic() - began, 1))
+
+    def until_the_next_update(self) -> None:
+        done = max(updates(self.folder), default=0)
+        self.driver.until(lambda: max(updates(self.folder), default=0) > done, "an update")
 
     def process(self, word: str) -> Callable[[], None]:
         """The kill of a process whose command has this word, as soon as there is one."""
@@ -299,13 +305,11 @@ def test_twenty_kills_lose_nothing_and_double_nothing(
         chaos.driver.until(lambda: updates(folder), "the first update")
         for what in (*first, *(drawn.choice(KILLED) for _ in range(20 - len(first)))):
             if drawn.random() < 0.7:  # and else while it is still coming up from the last one
-                done = max(updates(folder), default=0)
-                chaos.driver.until(lambda done=done: max(updates(folder), default=0) > done, "one")
+                chaos.until_the_next_update()
             time.sleep(drawn.uniform(0.0, 3.0))
             chaos.kill(what)
             print(what, chaos.seconds[what][-1], "s, update", max(updates(folder), default=0))
-        done = max(updates(folder), default=0)
-        chaos.driver.until(lambda: max(updates(folder)) > done, "an update after the last kill")
+        chaos.until_the_next_update()
         chaos.driver.process.kill()
         until(chaos.nothing_is_left, "everything to end", 120.0)
     finally:

@@ -28,6 +28,9 @@ from ludic.inference.retries import within
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.servers import Replica
 
+TRIES = 3
+"""How often a publish begins whose servers are all lost on the way, where others may come."""
+
 
 class PublishSettings(TypedDict, total=False):
     """What every publisher to servers can be told."""
@@ -86,9 +89,20 @@ class ServerPublisher(PolicyPublisher):
         version (a checkpoint's); after that it never goes back.
         """
         # First of all: while this waits, scores of newer versions may take the place of these.
-        canary = self._canary.at(version)
-        if self.before is not None:
-            await self.before()
+        canary, tries = self._canary.at(version), TRIES
+        while True:
+            if self.before is not None:
+                await self.before()
+            try:
+                return await self._take_turn(weights, version, canary)
+            except PublishError:
+                # Servers that come and go: if this has lost them all, it goes to those that come.
+                tries -= 1
+                again = self.before is not None and isinstance(weights, Snapshot)
+                if not again or not tries or self.client.in_rotation():
+                    raise
+
+    async def _take_turn(self, weights: Weights, version: int, canary: Canary) -> PublishReport:
         async with self._turn(f"the publish of version {version}") as deadline:
             if self.version is not None and version < self.version:
                 raise PublishError(
