@@ -81,9 +81,9 @@ test-view: setup
 	@echo "==> the pages in a browser"
 	@LUDIC_BROWSER=required OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "browser and not slow" tests/view $(ARGS)
 
-test-vllm: setup vllm
-	@echo "==> the tests against a real vLLM server"
-	@LUDIC_VLLM_PYTHON=$(abspath $(VLLM_PY)) OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "vllm and not slow" tests/inference/vllm $(ARGS)
+test-vllm: setup vllm adapters
+	@echo "==> the tests against a real vLLM server, under Ray too"
+	@LUDIC_VLLM_PYTHON=$(abspath $(VLLM_PY)) LUDIC_RAY_PYTHON=$(abspath $(ADAPTERS_PY)) OMP_NUM_THREADS=1 $(PY) -m pytest -q -m "vllm and not slow" tests/inference/vllm $(ARGS)
 
 test-adapters: setup adapters
 	@echo "==> the tests with other packages' environments and tools"

@@ -24,7 +24,7 @@ from ludic.distributed.vllm.canary import prompt_logprobs
 from ludic.errors import ConfigError, PublishError
 from ludic.inference import VLLMChatClient
 from ludic.inference.tiny import tiny_model
-from tests.inference.vllm.fake_server import FakeVLLM
+from tests.inference.vllm.fake_server import FakeVLLM, blinking, vanishing
 from tests.training.synthetic import RecordingPublisher
 
 
@@ -328,3 +328,23 @@ async def test_a_server_that_dies_half_way_stops_the_next_publish_by_name() -> N
         with pytest.raises(PublishError, match=f"version 2 was not published.*{fake.url}"):
             await publisher.settle()
         assert (publisher.published, fake.applied, fake.staged) == (1, 1, before)
+
+
+async def test_a_publish_that_loses_every_server_goes_to_one_that_comes() -> None:
+    async with FakeVLLM().serving() as fake, VLLMChatClient(fake.url, model="tiny") as client:
+        publisher = BroadcastPolicyPublisher(client, canary=False)
+        starts: list[str] = []
+
+        async def look() -> None:
+            starts.append(f"start {len(starts)}")
+            client.set_servers({fake.url: starts[-1]}, joining="it is new")
+
+        publisher.before = look
+        fake.faults["/update_weights"] = blinking()
+        report = await publisher.publish(Snapshot({"a": torch.zeros(2)}), 2)
+        assert len(starts) == 2
+        assert report.details["servers"] == [fake.url]
+        assert fake.applied == 1
+        fake.faults["/update_weights"] = vanishing
+        with pytest.raises(PublishError, match="no server is left for version 3"):
+            await publisher.publish(Snapshot({"a": torch.ones(2)}), 3)

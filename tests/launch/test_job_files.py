@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -59,14 +61,26 @@ def calls(job: dict[str, Any]) -> list[str]:
     return Path(job["cwd"], "calls").read_text().splitlines()
 
 
+def shellcheck() -> str:
+    """The one beside this Python, else the system's; where a package brings it, it must be."""
+    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    if (program := shutil.which("shellcheck", path=beside)) is not None:
+        return program
+    if (sys.platform, platform.machine()) == ("linux", "x86_64"):
+        pytest.fail("shellcheck is missing: `make setup` installs it here")
+    pytest.skip("without shellcheck: install the system's")
+
+
+def check_script(text: str, path: Path) -> None:
+    path.write_text(text)
+    subprocess.run(["bash", "-n", path], check=True, timeout=60)
+    subprocess.run([shellcheck(), path], check=True, timeout=60)
+
+
 @pytest.mark.parametrize("sizes", [SIZES, replace(SIZES, nodes=1, gpus_per_node=0)])
 def test_bash_and_shellcheck_find_nothing_wrong(sizes: JobSizes, tmp_path: Path) -> None:
-    path = tmp_path / "job.sh"
-    path.write_text(slurm_job(sizes))
-    subprocess.run(["bash", "-n", path], check=True, timeout=60)
-    if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", path], check=True, timeout=60)
-    assert ("--gpus-per-node" in path.read_text()) == (sizes.gpus_per_node > 0)
+    check_script(slurm_job(sizes), tmp_path / "job.sh")
+    assert ("--gpus-per-node" in slurm_job(sizes)) == (sizes.gpus_per_node > 0)
 
 
 def test_a_job_starts_the_run_and_one_that_is_started_again_resumes_it(job: dict[str, Any]) -> None:
@@ -132,5 +146,8 @@ def test_a_run_file_becomes_a_job_file_with_room_for_its_roles(tmp_path: Path) -
     assert "#SBATCH --gpus-per-node=8" in text
     assert f"ludic launch --resume {tmp_path / 'run'}" in text
     assert not (tmp_path / "run").exists()
+    check_script(text, tmp_path / "job.sh")
+    job = yaml.safe_load(attaching.job_file("kuberay", "tic-tac-toe", settings, out=tmp_path))
+    assert job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"] == 4
     with pytest.raises(ConfigError, match="choose slurm or kuberay"):
         attaching.job_file("pbs", "tic-tac-toe", settings)

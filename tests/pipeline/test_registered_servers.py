@@ -28,6 +28,7 @@ from ludic.runs.serving import flags_of, serve
 from ludic.runs.settings import RunConfig, check_run
 from ludic.runs.vllm_backend import open_vllm
 from tests.inference.vllm.asking import request, trace_of
+from tests.inference.vllm.fake_server import FakeVLLM
 
 RUN: dict[str, Any] = {
     "model": {"name": "tiny", "precision": "float32"},
@@ -74,7 +75,8 @@ async def until_version(store: Store, url: str, version: int | None) -> None:
 
 
 def urls(client: VLLMChatClient) -> set[str]:
-    return {replica.url for replica in client.in_rotation()}
+    """Those that may serve, once they are asked for their weights."""
+    return {replica.url for replica in client.replicas if replica.out is None}
 
 
 @pytest.mark.redis
@@ -132,18 +134,34 @@ async def test_servers_join_by_a_publish_restart_and_leave_while_actors_sample(
 
 @pytest.mark.redis
 @pytest.mark.timeout(300)
-async def test_a_request_waits_for_a_server_that_comes(config: RunConfig, tmp_path: Path) -> None:
-    store = Store(find_pipeline(config, tmp_path))
-    key = key_of_servers(config, tmp_path)[1]
+async def test_a_publish_waits_for_the_only_server_to_start_again_before_its_own_deadline_begins(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    model, store = tiny_model(0), Store(find_pipeline(config, tmp_path))
     async with AsyncExitStack() as stack:
         stack.callback(store.close)
-        client = VLLMChatClient("http://127.0.0.1:1", api_key=key)
+        async with served(config, tmp_path, store):
+            opened: Any = await open_vllm(config, model, tiny_tokenizer(), stack, tmp_path)
+            publisher, patient_s = opened[1], opened[1].timeout_s
+        publisher.timeout_s = 0.001
+        publish = asyncio.create_task(publisher.publish(ModelWeights(model), 1))
+        await asyncio.wait([publish], timeout=1.0)
+        assert not publish.done()
+        publisher.timeout_s = patient_s
+        url = await stack.enter_async_context(served(config, tmp_path, store))
+        report = await publish
+        assert report.details["servers"] == [url]
+
+
+async def test_a_request_waits_for_a_server_that_comes() -> None:
+    async with AsyncExitStack() as stack:
+        fake = await stack.enter_async_context(FakeVLLM(version="1").serving())
+        client = VLLMChatClient("http://127.0.0.1:1")
         stack.push_async_callback(client.close)
         client.set_servers({})
         asked = asyncio.create_task(client.complete_tokens(request()))
         await asyncio.sleep(0)
-        url = await stack.enter_async_context(served(config, tmp_path, store))
-        client.set_servers({url: "started"})
+        client.set_servers({fake.url: "started"})
         assert trace_of(await asked).completion_token_ids
 
 

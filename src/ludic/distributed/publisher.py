@@ -28,6 +28,9 @@ from ludic.inference.retries import within
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.servers import Replica
 
+TRIES = 3
+"""How often a publish begins whose servers are all lost on the way, where others may come."""
+
 
 class PublishSettings(TypedDict, total=False):
     """What every publisher to servers can be told."""
@@ -72,7 +75,8 @@ class ServerPublisher(PolicyPublisher):
         self.patience_s = min(PATIENCE_S, timeout_s / 4) if patience_s is None else patience_s
         self.version: int | None = None
         self.before: Callable[[], Awaitable[None]] | None = None
-        """Called when a publish begins, to bring the list of servers up to date."""
+        """Called when a publish begins, to bring the list of servers up to date. It has a deadline
+        of its own: a server may have to start first."""
         self._canary = Canary(canary, canary_prompt, budget)
         self._lock = asyncio.Lock()
         client.keeper = self
@@ -84,13 +88,28 @@ class ServerPublisher(PolicyPublisher):
         did not answer are out of rotation and named in the report. The first publish may go to any
         version (a checkpoint's); after that it never goes back.
         """
+        # First of all: while this waits, scores of newer versions may take the place of these.
+        canary, tries = self._canary.at(version), TRIES
+        while True:
+            if self.before is not None:
+                await self.before()
+            try:
+                return await self._take_turn(weights, version, canary)
+            except PublishError:
+                # Servers that come and go: if this has lost them all, it goes to those that come.
+                tries -= 1
+                again = self.before is not None and isinstance(weights, Snapshot)
+                if not again or not tries or self.client.in_rotation():
+                    raise
+
+    async def _take_turn(self, weights: Weights, version: int, canary: Canary) -> PublishReport:
         async with self._turn(f"the publish of version {version}") as deadline:
             if self.version is not None and version < self.version:
                 raise PublishError(
                     f"version {version} is older than {self.version}, which is already "
                     "published: versions never go back within a run"
                 )
-            report = await self._publish(weights, version, deadline)
+            report = await self._publish(weights, version, canary, deadline)
             self.version = version
             return report
 
@@ -111,15 +130,12 @@ class ServerPublisher(PolicyPublisher):
         await self.payload.close()
 
     async def _publish(
-        self, weights: Weights, version: int, deadline: asyncio.Timeout
+        self, weights: Weights, version: int, canary: Canary, deadline: asyncio.Timeout
     ) -> PublishReport:
-        # First of all: while this waits, scores of newer versions may take the place of these.
-        canary, model = self._canary.at(version), self._canary.model_of(weights)
+        model = self._canary.model_of(weights)
         if isinstance(weights, Snapshot) and not canary.is_scored:
             model = None  # it has moved on, and its scores would be those of another version
         began, times = time.perf_counter(), PublishTimes()
-        if self.before is not None:
-            await self.before()
         with times.timed("gather"):
             tensors = await asyncio.to_thread(self.payload.gather, weights)
         await self._open(weights, tensors)

@@ -89,6 +89,8 @@ def slurm_job(sizes: JobSizes) -> str:
 # Submit it from the run's working folder, with its Python environment active: both are passed on.
 # https://slurm.schedmd.com/sbatch.html: --signal, --requeue
 # https://docs.ray.io/en/latest/cluster/vms/user-guides/community/slurm.html: ray symmetric-run
+# Names are taken as they are, and commands are for the inner shell.
+# shellcheck disable=SC2016
 set -u
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

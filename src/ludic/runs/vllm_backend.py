@@ -28,6 +28,7 @@ from ludic.distributed.vllm.weights_payload import WeightsPayload
 from ludic.errors import ConfigError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
+from ludic.inference.retries import within
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
 from ludic.memory.plan import Plan
 from ludic.plumbing.precision import sampling_dtype
@@ -109,11 +110,14 @@ async def _follow(
     publisher: ServerPublisher,
     model: nn.Module,
 ) -> None:
-    """When a publish begins: it goes to the servers that are there now, by a way that they have."""
+    """When a publish begins: it goes to the servers that are there now, by a way that they have.
+    Where none answers, it waits for one that is being started again."""
+    limit_s = config.inference.vllm.start_timeout_s
     changed = await roster.update(client)
-    if not client.replicas:
-        await roster.wait(publisher.timeout_s)
-        changed = await roster.update(client)
+    async with within(limit_s, "a server that answers", lambda: repr(client)):
+        while not await client.any_answers():
+            await asyncio.sleep(1.0)
+            changed |= await roster.update(client)
     payload = publisher.payload
     if changed and client.replicas and isinstance(payload, WeightsPayload):
         if isinstance(payload.plane, DataPlane):

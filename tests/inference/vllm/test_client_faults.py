@@ -193,11 +193,22 @@ async def test_something_that_is_no_vllm_is_told(fake: FakeVLLM) -> None:
     await client.close()
 
 
-async def test_a_server_that_comes_back_with_other_weights_stays_out() -> None:
+class NoKeeper:
+    """A publisher that brings nothing back."""
+
+    async def publish(self, weights: object, version: int) -> None:
+        raise AssertionError
+
+    async def restore(self, replica: object) -> bool:
+        return False
+
+
+async def test_a_server_that_comes_back_with_other_weights_stays_out_until_a_publish() -> None:
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(FakeVLLM().serving())
         second = await stack.enter_async_context(FakeVLLM().serving())
         client = VLLMChatClient([first.url, second.url], backoff=QUICK)
+        client.keeper = NoKeeper()
         await stack.enter_async_context(client)
         first.version = second.version = "5"
         client.version = 5
@@ -211,6 +222,57 @@ async def test_a_server_that_comes_back_with_other_weights_stays_out() -> None:
                 await client.complete_tokens(request())
         assert client.replicas[0].out is None
         assert "came back with version 0 instead of version 5" in str(client.replicas[1].out)
+
+
+async def test_who_publishes_nothing_takes_a_server_back_with_any_weights_of_a_trainer() -> None:
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(FakeVLLM(version="5").serving())
+        second = await stack.enter_async_context(FakeVLLM(version="5").serving())
+        client = VLLMChatClient([first.url, second.url], backoff=QUICK)
+        await stack.enter_async_context(client)
+        away = client.replicas[1]
+
+        async def is_used() -> bool:
+            before = away.served
+            await asyncio.gather(*(client.complete_tokens(request(seed=n)) for n in range(4)))
+            return away.served > before
+
+        async def comes_back(version: str) -> None:
+            second.version = version
+            away.mark_down("gone", 0.0)
+            asked = second.calls["/weight_info"]
+            async with asyncio.timeout(60):
+                while second.calls["/weight_info"] == asked or client._learning:
+                    await client.complete_tokens(request())
+
+        assert await is_used()
+        await comes_back("7")
+        assert await is_used()
+        await comes_back("4")  # of a trainer that was resumed
+        assert await is_used()
+        await comes_back("default")
+        assert "the weights that it was started with" in str(away.lost)
+        second.version = "8"
+        async with asyncio.timeout(60):
+            while not await is_used():
+                pass
+
+
+async def test_a_new_server_is_asked_for_its_weights_by_those_who_publish_nothing() -> None:
+    async with (
+        FakeVLLM(version="3").serving() as first,
+        FakeVLLM().serving() as fresh,
+        VLLMChatClient(first.url, backoff=QUICK, version=-1) as client,
+    ):
+        client.set_servers({first.url: "a", fresh.url: "b"})
+        async with asyncio.timeout(60):
+            while "started with" not in str(client.replicas[1].lost):
+                await client.complete_tokens(request())
+        assert client.replicas[1].served == 0
+        fresh.version = "3"
+        async with asyncio.timeout(60):
+            while not client.replicas[1].served:
+                await client.complete_tokens(request())
 
 
 async def test_nobody_waits_for_a_server_that_is_away_while_another_serves() -> None:

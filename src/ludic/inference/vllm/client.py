@@ -88,7 +88,8 @@ class VLLMChatClient:
         self.registered = False
         """Whether servers come and go, as `set_servers` says."""
         self.version = version
-        """What servers must have to be used after they were away."""
+        """What servers must have to be used after they were away; without a publisher, the newest
+        that any of them was seen with."""
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else users[0]
         self._backoff = backoff or Backoff(first_s=0.1, longest_s=5.0)
         self._connections = Connections(repr(self), max_concurrency, connect_timeout_s)
@@ -185,8 +186,8 @@ class VLLMChatClient:
     def set_servers(self, servers: Mapping[str, str], *, joining: str | None = None) -> bool:
         """Uses these servers from now on: addresses, each with the name of its start, since one
         that was started again is another. Requests that are open elsewhere go on. `joining` is why
-        new ones are out of rotation until the next publish; None: they serve, and those that were
-        out are asked again. Returns whether any came or left."""
+        new ones are out of rotation until the next publish; None: they, and those that were out,
+        serve once they are found to have a trainer's weights. Returns whether any came or left."""
 
         def replica_of(url: str, instance: str) -> Replica:
             for replica in self.replicas:
@@ -195,7 +196,9 @@ class VLLMChatClient:
                     replica.instance = instance
                     return replica
             fresh = Serving(version=self.first_version)
-            return Replica(url, None, self.first_version, fresh, out=joining, instance=instance)
+            new = Replica(url, None, self.first_version, fresh, out=joining, instance=instance)
+            new.lost = None if joining else "it is new here"
+            return new
 
         before, self.registered = set(self.replicas), True
         self.replicas = tuple(replica_of(*server) for server in servers.items())
@@ -204,6 +207,12 @@ class VLLMChatClient:
     def in_rotation(self) -> list[Replica]:
         """The servers that requests may go to."""
         return [r for r in self.replicas if r.out is None and r.lost is None]
+
+    async def any_answers(self, timeout_s: float = 10.0) -> bool:
+        """Whether a server is there, in rotation or not."""
+        asked = (self.control(r, "GET", "/health", timeout_s=timeout_s) for r in self.replicas)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return not all(isinstance(a, UnreachableError | DeadlineError) for a in answers)
 
     async def control(
         self,
@@ -302,9 +311,15 @@ class VLLMChatClient:
                     had = replica.version
                     has = await self.replica_version(replica)
                 expected = max(self.version, replica.version)
-                # Who has no publisher knows of no version but the first, which is no trainer's.
-                follows = self.registered and self.keeper is None
-                if has == self.first_version if follows else has != expected:
+                if self.keeper is None:
+                    # Versions go on without us, and back with a trainer that resumes: all that is
+                    # sure is that weights which a server was started with are no trainer's.
+                    published = self.registered or expected != self.first_version
+                    if published and has == self.first_version:
+                        cause = "it still has the weights that it was started with"
+                        replica.mark_down(cause, self._backoff.pause_s(replica.failures))
+                        return
+                elif has != expected:
                     replica.out = (
                         f"it was away and came back with version {has} instead of version "
                         f"{expected}; the next publish brings it back"
@@ -439,6 +454,8 @@ class VLLMChatClient:
         )
         if response.finish_reason is FinishReason.ABORT:
             raise UnreachableError(f"{replica.url} aborted the request")
+        if self.keeper is None and response.trace is not None:
+            self.version = max([self.version, *(s.version for s in response.trace.version_spans)])
         replica.served += 1
         return response
 

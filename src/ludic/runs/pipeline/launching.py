@@ -273,7 +273,8 @@ class Launch:
         self._redis_restarts += 1
         redis.process.end()
         sentence = f"redis ended with status {status}, and is started again"
-        redis.start()
+        with suppress(PipelineError):  # it ended again: the next tick sees that
+            redis.start()
         self._tell(Event("redis", "restarted", sentence, (), self._redis_restarts))
 
     def _conclude(self) -> None:
