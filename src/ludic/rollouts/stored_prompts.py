@@ -39,21 +39,31 @@ def without_repeats(rollout: Rollout) -> StoredRollout:
 
 def with_repeats(stored: StoredRollout) -> Rollout:
     """The inverse of `without_repeats`; raises `SerializationError` for impossible counts."""
-    traces = _traces(stored.rollout)
-    if len(stored.shared) != len(traces):
-        raise SerializationError(f"shared has {len(stored.shared)} entries for {len(traces)} calls")
-    if not any(stored.shared):
-        return stored.rollout
+    traces = [step.trace for step in stored.rollout.agent_steps if step.trace is not None]
+    calls = [(trace.prompt_token_ids, trace.completion_token_ids) for trace in traces]
+    prompts = whole_prompts(calls, stored.shared)
+    return _with_prompts(stored.rollout, prompts) if any(stored.shared) else stored.rollout
+
+
+def whole_prompts(
+    calls: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shared: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """The prompts of calls of which the stored part of the prompt, and the completion, are given;
+    raises `SerializationError` for impossible counts."""
+    if len(shared) != len(calls):
+        raise SerializationError(f"shared has {len(shared)} entries for {len(calls)} calls")
+    if not any(shared):
+        return [prompt for prompt, _ in calls]
     prompts: list[tuple[int, ...]] = []
     before: tuple[int, ...] = ()
-    for number, (trace, count) in enumerate(zip(traces, stored.shared, strict=True)):
+    for number, ((prompt, completion), count) in enumerate(zip(calls, shared, strict=True)):
         if not 0 <= count <= len(before):
             raise SerializationError(
                 f"call {number}: shared is {count}, but the call before it has {len(before)} tokens"
             )
-        prompts.append(before[:count] + trace.prompt_token_ids)
-        before = prompts[-1] + trace.completion_token_ids
-    return _with_prompts(stored.rollout, prompts)
+        prompts.append(before[:count] + prompt if count else prompt)
+        before = prompts[-1] + completion
+    return prompts
 
 
 def _shared_with(before: TokenTrace, trace: TokenTrace) -> int:
@@ -66,10 +76,6 @@ def shared_length(a: Sequence[Any], b: Sequence[Any]) -> int:
     """How long two sequences are the same from their beginning."""
     n = min(len(a), len(b))
     return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
-
-
-def _traces(rollout: Rollout) -> list[TokenTrace]:
-    return [step.trace for step in rollout.agent_steps if step.trace is not None]
 
 
 def _with_prompts(rollout: Rollout, prompts: Iterable[tuple[int, ...]]) -> Rollout:
