@@ -22,14 +22,15 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import numpy as np
 import zstandard
-from msgspec.structs import force_setattr, replace
+from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
 from ludic.errors import DataError, SchemaVersionError, SerializationError
 from ludic.plumbing.numbers import Numbers
 from ludic.rollouts.requests import RolloutRequest
 from ludic.rollouts.stored_prompts import whole_prompts, without_repeats
-from ludic.types import AgentStep, Rollout, TokenTrace, VersionSpan, are_ids, from_json, to_json
+from ludic.rollouts.stored_prompts import with_traces as with_traces
+from ludic.types import Rollout, TokenTrace, VersionSpan, are_ids, from_json, to_json
 
 SCHEMA = 1
 """The version of the messages' layout; a message of a newer one is refused."""
@@ -177,18 +178,6 @@ def _get_rollout(data: _Rollout, read: Callable[[NDArray[Any]], tuple[Any, ...]]
         whole = None if trace is None else _get_trace(trace, next(prompts), read)
         force_setattr(call, "trace", whole)
     return rollout
-
-
-def with_traces(
-    rollout: Rollout, change: Callable[[TokenTrace | None], TokenTrace | None]
-) -> Rollout:
-    """The rollout with what `change` makes of the trace of each model call, in order."""
-    return rollout.labelled(
-        steps=tuple(
-            replace(step, trace=change(step.trace)) if isinstance(step, AgentStep) else step
-            for step in rollout.steps
-        )
-    )
 
 
 def _put_trace(trace: TokenTrace) -> _Trace:

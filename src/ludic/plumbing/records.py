@@ -113,13 +113,17 @@ def json_copy(value: Any, where: str) -> Any:
 
 
 def _checked_json(value: Any, cls: Any, where: str) -> bytes:
+    text = plain_json(value, cls)
+    return _exact_json(value, cls, where) if text is None else text
+
+
+def plain_json(value: Any, cls: Any) -> bytes | None:
+    """What `encode` writes, if it reads back as an equal value."""
     try:
         text = encode(value)
-        if _decoder(cls)(text) == value:
-            return text
+        return text if _decoder(cls)(text) == value else None
     except _NOT_PLAIN:
-        pass
-    return _exact_json(value, cls, where)
+        return None
 
 
 _TOO_DEEP = "it is nested too deeply, or holds itself"

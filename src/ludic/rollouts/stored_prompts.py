@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ludic.errors import SerializationError
@@ -41,8 +41,12 @@ def with_repeats(stored: StoredRollout) -> Rollout:
     """The inverse of `without_repeats`; raises `SerializationError` for impossible counts."""
     traces = [step.trace for step in stored.rollout.agent_steps if step.trace is not None]
     calls = [(trace.prompt_token_ids, trace.completion_token_ids) for trace in traces]
-    prompts = whole_prompts(calls, stored.shared)
-    return _with_prompts(stored.rollout, prompts) if any(stored.shared) else stored.rollout
+    prompts = iter(whole_prompts(calls, stored.shared))
+    if not any(stored.shared):
+        return stored.rollout
+    return with_traces(
+        stored.rollout, lambda trace: trace and changed(trace, prompt_token_ids=next(prompts))
+    )
 
 
 def whole_prompts(
@@ -78,14 +82,15 @@ def shared_length(a: Sequence[Any], b: Sequence[Any]) -> int:
     return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
 
 
-def _with_prompts(rollout: Rollout, prompts: Iterable[tuple[int, ...]]) -> Rollout:
-    following = iter(prompts)
-    return changed(
-        rollout,
+def with_traces(
+    rollout: Rollout, change: Callable[[TokenTrace | None], TokenTrace | None]
+) -> Rollout:
+    """The rollout with what `change` makes of the trace of each model call, in order."""
+    return rollout.labelled(
         steps=tuple(
-            changed(step, trace=changed(step.trace, prompt_token_ids=next(following)))
-            if isinstance(step, AgentStep) and step.trace is not None
-            else step
-            for step in rollout.steps
-        ),
+            [
+                changed(step, trace=change(step.trace)) if isinstance(step, AgentStep) else step
+                for step in rollout.steps
+            ]
+        )
     )

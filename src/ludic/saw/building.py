@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ludic.errors import CreditError, NotTrainableError
 from ludic.plumbing.numbers import Numbers
-from ludic.saw.batch import make_batch, ranges
+from ludic.saw.batch import make_batch
 from ludic.saw.credit import CreditAssigner
 from ludic.saw.filters import Sample, SampleFilter
 from ludic.saw.items import UNKNOWN_VERSION, SampleAttachments, SAWBatch, SAWItem, TurnSpan
@@ -239,7 +239,6 @@ def _make_items(rows: Sequence[_Row]) -> list[SAWItem]:
     last = [row.calls[-1].trace for row in rows]
     parts = [ids for trace in last for ids in (trace.prompt_token_ids, trace.completion_token_ids)]
     input_ids = _joined(parts, np.int64)
-    total = len(input_ids)
     traces = [call.trace for row in rows for call in row.calls]
     logprobs = _joined(
         [t.completion_logprobs for t in traces if t.completion_logprobs is not None], np.float32
@@ -247,22 +246,25 @@ def _make_items(rows: Sequence[_Row]) -> list[SAWItem]:
     versions = _all_versions(traces)
     all_know_versions = all(bool(trace.version_spans) for trace in traces)
     some_kept_ids = any(trace.kept_token_ids is not None for trace in traces)
-    starts: list[int] = []  # of the calls' actions
+    runs: list[int] = []  # of tokens: states and actions by turns
     spans: list[list[TurnSpan]] = []
     bounds = [0]  # of the rows
-    for row, trace in zip(rows, last, strict=True):
-        at, end, own = bounds[-1], 0, list[TurnSpan]()
+    for row in rows:
+        at, end, own = 0, 0, list[TurnSpan]()
         for call in row.calls:
-            starts.append(at + len(call.trace.prompt_token_ids))
-            begin, end = end, end + len(call.trace.completion_token_ids)
+            state, actions = len(call.trace.prompt_token_ids), len(call.trace.completion_token_ids)
+            runs += (state - at, actions)
+            at = state + actions
+            begin, end = end, end + actions
             if own and own[-1].turn_index == call.turn_index:
                 begin = own.pop().start
             own.append(TurnSpan(begin, end, call.turn_index, call.weight))
         spans.append(own)
-        bounds.append(at + len(trace.prompt_token_ids) + len(trace.completion_token_ids))
-    action_mask = np.zeros(total, np.int8)
-    action_mask[ranges(starts, [len(trace.completion_token_ids) for trace in traces])] = 1
-    attention_mask = np.ones(total, np.int8)
+        bounds.append(bounds[-1] + at)
+    action_mask = np.repeat(
+        np.tile(np.array([0, 1], np.int8), len(runs) // 2), np.array(runs, np.int64)
+    )
+    attention_mask = np.ones(len(input_ids), np.int8)
     weights = _all_weights(spans)
     items: list[SAWItem] = []
     token = logged = 0  # where the row's actions and its log-probs begin
