@@ -5,8 +5,11 @@
 Intake: a Redis holds batches of `--groups` groups of 8 episodes, of 1 and of 4 turns, with 256
 sampled tokens a turn, written as actors write them. A trainer pinned to one core makes batches of
 them; its processor time and the clock are read, less those of the writers, who were done before.
-Nothing is sampled from a model or trained on. `batch` is the same without Redis: from rollouts as
-an in-process run has them to the batch.
+`tokens_per_s` is by the clock, `tokens_per_cpu_s` by processor time, and `core_share` what the
+trainer got of its core: the Redis server, which may have to use the same one, and whatever else the
+machine does, have the rest. `line_us` is what a rollout's line in the run's log takes on top, where
+a run keeps rollouts. Nothing is sampled from a model or trained on. `batch` is the same without
+Redis: from rollouts as an in-process run has them to the batch.
 
 Redis: `--actors` writers, each a thread with a connection and heartbeats of its own, in one other
 process, send groups as fast as they can, and a trainer reads and acknowledges them. What the server
@@ -38,9 +41,10 @@ from ludic.pipeline import (
     PipelineConfig,
     TrainerLease,
 )
-from ludic.pipeline.messages import Group, Unit, group_message, read_unit
+from ludic.pipeline.messages import Group, Unit, group_message, read_group, read_unit
 from ludic.pipeline.store import Store, entries
 from ludic.rollouts import EnvSpec, FixedMix, ProtocolSpec, RolloutRequest
+from ludic.rollouts.storage import rollout_line
 from ludic.saw.building import batch_from_rollouts
 from ludic.training import make_grpo
 from ludic.types import AgentStep, EnvironmentStep, FinishReason, Rollout, TokenTrace, VersionSpan
@@ -125,16 +129,16 @@ async def measure_intake(
     config = PipelineConfig(redis.url, f"intake-{turns}")
     source, store = make_source(config, groups, 1 + repeats), Store(config)
     sizes: list[int] = []
-    encoding = 0.0
+    encoding, group = 0.0, b""
 
     def make(unit: Unit) -> bytes:
-        nonlocal encoding
+        nonlocal encoding, group
         rollouts = make_rollouts(unit, turns)
         began = time.thread_time()
-        message = group_message(Group(unit.number, rollouts, "writer"))
+        group = group_message(Group(unit.number, rollouts, "writer"))
         encoding += time.thread_time() - began
-        sizes.append(len(message))
-        return message
+        sizes.append(len(group))
+        return group
 
     def fill(count: int) -> None:
         while count:
@@ -161,12 +165,24 @@ async def measure_intake(
     if tokens != repeats * groups * GROUP * turns * TOKENS:
         raise RuntimeError(f"{repeats} batches have {tokens} tokens, which is not all of them")
     return {
-        "tokens_per_cpu_s": tokens / cpu,
         "tokens_per_s": tokens / wall,
+        "tokens_per_cpu_s": tokens / cpu,
+        "core_share": cpu / wall,
         "us_per_rollout": cpu / (repeats * groups * GROUP) * 1e6,
         "bytes_per_token": sum(sizes) / len(sizes) / (GROUP * turns * TOKENS),
         "encoded_tokens_per_cpu_s": len(sizes) * GROUP * turns * TOKENS / encoding,
+        "line_us": line_seconds(group) * 1e6,
     }
+
+
+def line_seconds(message: bytes) -> float:
+    """Processor time for the log's line of one rollout, as it was read from Redis."""
+    seconds = []
+    for rollout in read_group(message).rollouts * 4:
+        began = time.thread_time()
+        rollout_line(rollout)
+        seconds.append(time.thread_time() - began)
+    return statistics.median(seconds)
 
 
 def measure_batches(turns: int, groups: int, repeats: int) -> float:
@@ -302,15 +318,21 @@ class Meter:
 
 
 def _profiler() -> Callable[[], None]:
-    """Starts a profile of this thread and of those to come; returns what ends and prints it."""
+    """Starts a profile, by processor time, and has this thread do what others would; returns what
+    ends and prints it."""
     import cProfile
     import pstats
 
-    recorder = cProfile.Profile()
+    async def here(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return call(*args, **options)
+
+    in_thread, recorder = asyncio.to_thread, cProfile.Profile(time.thread_time)
+    asyncio.to_thread = here  # type: ignore[assignment]
     recorder.enable()
 
     def end() -> None:
         recorder.disable()
+        asyncio.to_thread = in_thread
         pstats.Stats(recorder).sort_stats("tottime").print_stats(25)
 
     return end
@@ -344,8 +366,9 @@ def main() -> None:
             found = asyncio.run(measure_redis(redis, args.actors, 16, args.seconds))
             figures["redis"] = {k: round(v, 2) for k, v in found.items()}
             print(f"{args.actors} actors:", figures["redis"], flush=True)
-    rates = [found["tokens_per_cpu_s"] for found in figures["by_turns"].values()]
-    print(json.dumps({"tokens_per_cpu_s": min(rates, default=None), **figures}))
+    rows = sorted(figures["by_turns"].values(), key=lambda row: row["tokens_per_cpu_s"])
+    names = ("tokens_per_s", "tokens_per_cpu_s", "core_share")
+    print(json.dumps({name: row[name] for row in rows[:1] for name in names} | figures))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from msgspec.structs import force_setattr
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from ludic.errors import DataError
+from ludic.plumbing.numbers import Numbers
 from ludic.plumbing.records import JsonObject, Record, changed, encode
 from ludic.plumbing.records import check_json as check_json
 from ludic.plumbing.records import from_json as from_json
@@ -97,6 +98,9 @@ class VersionSpan(Record, frozen=True):
     attempt: int = 0
 
 
+_READ_ONLY = (tuple, Numbers)
+
+
 class TokenTrace(Record, frozen=True):
     """The exact tokens of one model call: what went in, what was sampled, how likely it was.
 
@@ -104,6 +108,7 @@ class TokenTrace(Record, frozen=True):
     and truncation), in float32. `kept_token_ids`, when recorded, lists for every completion token
     the ids that truncated sampling had kept; an empty tuple stands for the whole vocabulary.
     `version_spans` cover the completion, token by token, or are empty where nothing is known.
+    Ids and log-probs that came over Redis are views of arrays, which read as these tuples do.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -116,11 +121,11 @@ class TokenTrace(Record, frozen=True):
         prompt, completion = self.prompt_token_ids, self.completion_token_ids
         logprobs, spans = self.completion_logprobs, self.version_spans
         # Every call of every episode comes here, so first one look at what is nearly always true.
-        n = len(completion) if type(completion) is tuple else -1
+        n = len(completion) if type(completion) in _READ_ONLY else -1
         if (
             n >= 0
-            and type(prompt) is tuple
-            and (logprobs is None or (type(logprobs) is tuple and len(logprobs) == n))
+            and type(prompt) in _READ_ONLY
+            and (logprobs is None or (type(logprobs) in _READ_ONLY and len(logprobs) == n))
             and self.kept_token_ids is None
             and (not spans or (len(spans) == 1 and spans[0].start == 0 and spans[0].end == n))
             and are_ids(prompt)
@@ -136,7 +141,7 @@ class TokenTrace(Record, frozen=True):
             value = getattr(self, name)
             if isinstance(value, list):
                 force_setattr(self, name, tuple(value))
-            elif value is not None and not isinstance(value, tuple):
+            elif value is not None and not isinstance(value, _READ_ONLY):
                 raise DataError(
                     f"TokenTrace.{name} is a {type(value).__name__}: give a tuple of plain numbers"
                 )
@@ -421,9 +426,11 @@ RolloutStepKey: TypeAlias = tuple[str, int]
 """(rollout id, turn index): what credit is assigned to."""
 
 
-def are_ids(values: tuple[int, ...]) -> bool:
+def are_ids(values: Sequence[int]) -> bool:
     """Whether these are plain ints from 0 on. Prompts are long, so nothing here looks at single
     ids: only such ints are written in nothing but digits."""
+    if type(values) is Numbers:
+        return bool(values.array.dtype.kind == "i")
     try:
         return not encode(values)[1:-1].translate(None, b"0123456789,")
     except (TypeError, ValueError, OverflowError, RecursionError):  # NumPy's integers, for one
@@ -432,6 +439,8 @@ def are_ids(values: tuple[int, ...]) -> bool:
 
 def all_finite(values: Sequence[float]) -> bool:
     """Whether all of them are numbers, and none is NaN, infinite or beyond what a float holds."""
+    if type(values) is Numbers:
+        return True
     try:
         if isfinite(fsum(values)):  # at half the price of looking at each
             return True

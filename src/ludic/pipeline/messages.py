@@ -12,7 +12,7 @@ are checked like those of a file. Nothing is unpickled and nothing is executed.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -20,13 +20,17 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+import numpy as np
 import zstandard
-from msgspec.structs import replace
+from msgspec.structs import force_setattr
+from numpy.typing import NDArray
 
 from ludic.errors import DataError, SchemaVersionError, SerializationError
+from ludic.plumbing.numbers import Numbers
 from ludic.rollouts.requests import RolloutRequest
-from ludic.rollouts.stored_prompts import StoredRollout, with_repeats, without_repeats
-from ludic.types import AgentStep, Rollout, TokenTrace, VersionSpan, are_ids, from_json, to_json
+from ludic.rollouts.stored_prompts import whole_prompts, without_repeats
+from ludic.rollouts.stored_prompts import with_traces as with_traces
+from ludic.types import Rollout, TokenTrace, VersionSpan, are_ids, from_json, to_json
 
 SCHEMA = 1
 """The version of the messages' layout; a message of a newer one is refused."""
@@ -133,8 +137,8 @@ def read_group(message: bytes) -> Group:
     """Raises `SerializationError` for what is no group."""
     body: _Group = unpack("group", message, cls=_Group)
     try:
-        rollouts = tuple(map(_get_rollout, body.rollouts))
-    except (DataError, ValueError, TypeError, OverflowError, struct.error) as exc:
+        rollouts = _get_rollouts(body.rollouts)
+    except (DataError, ValueError, TypeError, OverflowError) as exc:
         raise SerializationError(f"group {body.number}: {exc}") from exc
     return Group(body.number, rollouts, body.actor, body.refused)
 
@@ -149,25 +153,31 @@ def _put_rollout(rollout: Rollout) -> _Rollout:
     )
 
 
-def _get_rollout(data: _Rollout) -> Rollout:
-    bare = from_json(Rollout, data.rollout)
-    if len(data.traces) != len(bare.agent_steps):
-        raise SerializationError(f"rollout {bare.id!r}: {len(data.traces)} traces for its calls")
-    traces = map(_get_trace, data.traces)
-    whole = with_traces(bare, lambda _: next(traces))
-    return with_repeats(StoredRollout(whole, _get(data.shared)))
-
-
-def with_traces(
-    rollout: Rollout, change: Callable[[TokenTrace | None], TokenTrace | None]
-) -> Rollout:
-    """The rollout with what `change` makes of the trace of each model call, in order."""
-    return rollout.labelled(
-        steps=tuple(
-            replace(step, trace=change(step.trace)) if isinstance(step, AgentStep) else step
-            for step in rollout.steps
-        )
+def _get_rollouts(sent: Sequence[_Rollout]) -> tuple[Rollout, ...]:
+    """A group's rollouts. The numbers of all its traces are checked at once, and stay arrays; where
+    one of them cannot be, a `TokenTrace` of tuples says which."""
+    traces = [trace for rollout in sent for trace in rollout.traces if trace is not None]
+    ids = _all_of([part for trace in traces for part in (trace.prompt, trace.completion)])
+    logprobs = _all_of([trace.logprobs for trace in traces if trace.logprobs is not None])
+    sound = all(part.dtype.kind == "i" and part.min(initial=0) >= 0 for part in ids) and all(
+        part.dtype.kind == "f" and np.isfinite(part).all() for part in logprobs
     )
+    read: Any = Numbers if sound else _plain
+    return tuple([_get_rollout(data, read) for data in sent])
+
+
+def _get_rollout(data: _Rollout, read: Callable[[NDArray[Any]], tuple[Any, ...]]) -> Rollout:
+    rollout = from_json(Rollout, data.rollout)
+    calls = rollout.agent_steps
+    if len(data.traces) != len(calls):
+        raise SerializationError(f"rollout {rollout.id!r}: {len(data.traces)} traces for its calls")
+    parts = [(read(_get(t.prompt)), read(_get(t.completion))) for t in data.traces if t is not None]
+    prompts = iter(whole_prompts(parts, _plain(_get(data.shared))))
+    for call, trace in zip(calls, data.traces, strict=True):
+        # In place of a copy: nobody else has the rollout yet.
+        whole = None if trace is None else _get_trace(trace, next(prompts), read)
+        force_setattr(call, "trace", whole)
+    return rollout
 
 
 def _put_trace(trace: TokenTrace) -> _Trace:
@@ -187,21 +197,21 @@ def _put_trace(trace: TokenTrace) -> _Trace:
     )
 
 
-def _get_trace(data: _Trace | None) -> TokenTrace | None:
-    if data is None:
-        return None
-    spans = iter(_get(data.spans))
+def _get_trace(
+    data: _Trace, prompt: tuple[int, ...], read: Callable[[NDArray[Any]], Any]
+) -> TokenTrace:
+    spans = iter(_plain(_get(data.spans)))
     return TokenTrace(
-        _get(data.prompt),
-        _get(data.completion),
-        None if data.logprobs is None else _get(data.logprobs),
+        prompt,
+        read(_get(data.completion)),
+        None if data.logprobs is None else read(_get(data.logprobs)),
         tuple(VersionSpan(*span) for span in zip(spans, spans, spans, spans, strict=True)),
         None if data.kept is None else _get_kept(*data.kept),
     )
 
 
 def _get_kept(lengths: _Array, ids: _Array) -> tuple[tuple[int, ...], ...]:
-    counts, flat = _get(lengths), _get(ids)
+    counts, flat = _plain(_get(lengths)), _plain(_get(ids))
     if not (are_ids(counts) and are_ids(flat)) or sum(counts) != len(flat):
         raise SerializationError("the kept ids of a model call are no ids, or do not add up")
     return tuple(flat[a:b] for a, b in pairwise((0, *accumulate(counts))))
@@ -217,7 +227,7 @@ def _put_ids(values: Sequence[int]) -> _Array:
 def _put_floats(values: Sequence[float]) -> _Array:
     """In half the room where nothing is lost by it, which is the rule: log-probs are float32."""
     with suppress(OverflowError):
-        if _get(small := _put("<f4", values)) == tuple(values):
+        if _plain(_get(small := _put("<f4", values))) == tuple(values):
             return small
     return _put("<f8", values)
 
@@ -229,11 +239,21 @@ def _put(dtype: _Dtype, values: Sequence[float]) -> _Array:
     return _Array(dtype, struct.pack(f"<{len(values)}{_CODES[dtype]}", *values))
 
 
-def _get(array: _Array) -> tuple[Any, ...]:
-    """Raises `struct.error` for one that is cut."""
-    return struct.unpack(
-        f"<{len(array.data) // int(array.dtype[2])}{_CODES[array.dtype]}", array.data
-    )
+def _get(array: _Array) -> NDArray[Any]:
+    """Raises `ValueError` for one that is cut."""
+    return np.frombuffer(array.data, array.dtype)
+
+
+def _plain(array: NDArray[Any]) -> tuple[Any, ...]:
+    return tuple(array.tolist())
+
+
+def _all_of(arrays: Iterable[_Array]) -> list[NDArray[Any]]:
+    """All their numbers, in one array for each type."""
+    data: dict[_Dtype, list[bytes]] = {}
+    for array in arrays:
+        data.setdefault(array.dtype, []).append(array.data)
+    return [np.frombuffer(b"".join(parts), dtype) for dtype, parts in data.items()]
 
 
 def pack(kind: str, body: Any) -> bytes:

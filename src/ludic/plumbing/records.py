@@ -31,6 +31,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from ludic.errors import SerializationError
+from ludic.plumbing.numbers import Numbers
 from ludic.plumbing.text import clean_json
 
 T = TypeVar("T")
@@ -61,6 +62,8 @@ def changed(record: R, /, **changes: Any) -> R:
 
 def _basic(value: Any) -> Any:
     """A number or text of a subclass (`numpy.float64`, say) as what it is."""
+    if isinstance(value, Numbers):
+        return value.array.tolist()
     for kind in (str, float, int):
         if isinstance(value, kind):
             return kind.__str__(value) if kind is str else kind(value)
@@ -110,13 +113,17 @@ def json_copy(value: Any, where: str) -> Any:
 
 
 def _checked_json(value: Any, cls: Any, where: str) -> bytes:
+    text = plain_json(value, cls)
+    return _exact_json(value, cls, where) if text is None else text
+
+
+def plain_json(value: Any, cls: Any) -> bytes | None:
+    """What `encode` writes, if it reads back as an equal value."""
     try:
         text = encode(value)
-        if _decoder(cls)(text) == value:
-            return text
+        return text if _decoder(cls)(text) == value else None
     except _NOT_PLAIN:
-        pass
-    return _exact_json(value, cls, where)
+        return None
 
 
 _TOO_DEEP = "it is nested too deeply, or holds itself"
@@ -157,6 +164,7 @@ _LEAVES = (str, int, float, type(None))
 def _difference(value: Any, again: Any, path: str = "") -> str | None:
     """The first place at which `again`, read back from JSON, is not `value`, and why."""
     pairs: list[tuple[str, Any, Any]] = []
+    value = tuple(value) if isinstance(value, Numbers) else value
     if isinstance(value, msgspec.Struct) and type(value) is type(again):
         names = value.__struct_fields__
         pairs = [(f".{name}", getattr(value, name), getattr(again, name)) for name in names]

@@ -13,14 +13,20 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from ludic.errors import ConfigError, SchemaVersionError, SerializationError
-from ludic.plumbing.records import encode
+from ludic.plumbing.numbers import Numbers
+from ludic.plumbing.records import encode, plain_json
 from ludic.rollouts.block_writer import BlockFile
 from ludic.rollouts.lines import CutFileWarning, parse_line, read_lines
-from ludic.rollouts.stored_prompts import StoredRollout, with_repeats, without_repeats
-from ludic.types import AgentStep, Message, Rollout, from_json, to_json
+from ludic.rollouts.stored_prompts import (
+    StoredRollout,
+    with_repeats,
+    with_traces,
+    without_repeats,
+)
+from ludic.types import AgentStep, Message, Rollout, VersionSpan, from_json, to_json
 
 SCHEMA = 3
 """The version of the row's layout; a file of a newer one is refused. In the first, prompts were
@@ -174,8 +180,28 @@ def rollout_row(rollout: Rollout) -> dict[str, Any]:
         "truncation_reason": truncation_reason,
         "error": rollout.error or "",
         "messages": [{"role": m["role"], "content": m["content"]} for m in dialogue(rollout)],
-        "rollout": to_json(without_repeats(rollout)).decode(),
+        "rollout": _stored_json(without_repeats(rollout)).decode(),
     }
+
+
+_Rest: TypeAlias = list[tuple[tuple[VersionSpan, ...], tuple[tuple[int, ...], ...] | None]]
+
+
+def _stored_json(stored: StoredRollout) -> bytes:
+    """What `to_json` returns. Numbers that came in arrays are not read back to see that they
+    survive JSON, which takes longer than all the rest: whoever made the arrays has checked them."""
+    traces = [step.trace for step in stored.rollout.agent_steps if step.trace is not None]
+    numbers: list[object] = [
+        values
+        for t in traces
+        for values in (t.prompt_token_ids, t.completion_token_ids, t.completion_logprobs)
+    ]
+    if all(values is None or type(values) is Numbers for values in numbers):
+        rest = [(trace.version_spans, trace.kept_token_ids) for trace in traces]
+        bare = with_traces(stored.rollout, lambda _: None)
+        if plain_json(bare, Rollout) and plain_json(rest, _Rest):
+            return encode(stored)
+    return to_json(stored)
 
 
 def rollout_from_row(row: Any, where: str = "this row") -> Rollout:

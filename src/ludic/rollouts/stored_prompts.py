@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ludic.errors import SerializationError
@@ -39,21 +39,35 @@ def without_repeats(rollout: Rollout) -> StoredRollout:
 
 def with_repeats(stored: StoredRollout) -> Rollout:
     """The inverse of `without_repeats`; raises `SerializationError` for impossible counts."""
-    traces = _traces(stored.rollout)
-    if len(stored.shared) != len(traces):
-        raise SerializationError(f"shared has {len(stored.shared)} entries for {len(traces)} calls")
+    traces = [step.trace for step in stored.rollout.agent_steps if step.trace is not None]
+    calls = [(trace.prompt_token_ids, trace.completion_token_ids) for trace in traces]
+    prompts = iter(whole_prompts(calls, stored.shared))
     if not any(stored.shared):
         return stored.rollout
+    return with_traces(
+        stored.rollout, lambda trace: trace and changed(trace, prompt_token_ids=next(prompts))
+    )
+
+
+def whole_prompts(
+    calls: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shared: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """The prompts of calls of which the stored part of the prompt, and the completion, are given;
+    raises `SerializationError` for impossible counts."""
+    if len(shared) != len(calls):
+        raise SerializationError(f"shared has {len(shared)} entries for {len(calls)} calls")
+    if not any(shared):
+        return [prompt for prompt, _ in calls]
     prompts: list[tuple[int, ...]] = []
     before: tuple[int, ...] = ()
-    for number, (trace, count) in enumerate(zip(traces, stored.shared, strict=True)):
+    for number, ((prompt, completion), count) in enumerate(zip(calls, shared, strict=True)):
         if not 0 <= count <= len(before):
             raise SerializationError(
                 f"call {number}: shared is {count}, but the call before it has {len(before)} tokens"
             )
-        prompts.append(before[:count] + trace.prompt_token_ids)
-        before = prompts[-1] + trace.completion_token_ids
-    return _with_prompts(stored.rollout, prompts)
+        prompts.append(before[:count] + prompt if count else prompt)
+        before = prompts[-1] + completion
+    return prompts
 
 
 def _shared_with(before: TokenTrace, trace: TokenTrace) -> int:
@@ -68,18 +82,15 @@ def shared_length(a: Sequence[Any], b: Sequence[Any]) -> int:
     return n if a[:n] == b[:n] else next(i for i in range(n) if a[i] != b[i])
 
 
-def _traces(rollout: Rollout) -> list[TokenTrace]:
-    return [step.trace for step in rollout.agent_steps if step.trace is not None]
-
-
-def _with_prompts(rollout: Rollout, prompts: Iterable[tuple[int, ...]]) -> Rollout:
-    following = iter(prompts)
-    return changed(
-        rollout,
+def with_traces(
+    rollout: Rollout, change: Callable[[TokenTrace | None], TokenTrace | None]
+) -> Rollout:
+    """The rollout with what `change` makes of the trace of each model call, in order."""
+    return rollout.labelled(
         steps=tuple(
-            changed(step, trace=changed(step.trace, prompt_token_ids=next(following)))
-            if isinstance(step, AgentStep) and step.trace is not None
-            else step
-            for step in rollout.steps
-        ),
+            [
+                changed(step, trace=change(step.trace)) if isinstance(step, AgentStep) else step
+                for step in rollout.steps
+            ]
+        )
     )

@@ -12,19 +12,22 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ludic.errors import CreditError, NotTrainableError
-from ludic.saw.batch import make_batch, ranges
+from ludic.plumbing.numbers import Numbers
+from ludic.saw.batch import make_batch
 from ludic.saw.credit import CreditAssigner
 from ludic.saw.filters import Sample, SampleFilter
 from ludic.saw.items import UNKNOWN_VERSION, SampleAttachments, SAWBatch, SAWItem, TurnSpan
 from ludic.saw.statistics import item_statistics, rollout_statistics
 from ludic.saw.trainable import check_sampling, is_plain
 from ludic.types import AgentStep, Rollout, RolloutStepKey, TokenTrace
+
+N = TypeVar("N", np.int64, np.float32)
 
 
 class Algorithm(Protocol):
@@ -235,28 +238,33 @@ def _make_items(rows: Sequence[_Row]) -> list[SAWItem]:
     much more to make than to fill."""
     last = [row.calls[-1].trace for row in rows]
     parts = [ids for trace in last for ids in (trace.prompt_token_ids, trace.completion_token_ids)]
-    total = sum(map(len, parts))
-    input_ids = np.fromiter(chain.from_iterable(parts), np.int64, total)
+    input_ids = _joined(parts, np.int64)
     traces = [call.trace for row in rows for call in row.calls]
-    logprobs, versions = _all_logprobs(traces), _all_versions(traces)
+    logprobs = _joined(
+        [t.completion_logprobs for t in traces if t.completion_logprobs is not None], np.float32
+    )
+    versions = _all_versions(traces)
     all_know_versions = all(bool(trace.version_spans) for trace in traces)
     some_kept_ids = any(trace.kept_token_ids is not None for trace in traces)
-    starts: list[int] = []  # of the calls' actions
+    runs: list[int] = []  # of tokens: states and actions by turns
     spans: list[list[TurnSpan]] = []
     bounds = [0]  # of the rows
-    for row, trace in zip(rows, last, strict=True):
-        at, end, own = bounds[-1], 0, list[TurnSpan]()
+    for row in rows:
+        at, end, own = 0, 0, list[TurnSpan]()
         for call in row.calls:
-            starts.append(at + len(call.trace.prompt_token_ids))
-            begin, end = end, end + len(call.trace.completion_token_ids)
+            state, actions = len(call.trace.prompt_token_ids), len(call.trace.completion_token_ids)
+            runs += (state - at, actions)
+            at = state + actions
+            begin, end = end, end + actions
             if own and own[-1].turn_index == call.turn_index:
                 begin = own.pop().start
             own.append(TurnSpan(begin, end, call.turn_index, call.weight))
         spans.append(own)
-        bounds.append(at + len(trace.prompt_token_ids) + len(trace.completion_token_ids))
-    action_mask = np.zeros(total, np.int8)
-    action_mask[ranges(starts, [len(trace.completion_token_ids) for trace in traces])] = 1
-    attention_mask = np.ones(total, np.int8)
+        bounds.append(bounds[-1] + at)
+    action_mask = np.repeat(
+        np.tile(np.array([0, 1], np.int8), len(runs) // 2), np.array(runs, np.int64)
+    )
+    attention_mask = np.ones(len(input_ids), np.int8)
     weights = _all_weights(spans)
     items: list[SAWItem] = []
     token = logged = 0  # where the row's actions and its log-probs begin
@@ -291,10 +299,12 @@ def _make_items(rows: Sequence[_Row]) -> list[SAWItem]:
     return items
 
 
-def _all_logprobs(traces: Sequence[TokenTrace]) -> NDArray[np.float32]:
-    """The log-probs of the traces that have them, end to end."""
-    found = [t.completion_logprobs for t in traces if t.completion_logprobs is not None]
-    return np.fromiter(chain.from_iterable(found), np.float32, sum(map(len, found)))
+def _joined(parts: Sequence[Sequence[float]], dtype: type[N]) -> NDArray[N]:
+    """All their numbers, end to end."""
+    arrays = [part.array for part in parts if isinstance(part, Numbers)]
+    if arrays and len(arrays) == len(parts):
+        return np.concatenate(arrays, dtype=dtype, casting="same_kind")
+    return np.fromiter(chain.from_iterable(parts), dtype, sum(map(len, parts)))
 
 
 def _all_versions(traces: Sequence[TokenTrace]) -> NDArray[np.int64]:
