@@ -114,7 +114,7 @@ def run_of(
 
 
 async def reinforce(config: RunConfig, stamps: Stamps) -> None:
-    """The reinforcement stage of a run, as `ludic train` runs it, without a checkpoint at its end."""
+    """The reinforcement stage of a run, as `ludic train` runs it, but for its checkpoint."""
     with tempfile.TemporaryDirectory() as where:
         run = Run.of_config(config, RunFolder.planned(config, Path(where) / "run"), FOLDER.parent)
         run.loggers = [stamps]

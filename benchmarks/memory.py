@@ -3,11 +3,11 @@
     python -m benchmarks.memory                      # 135M to 7B, all weights and rank 16
     python -m benchmarks.memory --shapes 7b --ranks 16 --budgets 2048 4096 8192
 
-Random bfloat16 weights in the shape of SmolLM2 and Qwen2.5; one update over two full passes (or over
-`--rows` rows) of `--length` tokens, after one that warms up. `predicted` is without the engine, which is not made;
-`peak` is what torch allocated at most, `reserved` what its allocator held, `driver` what the GPU
-says is gone. Without `--budgets` the plan chooses the tokens of a pass. A case that does not fit is
-not tried. The last line is JSON.
+Random bfloat16 weights in the shape of SmolLM2 and Qwen2.5; one update over two full passes (or
+over `--rows` rows) of `--length` tokens, after one that warms up. `predicted` is without the
+engine, which is not made; `peak` is what torch allocated at most, `reserved` what its allocator
+held, `driver` what the GPU says is gone. Without `--budgets` the plan chooses the tokens of a pass.
+A case that does not fit is not tried. The last line is JSON.
 """
 
 from __future__ import annotations
