@@ -367,7 +367,8 @@ def main() -> int:
     model, tokenizer = qwen2_half_billion(args.device) if args.shape else load(args.tiny)
     model.to(args.device)
     if args.follow:
-        asyncio.run(follow(*args.follow, model, tokenizer))
+        url, run, address = args.follow
+        asyncio.run(follow(url, run, address, model, tokenizer))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no namespace is left
     policy = Policy(model, tokenizer, args.learning_rate)
