@@ -398,6 +398,7 @@ async def test_an_adapter_goes_out_in_the_background_from_a_snapshot_of_it_alone
         current = publisher.payload.current
         assert current is not None
         assert all(torch.equal(current.tensors[name], taken[name]) for name in taken)
+    assert current is not None
     before = dict(current.tensors)
     kept = {name: tensor.clone() for name, tensor in before.items()}
     await behind.publish(ModelWeights(model), 4)
