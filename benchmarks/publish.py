@@ -261,11 +261,15 @@ async def to_vllm(policy: Policy, times: int, url: str, kind: str, running: int)
             plane="ipc" if on_gpu else "auto",
         )
         publisher = BackgroundPublisher(inner, timeout_s=WAIT_S)
-        asked = []
+        asked, config = list[asyncio.Task[int]](), policy.model.config
+        long = min(1024, config.max_position_embeddings - 64)
         for number in range(times):
             if kind == "running" and number:  # not beside the first, which warms up
                 if number == 1:
-                    asked = [group.create_task(long_request(client, n)) for n in range(running)]
+                    asked = [
+                        group.create_task(long_request(client, n, long, config.vocab_size))
+                        for n in range(running)
+                    ]
                 await asyncio.sleep(1.0)
                 if all(task.done() for task in asked):
                     raise LudicError("the requests ended before all publishes: ask for longer ones")
@@ -284,18 +288,14 @@ async def to_vllm(policy: Policy, times: int, url: str, kind: str, running: int)
             say(f"  {json.dumps(stages)}")
     figures: dict[str, Any] = {**medians(rows), "readings": rows[1:], "stages": stages}
     if kind == "running":
-        figures["lost"] = sum(task.result() != LONG for task in asked)
+        figures["lost"] = sum(task.result() != long for task in asked)
     return figures
 
 
-LONG = 1024
-"""Tokens of each request that runs during a publish."""
-
-
-async def long_request(client: VLLMChatClient, number: int) -> int:
+async def long_request(client: VLLMChatClient, number: int, tokens: int, vocabulary: int) -> int:
     """A request that is under way for seconds; returns how many tokens came."""
-    ids = tuple(3 + (number * 31 + place * 7) % 997 for place in range(64))
-    sampling = SamplingConfig(max_tokens=LONG, seed=number)
+    ids = tuple(3 + (number * 31 + place * 7) % (vocabulary - 3) for place in range(64))
+    sampling = SamplingConfig(max_tokens=tokens, seed=number)
     request = TokenCompletionRequest(
         "policy", ids, sampling, timeout_s=WAIT_S, extensions={"ignore_eos": True}
     )
@@ -315,7 +315,7 @@ def vllm(policy: Policy, args: argparse.Namespace) -> dict[str, Any]:
             folder,
             served_name="policy",
             port=free_port(),
-            max_model_len=2048,
+            max_model_len=min(2048, policy.model.config.max_position_embeddings),
             max_num_seqs=max(8, 2 * args.running),
             env={"HF_HUB_OFFLINE": "1"},
         )
@@ -367,7 +367,8 @@ def main() -> int:
     model, tokenizer = qwen2_half_billion(args.device) if args.shape else load(args.tiny)
     model.to(args.device)
     if args.follow:
-        asyncio.run(follow(*args.follow, model, tokenizer))
+        url, run, address = args.follow
+        asyncio.run(follow(url, run, address, model, tokenizer))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no namespace is left
     policy = Policy(model, tokenizer, args.learning_rate)

@@ -16,9 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ludic.distributed import AdapterPolicyPublisher
+from ludic.distributed import AdapterPolicyPublisher, BackgroundPublisher
+from ludic.distributed.vllm.adapter_payload import AdapterPayload
+from ludic.distributed.vllm.adapter_weights import AdapterWeights
 from ludic.errors import ConfigError, DeadlineError, InferenceError, PublishError
+from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.client import VLLMChatClient
+from ludic.sharding.weights import ModelWeights
 from tests.distributed.lora_server import LOAD, STOCK, UNLOAD, FakeLoRA
 from tests.inference.vllm.asking import request, trace_of
 from tests.inference.vllm.fake_server import failing, hanging
@@ -371,3 +375,35 @@ async def test_weights_that_change_below_an_adapter_are_an_error(
 def test_settings_that_cannot_work_are_named(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         AdapterPolicyPublisher(VLLMChatClient("http://a"), **settings)
+
+
+async def test_an_adapter_goes_out_in_the_background_from_a_snapshot_of_it_alone(
+    publisher: AdapterPolicyPublisher, fakes: Fakes
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model: Any = get_peft_model(tiny_model(layers=1, hidden_size=32), lora)
+    behind = BackgroundPublisher(publisher)
+    publisher._canary.enabled = False
+    for version in (1, 2, 3):
+        taken = dict(AdapterWeights(model))
+        report = await behind.publish(ModelWeights(model), version)
+        assert report.bytes == sum(t.numel() * t.element_size() for t in taken.values())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)  # the trainer goes on
+        await behind.settle()
+        assert isinstance(publisher.payload, AdapterPayload)
+        current = publisher.payload.current
+        assert current is not None
+        assert all(torch.equal(current.tensors[name], taken[name]) for name in taken)
+    assert current is not None
+    before = dict(current.tensors)
+    kept = {name: tensor.clone() for name, tensor in before.items()}
+    await behind.publish(ModelWeights(model), 4)
+    await behind.settle()
+    await behind.publish(ModelWeights(model), 5)
+    await behind.settle()
+    assert all(torch.equal(before[name], kept[name]) for name in kept)
+    assert all(3 not in versions(fake) and 5 in versions(fake) for fake in fakes)

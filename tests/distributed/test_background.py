@@ -201,8 +201,9 @@ def test_only_what_takes_snapshots_is_put_in_the_background() -> None:
     assert in_background(at_once) is at_once
     assert isinstance(in_background(Gate()), BackgroundPublisher)
     client = VLLMChatClient("http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match="AdapterPolicyPublisher cannot publish from a snap"):
-        BackgroundPublisher(AdapterPolicyPublisher(client))
+    with pytest.raises(ConfigError, match="RecordingPublisher cannot publish from a snap"):
+        BackgroundPublisher(at_once)
+    assert isinstance(in_background(AdapterPolicyPublisher(client)), BackgroundPublisher)
     assert BroadcastPolicyPublisher(client, plane="ipc").snapshots == "device"
 
 

@@ -38,7 +38,8 @@ def test_snapshots_and_checksums_go_on_while_another_thread_captures_a_graph() -
     capturing, checked, pool = threading.Event(), threading.Event(), torch.cuda.graph_pool_handle()
 
     def captures() -> None:
-        with torch.cuda.stream(torch.cuda.Stream()), capture(graph, pool):
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream), capture(graph, pool):
             work.add_(1)
             capturing.set()
             assert checked.wait(60)

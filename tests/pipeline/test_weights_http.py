@@ -22,7 +22,7 @@ from ludic.pipeline import weights_fetcher, weights_http
 from ludic.pipeline.policies import PolicyFolder, StoredPolicy, file_in_kernel
 from ludic.pipeline.store import PipelineConfig, Store
 from ludic.pipeline.weights_fetcher import NotComingError, Patience, PolicyFetcher
-from ludic.pipeline.weights_http import PolicyServer, SourceError, get, listening_address
+from ludic.pipeline.weights_http import CACHES, PolicyServer, SourceError, get, listening_address
 from ludic.plumbing import files
 from ludic.plumbing.files import file_checksum
 from tests.pipeline.test_batch_source import acting, announced, until
@@ -364,6 +364,27 @@ def test_the_newest_policies_stay_in_the_cache_and_the_last_process_removes_it(
     assert (tmp_path / "a").is_dir()
     second.close()
     assert not (tmp_path / "a").exists()
+
+
+def test_the_caches_of_killed_processes_are_removed_by_the_next_run(
+    store: Store, policy: StoredPolicy, tmp_path: Path
+) -> None:
+    named = f"{CACHES}{os.getuid()}-"
+    left, used, others = (tmp_path / f"{named}{n}" for n in ("left", "used", "others"))
+    for folder in (left, used):
+        folder.mkdir()
+        (folder / "old.safetensors").write_bytes(b"old")
+        (folder / "users.lock").touch()
+    others.mkdir()  # just being made
+    elsewhere = replace(policy, path="/elsewhere")
+    with (used / "users.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        fetcher = PolicyFetcher(store, tmp_path / f"{named}own", patience=PATIENT)
+        fetcher.fetch(elsewhere)
+        assert not left.exists()
+        assert used.exists()
+        assert others.exists()
+        fetcher.close()
 
 
 def test_a_request_for_another_path_or_range_gets_nothing(policy: StoredPolicy) -> None:

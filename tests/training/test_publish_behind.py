@@ -146,6 +146,32 @@ def test_a_run_that_fails_leaves_no_publish_under_way(tmp_path: Path) -> None:
     assert diary.versions == [0]
 
 
+async def test_who_trains_on_after_a_failure_begins_with_the_newest_weights(tmp_path: Path) -> None:
+    diary = Diary(held=True)
+
+    class BrokenOnce(Stored):
+        async def next_batch(self) -> SAWBatch:
+            if self.count == 2 and not diary.release.is_set():
+                raise RuntimeError("not now")
+            return await super().next_batch()
+
+    trainer = Trainer(
+        model=tiny_model(layers=1, hidden_size=32),
+        algo=reinforce(),
+        batch_source=BrokenOnce(diary),
+        publisher=BackgroundPublisher(diary),
+        cfg=config(tmp_path),
+    )
+    with pytest.raises(RuntimeError, match="not now"):
+        await trainer.train(4)
+    assert (trainer.version, diary.versions) == (2, [0])
+    diary.release.set()
+    await trainer.train(1)
+    assert diary.versions[:2] == [0, 2]
+    assert diary.versions[-1] == trainer.version
+    trainer.close()
+
+
 class Told(World):
     """As on a rank other than the one whose publish has failed."""
 

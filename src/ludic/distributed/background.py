@@ -108,7 +108,7 @@ class BackgroundPublisher(PolicyPublisher):
         buffer = next(free for free in self._buffers if free is not sending)
         # First of all: on several ranks reading the weights is a collective, in which no rank may
         # be missing, whatever became of the publish before.
-        snapshot = await asyncio.to_thread(buffer.take, weights)
+        snapshot = await asyncio.to_thread(lambda: buffer.take(self.inner.snapshot_of(weights)))
         self.check()
         if self.beside is not None:
             await self.beside.publish(weights, version)

@@ -76,6 +76,11 @@ class PolicyPublisher(Protocol):
     """Whether `publish` may be given a `Snapshot`, after the trainer has moved on, and where that
     has to be kept: in the host's memory or on the trainer's device."""
 
+    def snapshot_of(self, weights: Weights) -> Weights:
+        """What of the weights a snapshot has to hold. Called in a thread; on several ranks reading
+        what it returns may be a collective."""
+        return weights
+
     def updating(self) -> AbstractAsyncContextManager[None]:
         """Held by the trainer while it changes the weights in place. Where the sampler shares
         them, no token is sampled meanwhile; where it has a copy, this does nothing."""

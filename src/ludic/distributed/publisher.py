@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Snapshot, Weights
 from ludic.distributed.vllm.adapter_payload import AdapterPayload
+from ludic.distributed.vllm.adapter_weights import AdapterWeights
 from ludic.distributed.vllm.canary import Canary, MismatchBudget
 from ludic.distributed.vllm.delivery import PATIENCE_S, Job, Payload, PublishTimes
 from ludic.distributed.vllm.placement import Choice, PlaneName
@@ -27,6 +28,7 @@ from ludic.errors import ConfigError, LudicError, PublishError
 from ludic.inference.retries import within
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.servers import Replica
+from ludic.sharding.weights import ModelWeights
 
 TRIES = 3
 """How often a publish begins whose servers are all lost on the way, where others may come."""
@@ -274,3 +276,8 @@ class AdapterPolicyPublisher(ServerPublisher):
         payload = AdapterPayload(client, folder, max_loras)
         super().__init__(client, payload, **settings)
         self.folders = payload.folders
+        self.snapshots = "host"
+
+    def snapshot_of(self, weights: Weights) -> Weights:
+        """The adapter alone."""
+        return AdapterWeights(weights.model) if isinstance(weights, ModelWeights) else weights

@@ -37,8 +37,6 @@ Accepts = Callable[[RolloutRequest], str | None]
 
 _POLL_S = (0.02, 0.3)
 _TAKE = 32
-_POLICY_S = 660.0
-"""A unit may wait for a whole publish, which has 600 s by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +44,19 @@ class ActorConfig:
     """`concurrency` is how many episodes run at once. `lease_s` is how long a unit stays this
     actor's without a heartbeat. `name` must differ between actors; None: made up. One that is told
     to stop waits for a Redis that does not answer for `stop_s` at most. Policies that it fetches
-    by HTTP are passed on to other hosts from `policy_address`."""
+    by HTTP are passed on to other hosts from `policy_address`. A unit waits for its policy for
+    `policy_s` at most: a whole publish, which has 600 s by default, and a little more."""
 
     concurrency: int = 64
     lease_s: float = 30.0
     name: str | None = None
     stop_s: float = 5.0
     policy_address: str = "127.0.0.1"
+    policy_s: float = 660.0
 
     def __post_init__(self) -> None:
-        if self.concurrency < 1 or not min(self.lease_s, self.stop_s) > 0:
-            raise ConfigError(f"{self}: concurrency >= 1, lease_s and stop_s > 0")
+        if self.concurrency < 1 or not min(self.lease_s, self.stop_s, self.policy_s) > 0:
+            raise ConfigError(f"{self}: concurrency >= 1, lease_s, stop_s and policy_s > 0")
 
 
 @dataclass(slots=True)
@@ -291,14 +291,14 @@ class Actor:
     async def _policy_for(self, unit: Unit) -> None:
         self._waiting += 1
         try:
-            async with asyncio.timeout(_POLICY_S), self._policy_changed:
+            async with asyncio.timeout(self.cfg.policy_s), self._policy_changed:
                 await self._policy_changed.wait_for(
                     lambda: self._seen and self._seen[-1].is_enough_for(unit)
                 )
         except TimeoutError as exc:
             raise PipelineError(
-                f"waited {_POLICY_S:.3g} s for policy {unit.policy} and version {unit.version} of "
-                f"the run {self._store.config.run!r}; this actor has "
+                f"waited {self.cfg.policy_s:.3g} s for policy {unit.policy} and version "
+                f"{unit.version} of the run {self._store.config.run!r}; this actor has "
                 f"{self._seen[-1].serial if self._seen else 'none'}"
             ) from exc
         finally:

@@ -151,6 +151,12 @@ class PipelinePublisher(PolicyPublisher):
         self.shares_weights = inner is not None and inner.shares_weights
         self.snapshots = "host" if inner is None else inner.snapshots
 
+    def snapshot_of(self, weights: Weights) -> Weights:
+        """What `inner` needs; the folder needs all."""
+        if self.inner is None or self.folder is not None:
+            return weights
+        return self.inner.snapshot_of(weights)
+
     def updating(self) -> AbstractAsyncContextManager[None]:
         return super().updating() if self.inner is None else self.inner.updating()
 

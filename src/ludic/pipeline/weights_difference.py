@@ -86,8 +86,12 @@ def make_from_difference(
         fetched = fetch(replace(policy, path="", checksum=checksum, difference=()))
         if not fetched.path:
             return False
-        apply_difference(before, Path(fetched.path), target, policy.checksum)
-        Path(fetched.path).unlink(missing_ok=True)
+        arrived = Path(fetched.path)
+        try:
+            apply_difference(before, arrived, target, policy.checksum)
+        finally:  # of no use to anybody else
+            arrived.unlink(missing_ok=True)
+            arrived.with_suffix(".lock").unlink(missing_ok=True)
     except PublishError as exc:
         _log.warning("policy %d is fetched whole; its difference: %s", policy.version, exc)
         return False

@@ -21,6 +21,7 @@ from ludic.pipeline.policies import StoredPolicy, file_in_kernel
 from ludic.pipeline.store import Store
 from ludic.pipeline.weights_difference import make_from_difference
 from ludic.pipeline.weights_http import (
+    CACHES,
     CLAIMED,
     HAS,
     MISSING,
@@ -140,6 +141,7 @@ class PolicyFetcher:
         if self.folder.stat().st_uid != os.getuid():
             raise ConfigError(f"{self.folder} belongs to another user: have it removed")
         if self._user is None:
+            _remove_abandoned(self.folder)
             user = os.open(self.folder / "users.lock", os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(user, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -398,6 +400,22 @@ class PolicyFetcher:
             with suppress(FileNotFoundError):
                 if time.time() - part.stat().st_mtime > _LEFT_S:
                     part.unlink()
+
+
+def _remove_abandoned(own: Path) -> None:
+    """Removes the caches of other runs whose processes were all killed: nobody locks them."""
+    if not own.name.startswith(CACHES):
+        return
+    for folder in own.parent.glob(f"{CACHES}{os.getuid()}-*"):
+        if folder == own:
+            continue
+        with suppress(OSError):  # somebody uses it, or removes it now
+            user = os.open(folder / "users.lock", os.O_RDWR)
+            try:
+                fcntl.flock(user, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(user)
 
 
 def _found(policy: StoredPolicy) -> StoredPolicy | None:

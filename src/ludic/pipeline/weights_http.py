@@ -337,10 +337,14 @@ def listening_address(setting: str, redis_url: str) -> tuple[str, int]:
     return host, int(port)
 
 
+CACHES = "ludic-policies-"
+"""How the names of such folders begin."""
+
+
 def host_cache(config: PipelineConfig) -> Path:
     """Returns the folder for a run's policies on this host: in memory where there is room for
     shared memory, and this user's alone."""
     shared = Path("/dev/shm")
     base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
     name = blake2b(f"{config.url} {config.run}".encode(), digest_size=8).hexdigest()
-    return base / f"ludic-policies-{os.getuid()}-{name}"
+    return base / f"{CACHES}{os.getuid()}-{name}"

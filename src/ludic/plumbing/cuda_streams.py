@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def wait_for(tensors: Iterable[Tensor]) -> None:
     """Returns when what this thread has launched on the tensors' GPUs is done."""
     for device in {tensor.device for tensor in tensors}:
         if device.type == "cuda":
+            import torch
+
             torch.cuda.current_stream(device).synchronize()
 
 
@@ -28,6 +31,8 @@ def aside(tensors: Iterable[Tensor]) -> Iterator[None]:
     if device is None:
         yield
         return
+    import torch
+
     stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         yield

@@ -90,10 +90,13 @@ async def open_vllm(
         budget = MismatchBudget.for_dtype(precision_of(config))
         device = next(model.parameters()).device
         room = plan is not None and await asyncio.to_thread(snapshots_fit, plan, model)
-        on_host = launched().size > 1 or (plan is not None and not room)
+        differences = config.inference.publish_differences  # of copies on the host
+        on_host = launched().size > 1 or (plan is not None and not room) or differences
         named = config.inference.publish_plane == "ipc"
         plane = await plane_of(config, client, device, gathered=on_host and not named)
-        publisher = BroadcastPolicyPublisher(client, plane=plane, budget=budget)
+        publisher = BroadcastPolicyPublisher(
+            client, plane=plane, budget=budget, differences=differences
+        )
         if publisher.snapshots == "device" and not room:
             publisher.snapshots = "none"  # published while the trainer waits
     if roster is not None:

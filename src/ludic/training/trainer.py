@@ -155,6 +155,7 @@ class Trainer:
         self._asked = self._taken = 0  # steps in this process; a resumed `step` may be ahead
         self._goal: int | None = 0
         self._started = self._stopping = self._moved = False
+        self._unpublished = False  # a `train` that failed dropped what was on its way
 
     def train_sync(self, num_steps: int | None = None) -> None:
         """`train` for callers without an event loop."""
@@ -181,6 +182,9 @@ class Trainer:
             if self._checkpoints and self._checkpoints.last_step != self.step:
                 await self._save()
             await self._published_for_all()
+        except BaseException:
+            self._unpublished = self.publisher is not None  # it is abandoned below
+            raise
         finally:
             if self.source is not None:
                 await self.source.drop_ahead()
@@ -202,14 +206,15 @@ class Trainer:
         self._stopping = True
 
     async def start(self) -> None:
-        """Resumes from a checkpoint if there is one, and publishes the trainer's weights."""
-        if self._started:
+        """Resumes from a checkpoint if there is one, and publishes the trainer's weights: again
+        after a `train` that failed."""
+        if self._started and not self._unpublished:
             return
-        if self._checkpoints is not None:
+        if self._checkpoints is not None and not self._started:
             await self._run(self._resume)
         await self._publish()
         await self._published_for_all()
-        self._started = True
+        self._started, self._unpublished = True, False
 
     async def train_step(self) -> Metrics:
         """One batch: as many optimizer steps as the settings say, one publish, one log line.

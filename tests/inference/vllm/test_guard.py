@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ from transformers import Qwen2ForCausalLM
 
 from ludic.distributed.publisher import BroadcastPolicyPublisher
 from ludic.inference.vllm.client import VLLMChatClient
-from ludic.inference.vllm.flags import GUARD, ServerSettings, VLLMBuild, command_line, environment
+from ludic.inference.vllm.flags import (
+    GUARD,
+    SWITCHING,
+    ServerSettings,
+    VLLMBuild,
+    command_line,
+    environment,
+)
 from ludic.inference.vllm.guard import KEY_FILE, KeyGuard
 from ludic.sharding.weights import ModelWeights
 from tests.inference.vllm.asking import PATIENT, request, trace_of
@@ -58,11 +66,13 @@ def test_vllm_gets_the_guard_by_name_and_the_key_by_its_file(tmp_path: Path) -> 
     (tmp_path / "key").write_text("secret")
     settings = ServerSettings("m", key_file=str(tmp_path / "key"))
     command = command_line(settings, BUILD)
-    assert command[command.index("--middleware") + 1] == GUARD
+    added = [value for flag, value in pairwise(command) if flag == "--middleware"]
+    assert added == [SWITCHING, GUARD], "the last one stands before the others"
     given = environment(settings, BUILD, tmp_path)
     assert given[KEY_FILE] == str(tmp_path / "key")
     assert "secret" not in " ".join(command) + "".join(given.values())
-    assert "--middleware" not in command_line(ServerSettings("m"), BUILD)
+    assert GUARD not in command_line(ServerSettings("m"), BUILD)
+    assert "--middleware" not in command_line(ServerSettings("m", live_updates=False), BUILD)
 
 
 def test_servers_join_and_leave_and_one_that_was_started_again_is_another() -> None:

@@ -88,6 +88,9 @@ def test_every_name_that_vllm_is_given_leads_to_our_code() -> None:
     assert callable(getattr(importlib.import_module(module), function))
     module, _, name = flags.WORKER_EXTENSION.rpartition(".")
     extension = getattr(importlib.import_module(module), name)
+    for path in (flags.GUARD, flags.SWITCHING):
+        module, _, name = path.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), name))
     for method in (flags.RECEIPT, flags.ADAPTER_LIMITS, flags.ADAPTER_RECEIPT):
         assert callable(getattr(extension, method))
 

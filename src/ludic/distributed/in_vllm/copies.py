@@ -65,9 +65,9 @@ class Copies:
         return loaded
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.copied: list[tuple[Tensor, Tensor]] = []
         self.filled: list[Tensor] = []
         self.only_copies = True

@@ -264,7 +264,10 @@ class AdapterPayload(Payload):
     def gather(self, weights: Weights) -> dict[str, Tensor]:
         if isinstance(weights, ModelWeights):
             weights = AdapterWeights(weights.model)
-        tensors = {name: tensor.detach().cpu() for name, tensor in named_tensors(weights)}
+        # Copied: a snapshot's memory is written to again, and a server that comes back later is
+        # compared with these.
+        pairs = named_tensors(weights)
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in pairs}
         refuse_not_finite(tensors)
         return tensors
 

@@ -18,7 +18,7 @@ from typing import Any
 SWITCH = "/ludic/switch"
 """GET: the route is there. POST: go over, to what is then called `weight_version`."""
 
-App = Callable[..., Awaitable[None]]
+App = Callable[..., Awaitable[Any]]
 
 
 class SwitchRoute:
@@ -70,7 +70,7 @@ def _timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
 async def _body(receive: App) -> bytes:
     parts, more = [], True
     while more:
-        message: Any = await receive()
+        message = await receive()
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(parts)

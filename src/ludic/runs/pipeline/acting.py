@@ -63,6 +63,7 @@ async def act_for(
                     lease_s=section_of(config).lease_s,
                     name=name,
                     policy_address=section_of(config).policy_address,
+                    policy_s=config.training.publish_timeout_s + 60.0,
                 ),
                 stop=stop,
             )

@@ -102,9 +102,10 @@ class InferenceSection(KeyedSection):
     weights with the adapter merged into them. `publish_plane` is the way that the weights take;
     left out, it follows from where the servers are. A broadcast (`"nccl"` between GPUs, `"gloo"`)
     meets at `publish_address` and `publish_port` of this machine, which the servers must reach;
-    left out, any address and port that will do. If the servers want a key, it is in the environment
-    variable `api_key_env` or in the file `api_key_file`; a run file holds no secret, and an address
-    neither user nor password."""
+    left out, any address and port that will do. With `publish_differences` only what changed since
+    the version that all servers confirmed is sent. If the servers want a key, it is in the
+    environment variable `api_key_env` or in the file `api_key_file`; a run file holds no secret,
+    and an address neither user nor password."""
 
     backend: Literal["local", "vllm"] = "local"
     servers: list[Address] | Literal["registered"] = []
@@ -113,6 +114,7 @@ class InferenceSection(KeyedSection):
     publish_plane: PlaneName = "auto"
     publish_address: str | None = None
     publish_port: int | None = Field(default=None, ge=1, le=65535)
+    publish_differences: bool = False
     slots: int | None = Field(default=None, ge=1)
     max_context_tokens: int | None = Field(default=None, ge=8)
     deterministic: bool | None = None
@@ -136,6 +138,13 @@ class InferenceSection(KeyedSection):
             raise ValueError(
                 f'{said[0]} is for whole weights, and publish_lora = "adapter" sends a '
                 "folder: leave one of them out"
+            )
+        whole = self.backend == "vllm" and self.publish_lora == "merged"
+        if self.publish_differences and (not whole or self.publish_plane == "ipc"):
+            raise ValueError(
+                'publish_differences is for whole weights to vLLM servers (backend = "vllm", '
+                'publish_lora = "merged"), and not for publish_plane = "ipc", where nothing '
+                "travels: leave it out"
             )
         if self.publish_plane in ("shared_memory", "ipc") and said[1:]:
             raise ValueError(
