@@ -118,7 +118,7 @@ def variant(name: str, tiles: dict[Any, Any]) -> Iterator[None]:
 
     before, beside = dict(products.MEASURED), adapters.BESIDE
     products.MEASURED.update(tiles)
-    adapters.BESIDE = {"waiting": False, "beside": True}.get(name, beside)
+    adapters.BESIDE = {"waiting": False, "": beside}.get(name, True)
     try:
         yield
     finally:
