@@ -64,6 +64,7 @@ def test_products_of_large_tiles_are_those_of_small_ones(
         monkeypatch.setattr(module, "launch_options", lambda device: {"EARLY": True})
         for name in ("wait_for_others", "let_next_begin", "call_up"):
             monkeypatch.setattr(module, name, lambda *_: None)
+    monkeypatch.setattr(low, "BESIDE", True)
     g, rows, inner = random_numbers, 20, 192
     tiles = products.Tiles
     cuts = {

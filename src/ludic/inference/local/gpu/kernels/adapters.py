@@ -1,8 +1,9 @@
 """What adapters add to products: `scale * x @ down.T @ up.T`.
 
 x @ down.T is a launch of its own, for all the projections that take the same x. The product itself
-adds the rest at its end, so it can begin beside it and wait for it only there. To compute x @ down.T in
-each program that needs it saves the launch, and takes longer where the weights are large.
+adds the rest at its end, so it can begin beside it and wait for it only there. To compute
+x @ down.T in each program that needs it saves the launch, and takes longer where the weights are
+large.
 """
 
 from __future__ import annotations
