@@ -5,10 +5,10 @@
     python -m benchmarks.decode --shapes 1.5b --rows 128 --profile --tiles
 
 Random weights in the shape of Qwen2.5, bfloat16. Every row has `--context` tokens; the step is
-replayed as a graph, sampling and log-probs included, and nobody reads what it samples. Each step
-with LoRA is also measured with products that wait for the adapters' first ones. `--profile` prints
-the step's kernels. `--tiles` tries other tiles for its products, and measures the step with the
-best, too. The last line is JSON.
+replayed as a graph, sampling and log-probs included, and nobody reads what it samples. With LoRA
+it is measured twice: products wait for the adapters' first ones, or begin beside them. `--profile`
+prints the step's kernels. `--tiles` tries other tiles for its products, and measures the step with
+the best, too. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -116,13 +116,13 @@ def variant(name: str, tiles: dict[Any, Any]) -> Iterator[None]:
     """The kernels with other tiles, or with products that begin after their adapters' first."""
     from ludic.inference.local.gpu.kernels import adapters, products
 
-    before = dict(products.MEASURED)
+    before, beside = dict(products.MEASURED), adapters.BESIDE
     products.MEASURED.update(tiles)
-    adapters.BESIDE = name != "waiting"
+    adapters.BESIDE = {"waiting": False, "": beside}.get(name, True)
     try:
         yield
     finally:
-        adapters.BESIDE = True
+        adapters.BESIDE = beside
         products.MEASURED.clear()
         products.MEASURED.update(before)
 
@@ -133,7 +133,9 @@ async def measure(
     """Milliseconds by variant and number of rows."""
     model = random_model(shape, rank)
     slots, length = max(rows), -(-(context + 64) // 64) * 64
-    names = ["", *(["waiting"] if rank else []), *(["tiles"] if tiles else [])]
+    names = ["waiting", "beside"] if rank else [""]
+    if tiles:
+        names.append("tiles")
     times: dict[tuple[str, int], float] = {}
     async with LocalChatClient(
         model, tiny_tokenizer(), max_slots=slots, max_context_tokens=length

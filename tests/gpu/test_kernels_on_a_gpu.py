@@ -101,19 +101,27 @@ def test_products_with_adapters_in_bfloat16(rows: int, rank: int, inner: int) ->
     assert off(kernels.add_low_rank(total, x, adapters[0]), wanted) < 6e-3
 
 
-@pytest.mark.parametrize("rank", [0, 16])
+@pytest.mark.parametrize(("rank", "beside"), [(0, False), (16, False), (16, True)])
 @pytest.mark.parametrize(
     ("name", "inner", "width", "rows"),
     [("gated", 1536, 8960, 128), ("split", 8960, 1536, 100), ("split", 18944, 3584, 128)],
 )
 def test_large_products_in_a_graph_follow_their_input(
-    name: str, inner: int, width: int, rows: int, rank: int, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    inner: int,
+    width: int,
+    rows: int,
+    rank: int,
+    beside: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A product with an adapter reads its input before it waits for the kernel in front of it: each
-    replay must see what the norm before that has just written."""
+    """Beside its adapter's first product, a product reads its input before it waits: each replay
+    must see what the norm in front of both has just written."""
     from ludic.inference.local.gpu import kernels
+    from ludic.inference.local.gpu.kernels import adapters as low
     from ludic.inference.local.gpu.kernels.products import MEASURED, Tiles
 
+    monkeypatch.setattr(low, "BESIDE", beside)
     cut = Tiles(128, 128, 64, 8, 4, more=16) if name == "gated" else Tiles(128, 128, 64, 8, 6, 4)
     monkeypatch.setitem(MEASURED, (name, rows, inner, width), cut)
     count = 2 if name == "gated" else 1

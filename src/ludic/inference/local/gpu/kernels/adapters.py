@@ -1,8 +1,9 @@
 """What adapters add to products: `scale * x @ down.T @ up.T`.
 
 x @ down.T is a launch of its own, for all the projections that take the same x. The product itself
-begins beside it and waits for it only at its end, where it adds the rest. To compute x @ down.T in
-each program that needs it saves the launch, and takes longer where the weights are large.
+adds the rest at its end, so it can begin beside it and wait for it only there. To compute
+x @ down.T in each program that needs it saves the launch, and takes longer where the weights are
+large.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from ludic.inference.local.gpu.kernels.early import (
 )
 from ludic.plumbing.llama_layers import Adapter
 
-BESIDE = True
-"""Whether a product begins beside its adapters' first one, or after it: for measurements."""
+BESIDE = False
+"""Whether a product begins beside its adapters' first one, or after it. Beside it has not been seen
+on a GPU yet: `benchmarks.decode` measures both."""
 
 
 @triton.jit

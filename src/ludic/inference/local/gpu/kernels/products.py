@@ -283,10 +283,8 @@ def split_pays(rows: int, weight: Tensor, *, adapted: bool) -> bool:
     """Whether `split_product` is quicker than the vendor's kernel, which ends the chain of early
     launches and leaves an adapter to two more."""
     width, inner = weight.shape
-    if not adapted:
-        measured = ("split", rows, inner, width) in MEASURED
-        return measured or weight.numel() <= _FEW_ELEMENTS
-    return weight.numel() <= _MANY_ELEMENTS or 64 < rows <= 128
+    most = _MANY_ELEMENTS if adapted else _FEW_ELEMENTS
+    return weight.numel() <= most or ("split", rows, inner, width) in MEASURED
 
 
 def _plain_tiles(rows: int) -> Tiles:
@@ -321,8 +319,6 @@ def split_tiles(rows: int, inner: int, width: int) -> Tiles:
     if measured := MEASURED.get(("split", rows, inner, width)):
         return measured
     columns = 64 if width % 64 == 0 and rows > 64 else 32
-    if columns == 64 and inner * width > _MANY_ELEMENTS and width % 128 == 0:
-        return Tiles(128, 128, 64, 8, 6, parts=4)
     if columns == 64 and inner * width > _FEW_ELEMENTS:
         return Tiles(128, 64, 128, parts=4)
     programs = width // columns * triton.cdiv(rows, _row_tile(rows))
