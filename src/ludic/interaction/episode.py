@@ -23,15 +23,13 @@ from ludic.errors import (
 )
 from ludic.interaction.base import RunSpec
 from ludic.interaction.collector import AgentTrack
-from ludic.plumbing.raised import TRACEBACK, described, users_traceback
-from ludic.plumbing.text import clean_text, error_text
+from ludic.plumbing.text import TRACEBACK, clean_text, described, error_text, users_traceback
 from ludic.registry import REWARDS
 from ludic.rewards import Attempt, RewardFn, RewardSpec, RewardSum, Score, make_rewards
 from ludic.seeding import derive_seed
 from ludic.types import AgentID, EnvironmentStep, Info, Obs, Rollout, TruncationReason
 from ludic.workers.deadlines import deadline
-from ludic.workers.escapes import is_for_us
-from ludic.workers.threads import shared_threads
+from ludic.workers.threads import is_for_us, shared_threads
 
 Openings: TypeAlias = Mapping[AgentID, tuple[Obs, Info]]
 Rewards: TypeAlias = RewardSpec | Sequence[RewardSpec] | RewardSum

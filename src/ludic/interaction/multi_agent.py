@@ -23,7 +23,7 @@ from ludic.interaction.episode import (
 )
 from ludic.seeding import derive_seed
 from ludic.types import Action, AgentID, Obs, Rollout, TruncationReason
-from ludic.workers.escapes import contained
+from ludic.workers.threads import contained
 
 
 @runtime_checkable

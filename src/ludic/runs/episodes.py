@@ -22,8 +22,8 @@ from ludic.inference.templates.tool_parsers import ToolParser, get_tool_parser
 from ludic.interaction import Runtime
 from ludic.plumbing.given import PREFIX
 from ludic.rollouts import RolloutEngine, RolloutRequest
+from ludic.rollouts.engine import ProgressCallback
 from ludic.rollouts.processes import WorkerPool
-from ludic.rollouts.progress import ProgressCallback
 from ludic.runs.settings import EnvSection, RunConfig
 from ludic.saw.statistics import ENV
 from ludic.seeding import derive_seed

@@ -29,7 +29,7 @@ from ludic.sharding.ranks import launched
 from ludic.sharding.world import World
 from ludic.training import TrainerConfig
 from ludic.training.update.budget import USUAL, free_memory, host_memory, shape_of
-from ludic.training.update.trial import trial_pass
+from ludic.training.update.calibrate import trial_pass
 
 SERVER = "vLLM server"
 _CPU_SLOTS = 8

@@ -24,10 +24,12 @@ from ludic.runs.ranks import HOW, cold_start_copy, samples
 from ludic.runs.results import watch
 from ludic.runs.results.report import conclude, conclude_unmeasured
 from ludic.runs.results.terminal import episodes_bar, say, warn
-from ludic.runs.storage.env_sources import note_env_sources
-from ludic.runs.storage.folder import EVALUATIONS, RunFolder, locked
-from ludic.runs.storage.rollout_log import (
+from ludic.runs.storage.folder import (
+    EVALUATIONS,
+    RunFolder,
     keep_tokenizer,
+    locked,
+    note_env_sources,
     open_rollout_log,
     rollout_file,
     token_file,

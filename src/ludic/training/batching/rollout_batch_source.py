@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 from ludic.errors import CheckpointError, ConfigError, RolloutError
 from ludic.rollouts.curricula import Curriculum
-from ludic.rollouts.engine import RolloutEngine
-from ludic.rollouts.progress import Budget, ProgressCallback
+from ludic.rollouts.engine import Budget, ProgressCallback, RolloutEngine
 from ludic.rollouts.requests import (
     GRPORequestStrategy,
     IdentityStrategy,
