@@ -3,7 +3,6 @@ environment's, and the closing of the environment."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -24,15 +23,14 @@ from ludic.errors import (
 from ludic.interaction.base import RunSpec
 from ludic.interaction.collector import AgentTrack
 from ludic.plumbing.text import TRACEBACK, clean_text, described, error_text, users_traceback
-from ludic.registry import REWARDS
-from ludic.rewards import Attempt, RewardFn, RewardSpec, RewardSum, Score, make_rewards
+from ludic.rewards import Attempt, RewardSum
+from ludic.rewards.functions import score
 from ludic.seeding import derive_seed
 from ludic.types import AgentID, EnvironmentStep, Info, Obs, Rollout, TruncationReason
 from ludic.workers.deadlines import deadline
-from ludic.workers.threads import is_for_us, shared_threads
+from ludic.workers.threads import is_for_us
 
 Openings: TypeAlias = Mapping[AgentID, tuple[Obs, Info]]
-Rewards: TypeAlias = RewardSpec | Sequence[RewardSpec] | RewardSum
 
 _log = logging.getLogger("ludic.interaction")
 
@@ -204,22 +202,6 @@ def opening_of(openings: Openings, agent_id: AgentID) -> tuple[Obs, Info]:
     return openings.get(agent_id, ("", {}))
 
 
-def rewards_of(specs: Rewards | None) -> RewardSum | None:
-    """Reward functions by name or table, as everywhere; one by its place is the function itself."""
-    if specs is None or isinstance(specs, RewardSum):
-        return specs
-    one = isinstance(specs, str | Mapping) or callable(specs)
-    several: Sequence[RewardSpec] = [specs] if one else specs  # type: ignore[list-item,assignment]
-    return make_rewards([_by_place(spec) for spec in several])
-
-
-def _by_place(spec: RewardSpec) -> RewardSpec:
-    if isinstance(spec, str) and spec not in REWARDS.names():
-        function: RewardFn = REWARDS.get(spec)
-        return function
-    return spec
-
-
 def _attempt_of(track: AgentTrack) -> Attempt | None:
     """What an agent's rewards are given: its last action, everything before it, and as `target`
     and `row` what the environment told of the step."""
@@ -234,15 +216,3 @@ def _attempt_of(track: AgentTrack) -> Attempt | None:
         question="\n\n".join(filter(None, [*told, last.obs])),
         row=last.info,
     )
-
-
-async def score(rewards: RewardSum, attempt: Attempt, timeout_s: float | None) -> Score:
-    """In a thread, since the functions may block; what they leave to await is awaited here."""
-    answer: Any = await shared_threads().run(
-        lambda: rewards(attempt),
-        what="a reward",
-        whom="the reward function",
-        timeout_s=timeout_s,
-    )
-    result: Score = await answer if inspect.isawaitable(answer) else answer
-    return result

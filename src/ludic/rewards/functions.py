@@ -24,6 +24,7 @@ from ludic.errors import ConfigError, EnvError
 from ludic.parsers import Parser, make_parser
 from ludic.registry import REWARDS
 from ludic.rewards.answers import last_number, read_number, same_mathematics
+from ludic.workers.threads import shared_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,3 +252,34 @@ def _make_reward(spec: RewardSpec) -> tuple[RewardFn, float, str]:
     weight, name = options.pop("weight", 1.0), options.pop("name", None)
     function = REWARDS.make_from(options)
     return function, weight, name or _name(function)
+
+
+Rewards: TypeAlias = RewardSpec | Sequence[RewardSpec] | RewardSum
+
+
+def rewards_of(specs: Rewards | None) -> RewardSum | None:
+    """Reward functions by name or table, as everywhere; one by its place is the function itself."""
+    if specs is None or isinstance(specs, RewardSum):
+        return specs
+    one = isinstance(specs, str | Mapping) or callable(specs)
+    several: Sequence[RewardSpec] = [specs] if one else specs  # type: ignore[list-item,assignment]
+    return make_rewards([_by_place(spec) for spec in several])
+
+
+def _by_place(spec: RewardSpec) -> RewardSpec:
+    if isinstance(spec, str) and spec not in REWARDS.names():
+        function: RewardFn = REWARDS.get(spec)
+        return function
+    return spec
+
+
+async def score(rewards: RewardSum, attempt: Attempt, timeout_s: float | None) -> Score:
+    """In a thread, since the functions may block; what they leave to await is awaited here."""
+    answer: Any = await shared_threads().run(
+        lambda: rewards(attempt),
+        what="a reward",
+        whom="the reward function",
+        timeout_s=timeout_s,
+    )
+    result: Score = await answer if inspect.isawaitable(answer) else answer
+    return result
