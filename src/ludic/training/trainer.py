@@ -23,13 +23,8 @@ from ludic.saw.items import SAWBatch
 from ludic.sharding.weights import ModelWeights
 from ludic.sharding.world import World, work_on
 from ludic.training.algorithm import RLAlgorithm, Stateful, one_algorithm
-from ludic.training.batching.source import (
-    BatchesEnded,
-    GivesBatches,
-    Intake,
-    SamplingAhead,
-    as_source,
-)
+from ludic.training.batching.ahead import SamplingAhead
+from ludic.training.batching.source import BatchesEnded, GivesBatches, Intake, as_source
 from ludic.training.checkpoint import Checkpointer
 from ludic.training.checkpoint_contents import TrainerState
 from ludic.training.config import TrainerConfig

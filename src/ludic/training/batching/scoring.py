@@ -25,7 +25,8 @@ from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.plumbing.precision import Precision, check_precision, float32_products
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
-from ludic.training.batching.source import GivesBatches, WrappedSource
+from ludic.training.batching.ahead import WrappedSource
+from ludic.training.batching.source import GivesBatches
 
 if TYPE_CHECKING:
     from torch import nn
