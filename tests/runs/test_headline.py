@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ludic.errors import ConfigError
 from ludic.eval import EpisodeResult, EvalReport, report_table
-from ludic.runs.episodes import read_report
+from ludic.eval.report import read_report
 from ludic.runs.publishing.card import _evaluation
 from ludic.runs.results.report import RunReport
 from ludic.runs.results.summary import summary_of

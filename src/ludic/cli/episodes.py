@@ -59,8 +59,7 @@ def _check_output(path: Path) -> None:
 
 def _compare(a: Path, b: Path) -> None:
     from ludic.eval import report_table
-    from ludic.eval.report import leading_tests
-    from ludic.runs.episodes import read_report
+    from ludic.eval.report import leading_tests, read_report
     from ludic.runs.results.terminal import console, say
 
     reports = [read_report(a), read_report(b)]

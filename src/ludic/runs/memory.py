@@ -24,7 +24,7 @@ from ludic.runs.model import algorithm_of, check_device, precision_of
 from ludic.runs.players.scoring import start_is_below_adapter
 from ludic.runs.ranks import samples
 from ludic.runs.settings import ModelSection, OtherModelSection, RunConfig
-from ludic.runs.settings.reading import earlier_run
+from ludic.runs.settings.paths import earlier_run
 from ludic.sharding.ranks import launched
 from ludic.sharding.world import World
 from ludic.training import TrainerConfig

@@ -15,7 +15,7 @@ from ludic.errors import CheckpointError, ConfigError
 from ludic.runs.locate import check_given
 from ludic.runs.publishing.card import RunFacts, check_repo, hub_name, model_card
 from ludic.runs.publishing.hub import Files, Pushed, upload
-from ludic.runs.settings.reading import split_run
+from ludic.runs.settings.paths import split_run
 from ludic.runs.storage.folder import RunFolder
 
 
