@@ -16,16 +16,16 @@ from torch import nn
 from ludic.errors import CheckpointError, ConfigError, PublishError
 from ludic.inference.tiny import tiny_model
 from ludic.sharding.weights import ModelWeights
-from ludic.training.config import CheckpointConfig, TrainerConfig
-from ludic.training.trainer import Trainer
-from ludic.training.update import optimizer as optimizer_module
-from ludic.training.update.optimizer import (
-    MasterAdamW,
+from ludic.training.config import (
+    CheckpointConfig,
+    TrainerConfig,
     curve,
     describe_change,
-    dithered,
     learning_rate,
 )
+from ludic.training.trainer import Trainer
+from ludic.training.update import optimizer as optimizer_module
+from ludic.training.update.optimizer import MasterAdamW, dithered
 from tests.training.synthetic import RecordingPublisher, SyntheticSource, reinforce
 
 

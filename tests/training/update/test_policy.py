@@ -25,10 +25,10 @@ from ludic.training.update.attention import forget_longer_rows, rope_threshold
 from ludic.training.update.checks import check_packing, check_split
 from ludic.training.update.logprobs import LogitRule, logit_rule
 from ludic.training.update.packing import lay_out, pack
-from ludic.training.update.passes import score_layout
 from ludic.training.update.planning import attention_cost, plan_micro_batches
 from ludic.training.update.policy import Policy
 from ludic.training.update.recovery import Recovery
+from ludic.training.update.scores import score_layout
 from tests.training.synthetic import synthetic_batch
 from tools.families import tiny
 

@@ -1,11 +1,10 @@
-"""AdamW whose state is float32, whatever type the module computes in, and its learning rate."""
+"""AdamW whose state is float32, whatever type the module computes in."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -275,39 +274,3 @@ class MasterAdamW:
 def clipped(norm: float, limit: float | None) -> float:
     """What gradients of this norm are multiplied by so that it is at most `limit`."""
     return 1.0 if limit is None or norm <= limit else limit / norm
-
-
-def learning_rate(cfg: TrainerConfig, step: int) -> float:
-    """The rate of step `step`, counted from 0: a linear warm-up, then the schedule.
-
-    `linear` and `cosine` fall to `final_lr_ratio` of the peak at `total_steps` and stay there.
-    """
-    if step < cfg.warmup_steps:
-        return cfg.learning_rate * (step + 1) / cfg.warmup_steps
-    if cfg.schedule == "constant" or cfg.total_steps is None:
-        return cfg.learning_rate
-    done = min((step - cfg.warmup_steps) / (cfg.total_steps - cfg.warmup_steps), 1.0)
-    left = 1.0 - done if cfg.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return cfg.learning_rate * (cfg.final_lr_ratio + (1.0 - cfg.final_lr_ratio) * left)
-
-
-def curve(cfg: TrainerConfig) -> dict[str, Any]:
-    """The settings that decide the rate, as JSON: saved, to tell whether a resumed run keeps it."""
-    settings = ["schedule", "learning_rate", "warmup_steps"]
-    if cfg.schedule != "constant":
-        settings += ["total_steps", "final_lr_ratio"]
-    return {name: getattr(cfg, name) for name in settings}
-
-
-def describe_change(cfg: TrainerConfig, saved: Mapping[str, Any], step: int) -> str | None:
-    """What `cfg` changes in the curve that a run was saved with; None for nothing, or where
-    nothing was saved."""
-    now = curve(cfg)
-    if not saved or now == saved:
-        return None
-    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
-    changes = ", ".join(f"{name}={now.get(name)} (was {saved.get(name)})" for name in names)
-    rate = learning_rate(cfg, step)
-    return (
-        f"the learning rate follows another curve from step {step} on: {changes}; it is {rate:.3g}"
-    )
