@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import typer
 
-from ludic.cli import episodes, launching, looking, planning, sampling, sharing, training
+from ludic.cli import episodes, launching, looking, planning, sampling, training
 
 app = typer.Typer(
     name="ludic",
@@ -32,6 +32,6 @@ app.command(
 )(sampling.serve)
 app.command()(looking.envs)
 app.command()(looking.algorithms)
-app.command()(sharing.init)
+app.command()(looking.init)
 app.command()(looking.view)
-app.command()(sharing.push)
+app.command()(looking.push)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ludic.cli.arguments import ANY_RUN, AnyRun, Overrides
+from ludic.cli.training import ANY_RUN, AnyRun, Overrides
 from ludic.errors import ConfigError
 
 
@@ -84,9 +84,8 @@ def play(
 ) -> None:
     """Play an environment yourself, or watch a model play it."""
     from ludic.envs import build_env
-    from ludic.envs.running.play import play_by_hand
     from ludic.runs.locate import locate
-    from ludic.runs.playing import env_to_play, watch_model
+    from ludic.runs.playing import env_to_play, play_by_hand, watch_model
     from ludic.runs.results.terminal import show_episode
 
     spec = env_to_play(env, settings or [])

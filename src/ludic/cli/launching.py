@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ludic.cli.arguments import RUN_FILE, Out, Overrides
+from ludic.cli.training import RUN_FILE, Out, Overrides
 from ludic.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ludic.cli.arguments import ANY_RUN, Overrides
+from ludic.cli.training import ANY_RUN, Overrides
 from ludic.errors import ConfigError, OutOfMemoryError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ludic.cli.arguments import AnyRun, Overrides, RedisUrl
+from ludic.cli.training import AnyRun, Overrides, RedisUrl
 
 
 def actor(
@@ -96,6 +96,6 @@ def status(
 
 def serve(context: typer.Context) -> None:
     """Serve a model with vLLM, ready for live weight updates (`ludic serve --help`)."""
-    from ludic.runs.serving import serve
+    from ludic.runs.pipeline.serving import serve
 
     raise SystemExit(serve(context.args))

@@ -1,4 +1,4 @@
-"""`ludic train` and `sft`."""
+"""`ludic train` and `sft`, and the arguments that they share with other commands."""
 
 from __future__ import annotations
 
@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ludic.cli.arguments import RUN_FILE, DryRun, Out, Overrides, RunFile
 from ludic.errors import ConfigError
 
 if TYPE_CHECKING:
     from ludic.runs.run import Run
+
+RUN_FILE = typer.Argument(help="A run file (TOML), or the name of a built-in run.")
+RunFile = Annotated[str, RUN_FILE]
+ANY_RUN = typer.Argument(help="A run folder, a run file or a name.")
+AnyRun = Annotated[str, ANY_RUN]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value; may be repeated.")]
+Out = Annotated[Path | None, typer.Option(help="The run folder to create.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved run, and stop.")]
+RedisUrl = Annotated[str | None, typer.Option(help="The URL of Redis; default: LUDIC_REDIS_URL.")]
 
 
 def train(

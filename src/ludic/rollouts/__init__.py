@@ -4,13 +4,13 @@ from ludic.inference.sampling import InferenceSpec as InferenceSpec
 from ludic.rollouts.curricula import Stage as Stage
 from ludic.rollouts.curricula import Stages as Stages
 from ludic.rollouts.curricula import TargetSolveRate as TargetSolveRate
-from ludic.rollouts.divergence import Divergence as Divergence
 from ludic.rollouts.engine import Budget as Budget
 from ludic.rollouts.engine import LostMemberPolicy as LostMemberPolicy
 from ludic.rollouts.engine import Progress as Progress
 from ludic.rollouts.engine import RolloutEngine as RolloutEngine
 from ludic.rollouts.lines import CutFileWarning as CutFileWarning
 from ludic.rollouts.processes import WorkerPool as WorkerPool
+from ludic.rollouts.replaying import Divergence as Divergence
 from ludic.rollouts.replaying import ReplayReport as ReplayReport
 from ludic.rollouts.replaying import replay as replay
 from ludic.rollouts.requests import Curriculum as Curriculum

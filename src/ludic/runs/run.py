@@ -44,14 +44,13 @@ from ludic.runs.players.scoring import Scoring
 from ludic.runs.players.seating import Seating
 from ludic.runs.ranks import NoSampler, Ranks, gathered_copy, samples
 from ludic.runs.results.report import RunReport
-from ludic.runs.results.terminal import warn
+from ludic.runs.results.terminal import LastingLogger, Stage, Update, make_loggers, warn
 from ludic.runs.results.watch import LearningWatch
 from ludic.runs.settings import RunConfig, find_run, override_key
 from ludic.runs.settings.from_python import PARTS, given_again, read_arguments, script_folder
 from ludic.runs.settings.reading import builtin_runs
 from ludic.runs.stages import Stages
 from ludic.runs.storage.folder import RunFolder
-from ludic.runs.updates import LastingLogger, Stage, Update, make_loggers
 from ludic.seeding import derive_seed
 from ludic.training import (
     BatchSource,

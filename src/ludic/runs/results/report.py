@@ -12,15 +12,17 @@ from ludic.eval import EvalReport, headline_of
 from ludic.interaction import Runtime
 from ludic.plumbing.given import is_given
 from ludic.runs.episodes import eval_engine, eval_plan, requests_of
-from ludic.runs.results.summary import plot_png, read_curve, summary_of
 from ludic.runs.results.terminal import (
     PlainConsole,
     command_name,
     console,
     episode_text,
+    plot_png,
     plot_terminal,
+    read_curve,
     say,
     stages_table,
+    summary_of,
     warn,
 )
 from ludic.runs.settings import RunConfig

@@ -19,13 +19,12 @@ from ludic.plumbing.model_parts import base_causal_lm, vocabulary_size
 from ludic.plumbing.precision import float32_products
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
-from ludic.sharding.world import World
+from ludic.sharding.world import World, release_memory
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.stats import StatBuffer
 from ludic.training.types import Loss
 from ludic.training.update.budget import plan_update
 from ludic.training.update.checks import check_packing
-from ludic.training.update.device_memory import release_memory
 from ludic.training.update.host_optimizer import make_optimizer
 from ludic.training.update.optimizer import GradientsHeld, MasterAdamW
 from ludic.training.update.packing import lay_out
@@ -63,7 +62,7 @@ def calibrate(
     reserved_bytes: int = 0,
 ) -> Calibration:
     """The largest budget whose update leaves `headroom` of the memory free, and `reserved_bytes`
-    for an engine or a server that will share the device (`ludic.runs.gpu_share`).
+    for an engine or a server that will share the device (`ludic.runs.memory`).
 
     `model` is as it will be trained: with adapters, in its type, on its device (or on the meta
     device, with a mesh). The more of the tokens are actions, the more memory the head needs:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ludic.errors import CheckpointError, ConfigError, OutOfMemoryError
 from ludic.seeding import derive_seed, keyed_uniform
 from ludic.sharding.weights import local_rows
+from ludic.sharding.world import is_out_of_memory, release_memory
 from ludic.training.config import TrainerConfig
-from ludic.training.update.device_memory import is_out_of_memory, release_memory
 
 _log = logging.getLogger("ludic.training")
 GradientsHeld: TypeAlias = dict[str, tuple[Tensor, int]]

@@ -17,9 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from ludic.errors import OutOfMemoryError
 from ludic.plumbing.model_parts import decoder_layers
-from ludic.sharding.world import World
+from ludic.sharding.world import World, is_out_of_memory, release_memory
 from ludic.training.types import Scope
-from ludic.training.update.device_memory import is_out_of_memory, release_memory
 from ludic.training.update.packing import Layout
 from ludic.training.update.planning import Cost, rows_together, workload
 from ludic.training.update.policy import Policy
