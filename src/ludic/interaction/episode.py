@@ -23,10 +23,10 @@ from ludic.errors import (
 from ludic.interaction.base import RunSpec
 from ludic.interaction.collector import AgentTrack
 from ludic.plumbing.text import TRACEBACK, clean_text, described, error_text, users_traceback
-from ludic.rewards import Attempt, RewardSum
-from ludic.rewards.functions import score
+from ludic.rewards import RewardSum
+from ludic.rewards.functions import attempt_of, score
 from ludic.seeding import derive_seed
-from ludic.types import AgentID, EnvironmentStep, Info, Obs, Rollout, TruncationReason
+from ludic.types import AgentID, Info, Obs, Rollout, TruncationReason
 from ludic.workers.deadlines import deadline
 from ludic.workers.threads import is_for_us
 
@@ -114,7 +114,7 @@ class Episode:
         if rewards is None:
             return
         for track in self.tracks:
-            if track.collected and (attempt := _attempt_of(track)) is not None:
+            if track.collected and (attempt := attempt_of(track.steps)) is not None:
                 verdict = await score(rewards, attempt, self.spec.step_timeout_s)
                 for name, reward in verdict.components.items():
                     track.add_bonus(name, reward)
@@ -200,19 +200,3 @@ def _cleaned(text: str | None) -> str | None:
 def opening_of(openings: Openings, agent_id: AgentID) -> tuple[Obs, Info]:
     """What the agent first sees; an agent that the environment does not open for sees nothing."""
     return openings.get(agent_id, ("", {}))
-
-
-def _attempt_of(track: AgentTrack) -> Attempt | None:
-    """What an agent's rewards are given: its last action, everything before it, and as `target`
-    and `row` what the environment told of the step."""
-    steps = [s for s in track.steps if isinstance(s, EnvironmentStep) and s.action is not None]
-    if not steps:
-        return None
-    *before, last = steps
-    told = [part for step in before for part in (step.obs, f"> {step.action}")]
-    return Attempt(
-        answer=last.action or "",
-        target=str(last.info.get("target", "")),
-        question="\n\n".join(filter(None, [*told, last.obs])),
-        row=last.info,
-    )

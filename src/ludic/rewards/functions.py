@@ -24,6 +24,7 @@ from ludic.errors import ConfigError, EnvError
 from ludic.parsers import Parser, make_parser
 from ludic.registry import REWARDS
 from ludic.rewards.answers import last_number, read_number, same_mathematics
+from ludic.types import EnvironmentStep, Step
 from ludic.workers.threads import shared_threads
 
 
@@ -283,3 +284,19 @@ async def score(rewards: RewardSum, attempt: Attempt, timeout_s: float | None) -
     )
     result: Score = await answer if inspect.isawaitable(answer) else answer
     return result
+
+
+def attempt_of(steps: Sequence[Step]) -> Attempt | None:
+    """What an agent's rewards are given: its last action, everything before it, and as `target`
+    and `row` what the environment told of the step."""
+    acted = [s for s in steps if isinstance(s, EnvironmentStep) and s.action is not None]
+    if not acted:
+        return None
+    *before, last = acted
+    told = [part for step in before for part in (step.obs, f"> {step.action}")]
+    return Attempt(
+        answer=last.action or "",
+        target=str(last.info.get("target", "")),
+        question="\n\n".join(filter(None, [*told, last.obs])),
+        row=last.info,
+    )

@@ -15,7 +15,7 @@ from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError, PublishError
 from ludic.inference.tiny import tiny_model
-from ludic.sharding.weights import ModelWeights
+from ludic.sharding.weights import ModelWeights, dithered
 from ludic.training.config import (
     CheckpointConfig,
     TrainerConfig,
@@ -25,7 +25,7 @@ from ludic.training.config import (
 )
 from ludic.training.trainer import Trainer
 from ludic.training.update import optimizer as optimizer_module
-from ludic.training.update.optimizer import MasterAdamW, dithered
+from ludic.training.update.optimizer import MasterAdamW
 from tests.training.synthetic import RecordingPublisher, SyntheticSource, reinforce
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ludic.errors import ConfigError
 from ludic.inference.tiny import tiny_model
-from ludic.plumbing.model_parts import config_facts
+from ludic.plumbing.model_parts import LogitRule, config_facts, logit_rule
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
 from ludic.sharding.world import World
@@ -23,7 +23,6 @@ from ludic.training.update import logprobs as logprobs_module
 from ludic.training.update import policy as policy_module
 from ludic.training.update.attention import forget_longer_rows, rope_threshold
 from ludic.training.update.checks import check_packing, check_split
-from ludic.training.update.logprobs import LogitRule, logit_rule
 from ludic.training.update.packing import lay_out, pack
 from ludic.training.update.planning import attention_cost, plan_micro_batches
 from ludic.training.update.policy import Policy

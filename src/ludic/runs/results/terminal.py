@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -29,6 +29,9 @@ from ludic.runs.settings.base import configuring
 from ludic.runs.storage.folder import RunFolder
 from ludic.training.metrics.loggers import Logger
 from ludic.types import AgentStep, Rollout, ToolCall
+
+if TYPE_CHECKING:
+    from ludic.runs.run import Run
 
 
 class PlainConsole(Console):
@@ -326,3 +329,19 @@ def plot_png(path: Path, curve: Curve, summary: dict[str, Any]) -> bool:
     figure.subplots_adjust(left=0.09, right=0.99, bottom=0.17, top=0.91, wspace=0.3)
     figure.savefig(path, dpi=130)
     return True
+
+
+def loggers_of(run: Run, stage: Stage) -> list[Logger]:
+    """Returns the loggers of a stage: those that were assigned hear all of them."""
+    if run.parts.is_assigned("loggers"):
+        return [LastingLogger(logger) for logger in run.loggers]
+    return run.loggers if stage == "rl" else make_loggers(run.config, run.folder, stage)
+
+
+def close_loggers(run: Run) -> None:
+    """Closes those that were assigned; a trainer closes those of its stage."""
+    for logger in run.loggers if run.parts.is_assigned("loggers") else ():
+        try:
+            logger.close()
+        except Exception as exc:
+            warn(f"{type(logger).__name__} could not be closed: {type(exc).__name__}: {exc}")
