@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from ludic.cli.training import ANY_RUN, AnyRun, Overrides
+from ludic.cli.looking import ANY_RUN, AnyRun
+from ludic.cli.training import Overrides
 from ludic.errors import ConfigError
 
 

@@ -9,8 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ludic.cli.training import ANY_RUN, Overrides, RunFile
+from ludic.cli.training import Overrides, RunFile
 from ludic.errors import ConfigError
+
+ANY_RUN = typer.Argument(help="A run folder, a run file or a name.")
+AnyRun = Annotated[str, ANY_RUN]
 
 
 def doctor(run: Annotated[str | None, ANY_RUN] = None, overrides: Overrides = None) -> None:

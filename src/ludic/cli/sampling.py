@@ -10,7 +10,10 @@ from typing import Annotated
 
 import typer
 
-from ludic.cli.training import AnyRun, Overrides, RedisUrl
+from ludic.cli.looking import AnyRun
+from ludic.cli.training import Overrides
+
+RedisUrl = Annotated[str | None, typer.Option(help="The URL of Redis; default: LUDIC_REDIS_URL.")]
 
 
 def actor(
