@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import typer
 
-from ludic.cli import episodes, launching, looking, planning, sampling, training
+from ludic.cli import episodes, looking, sampling, training
 
 app = typer.Typer(
     name="ludic",
@@ -16,7 +16,7 @@ app = typer.Typer(
 )
 app.command()(training.train)
 app.command()(training.sft)
-app.command()(launching.launch)
+app.command()(sampling.launch)
 app.command()(sampling.actor)
 app.add_typer(sampling.pipeline, name="pipeline")
 app.command("eval")(episodes.evaluate)
@@ -24,7 +24,7 @@ app.command()(episodes.play)
 app.command()(episodes.generate)
 app.command()(episodes.replay)
 app.command()(looking.doctor)
-app.command()(planning.plan)
+app.command()(looking.plan)
 app.command()(looking.calibrate)
 app.command(
     add_help_option=False,

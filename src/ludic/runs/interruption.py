@@ -4,20 +4,15 @@ what the garbage collector is spared meanwhile."""
 from __future__ import annotations
 
 import asyncio
-import gc
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    pass
-
 import contextvars
+import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from queue import SimpleQueue
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
