@@ -1,5 +1,5 @@
-"""`ludic doctor`, `plan`, `calibrate`, `envs`, `algorithms` and `view`: what is there, and how it is or
-would be; `push` and `init`: a model for the hub, a new environment."""
+"""`ludic doctor`, `plan`, `calibrate`, `envs`, `algorithms` and `view`: what is there, and how it
+is or would be; `push` and `init`: a model for the hub, a new environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`ludic launch`, `actor`, `pipeline` and `serve`: a run's processes, and those that sample for it."""
+"""`ludic launch`, `actor`, `pipeline` and `serve`: a run's processes, and those that
+sample for it."""
 
 from __future__ import annotations
 
