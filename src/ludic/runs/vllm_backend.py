@@ -36,7 +36,7 @@ from ludic.runs.model import check_device, precision_of
 from ludic.runs.results.terminal import say
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.base import read_key
-from ludic.runs.settings.parts import InferenceSection
+from ludic.runs.settings.inference import InferenceSection
 from ludic.sharding.ranks import launched
 from ludic.sharding.weights import plain_name
 from ludic.training.checkpoint_contents import no_progress_bar

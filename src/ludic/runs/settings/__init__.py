@@ -5,12 +5,12 @@
 """
 
 from ludic.runs.settings.base import Section as Section
+from ludic.runs.settings.inference import InferenceSection as InferenceSection
+from ludic.runs.settings.inference import SamplingSection as SamplingSection
 from ludic.runs.settings.parts import EnvSection as EnvSection
-from ludic.runs.settings.parts import InferenceSection as InferenceSection
 from ludic.runs.settings.parts import ModelSection as ModelSection
 from ludic.runs.settings.parts import OtherModelSection as OtherModelSection
 from ludic.runs.settings.parts import PlayerSection as PlayerSection
-from ludic.runs.settings.parts import SamplingSection as SamplingSection
 from ludic.runs.settings.parts import TeacherSection as TeacherSection
 from ludic.runs.settings.reading import apply_override as apply_override
 from ludic.runs.settings.reading import check_run as check_run

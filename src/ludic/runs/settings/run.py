@@ -11,11 +11,11 @@ from ludic.pipeline.ledger import Bounds
 from ludic.pipeline.reading import StalePolicy
 from ludic.rollouts import LostMemberPolicy, RolloutEngine
 from ludic.runs.settings.base import Arguments, Section
+from ludic.runs.settings.inference import InferenceSection
 from ludic.runs.settings.parts import (
     AlgorithmSection,
     CurriculumSection,
     Envs,
-    InferenceSection,
     ModelSection,
     Players,
     ProtocolSection,
