@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from ludic.eval import Estimate, EvalReport, Headline, headline_of
 from ludic.runs.publishing.card import RunFacts, in_public, percent
-from ludic.runs.results.summary import read_curve, smoothed
+from ludic.runs.results.terminal import read_curve, smoothed
 from ludic.runs.storage.folder import RunFolder
 
 METRIC = "train/reward_mean"

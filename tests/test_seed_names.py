@@ -310,7 +310,7 @@ RENAMED: dict[str, str] = {
     "environments/": "src/ludic/envs/",
     "scripts/": "src/ludic/cli/",
     "scripts/calibrate_micro_batch.py": "src/ludic/cli/looking.py",
-    "scripts/push_to_hub.py": "src/ludic/cli/sharing.py",
+    "scripts/push_to_hub.py": "src/ludic/cli/looking.py",
     "scripts/README.md": "docs/cli.md",
     "data/ (made by the examples)": "examples/tic_tac_toe/generate_synth_data.py",
     "rollouts_per_update": "ludic.training:RLAlgorithm.check_rollouts_per_update",

@@ -55,7 +55,7 @@ class Box:
 
 
 BOXES = (
-    Box("Curriculum", "what to play next", "src/ludic/rollouts/curricula.py", COLUMNS[0], PLAN),
+    Box("Curriculum", "what to play next", "src/ludic/rollouts/requests.py", COLUMNS[0], PLAN),
     Box(
         "RolloutRequest",
         "names, arguments, seeds",

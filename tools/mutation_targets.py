@@ -18,6 +18,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "saw/statistics.py": ("tests/saw/test_statistics.py", "tests/saw"),
     "saw/trainable.py": (
         "tests/saw/test_trainable.py",
+        f"{_UPDATE}/test_packing.py",
         "tests/inference/test_sampling.py",
         "tests/saw",
     ),
@@ -58,6 +59,15 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "tests/training/test_trainer.py",
     ),
     "training/update/passes.py": (f"{_UPDATE}/test_passes.py", *_TRAINER, _RANKS),
+    "plumbing/model_parts.py": (
+        f"{_UPDATE}/test_logprobs.py",
+        f"{_UPDATE}/test_policy.py",
+        _UPDATE,
+    ),
+    "sharding/weights.py": (f"{_UPDATE}/test_optimizer.py", "tests/sharding"),
+    "training/config.py": (f"{_UPDATE}/test_optimizer.py", "tests/training/test_trainer.py"),
+    "training/update/recovery.py": (f"{_UPDATE}/test_recovery.py", _UPDATE),
+    "training/update/scores.py": (f"{_UPDATE}/test_passes.py", *_TRAINER, _RANKS),
     "training/update/optimizer.py": (
         f"{_UPDATE}/test_optimizer.py",
         "tests/training/test_trainer.py",
@@ -94,8 +104,8 @@ _CONTENTS = "training/checkpoint_contents.py"
 _CUDA_STATE = 'if world.device.type == "cuda" and "rng/cuda" in file.keys(): # noqa: SIM118'
 
 UNSEEN: dict[tuple[str, str, str], str] = {
-    ("training/update/optimizer.py", "_DITHERED_AT_ONCE = 1 << 22", "1 -> 2"): _AT_ONCE,
-    ("training/update/optimizer.py", "_DITHERED_AT_ONCE = 1 << 22", "22 -> 23"): _AT_ONCE,
+    ("sharding/weights.py", "_DITHERED_AT_ONCE = 1 << 22", "1 -> 2"): _AT_ONCE,
+    ("sharding/weights.py", "_DITHERED_AT_ONCE = 1 << 22", "22 -> 23"): _AT_ONCE,
     (
         "training/update/packing.py",
         "return _map_tensors(self, lambda t: t.to(device, non_blocking=True))",

@@ -106,15 +106,15 @@ PROTOCOLS = Registry(
             "ludic.interaction.factories:single_agent_protocol", "One agent, one environment."
         ),
         "multi_agent": Entry(
-            "ludic.interaction.factories:multi_agent_protocol",
+            "ludic.interaction.multi_agent:multi_agent_protocol",
             "Several seats, in turns or at once; some may be bots or other models.",
         ),
         "delegating": Entry(
-            "ludic.interaction.factories:delegating_protocol",
+            "ludic.interaction.delegating:delegating_protocol",
             "A parent hands subtasks to sub-agents; all their rollouts are linked.",
         ),
         "program": Entry(
-            "ludic.interaction.factories:program_protocol",
+            "ludic.interaction.program:program_protocol",
             "A program does the task; the environment or a reward function judges it.",
         ),
     },

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ludic.agents import HarnessAgent
-from ludic.agents.notes import Notes
+from ludic.agents.harness import Notes
 from ludic.errors import AgentError, ConfigError, ToolError
 from ludic.inference.scripted_client import ScriptedCall
 from ludic.interaction.factories import build_agent

@@ -16,7 +16,7 @@ from ludic.inference.scripted_client import ScriptedCall
 from ludic.inference.tiny import tiny_tokenizer
 from ludic.interaction import Runtime
 from ludic.rollouts import RolloutEngine, RolloutRequest
-from ludic.rollouts.progress import Progress
+from ludic.rollouts.engine import Progress
 from ludic.types import EnvSpec, ProtocolSpec
 
 PARSER = {"parser": {"kind": "xml", "tag": "move"}}

@@ -14,7 +14,9 @@ from ludic.agents.programs import ProgramAgent
 from ludic.envs.tic_tac_toe import TwoPlayerTicTacToeEnv
 from ludic.errors import ConfigError
 from ludic.interaction import ProgramAttempt, ProgramProtocol, RunSpec, SingleAgentSyncProtocol
-from ludic.interaction.factories import build_agent, multi_agent_protocol, program_protocol
+from ludic.interaction.factories import build_agent
+from ludic.interaction.multi_agent import multi_agent_protocol
+from ludic.interaction.program import program_protocol
 from ludic.registry import make_protocol, stored_names
 from ludic.rewards import numeric_reward
 from ludic.types import Rollout, StepOutcome, TruncationReason

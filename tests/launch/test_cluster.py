@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ludic.rollouts import read_rollouts, read_token_log
-from ludic.runs.storage.rollout_log import rollout_file, token_file
+from ludic.runs.storage.folder import rollout_file, token_file
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 

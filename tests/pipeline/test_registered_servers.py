@@ -24,7 +24,7 @@ from ludic.pipeline.servers import Registration, list_servers
 from ludic.pipeline.store import Store
 from ludic.runs.pipeline.address import find_pipeline, key_of_servers
 from ludic.runs.pipeline.roster import Roster
-from ludic.runs.serving import flags_of, serve
+from ludic.runs.pipeline.serving import flags_of, serve
 from ludic.runs.settings import RunConfig, check_run
 from ludic.runs.vllm_backend import open_vllm
 from tests.inference.vllm.asking import request, trace_of

@@ -22,7 +22,7 @@ from ludic.runs.pipeline.status import COLUMNS, process_rows, read_status, statu
 from ludic.runs.run import Run
 from ludic.runs.storage.folder import RunFolder
 from ludic.view.folders import RunPlace
-from ludic.view.processes import processes
+from ludic.view.overview import processes
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ludic.errors import SerializationError
-from ludic.rollouts import RolloutWriter, inflating, read_rollouts
+from ludic.rollouts import RolloutWriter, lines, read_rollouts
 from ludic.rollouts.lines import Block, Damage, as_stored, mend_last_line, read_block, whole_blocks
 from ludic.types import Rollout
 
@@ -30,7 +30,7 @@ BOMBS = {".zst": zstd_bomb(512), ".gz": gzip.compress(b"x" * (128 << 20))}
 
 @pytest.fixture(autouse=True)
 def limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inflating, "LARGEST_BLOCK", LIMIT)
+    monkeypatch.setattr(lines, "LARGEST_BLOCK", LIMIT)
 
 
 @pytest.fixture
@@ -76,5 +76,5 @@ def test_a_block_of_many_steps_is_read_whole(tmp_path: Path, suffix: str) -> Non
     with RolloutWriter(path) as writer:
         for rollout in rollouts:
             writer.write(rollout)
-    assert path.stat().st_size > 3 * inflating._STEP
+    assert path.stat().st_size > 3 * lines._STEP
     assert list(read_rollouts(path)) == rollouts

@@ -11,7 +11,7 @@ import pytest
 from ludic.envs import SingleAgentEnv
 from ludic.errors import EnvError, RolloutError
 from ludic.parsers import ParseResult
-from ludic.plumbing.raised import TRACEBACK, described, place_of
+from ludic.plumbing.text import TRACEBACK, described, place_of
 from ludic.rollouts import EnvSpec, ProtocolSpec, RolloutEngine, RolloutRequest
 from ludic.types import Action, Info, Obs, StepOutcome
 from tests.rollouts.worlds import PLAIN, runtime

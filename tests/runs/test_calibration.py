@@ -11,8 +11,8 @@ from ludic.errors import ConfigError, OutOfMemoryError
 from ludic.inference.local.sizes import engine_memory
 from ludic.inference.tiny import tiny_model
 from ludic.inference.vllm.memory import GIB
-from ludic.runs import gpu_share
-from ludic.runs.gpu_share import (
+from ludic.runs import memory
+from ludic.runs.memory import (
     beside_the_weights,
     need_of_server,
     sampling_bytes,
@@ -99,7 +99,7 @@ def test_what_a_trainer_takes_grows_with_its_tokens_and_shrinks_with_checkpointi
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, free: int, total: int) -> None:
-    monkeypatch.setattr(gpu_share, "server_shares_gpu", lambda *_: True)
+    monkeypatch.setattr(memory, "server_shares_gpu", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, total))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from ludic.runs.stages import rare_collections
+from ludic.runs.interruption import rare_collections
 
 
 def test_what_is_there_before_a_run_is_not_looked_at_and_afterwards_all_is_as_it_was() -> None:

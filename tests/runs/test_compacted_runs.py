@@ -19,7 +19,7 @@ from ludic.context.compacting import AGAIN
 from ludic.errors import ConfigError
 from ludic.rollouts import read_rollouts, read_token_log
 from ludic.runs.playing import replay_file
-from ludic.runs.storage.rollout_log import rollout_file, token_file
+from ludic.runs.storage.folder import rollout_file, token_file
 from ludic.types import Rollout
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]

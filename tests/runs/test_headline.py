@@ -15,10 +15,10 @@ from rich.console import Console
 
 from ludic.errors import ConfigError
 from ludic.eval import EpisodeResult, EvalReport, report_table
-from ludic.runs.episodes import read_report
+from ludic.eval.report import read_report
 from ludic.runs.publishing.card import _evaluation
 from ludic.runs.results.report import RunReport
-from ludic.runs.results.summary import summary_of
+from ludic.runs.results.terminal import summary_of
 from ludic.runs.results.watch import LearningWatch, hacked
 from ludic.runs.settings import RunConfig, parse_run
 from ludic.training.metrics.loggers import RichLiveLogger

@@ -11,7 +11,7 @@ from aiohttp import web
 import ludic
 from ludic.errors import LudicError
 from ludic.rollouts import TargetSolveRate, read_rollouts
-from ludic.runs.players.seating import make_curriculum
+from ludic.runs.players.curriculum import make_curriculum
 from ludic.runs.run import Run
 from ludic.types import StepOutcome
 from tests.inference.vllm.fake_server import FakeVLLM

@@ -18,10 +18,9 @@ from ludic.errors import ConfigError, UnknownNameError
 from ludic.inference import LocalChatClient
 from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.registry import register_logger, unregister_logger
-from ludic.runs.results.terminal import command_name
+from ludic.runs.results.terminal import Update, command_name
 from ludic.runs.settings.from_python import given_again, read_arguments
 from ludic.runs.storage.folder import RunFolder
-from ludic.runs.updates import Update
 from ludic.training import RolloutBatchSource, Trainer
 from tests.runs.worlds import Letters
 

@@ -14,9 +14,8 @@ from ludic.eval import EpisodeResult, EvalReport, report_table
 from ludic.rollouts import FixedMix, Stage, Stages
 from ludic.runs.episodes import eval_plan, requests_of
 from ludic.runs.results.report import RunReport
-from ludic.runs.results.summary import summary_of
+from ludic.runs.results.terminal import shown_metrics, summary_of
 from ludic.runs.settings import parse_run
-from ludic.runs.updates import shown_metrics
 from ludic.saw.batch import make_batch
 from ludic.saw.statistics import rollout_statistics
 from ludic.training.metrics.stats import batch_metrics

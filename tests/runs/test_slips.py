@@ -9,8 +9,9 @@ import pytest
 import ludic
 from ludic.errors import ConfigError
 from ludic.plumbing.arguments import near_names
-from ludic.runs.model import algorithm_of, build_model, load_tokenizer
+from ludic.runs.model import algorithm_of, build_model
 from ludic.runs.players.scoring import check_scoring
+from ludic.runs.pretrained import load_tokenizer
 from ludic.runs.settings import parse_run
 
 ENV = '[env]\nkind = "tic_tac_toe"\n'

@@ -66,6 +66,12 @@ def test_an_action_that_nothing_predicts_is_refused() -> None:
         make_batch([item(action_mask=np.array([1, 0, 0, 0], dtype=np.int8))])
 
 
+def test_so_it_is_in_an_item_that_is_complete() -> None:
+    whole = item(turns=(TurnSpan(0, 2, 0, 1.0),), action_mask=np.array([1, 0, 1, 0], np.int8))
+    with pytest.raises(BatchError, match="first token is an action"):
+        make_batch([whole])
+
+
 def test_an_item_without_actions_is_refused() -> None:
     with pytest.raises(BatchError, match="no token is an action"):
         make_batch([item(action_mask=np.zeros(4, dtype=np.int8))])

@@ -10,8 +10,7 @@ from ludic.types import AgentStep, EnvironmentStep, Fork, ForkReason
 from ludic.view.export import rollout_html
 from ludic.view.folders import RunPlace
 from ludic.view.index import RunIndex
-from ludic.view.rollout_page import group_page, rollout_page
-from ludic.view.token_text import texts_of
+from ludic.view.rollout_page import group_page, rollout_page, texts_of
 from tests.view.made import make_run, rollout
 
 

@@ -20,9 +20,8 @@ from ludic.view.export import rollout_html
 from ludic.view.folders import RunPlace, ViewError
 from ludic.view.index import RunIndex
 from ludic.view.overview import compared, differing, flattened
-from ludic.view.rollout_page import group_page, rollout_page
+from ludic.view.rollout_page import group_page, rollout_page, texts_of
 from ludic.view.rows import beginning
-from ludic.view.token_text import texts_of
 from tests.view.made import add_metrics, ids, make_run, rollout, training
 
 

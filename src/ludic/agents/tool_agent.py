@@ -26,7 +26,7 @@ from ludic.errors import AgentError, ToolError
 from ludic.inference.client import ToolRequest
 from ludic.inference.templates.chat_template import ChoosesToolParser
 from ludic.types import FinishReason, Message, ToolCall
-from ludic.workers.escapes import contained
+from ludic.workers.threads import contained
 
 ExternalToolHandler: TypeAlias = Callable[[ToolCall], Awaitable[str]]
 """Returns the text that answers a call of an external tool. A `ToolError` is shown to the model."""

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 from ludic.errors import DeadlineError, NoThreadError, ToolError
 from ludic.plumbing.text import clean_json, clean_text, words_of
 from ludic.types import Message, ToolCall
-from ludic.workers.escapes import is_for_us
-from ludic.workers.threads import EnvThreads
+from ludic.workers.threads import EnvThreads, is_for_us
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

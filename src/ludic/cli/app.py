@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import typer
 
-from ludic.cli import episodes, launching, looking, planning, sampling, sharing, training
+from ludic.cli import episodes, looking, planning, sampling, training
 
 app = typer.Typer(
     name="ludic",
@@ -16,7 +16,7 @@ app = typer.Typer(
 )
 app.command()(training.train)
 app.command()(training.sft)
-app.command()(launching.launch)
+app.command()(sampling.launch)
 app.command()(sampling.actor)
 app.add_typer(sampling.pipeline, name="pipeline")
 app.command("eval")(episodes.evaluate)
@@ -32,6 +32,6 @@ app.command(
 )(sampling.serve)
 app.command()(looking.envs)
 app.command()(looking.algorithms)
-app.command()(sharing.init)
+app.command()(looking.init)
 app.command()(looking.view)
-app.command()(sharing.push)
+app.command()(looking.push)

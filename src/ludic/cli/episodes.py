@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from ludic.cli.arguments import ANY_RUN, AnyRun, Overrides
+from ludic.cli.looking import ANY_RUN, AnyRun
+from ludic.cli.training import Overrides
 from ludic.errors import ConfigError
 
 
@@ -59,8 +60,7 @@ def _check_output(path: Path) -> None:
 
 def _compare(a: Path, b: Path) -> None:
     from ludic.eval import report_table
-    from ludic.eval.report import leading_tests
-    from ludic.runs.episodes import read_report
+    from ludic.eval.report import leading_tests, read_report
     from ludic.runs.results.terminal import console, say
 
     reports = [read_report(a), read_report(b)]
@@ -85,9 +85,8 @@ def play(
 ) -> None:
     """Play an environment yourself, or watch a model play it."""
     from ludic.envs import build_env
-    from ludic.envs.running.play import play_by_hand
     from ludic.runs.locate import locate
-    from ludic.runs.playing import env_to_play, watch_model
+    from ludic.runs.playing import env_to_play, play_by_hand, watch_model
     from ludic.runs.results.terminal import show_episode
 
     spec = env_to_play(env, settings or [])

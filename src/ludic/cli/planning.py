@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ludic.cli.arguments import ANY_RUN, Overrides
+from ludic.cli.looking import ANY_RUN
+from ludic.cli.training import Overrides
 from ludic.errors import ConfigError, OutOfMemoryError
 
 if TYPE_CHECKING:

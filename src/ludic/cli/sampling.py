@@ -1,4 +1,5 @@
-"""`ludic actor`, `pipeline` and `serve`: the processes that sample for a trainer."""
+"""`ludic launch`, `actor`, `pipeline` and `serve`: a run's processes, and those that
+sample for it."""
 
 from __future__ import annotations
 
@@ -6,11 +7,16 @@ import asyncio
 import json
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ludic.cli.arguments import AnyRun, Overrides, RedisUrl
+from ludic.cli.looking import AnyRun
+from ludic.cli.training import RUN_FILE, Out, Overrides
+from ludic.errors import ConfigError
+
+RedisUrl = Annotated[str | None, typer.Option(help="The URL of Redis; default: LUDIC_REDIS_URL.")]
 
 
 def actor(
@@ -96,6 +102,47 @@ def status(
 
 def serve(context: typer.Context) -> None:
     """Serve a model with vLLM, ready for live weight updates (`ludic serve --help`)."""
-    from ludic.runs.serving import serve
+    from ludic.runs.pipeline.serving import serve
 
     raise SystemExit(serve(context.args))
+
+
+def launch(
+    run: Annotated[str | None, RUN_FILE] = None,
+    overrides: Overrides = None,
+    out: Out = None,
+    resume: Annotated[Path | None, typer.Option(help="Resume the run in this folder.")] = None,
+    stop: Annotated[
+        Path | None, typer.Option(help="Stop the launched run in this folder, with a checkpoint.")
+    ] = None,
+    attach: Annotated[
+        Path | None, typer.Option(help="Show what the launched run in this folder says.")
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Leave it running in the background.")
+    ] = False,
+    write: Annotated[
+        str | None,
+        typer.Option(help="Start nothing: print a job file, `slurm` or `kuberay`, that does."),
+    ] = None,
+) -> None:
+    """Train a run with all its processes: trainer, servers and actors, on a Ray cluster or here."""
+    from ludic.runs.pipeline import attaching
+
+    settings = list(overrides or [])
+    if run is not None and "=" in run:
+        settings.insert(0, run)
+        run = None
+    named = [folder for folder in (resume, stop, attach) if folder is not None]
+    if len(named) + (run is not None) > 1:
+        raise ConfigError("give one of a run file, --resume, --stop and --attach")
+    if write is not None:
+        if named or detach or run is None:
+            raise ConfigError("--write takes a run file, and nothing else that starts or stops one")
+        typer.echo(attaching.job_file(write, run, settings, out=out), nl=False)
+    elif stop is not None:
+        attaching.stop(stop)
+    elif attach is not None:
+        attaching.attach(attach)
+    else:
+        attaching.launch(run, settings, out=out, resume=resume, detach=detach)

@@ -1,4 +1,4 @@
-"""`ludic train` and `sft`."""
+"""`ludic train` and `sft`, and the arguments that they share with other commands."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ludic.cli.arguments import RUN_FILE, DryRun, Out, Overrides, RunFile
 from ludic.errors import ConfigError
 
 if TYPE_CHECKING:
     from ludic.runs.run import Run
+
+RUN_FILE = typer.Argument(help="A run file (TOML), or the name of a built-in run.")
+RunFile = Annotated[str, RUN_FILE]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value; may be repeated.")]
+Out = Annotated[Path | None, typer.Option(help="The run folder to create.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved run, and stop.")]
 
 
 def train(

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from ludic.eval.report import EpisodeResult, EvalReport, Success, headline_of
 from ludic.rollouts import RolloutEngine, RolloutRequest
-from ludic.rollouts.progress import Progress, ProgressCallback
+from ludic.rollouts.engine import Progress, ProgressCallback
 from ludic.seeding import derive_seed
 from ludic.types import Rollout
 

@@ -3,10 +3,12 @@ of these leads, wherever they are shown."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import fsum, isfinite
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
@@ -444,3 +446,16 @@ def report_table(reports: Sequence[EvalReport]) -> Any:
 
 def _percent(rate: Estimate) -> str:
     return f"{rate.value:6.1%}  [{rate.low:.1%}, {rate.high:.1%}]" if rate.n else "–"
+
+
+def read_report(path: Path) -> EvalReport:
+    """Reads a report from its file, or from a run folder that of its last stage."""
+    if path.is_dir():
+        stages = ("after_rl", "after_sft", "before")
+        reports = [path / "eval" / f"{s}.json" for s in stages]
+        path = next((file for file in reports if file.is_file()), reports[0])
+    try:
+        report = EvalReport.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise ConfigError(f"{path} is not a report of `ludic eval`: {exc}") from exc
+    return replace(report, name=str(path))

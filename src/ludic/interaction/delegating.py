@@ -14,9 +14,10 @@ from ludic.agents.tools import Tool
 from ludic.envs.env import LudicEnv
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError, ProtocolError, ToolError
-from ludic.interaction.base import InteractionProtocol, RunSpec
+from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
 from ludic.interaction.collector import AgentTrack
 from ludic.interaction.episode import Episode
+from ludic.interaction.factories import JSON, build_agent
 from ludic.interaction.single_agent import only_role, play_alone
 from ludic.seeding import derive_seed
 from ludic.types import Action, Info, Obs, Rollout, StepOutcome, ToolCall
@@ -200,3 +201,41 @@ def _spec_of_child(spec: RunSpec, sub: SubAgent, place: int) -> RunSpec:
         sampling_seed=seed(spec.sampling_seed),
         max_steps=sub.max_steps,
     )
+
+
+def delegating_protocol(
+    runtime: Runtime,
+    *,
+    sub_agents: Mapping[str, JSON],
+    max_depth: int = 1,
+    max_sub_agents: int = 8,
+    child_reward: Literal["parent", "none"] = "parent",
+    agent: str = "react",
+    **agent_kwargs: Any,
+) -> DelegatingProtocol:
+    """A parent and its kinds of sub-agents: `{"solver": {"description": "…", "max_steps": 4,
+    and what `build_agent` takes}}`. A sub-agent is a "react" agent unless it says otherwise."""
+    kinds: dict[str, SubAgent] = {}
+    for name, entry in sub_agents.items():
+        options = dict(entry)
+        if "description" not in options:
+            raise ConfigError(
+                f"sub-agent {name!r} needs a 'description': its caller sees only that"
+            )
+        description, max_steps = options.pop("description"), options.pop("max_steps", 4)
+        factory = _agent_factory(runtime, {"agent": "react", **options})
+        kinds[name] = SubAgent(description, factory, max_steps=max_steps)
+    return DelegatingProtocol(
+        _agent_factory(runtime, {"agent": agent, **agent_kwargs}),
+        kinds,
+        max_depth=max_depth,
+        max_sub_agents=max_sub_agents,
+        child_reward=child_reward,
+    )
+
+
+def _agent_factory(runtime: Runtime, options: JSON) -> AgentFactory:
+    def make(external_tools: Sequence[Tool]) -> Agent:
+        return build_agent(runtime, external_tools=external_tools, **options)
+
+    return make

@@ -3,7 +3,6 @@ environment's, and the closing of the environment."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -23,18 +22,15 @@ from ludic.errors import (
 )
 from ludic.interaction.base import RunSpec
 from ludic.interaction.collector import AgentTrack
-from ludic.plumbing.raised import TRACEBACK, described, users_traceback
-from ludic.plumbing.text import clean_text, error_text
-from ludic.registry import REWARDS
-from ludic.rewards import Attempt, RewardFn, RewardSpec, RewardSum, Score, make_rewards
+from ludic.plumbing.text import TRACEBACK, clean_text, described, error_text, users_traceback
+from ludic.rewards import RewardSum
+from ludic.rewards.functions import attempt_of, score
 from ludic.seeding import derive_seed
-from ludic.types import AgentID, EnvironmentStep, Info, Obs, Rollout, TruncationReason
+from ludic.types import AgentID, Info, Obs, Rollout, TruncationReason
 from ludic.workers.deadlines import deadline
-from ludic.workers.escapes import is_for_us
-from ludic.workers.threads import shared_threads
+from ludic.workers.threads import is_for_us
 
 Openings: TypeAlias = Mapping[AgentID, tuple[Obs, Info]]
-Rewards: TypeAlias = RewardSpec | Sequence[RewardSpec] | RewardSum
 
 _log = logging.getLogger("ludic.interaction")
 
@@ -118,7 +114,7 @@ class Episode:
         if rewards is None:
             return
         for track in self.tracks:
-            if track.collected and (attempt := _attempt_of(track)) is not None:
+            if track.collected and (attempt := attempt_of(track.steps)) is not None:
                 verdict = await score(rewards, attempt, self.spec.step_timeout_s)
                 for name, reward in verdict.components.items():
                     track.add_bonus(name, reward)
@@ -204,47 +200,3 @@ def _cleaned(text: str | None) -> str | None:
 def opening_of(openings: Openings, agent_id: AgentID) -> tuple[Obs, Info]:
     """What the agent first sees; an agent that the environment does not open for sees nothing."""
     return openings.get(agent_id, ("", {}))
-
-
-def rewards_of(specs: Rewards | None) -> RewardSum | None:
-    """Reward functions by name or table, as everywhere; one by its place is the function itself."""
-    if specs is None or isinstance(specs, RewardSum):
-        return specs
-    one = isinstance(specs, str | Mapping) or callable(specs)
-    several: Sequence[RewardSpec] = [specs] if one else specs  # type: ignore[list-item,assignment]
-    return make_rewards([_by_place(spec) for spec in several])
-
-
-def _by_place(spec: RewardSpec) -> RewardSpec:
-    if isinstance(spec, str) and spec not in REWARDS.names():
-        function: RewardFn = REWARDS.get(spec)
-        return function
-    return spec
-
-
-def _attempt_of(track: AgentTrack) -> Attempt | None:
-    """What an agent's rewards are given: its last action, everything before it, and as `target`
-    and `row` what the environment told of the step."""
-    steps = [s for s in track.steps if isinstance(s, EnvironmentStep) and s.action is not None]
-    if not steps:
-        return None
-    *before, last = steps
-    told = [part for step in before for part in (step.obs, f"> {step.action}")]
-    return Attempt(
-        answer=last.action or "",
-        target=str(last.info.get("target", "")),
-        question="\n\n".join(filter(None, [*told, last.obs])),
-        row=last.info,
-    )
-
-
-async def score(rewards: RewardSum, attempt: Attempt, timeout_s: float | None) -> Score:
-    """In a thread, since the functions may block; what they leave to await is awaited here."""
-    answer: Any = await shared_threads().run(
-        lambda: rewards(attempt),
-        what="a reward",
-        whom="the reward function",
-        timeout_s=timeout_s,
-    )
-    result: Score = await answer if inspect.isawaitable(answer) else answer
-    return result

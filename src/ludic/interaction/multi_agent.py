@@ -11,19 +11,14 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from ludic.agents.base_agent import ActResult, Agent
 from ludic.envs.env import LudicEnv
 from ludic.errors import AgentError, ConfigError, ProtocolError
-from ludic.interaction.base import InteractionProtocol, RunSpec
-from ludic.interaction.episode import (
-    Episode,
-    Openings,
-    Rewards,
-    begin_agent,
-    opening_of,
-    rewards_of,
-    take_turn,
-)
+from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
+from ludic.interaction.episode import Episode, Openings, begin_agent, opening_of, take_turn
+from ludic.interaction.factories import JSON, build_agent
+from ludic.registry import AGENTS, BOTS
+from ludic.rewards.functions import Rewards, rewards_of
 from ludic.seeding import derive_seed
 from ludic.types import Action, AgentID, Obs, Rollout, TruncationReason
-from ludic.workers.escapes import contained
+from ludic.workers.threads import contained
 
 
 @runtime_checkable
@@ -284,3 +279,47 @@ class _Game:
             self.tracks[agent_id].cut_turn(act, reason)
         for track in self.tracks.values():
             track.cut(reason)
+
+
+def multi_agent_protocol(
+    runtime: Runtime,
+    *,
+    seats: Mapping[AgentID, JSON] | None = None,
+    max_parse_retries: int = 3,
+    reward: Rewards | None = None,
+    **agent_kwargs: Any,
+) -> MultiAgentProtocol:
+    """Several agents; those that `seats` does not name are built from `agent_kwargs`. `reward` is
+    as for one agent, and asked for each.
+
+    A seat is `{"bot": "random", "choices": […]}`, `{"bot": "sequence", "actions": […]}`, another
+    bot by name or place (`{"bot": "my_module:MyBot", …}`), or what `build_agent` takes, over the
+    common arguments. A seat with another `"client"` is an opponent and leaves no rollout, unless
+    it says `"collect": true`.
+    """
+    players: dict[AgentID, Agent | Bot | BotFunction] = {}
+    uncollected: set[AgentID] = set()
+    for agent_id, seat in (seats or {}).items():
+        options = dict(seat)
+        if "bot" in options:
+            players[agent_id] = _make_bot(agent_id, options)
+            continue
+        if not options.pop("collect", "client" not in options):
+            uncollected.add(agent_id)
+        players[agent_id] = build_agent(runtime, **{**agent_kwargs, **options})
+    return MultiAgentProtocol(
+        players,
+        default=lambda agent_id: build_agent(runtime, **agent_kwargs),
+        uncollected=uncollected,
+        max_parse_retries=max_parse_retries,
+        reward=reward,
+    )
+
+
+def _make_bot(agent_id: AgentID, options: dict[str, Any]) -> Bot | BotFunction:
+    name = options.pop("bot")
+    registry = AGENTS if name in AGENTS.names() else BOTS
+    try:
+        return registry.make_from({"kind": name, **options})  # type: ignore[no-any-return]
+    except ConfigError as exc:
+        raise ConfigError(f"seat {agent_id!r}: {exc}") from exc

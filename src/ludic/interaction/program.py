@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ludic.agents.base_agent import ActResult
 from ludic.agents.programs.agent import ProgramAgent, ProgramResult
 from ludic.errors import ConfigError
+from ludic.interaction.base import Runtime
 from ludic.interaction.collector import AgentTrack
-from ludic.interaction.episode import Episode, Openings, Rewards, begin_agent, opening_of, score
+from ludic.interaction.episode import Episode, Openings, begin_agent, opening_of
+from ludic.interaction.factories import build_agent
 from ludic.interaction.single_agent import SingleAgentSyncProtocol, only_role, play_alone
 from ludic.rewards import Attempt, RewardSum
+from ludic.rewards.functions import Rewards, score
 from ludic.types import AgentID, Info, Message, StepOutcome, TruncationReason
 
 
@@ -120,3 +124,14 @@ def _attempt(
         info=info,
         task_key=task_key,
     )
+
+
+def program_protocol(
+    runtime: Runtime, *, reward: Rewards | None = None, **agent_kwargs: Any
+) -> ProgramProtocol:
+    """A program as the agent. `command` or `function` says which; the other arguments are those of
+    `ProgramAgent` and `build_agent`."""
+    agent = build_agent(runtime, **{"agent": "program", **agent_kwargs})
+    if not isinstance(agent, ProgramAgent):
+        raise ConfigError(f"protocol 'program' plays with a program, not with {agent!r}")
+    return ProgramProtocol(agent, reward)

@@ -9,14 +9,8 @@ from ludic.envs.env import LudicEnv
 from ludic.errors import ProtocolError
 from ludic.interaction.base import InteractionProtocol, RunSpec
 from ludic.interaction.collector import AgentTrack
-from ludic.interaction.episode import (
-    Episode,
-    Openings,
-    Rewards,
-    begin_agent,
-    rewards_of,
-    take_turn,
-)
+from ludic.interaction.episode import Episode, Openings, begin_agent, take_turn
+from ludic.rewards.functions import Rewards, rewards_of
 from ludic.types import AgentID, Rollout, TruncationReason
 
 

@@ -16,7 +16,7 @@ from ludic.pipeline.lease import TrainerLease
 from ludic.pipeline.ledger import Bounds, Ledger, UnitFeed
 from ludic.pipeline.messages import Group, Unit, unit_message
 from ludic.pipeline.store import LostRunError, entries, flat
-from ludic.rollouts.curricula import Curriculum
+from ludic.rollouts.requests import Curriculum
 from ludic.rollouts.storage import BufferedWriter, RolloutWriterLike, write_rollouts
 from ludic.saw.batch import LOST_MEMBER
 from ludic.saw.building import LostMember, batch_from_rollouts

@@ -17,8 +17,7 @@ from msgspec import structs
 
 from ludic.errors import CheckpointError, ConfigError
 from ludic.pipeline.messages import Unit
-from ludic.rollouts.curricula import Curriculum
-from ludic.rollouts.requests import RolloutRequest
+from ludic.rollouts.requests import Curriculum, RolloutRequest
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.batching.rollout_batch_source import RequestFeed, RequestFn
 from ludic.types import Rollout, from_json, to_json

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ludic.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 
 def base_causal_lm(model: nn.Module) -> nn.Module:
@@ -107,3 +109,35 @@ def _dropout_of(module: nn.Module) -> tuple[str, float] | None:
         if isinstance(value, float) and value > 0 and "drop" in name:
             return name, value
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRule:
+    """What a model family does to the head's output before the softmax."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        logits = logits * self.scale if self.scale != 1.0 else logits
+        if self.softcap is not None:
+            logits = (logits / self.softcap).tanh() * self.softcap
+        return logits
+
+
+_MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
+def logit_rule(facts: Mapping[str, Any]) -> LogitRule:
+    """What the family does to its logits, as far as its configuration says; `check_split` sees
+    whether that is all."""
+    family = facts.get("model_type") or ""
+    scale = float(facts.get("logits_scaling") or 1.0)
+    if not family.startswith("hyperclovax"):  # the others divide by it
+        scale = 1.0 / scale
+    if family != "mpt":  # which has the field and never looks at it
+        for name in _MULTIPLIERS:
+            scale *= float(facts.get(name) or 1.0)
+    caps = [facts[name] for name in _SOFT_CAPS if facts.get(name)]
+    return LogitRule(scale, float(caps[0]) if caps else None)

@@ -24,6 +24,8 @@ from ludic.errors import ConfigError, EnvError
 from ludic.parsers import Parser, make_parser
 from ludic.registry import REWARDS
 from ludic.rewards.answers import last_number, read_number, same_mathematics
+from ludic.types import EnvironmentStep, Step
+from ludic.workers.threads import shared_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,3 +253,50 @@ def _make_reward(spec: RewardSpec) -> tuple[RewardFn, float, str]:
     weight, name = options.pop("weight", 1.0), options.pop("name", None)
     function = REWARDS.make_from(options)
     return function, weight, name or _name(function)
+
+
+Rewards: TypeAlias = RewardSpec | Sequence[RewardSpec] | RewardSum
+
+
+def rewards_of(specs: Rewards | None) -> RewardSum | None:
+    """Reward functions by name or table, as everywhere; one by its place is the function itself."""
+    if specs is None or isinstance(specs, RewardSum):
+        return specs
+    one = isinstance(specs, str | Mapping) or callable(specs)
+    several: Sequence[RewardSpec] = [specs] if one else specs  # type: ignore[list-item,assignment]
+    return make_rewards([_by_place(spec) for spec in several])
+
+
+def _by_place(spec: RewardSpec) -> RewardSpec:
+    if isinstance(spec, str) and spec not in REWARDS.names():
+        function: RewardFn = REWARDS.get(spec)
+        return function
+    return spec
+
+
+async def score(rewards: RewardSum, attempt: Attempt, timeout_s: float | None) -> Score:
+    """In a thread, since the functions may block; what they leave to await is awaited here."""
+    answer: Any = await shared_threads().run(
+        lambda: rewards(attempt),
+        what="a reward",
+        whom="the reward function",
+        timeout_s=timeout_s,
+    )
+    result: Score = await answer if inspect.isawaitable(answer) else answer
+    return result
+
+
+def attempt_of(steps: Sequence[Step]) -> Attempt | None:
+    """What an agent's rewards are given: its last action, everything before it, and as `target`
+    and `row` what the environment told of the step."""
+    acted = [s for s in steps if isinstance(s, EnvironmentStep) and s.action is not None]
+    if not acted:
+        return None
+    *before, last = acted
+    told = [part for step in before for part in (step.obs, f"> {step.action}")]
+    return Attempt(
+        answer=last.action or "",
+        target=str(last.info.get("target", "")),
+        question="\n\n".join(filter(None, [*told, last.obs])),
+        row=last.info,
+    )

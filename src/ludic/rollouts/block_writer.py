@@ -19,8 +19,7 @@ from typing import BinaryIO, Generic, Self, TypeVar
 from ludic.errors import ConfigError, DeadlineError, SerializationError
 from ludic.plumbing.files import sync
 from ludic.plumbing.text import error_text
-from ludic.rollouts.inflating import LONGEST_LINE
-from ludic.rollouts.lines import as_stored, mend_last_line
+from ludic.rollouts.lines import LONGEST_LINE, as_stored, mend_last_line
 
 T = TypeVar("T")
 _log = logging.getLogger("ludic.rollouts")

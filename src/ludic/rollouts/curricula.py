@@ -1,4 +1,4 @@
-"""Control between batches: which requests come next, given how the earlier ones went."""
+"""Curricula that go by how the earlier requests went: one stage after another, or by task."""
 
 from __future__ import annotations
 
@@ -6,81 +6,21 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
 from ludic.errors import CheckpointError, ConfigError
-from ludic.rollouts.requests import RolloutRequest
+from ludic.rollouts.requests import LABEL, Curriculum, RolloutRequest, check_names, seeded
 from ludic.saw.statistics import STAGE
 from ludic.seeding import derive_seed
 from ludic.types import Rollout
-
-LABEL = "curriculum"
-"""The key in `meta` that names the part of a curriculum a request, or its rollout, belongs to."""
-
-
-@runtime_checkable
-class Curriculum(Protocol):
-    """Decides the next requests, and is told how they went. Its state is JSON, for checkpoints."""
-
-    def next_requests(self, count: int) -> list[RolloutRequest]:
-        """The next `count` requests, of one episode each; a strategy may make groups of them."""
-        ...
-
-    def report(self, rollouts: Sequence[Rollout]) -> None:
-        """Takes every rollout of the batch, failed ones included."""
-        ...
-
-    def state_dict(self) -> Mapping[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 def is_solved(rollout: Rollout, threshold: float) -> bool:
     """Whether the rollout's total reward reaches `threshold`."""
     return rollout.error is None and rollout.total_reward >= threshold
-
-
-class FixedMix:
-    """Kinds of requests in fixed proportions.
-
-    All requests so far stay as close to the proportions as whole numbers allow, so that even small
-    batches are mixed. A request without an `env_seed` gets a new one each time.
-    """
-
-    def __init__(self, mix: Mapping[str, tuple[RolloutRequest, float]], *, seed: int = 0) -> None:
-        if not mix:
-            raise ConfigError("FixedMix: give at least one kind of request")
-        for name, (_, weight) in mix.items():
-            if not (math.isfinite(weight) and weight > 0):
-                raise ConfigError(f"FixedMix: the weight of {name!r} is {weight}; must be > 0")
-        total = math.fsum(weight for _, weight in mix.values())
-        self._requests = {name: request for name, (request, _) in mix.items()}
-        self._shares = {name: weight / total for name, (_, weight) in mix.items()}
-        self._given = dict.fromkeys(mix, 0)
-        self._seed = seed
-
-    def next_requests(self, count: int) -> list[RolloutRequest]:
-        return [self._next() for _ in range(count)]
-
-    def _next(self) -> RolloutRequest:
-        total = sum(self._given.values()) + 1
-        name = max(self._given, key=lambda n: self._shares[n] * total - self._given[n])
-        number = self._given[name]
-        self._given[name] += 1
-        return seeded(self._requests[name], name, number, self._seed)
-
-    def report(self, rollouts: Sequence[Rollout]) -> None:
-        """A fixed mix learns nothing from outcomes."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return {"given": dict(self._given)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _check_names("FixedMix", state["given"], self._given)
-        self._given = {name: int(state["given"][name]) for name in self._given}
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,26 +193,6 @@ class TargetSolveRate(DrawnTasks):
         return {"rates": dict(self._rates), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _check_names("TargetSolveRate", state["rates"], self._rates)
+        check_names("TargetSolveRate", state["rates"], self._rates)
         self._rates = {name: float(state["rates"][name]) for name in self._rates}
         super().load_state_dict(state)
-
-
-def seeded(request: RolloutRequest, name: str, number: int, seed: int) -> RolloutRequest:
-    """The `number`-th request of part `name`, labelled and seeded. An `env_seed` that the request
-    already has stays: it is the task."""
-    env_seed = request.env_seed
-    return replace(
-        request,
-        env_seed=derive_seed(seed, name, "env", number) if env_seed is None else env_seed,
-        sampling_seed=derive_seed(seed, name, "sampling", number),
-        meta={**request.meta, LABEL: name},
-    )
-
-
-def _check_names(what: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    if saved.keys() != present.keys():
-        raise CheckpointError(
-            f"{what}: the checkpoint knows {sorted(saved)}, this run {sorted(present)}: resume "
-            "with the tasks that the run began with"
-        )

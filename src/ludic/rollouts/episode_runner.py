@@ -16,13 +16,12 @@ from ludic.inference.sampling import InferenceSpec
 from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
 from ludic.interaction.episode import CONFIGURATION_ERRORS
 from ludic.interaction.factories import single_agent_maker, single_agent_protocol
-from ludic.plumbing.raised import TRACEBACK, described, users_traceback
+from ludic.plumbing.text import TRACEBACK, described, users_traceback
 from ludic.registry import ENVS, PROTOCOLS
 from ludic.rollouts.requests import PlannedEpisode
 from ludic.types import EnvSpec, ProtocolSpec, Rollout, to_json
 from ludic.workers.deadlines import deadline
-from ludic.workers.escapes import contained, is_for_us
-from ludic.workers.threads import shared_threads
+from ludic.workers.threads import contained, is_for_us, shared_threads
 
 EnvFactory: TypeAlias = Callable[..., LudicEnv[Any, Any, Any]]
 ProtocolFactory: TypeAlias = Callable[..., InteractionProtocol]

@@ -11,21 +11,35 @@ which must give the same tokens where the backend is deterministic and has the s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec.structs import replace
 
-from ludic.errors import RolloutError
+from ludic.errors import InferenceError, RolloutError
+from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.sampling import InferenceSpec
-from ludic.inference.templates.chat_template import ChatTemplate
+from ludic.inference.templates.chat_template import ChatTemplate, ParsedCompletion
 from ludic.interaction.base import Runtime
 from ludic.registry import stored_names
-from ludic.rollouts.divergence import Divergence, first_divergence
 from ludic.rollouts.episode_runner import EnvFactory, EpisodeRunner, ProtocolFactory
 from ludic.rollouts.requests import PlannedEpisode, RolloutRequest
-from ludic.rollouts.tape import Tape, TapeClient, TapeTemplate
-from ludic.types import Rollout, from_json
+from ludic.rollouts.stored_prompts import shared_length
+from ludic.types import (
+    AgentStep,
+    ChatResponse,
+    EnvironmentStep,
+    Fork,
+    ForkReason,
+    Info,
+    Message,
+    Rollout,
+    Step,
+    TokenTrace,
+    TruncationReason,
+    from_json,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +152,214 @@ def _compared(
     found.extend(Divergence(r.id, 0, "rollout", None, "there") for r in extra)
     first = min(found, key=lambda d: d.step, default=None)
     return ReplayReport(first, steps, tokens, tuple(replayed))
+
+
+class _RecordEnded(InferenceError):
+    """The replay asks for a model call that the record does not have."""
+
+
+class Tape:
+    """The recorded model calls of each conversation, to be taken in order."""
+
+    def __init__(self, rollouts: Sequence[Rollout]) -> None:
+        self._calls = {r.id: list(r.agent_steps) for r in rollouts}
+        self._next = dict.fromkeys(self._calls, 0)
+        self._compactions = {r.id: _compactions(r) for r in rollouts}
+        self.unknown: str | None = None
+
+    def take(self, conversation_id: str | None) -> tuple[str, int]:
+        """The place of the conversation's next call."""
+        if conversation_id not in self._calls or conversation_id is None:
+            self.unknown = str(conversation_id)
+            raise _RecordEnded(f"no rollout {conversation_id!r} was given")
+        number = self._next[conversation_id]
+        if number == len(self._calls[conversation_id]):
+            raise _RecordEnded(f"rollout {conversation_id!r} has {number} model calls, not more")
+        self._next[conversation_id] = number + 1
+        return conversation_id, number
+
+    def compaction(self, conversation_id: str | None) -> Info | None:
+        """The `info` of the compaction that the conversation's next call belongs to, if any."""
+        of_conversation = self._compactions.get(conversation_id or "", {})
+        return of_conversation.get(self._next.get(conversation_id or "", 0))
+
+    def call_at(self, rollout_id: str, number: int) -> AgentStep:
+        """The recorded call at a place that `take` gave."""
+        return self._calls[rollout_id][number]
+
+
+def _compactions(rollout: Rollout) -> dict[int, Info]:
+    """Where the rollout's dialogue was compacted: the `info`, by the number of the first call."""
+    calls = [place for place, step in enumerate(rollout.steps) if isinstance(step, AgentStep)]
+    return {
+        calls.index(step.agent_steps[0]): step.info
+        for step in rollout.env_steps
+        if step.info.get("compacted") and step.agent_steps
+    }
+
+
+class TapeClient:
+    """Returns, for each conversation's calls, what was recorded for them."""
+
+    def __init__(self, tape: Tape, *, with_tokens: bool) -> None:
+        self._tape = tape
+        self._with_tokens = with_tokens
+
+    @property
+    def max_context_tokens(self) -> int | None:
+        return None
+
+    def compaction(self, conversation_id: str | None) -> Info | None:
+        """As for an agent that asks whether its dialogue was compacted here."""
+        return self._tape.compaction(conversation_id)
+
+    async def complete_tokens(self, request: TokenCompletionRequest) -> ChatResponse:
+        place = self._tape.take(request.conversation_id)
+        step = self._tape.call_at(*place)
+        trace = None
+        if self._with_tokens:
+            if step.trace is None:
+                raise _RecordEnded("the record has no token ids: replay it without a template")
+            trace = replace(step.trace, prompt_token_ids=request.prompt_token_ids)
+        return ChatResponse(trace, step.finish_reason, info={"replayed_from": list(place)})
+
+    async def sync_weights(
+        self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
+    ) -> str:
+        raise NotImplementedError("a record has no weights")
+
+
+class TapeTemplate:
+    """Stands where a template would: messages pass as they were recorded, without tokens."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        return []
+
+    def extend(
+        self,
+        messages: Sequence[Message],
+        previous: TokenTrace,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int] | Fork:
+        return Fork(ForkReason.TEMPLATE_NOT_EXTENSIBLE)
+
+    def parse(self, response: ChatResponse) -> ParsedCompletion:
+        step = self._tape.call_at(*response.info["replayed_from"])
+        calls = tuple(step.message.get("tool_calls", ()))
+        # Errors of the tools themselves are recorded in the same place; only calls that could
+        # not be read have no tool message that names a call.
+        unread = sum("tool_call_id" not in m for m in step.tool_messages)
+        errors = step.tool_call_errors[:unread] if step.tool_messages else step.tool_call_errors
+        return ParsedCompletion(step.message, calls, errors)
+
+
+_OUTSIDE = {
+    TruncationReason.CONTEXT_WINDOW,
+    TruncationReason.DEADLINE,
+    TruncationReason.ERROR,
+}
+"""Endings that come from a backend or a clock: the record ends there, and so may the replay."""
+
+_PER_TOKEN = ("prompt_token_ids", "completion_token_ids", "completion_logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first place at which the replay differs: `field` of step `step` of a rollout, and for
+    token ids and log-probs the position `token` within it."""
+
+    rollout_id: str
+    step: int
+    field: str
+    recorded: Any
+    replayed: Any
+    token: int | None = None
+
+    def __str__(self) -> str:
+        at = "" if self.token is None else f", token {self.token}"
+        was, now = _shortened(repr(self.recorded), repr(self.replayed))
+        return (
+            f"rollout {self.rollout_id!r}, step {self.step}{at}: {self.field} was {was} and is "
+            f"now {now}"
+        )
+
+
+def first_divergence(
+    recorded: Rollout, replayed: Rollout, *, with_tokens: bool
+) -> tuple[Divergence | None, int, int]:
+    """The first divergence of one rollout, and how many steps and sampled tokens agree."""
+    tokens = 0
+    ended_outside = recorded.error is not None or recorded.truncation_reason in _OUTSIDE
+    for index, old in enumerate(recorded.steps):
+        if index >= len(replayed.steps):
+            cause = replayed.error or "ended"
+            return Divergence(recorded.id, index, "step", old.kind, cause), index, tokens
+        last = index + 1 == len(recorded.steps)
+        cut_outside = isinstance(old, EnvironmentStep) and old.truncation_reason in _OUTSIDE
+        ending = not (last and cut_outside)
+        facts = (_facts(s, with_tokens, ending) for s in (old, replayed.steps[index]))
+        # The lists of facts stay in step: what decides the next entries is itself compared.
+        for (name, before), (_, after) in zip(*facts, strict=False):
+            if not _same(name, before, after):
+                return _divergence(recorded.id, index, name, before, after), index, tokens
+        if isinstance(old, AgentStep) and old.trace is not None:
+            tokens += len(old.trace.completion_token_ids)
+    count = len(recorded.steps)
+    if len(replayed.steps) > count and not ended_outside:
+        more = replayed.steps[count].kind
+        return Divergence(recorded.id, count, "step", "ended", more), count, tokens
+    return None, count, tokens
+
+
+def _facts(step: Step, with_tokens: bool, ending: bool) -> Iterator[tuple[str, Any]]:
+    """What is compared of a step, in order, by name."""
+    yield from _named(step, "kind", "turn_index")
+    if isinstance(step, AgentStep):
+        yield from _named(step, "new_messages")
+        if with_tokens:
+            yield "trace", step.trace is not None
+            if step.trace is not None:
+                yield from _named(step.trace, *_PER_TOKEN)
+        yield from _named(step, "message", "finish_reason", "tool_messages")
+        return
+    yield from _named(step, "stepped", "obs", "action", "next_obs", "reward", "terminated")
+    if ending:
+        yield from _named(step, "truncated", "truncation_reason")
+        yield "keys of info", sorted(step.info)
+        yield from ((f"info[{key!r}]", step.info[key]) for key in sorted(step.info))
+
+
+def _named(owner: Any, *names: str) -> Iterator[tuple[str, Any]]:
+    return ((name, getattr(owner, name)) for name in names)
+
+
+def _same(name: str, before: Any, after: Any) -> bool:
+    if name.startswith("info["):  # as JSON: NaN equals itself, and true is not 1
+        return json.dumps(before, sort_keys=True) == json.dumps(after, sort_keys=True)
+    return bool(before == after or (before != before and after != after))
+
+
+def _divergence(rollout_id: str, step: int, name: str, before: Any, after: Any) -> Divergence:
+    if name not in _PER_TOKEN or before is None or after is None:
+        return Divergence(rollout_id, step, name, before, after)
+    at = shared_length(before, after)
+    was, now = (ids[at] if at < len(ids) else None for ids in (before, after))
+    return Divergence(rollout_id, step, name, was, now, token=at)
+
+
+def _shortened(a: str, b: str, limit: int = 160) -> tuple[str, str]:
+    """Both texts; long ones from shortly before the first character that differs."""
+    if max(len(a), len(b)) <= limit:
+        return a, b
+    start = max(shared_length(a, b) - 20, 0)
+
+    def part(text: str) -> str:
+        after = "…" if len(text) > start + limit else ""
+        return ("…" if start else "") + text[start : start + limit] + after
+
+    return part(a), part(b)

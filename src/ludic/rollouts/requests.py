@@ -1,18 +1,20 @@
-"""What to roll out: requests, how those of a batch relate, and the episodes that they make.
+"""What to roll out: requests, how those of a batch relate, the episodes that they make, and
+what decides which come next.
 
 Requests and episodes are pure data, so that they can be stored, sent and repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from msgspec import field
 from msgspec.structs import replace
 
-from ludic.errors import ConfigError
+from ludic.errors import CheckpointError, ConfigError
 from ludic.inference.sampling import InferenceSpec
 from ludic.plumbing.records import Record
 from ludic.seeding import derive_seed
@@ -196,3 +198,84 @@ def _env_seed(request: RolloutRequest, position: int, seed: int, prefix: str) ->
     if request.group_id is not None:
         return derive_seed(seed, prefix, "group", request.group_id)
     return derive_seed(seed, prefix, "env", position)
+
+
+LABEL = "curriculum"
+"""The key in `meta` that names the part of a curriculum a request, or its rollout, belongs to."""
+
+
+@runtime_checkable
+class Curriculum(Protocol):
+    """Decides the next requests, and is told how they went. Its state is JSON, for checkpoints."""
+
+    def next_requests(self, count: int) -> list[RolloutRequest]:
+        """The next `count` requests, of one episode each; a strategy may make groups of them."""
+        ...
+
+    def report(self, rollouts: Sequence[Rollout]) -> None:
+        """Takes every rollout of the batch, failed ones included."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class FixedMix:
+    """Kinds of requests in fixed proportions.
+
+    All requests so far stay as close to the proportions as whole numbers allow, so that even small
+    batches are mixed. A request without an `env_seed` gets a new one each time.
+    """
+
+    def __init__(self, mix: Mapping[str, tuple[RolloutRequest, float]], *, seed: int = 0) -> None:
+        if not mix:
+            raise ConfigError("FixedMix: give at least one kind of request")
+        for name, (_, weight) in mix.items():
+            if not (math.isfinite(weight) and weight > 0):
+                raise ConfigError(f"FixedMix: the weight of {name!r} is {weight}; must be > 0")
+        total = math.fsum(weight for _, weight in mix.values())
+        self._requests = {name: request for name, (request, _) in mix.items()}
+        self._shares = {name: weight / total for name, (_, weight) in mix.items()}
+        self._given = dict.fromkeys(mix, 0)
+        self._seed = seed
+
+    def next_requests(self, count: int) -> list[RolloutRequest]:
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> RolloutRequest:
+        total = sum(self._given.values()) + 1
+        name = max(self._given, key=lambda n: self._shares[n] * total - self._given[n])
+        number = self._given[name]
+        self._given[name] += 1
+        return seeded(self._requests[name], name, number, self._seed)
+
+    def report(self, rollouts: Sequence[Rollout]) -> None:
+        """A fixed mix learns nothing from outcomes."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"given": dict(self._given)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_names("FixedMix", state["given"], self._given)
+        self._given = {name: int(state["given"][name]) for name in self._given}
+
+
+def seeded(request: RolloutRequest, name: str, number: int, seed: int) -> RolloutRequest:
+    """The `number`-th request of part `name`, labelled and seeded. An `env_seed` that the request
+    already has stays: it is the task."""
+    env_seed = request.env_seed
+    return replace(
+        request,
+        env_seed=derive_seed(seed, name, "env", number) if env_seed is None else env_seed,
+        sampling_seed=derive_seed(seed, name, "sampling", number),
+        meta={**request.meta, LABEL: name},
+    )
+
+
+def check_names(what: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    if saved.keys() != present.keys():
+        raise CheckpointError(
+            f"{what}: the checkpoint knows {sorted(saved)}, this run {sorted(present)}: resume "
+            "with the tasks that the run began with"
+        )

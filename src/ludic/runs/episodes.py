@@ -4,9 +4,8 @@ those that are held out. Imports no torch: actors may have none."""
 from __future__ import annotations
 
 import copy
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +15,7 @@ from msgspec import structs
 
 from ludic.envs import build_env
 from ludic.envs.running.runner import close_env
-from ludic.errors import ConfigError, UnknownNameError
+from ludic.errors import ConfigError
 from ludic.eval import EvalReport, RolloutEvaluator, eval_requests, reward_above
 from ludic.inference import HFChatTemplate, InferenceSpec, ReturnSpec, SamplingConfig
 from ludic.inference.client import ChatClient
@@ -24,9 +23,10 @@ from ludic.inference.templates.tool_parsers import ToolParser, get_tool_parser
 from ludic.interaction import Runtime
 from ludic.plumbing.given import PREFIX
 from ludic.rollouts import RolloutEngine, RolloutRequest
+from ludic.rollouts.engine import ProgressCallback
 from ludic.rollouts.processes import WorkerPool
-from ludic.rollouts.progress import ProgressCallback
 from ludic.runs.settings import EnvSection, RunConfig
+from ludic.runs.settings.parts import teachers_by_env
 from ludic.saw.statistics import ENV
 from ludic.seeding import derive_seed
 from ludic.types import AgentID, EnvSpec, ProtocolSpec
@@ -131,7 +131,7 @@ def requests_of(
         while name in named:
             name += "+"
         named[name] = section
-    teachers = {} if held_out else teachers_by_env(config, list(named))
+    teachers = {} if held_out else teachers_by_env(config.teacher, list(named))
     return {
         name: (
             RolloutRequest(
@@ -148,41 +148,6 @@ def requests_of(
     }
 
 
-def teachers_by_env(config: RunConfig, envs: Sequence[str]) -> Mapping[str, str]:
-    """Returns the teacher of each environment, by name; empty if there is only one for all. Raises
-    if one has none, or two."""
-    teachers = config.teacher
-    for number, teacher in enumerate(teachers, 1):
-        for env in teacher.envs:
-            if env not in envs:
-                raise UnknownNameError(f"environment of teacher {number},", env, envs)
-    if len(teachers) < 2:
-        return {}
-    rest = [i for i, t in enumerate(teachers) if not t.envs and not t.tasks]
-    if len(rest) > 1:
-        raise ConfigError(
-            f"teachers {rest[0] + 1} and {rest[1] + 1} both say neither `envs` nor `tasks`: say "
-            f"which is for what, as in envs = [{envs[0]!r}]"
-        )
-    by_env: dict[str, str] = {}
-    for env in envs:
-        own = [i for i, t in enumerate(teachers) if env in t.envs]
-        if len(own) > 1:
-            raise ConfigError(
-                f"teachers {own[0] + 1} and {own[1] + 1} are both for environment {env!r}"
-            )
-        if own or rest:
-            by_env[env] = teacher_name((own or rest)[0])
-        elif not any(t.tasks for t in teachers):
-            raise ConfigError(f"no teacher is for environment {env!r}: name it in one's `envs`")
-    return by_env
-
-
-def teacher_name(index: int) -> str:
-    """What the rollouts of a run call its teachers."""
-    return f"teacher-{index + 1}"
-
-
 def seats_of(spec: EnvSpec) -> tuple[AgentID, ...]:
     """The agents of an environment, which is built for that and closed."""
     env = build_env(spec)
@@ -190,19 +155,6 @@ def seats_of(spec: EnvSpec) -> tuple[AgentID, ...]:
         return tuple(env.agent_ids)
     finally:
         close_env(env, spec.kind)
-
-
-def read_report(path: Path) -> EvalReport:
-    """Reads a report from its file, or from a run folder that of its last stage."""
-    if path.is_dir():
-        stages = ("after_rl", "after_sft", "before")
-        reports = [path / "eval" / f"{s}.json" for s in stages]
-        path = next((file for file in reports if file.is_file()), reports[0])
-    try:
-        report = EvalReport.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise ConfigError(f"{path} is not a report of `ludic eval`: {exc}") from exc
-    return replace(report, name=str(path))
 
 
 def eval_plan(config: RunConfig) -> list[RolloutRequest]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from ludic.envs import build_env
-from ludic.envs.running.play import play_by_hand
 from ludic.errors import ConfigError
 from ludic.eval import EvalReport
 from ludic.plumbing.arguments import misfit
@@ -20,7 +19,7 @@ from ludic.plumbing.given import bind_objects
 from ludic.runs.episodes import import_user_modules
 from ludic.runs.interruption import blocking
 from ludic.runs.locate import locate
-from ludic.runs.playing import evaluate_model, watch_model
+from ludic.runs.playing import evaluate_model, play_by_hand, watch_model
 from ludic.runs.results.terminal import show_episode
 from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig

@@ -7,14 +7,11 @@ import os
 from dataclasses import fields, replace
 from inspect import signature
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
-from ludic.envs.adapters import load_package
 from ludic.errors import ConfigError
 from ludic.inference import LocalChatClient
 from ludic.plumbing.arguments import unknown_argument
@@ -22,19 +19,17 @@ from ludic.plumbing.given import given, is_given
 from ludic.plumbing.precision import Precision, default_precision, weights_dtype
 from ludic.registry import CORRECTIONS, FILTERS
 from ludic.runs.episodes import with_template
+from ludic.runs.pretrained import from_pretrained, load_tokenizer, load_weights, with_adapter
 from ludic.runs.settings import ModelSection, RunConfig
 from ludic.runs.settings.base import configuring
-from ludic.runs.settings.reading import earlier_run
+from ludic.runs.settings.paths import earlier_run
 from ludic.runs.storage.folder import RunFolder
 from ludic.saw.filters import SampleFilter, combine
 from ludic.seeding import derive_seed
 from ludic.training import CheckpointConfig, RLAlgorithm, TrainerConfig, make_algorithm
-from ludic.training.checkpoint_contents import no_progress_bar
 from ludic.training.credit_assignment.returns import GroupNormalizedReturn, HybridNormalizedReturn
 from ludic.training.losses.corrections import CorrectedLoss
 from ludic.training.preprocess import KLInReward, chain
-
-HUB_TIMEOUT_S = 10.0
 
 
 def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Module, Any]:
@@ -51,10 +46,10 @@ def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Modu
     elif (earlier := earlier_run(section.name)) is not None:
         model, tokenizer = _from_run(section, dtype, *earlier)
     else:
-        model, tokenizer = _from_pretrained(section, section.name, dtype)
+        model, tokenizer = from_pretrained(section, section.name, dtype)
     tokenizer = with_template(config, tokenizer)
     if section.lora is not None:
-        model = _with_adapter(model, section)
+        model = with_adapter(model, section)
     if weights is not None:
         load_weights(model, weights)
     if is_given(section.name) and section.device is None:
@@ -107,7 +102,7 @@ def _from_run(
     folder = RunFolder.open(path)
     weights = folder.weights(which)
     if (weights / "config.json").is_file() and (weights / "tokenizer_config.json").is_file():
-        return _from_pretrained(section, str(weights), dtype)
+        return from_pretrained(section, str(weights), dtype)
     model, tokenizer = build_model(folder.config(), weights)
     merge: Any = getattr(model, "merge_and_unload", None)
     return (merge() if merge else model).to(dtype), tokenizer
@@ -119,116 +114,6 @@ def tokenizer_of(config: RunConfig) -> Any:
     if name == "tiny" or is_given(name) or earlier_run(name) is not None:
         return build_model(config)[1]
     return with_template(config, load_tokenizer(name, "model"))
-
-
-def load_tokenizer(name: str, where: str) -> Any:
-    """Returns the tokenizer of a folder or of a name on the hub."""
-    from transformers import AutoTokenizer
-
-    options = where_from(name, None, f"{where}: tokenizer={name!r}")
-    try:
-        return AutoTokenizer.from_pretrained(name, **options)
-    except (OSError, ValueError) as exc:
-        reason = shorten(str(exc), 600, placeholder=" …")
-        raise ConfigError(f"{where}: tokenizer={name!r} cannot be loaded: {reason}") from exc
-
-
-def where_from(name: str, revision: str | None, what: str) -> dict[str, Any]:
-    """Returns the options to load `name` with: nothing more if it is a folder or the hub answers,
-    else only what this machine has of it. Raises if that is nothing: loading would try for
-    minutes to reach the hub."""
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
-
-    if Path(name).exists() or constants.HF_HUB_OFFLINE:
-        return {}
-    try:
-        HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
-    except Exception as exc:  # of the HTTP client, which differ between versions of the hub's
-        if isinstance(exc, ValueError) or getattr(exc, "response", None) is not None:
-            return {}  # it is no name, or the hub knows nothing of it: loading says that best
-        if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
-            return {"local_files_only": True}
-        raise ConfigError(
-            f"{what} is no folder here and is not among the models that were downloaded earlier, "
-            f"and the hub cannot be reached ({type(exc).__name__}: {exc}): check the name and the "
-            "connection, or name a folder"
-        ) from exc
-    return {}
-
-
-def load_weights(model: nn.Module, folder: Path) -> None:
-    """Loads a checkpoint's weights; raises if they are of another model."""
-    from safetensors.torch import load_file
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder} holds no weights: has the run saved a checkpoint yet?")
-    try:
-        state = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    except SafetensorError as exc:
-        raise ConfigError(f"the weights in {folder} are damaged: {exc}") from exc
-    if hasattr(model, "peft_config"):
-        from peft import set_peft_model_state_dict
-
-        set_peft_model_state_dict(model, state)
-        return
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    tied = set(getattr(model, "_tied_weights_keys", None) or ())
-    if unexpected or set(missing) - tied:
-        names = [*unexpected, *(set(missing) - tied)]
-        raise ConfigError(f"{folder} comes from another model: {names[0]!r} does not fit")
-
-
-def _from_pretrained(section: ModelSection, name: str, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    options: dict[str, Any] = {"revision": section.revision} if section.revision else {}
-    options |= where_from(name, section.revision, f"model.name={name!r}")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        options |= section.kwargs
-        with no_progress_bar():
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
-    except (OSError, ValueError) as exc:
-        reason = shorten(str(exc), 600, placeholder=" …")  # some list every model there is
-        raise ConfigError(
-            f'model.name={name!r} is neither "tiny" nor a run folder, nor a model that can be '
-            f"loaded from a folder or the hub: {reason}"
-        ) from exc
-    except SafetensorError as exc:
-        raise ConfigError(
-            f"model.name={name!r}: its weights are damaged or cut ({exc}): copy or download them "
-            "again"
-        ) from exc
-    except TypeError as exc:
-        raise ConfigError(
-            f"model.kwargs does not fit {name!r}: {_misfit(section, name, exc)}"
-        ) from exc
-    return model, tokenizer
-
-
-def _misfit(section: ModelSection, name: str, error: TypeError) -> str:
-    from transformers import AutoConfig
-
-    names = sorted(AutoConfig.from_pretrained(name).to_dict())
-    unknown = [key for key in section.kwargs if key not in names and key in str(error)]
-    return unknown_argument(unknown[0], names) if unknown else str(error)
-
-
-def _with_adapter(model: nn.Module, section: ModelSection) -> nn.Module:
-    peft = load_package("peft", "peft")
-    assert section.lora is not None
-    adapter = peft.LoraConfig(
-        r=section.lora.rank,
-        lora_alpha=section.lora.alpha,
-        target_modules=section.lora.target_modules,
-        lora_dropout=0.0,
-        task_type="CAUSAL_LM",
-    )
-    with configuring("model.lora"):
-        # In the module's own type: float32 masters are the optimizer's, as for any other weight.
-        wrapped: nn.Module = peft.get_peft_model(model, adapter, autocast_adapter_dtype=False)
-        return wrapped
 
 
 def check_device(section: ModelSection) -> torch.device:

@@ -22,9 +22,9 @@ from ludic.plan.costs import Costs
 from ludic.plan.fitting import Measured, fit
 from ludic.plan.profile import Profile, load_profile
 from ludic.plumbing.model_parts import base_causal_lm, vocabulary_size
-from ludic.runs.gpu_share import trainer_settings
 from ludic.runs.locate import locate
 from ludic.runs.machine import installed
+from ludic.runs.memory import trainer_settings
 from ludic.runs.model import algorithm_of, build_model, local_client
 from ludic.runs.storage.folder import PACKAGES
 from ludic.sharding.world import World

@@ -13,7 +13,8 @@ import logging
 import warnings
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -21,12 +22,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ludic.errors import ConfigError
 from ludic.inference.client import ChatClient
-from ludic.runs.model import check_device
+from ludic.plumbing.precision import float32_products
+from ludic.runs.interruption import interruptible
+from ludic.runs.model import check_device, precision_of
 from ludic.runs.settings import RunConfig
 from ludic.runs.storage.folder import RunFolder
 from ludic.sharding.ranks import Launched, launched
 from ludic.sharding.weights import whole
 from ludic.sharding.world import PeerError, World, hearing_of_peers
+from ludic.training import Trainer
+
+if TYPE_CHECKING:
+    from ludic.runs.run import Run
 
 MOST_PARAMETERS = 600_000_000
 """Of a model that rank 0 holds a whole copy of, beside its shard."""
@@ -197,3 +204,32 @@ class NoSampler(ChatClient):
         self, params: Mapping[str, Any], *, timeout_s: float | None = None, version: int
     ) -> NoReturn:
         raise ConfigError("there is no sampler that could take weights")
+
+
+async def follow(run: Run) -> None:
+    """What the other ranks do: train along until rank 0 says it is over. A first Ctrl-C is rank 0's
+    matter."""
+    ranks = run.ranks
+    with (
+        interruptible(lambda: None, b""),
+        float32_products(precision_of(run.config)),
+        hearing_of_peers(ranks.world),
+    ):
+        _ = run.model  # loaded while rank 0 prepares
+        while (message := await ranks.receive())["stage"] != "end":
+            if run.parts.frozen is None:
+                run.folder = RunFolder(Path(message["folder"]))
+                run.parts.frozen = "the run has begun"
+            if message["stage"] == "sft":
+                with cold_start_copy(run.model, ranks) as model:
+                    await _take_part(run.sft_trainer(model, None), message["version"])
+            else:
+                await _take_part(run.trainer, message["version"])
+
+
+async def _take_part(trainer: Trainer, version: int) -> None:
+    trainer.version = version
+    try:
+        await trainer.train()
+    finally:
+        trainer.close()

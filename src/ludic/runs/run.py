@@ -44,14 +44,13 @@ from ludic.runs.players.scoring import Scoring
 from ludic.runs.players.seating import Seating
 from ludic.runs.ranks import NoSampler, Ranks, gathered_copy, samples
 from ludic.runs.results.report import RunReport
-from ludic.runs.results.terminal import warn
+from ludic.runs.results.terminal import Stage, Update, loggers_of, make_loggers, warn
 from ludic.runs.results.watch import LearningWatch
 from ludic.runs.settings import RunConfig, find_run, override_key
 from ludic.runs.settings.from_python import PARTS, given_again, read_arguments, script_folder
 from ludic.runs.settings.reading import builtin_runs
 from ludic.runs.stages import Stages
 from ludic.runs.storage.folder import RunFolder
-from ludic.runs.updates import LastingLogger, Stage, Update, make_loggers
 from ludic.seeding import derive_seed
 from ludic.training import (
     BatchSource,
@@ -490,7 +489,7 @@ class Run:
             batch_source=source,
             publisher=self._publisher_of(stage),
             cfg=planned(trainer_config(self.config, stage, self.folder.path), self.plan),
-            loggers=self._loggers_of(stage) if leads else (),
+            loggers=loggers_of(self, stage) if leads else (),
             mesh=self.ranks.mesh,
             evaluate=evaluate,
             tokenizer=copy.deepcopy(self.tokenizer) if leads else None,
@@ -512,20 +511,6 @@ class Run:
         if ranks.several and publisher is not None:
             publisher = Rank0OnlyPublisher(publisher, ranks.world)
         return publisher
-
-    def _loggers_of(self, stage: Stage) -> list[Logger]:
-        """Returns the loggers of a stage: those that were assigned hear all of them."""
-        if self.parts.is_assigned("loggers"):
-            return [LastingLogger(logger) for logger in self.loggers]
-        return self.loggers if stage == "rl" else make_loggers(self.config, self.folder, stage)
-
-    def close_loggers(self) -> None:
-        """Closes those that were assigned; a trainer closes those of its stage."""
-        for logger in self.loggers if self.parts.is_assigned("loggers") else ():
-            try:
-                logger.close()
-            except Exception as exc:
-                warn(f"{type(logger).__name__} could not be closed: {type(exc).__name__}: {exc}")
 
     async def _evaluate_during(self, step: int) -> dict[str, float]:
         """Plays the held-out episodes between two updates, and returns figures to log."""

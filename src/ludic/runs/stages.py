@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ludic.errors import ConfigError, RolloutError
 from ludic.eval import EvalReport
-from ludic.plumbing.precision import float32_products
 from ludic.rollouts.token_log import open_token_log
 from ludic.runs.episodes import evaluate_policy
-from ludic.runs.interruption import interruptible
+from ludic.runs.interruption import interruptible, rare_collections
 from ludic.runs.locate import how_to_resume
 from ludic.runs.memory import plan_loaded, try_plan
-from ludic.runs.model import precision_of, sft_algorithm
+from ludic.runs.model import sft_algorithm
 from ludic.runs.players.teacher import write_lessons
-from ludic.runs.ranks import HOW, cold_start_copy, samples
+from ludic.runs.ranks import HOW, cold_start_copy, follow, samples
 from ludic.runs.results import watch
 from ludic.runs.results.report import conclude, conclude_unmeasured
-from ludic.runs.results.terminal import episodes_bar, say, warn
-from ludic.runs.storage.env_sources import note_env_sources
-from ludic.runs.storage.folder import EVALUATIONS, RunFolder, locked
-from ludic.runs.storage.rollout_log import (
+from ludic.runs.results.terminal import close_loggers, episodes_bar, say, warn
+from ludic.runs.storage.folder import (
+    EVALUATIONS,
+    RunFolder,
     keep_tokenizer,
+    locked,
+    note_env_sources,
     open_rollout_log,
     rollout_file,
     token_file,
 )
 from ludic.seeding import derive_seed
-from ludic.sharding.world import hearing_of_peers
 from ludic.training import (
     OfflineBatchSource,
     ReplayBufferSource,
@@ -77,7 +76,7 @@ class Stages:
             )
         if not run.ranks.world.leads:
             self._begun = True
-            await self._follow()
+            await follow(run)
             return
         async with run.ranks.leading():
             if not run.resumed:
@@ -122,26 +121,6 @@ class Stages:
                 else:
                     conclude_unmeasured(config, folder, seconds, warnings)
 
-    async def _follow(self) -> None:
-        """What the other ranks do: train along until rank 0 says it is over. A first Ctrl-C is rank
-        0's matter."""
-        run, ranks = self.run, self.run.ranks
-        with (
-            interruptible(lambda: None, b""),
-            float32_products(precision_of(self.config)),
-            hearing_of_peers(ranks.world),
-        ):
-            _ = run.model  # loaded while rank 0 prepares
-            while (message := await ranks.receive())["stage"] != "end":
-                if run.parts.frozen is None:
-                    run.folder = RunFolder(Path(message["folder"]))
-                    run.parts.frozen = "the run has begun"
-                if message["stage"] == "sft":
-                    with cold_start_copy(run.model, ranks) as model:
-                        await _take_part(run.sft_trainer(model, None), message["version"])
-                else:
-                    await _take_part(run.trainer, message["version"])
-
     def _model_in_words(self) -> str:
         """Its size, and how it is sampled from."""
         size, ranks = sum(p.numel() for p in self.run.model.parameters()), self.run.ranks
@@ -159,7 +138,7 @@ class Stages:
         """Opens what the run samples, scores and plays with, and closes it at the end."""
         run = self.run
         async with AsyncExitStack() as stack:
-            stack.callback(run.close_loggers)
+            stack.callback(close_loggers, run)
             if run.workers is not None:
                 await stack.enter_async_context(run.workers)
             await stack.enter_async_context(run.opened(self.folder.path))
@@ -330,37 +309,3 @@ class Stages:
             return None
         finally:
             self._playing = None
-
-
-async def _take_part(trainer: Trainer, version: int) -> None:
-    trainer.version = version
-    try:
-        await trainer.train()
-    finally:
-        trainer.close()
-
-
-YOUNG = 200_000
-"""So many more objects made than freed before the young ones are looked through. A batch of many
-episodes holds fewer, and looking through them while it is made frees nothing. Python's own
-figure is 700."""
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Spares the garbage collector what it need not look at again.
-
-    Most of a process's objects are modules and what the libraries made of themselves: hundreds of
-    thousands, which a full collection walks through in a tenth of a second and never frees. Those
-    that are there now are left out while this is held. Episodes leave few cycles behind, so the
-    young ones are looked at less often, too.
-    """
-    thresholds = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG, *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()

@@ -32,8 +32,7 @@ from ludic.inference.retries import within
 from ludic.inference.vllm.server import ServerSettings, VLLMServer, free_port
 from ludic.memory.plan import Plan
 from ludic.plumbing.precision import sampling_dtype
-from ludic.runs.gpu_share import server_shares_gpu, share_of_server
-from ludic.runs.memory import snapshots_fit
+from ludic.runs.memory import server_shares_gpu, share_of_server, snapshots_fit
 from ludic.runs.model import check_device, precision_of
 from ludic.runs.results.terminal import say
 from ludic.runs.settings import RunConfig

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, PublishError
 from ludic.plumbing.model_parts import base_causal_lm
+from ludic.seeding import keyed_uniform
 
 _PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
 _MERGED = tuple(f".{name}." for pair in _PAIRS for name in pair)
@@ -188,3 +189,41 @@ def _merged(module: Any, rest: str, shard: Tensor) -> Tensor:
 def _tensor(part: nn.Module | Tensor) -> Tensor:
     """One half of an adapter in float32: linear layers have layers there, embeddings tensors."""
     return whole(part if isinstance(part, Tensor) else part.weight).float()  # type: ignore[arg-type]
+
+
+_DITHERED_AT_ONCE = 1 << 22
+
+
+@torch.no_grad()
+def dithered(parameter: Tensor, key: int) -> Tensor:
+    """A float32 master for a bfloat16 or float16 weight: a number drawn evenly from those that
+    round to the weight, the same for every sharding.
+
+    If each master began at its weight itself, none of the rounded weights would move before a
+    master had moved by half their spacing, which takes tens of updates at a small learning rate,
+    and then many would move together. So placed, the share of the weights that a step moves, times
+    their spacing, is the step.
+    """
+    master = parameter.detach().float().contiguous()
+    rows, first, _ = local_rows(master)
+    if rows is None:
+        return master
+    flat = rows.view(-1)
+    begin = (first or 0) * (rows[0].numel() if rows.ndim else 1)
+    eps = torch.finfo(parameter.dtype).eps
+    for start in range(0, len(flat), _DITHERED_AT_ONCE):
+        part = flat[start : start + _DITHERED_AT_ONCE]
+        place = torch.arange(len(part), device=part.device) + (begin + start)
+        noise = keyed_uniform(torch.full_like(place, key), place).sub_(0.5)
+        spacing = torch.ldexp(torch.full_like(part, eps / 2), torch.frexp(part).exponent)
+        moved = part + spacing * noise.float()
+        # Below a power of two the numbers lie closer, and around zero they lie much closer.
+        stays = (moved.to(parameter.dtype) == part) & (part != 0)
+        part.copy_(torch.where(stays, moved, part))
+    return master
+
+
+def is_rounded(parameter: Tensor) -> bool:
+    """Whether these are the numbers of a bfloat16 checkpoint, in float32."""
+    rows = local_rows(parameter.detach())[0]
+    return rows is not None and bool((rows == rows.bfloat16()).all())

@@ -1,7 +1,9 @@
-"""Which rank this is, and the few collectives that the trainer needs. No pickle on the wire."""
+"""Which rank this is, the few collectives that the trainer needs (no pickle on the wire), and what
+to do when its device has no memory left."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -103,3 +105,17 @@ def work_on(device: torch.device) -> None:
     torch.get_num_threads()  # which takes up for this thread what was set
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
+
+
+def is_out_of_memory(exc: BaseException) -> bool:
+    """Whether torch raised this for want of memory, on a GPU or on the host."""
+    if isinstance(exc, torch.OutOfMemoryError):
+        return True
+    return isinstance(exc, RuntimeError) and "can't allocate memory" in str(exc)
+
+
+def release_memory() -> None:
+    """Gives back what nothing refers to any more."""
+    gc.collect()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()

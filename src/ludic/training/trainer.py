@@ -23,16 +23,11 @@ from ludic.saw.items import SAWBatch
 from ludic.sharding.weights import ModelWeights
 from ludic.sharding.world import World, work_on
 from ludic.training.algorithm import RLAlgorithm, Stateful, one_algorithm
-from ludic.training.batching.source import (
-    BatchesEnded,
-    GivesBatches,
-    Intake,
-    SamplingAhead,
-    as_source,
-)
+from ludic.training.batching.ahead import SamplingAhead
+from ludic.training.batching.source import BatchesEnded, GivesBatches, Intake, as_source
 from ludic.training.checkpoint import Checkpointer
 from ludic.training.checkpoint_contents import TrainerState
-from ludic.training.config import TrainerConfig
+from ludic.training.config import TrainerConfig, curve, describe_change, learning_rate
 from ludic.training.metrics.loggers import Logger, MetricLog
 from ludic.training.metrics.stats import (
     PerfMeter,
@@ -46,22 +41,11 @@ from ludic.training.types import Evaluates
 from ludic.training.update.budget import filled_in
 from ludic.training.update.checks import check_packing, check_split
 from ludic.training.update.host_optimizer import make_optimizer
-from ludic.training.update.optimizer import (
-    clipped,
-    curve,
-    describe_change,
-    learning_rate,
-)
-from ludic.training.update.passes import (
-    Passes,
-    ScoreRecord,
-    mean_kl,
-    mini_batches,
-    pick,
-    score_batch,
-)
+from ludic.training.update.optimizer import clipped
+from ludic.training.update.passes import Passes, mini_batches, score_batch
 from ludic.training.update.planning import attention_cost
 from ludic.training.update.policy import Policy
+from ludic.training.update.scores import ScoreRecord, mean_kl, pick
 from ludic.workers.deadlines import bounded
 
 if TYPE_CHECKING:

@@ -27,10 +27,9 @@ from ludic.view.curves import STAGES, CurveStore
 from ludic.view.export import rollout_html
 from ludic.view.folders import Folders, QueryError, RunPlace, state_of
 from ludic.view.index import Indexes, RunIndex
-from ludic.view.processes import processes
-from ludic.view.rollout_page import group_page, rollout_page
+from ludic.view.overview import processes
+from ludic.view.rollout_page import group_page, rollout_page, texts_of
 from ludic.view.security import LOOPBACK, Guard
-from ludic.view.token_text import texts_of
 
 MOST_CURVES = 64
 _FIRST_INDEX_S = 10.0

@@ -23,7 +23,7 @@ import msgspec
 
 from ludic.errors import DeadlineError, LudicError, SerializationError
 from ludic.plumbing.lazy import resolve
-from ludic.plumbing.raised import described
+from ludic.plumbing.text import described
 from ludic.workers.frames import Frames, encode
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024

@@ -1,5 +1,7 @@
 """Threads for code that blocks: environments and tools; and an event loop in one, for what must
-outlive a call, or must not hold it up.
+outlive a call, or must not hold it up. And what other people's code may raise that is no
+`Exception` (`sys.exit`, a cancellation that nobody asked for): it costs what that code was called
+for, and no more.
 
 A thread cannot be killed. One that runs past its deadline is abandoned: it is counted until it
 comes back, and when too many hang, no more are started. The threads are daemons, so that a hung
@@ -25,7 +27,8 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
 
-from ludic.errors import DeadlineError, NoThreadError
+from ludic.errors import DeadlineError, LudicError, NoThreadError
+from ludic.plumbing.text import error_text
 
 T = TypeVar("T")
 
@@ -212,3 +215,32 @@ class BackgroundLoop:
                     target=self._loop.run_forever, name=f"ludic-{self.name}", daemon=True
                 ).start()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+def is_for_us(error: BaseException) -> bool:
+    """Whether an error that came out of a call is meant for the program: Ctrl-C, or a cancellation
+    of the running task. A `CancelledError` that the called code raised by itself is not."""
+    if not isinstance(error, asyncio.CancelledError):
+        return isinstance(error, KeyboardInterrupt)
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # no event loop runs in this thread: there is nothing to cancel
+        return False
+    return task is not None and task.cancelling() > 0
+
+
+class contained:
+    """Raises what is neither an `Exception` nor meant for us as an error of that kind."""
+
+    __slots__ = ("_kind", "_whom")
+
+    def __init__(self, kind: type[LudicError], whom: str) -> None:
+        self._kind, self._whom = kind, whom
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None or isinstance(error, Exception) or is_for_us(error):
+            return
+        raise self._kind(f"{self._whom} raised {error_text(error)}") from error

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.envs.gameboy import Game, read_game
-from ludic.envs.gameboy.actions import read_action
 from ludic.envs.gameboy.description import Field, Grid, Mark, known_games
-from ludic.envs.gameboy.memory import Reader
-from ludic.envs.gameboy.milestones import Progress
+from ludic.envs.gameboy.emulator import read_action
+from ludic.envs.gameboy.memory import Progress, Reader
 from ludic.envs.gameboy.walking import MOVES, Ground, View, look
 from ludic.errors import ConfigError, MissingExtraError
 from ludic.registry import make_env

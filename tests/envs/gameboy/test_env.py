@@ -19,10 +19,10 @@ import pytest
 from ludic.envs import ProcessEnv, build_env
 from ludic.envs.gameboy import GameBoyEnv
 from ludic.envs.gameboy.emulator import BUTTONS, Emulator
-from ludic.envs.running.play import play_by_hand
 from ludic.errors import ConfigError, EnvError
 from ludic.inference.scripted_client import ScriptedCall
 from ludic.rollouts import ProtocolSpec, RolloutEngine, RolloutRequest
+from ludic.runs.playing import play_by_hand
 from ludic.types import EnvSpec, StepOutcome
 from tests.envs.adapters.playing import alone
 from tests.envs.gameboy.rom import HELD, rom, write_game

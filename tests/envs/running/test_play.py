@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ludic.envs import DatasetQAEnv, SingleAgentEnv, TwoPlayerTicTacToeEnv
-from ludic.envs.running.play import play_by_hand
 from ludic.registry import make_env
+from ludic.runs.playing import play_by_hand
 from ludic.types import StepOutcome
 
 

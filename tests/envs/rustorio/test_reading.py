@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ludic.envs.rustorio.crate import errors_in
-from ludic.envs.rustorio.refused import refusal
+from ludic.envs.rustorio.env import refusal
 
 MACROS = "macro_rules! m { ($l:lifetime) => {} }"
 

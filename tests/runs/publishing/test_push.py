@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ludic.errors import ConfigError, DamagedCheckpointError, HubError
-from ludic.runs.publishing import hub as hub_module
+from ludic.runs.publishing import push as hub_module
 from ludic.runs.publishing.push import push_run, write_push
 from tests.runs.publishing.fake_hub import ROUTES, TOKEN, FakeHub
 

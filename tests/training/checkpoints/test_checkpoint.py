@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from ludic.errors import CheckpointError, DamagedCheckpointError
 from ludic.inference.tiny import tiny_model
 from ludic.training import checkpoint_contents
+from ludic.training.batching.ahead import SamplingAhead
 from ludic.training.batching.scoring import ScoredBatchSource
-from ludic.training.batching.source import SamplingAhead
 from ludic.training.checkpoint_contents import TrainerState, load_checkpoint
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.trainer import Trainer

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludic.errors import CheckpointError, ConfigError, CreditError
-from ludic.rollouts.curricula import Curriculum
-from ludic.rollouts.requests import RolloutRequest
+from ludic.rollouts.requests import Curriculum, RolloutRequest
 from ludic.runs.model import algorithm_of
 from ludic.runs.settings import RunConfig
 from ludic.training import (

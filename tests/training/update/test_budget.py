@@ -16,7 +16,7 @@ from ludic.sharding.world import World
 from ludic.training import TrainerConfig, make_algorithm
 from ludic.training.update import budget
 from ludic.training.update.budget import USUAL, default_budget, filled_in, shape_of
-from ludic.training.update.trial import trial_pass
+from ludic.training.update.calibrate import trial_pass
 
 SMOLLM2 = ModelShape(30, 576, 9, 3, 64, 1536, 49_152)
 

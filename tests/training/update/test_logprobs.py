@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ludic.memory.update import chunk_tokens
-from ludic.training.update.logprobs import LogitRule, action_logits, token_logprobs
+from ludic.plumbing.model_parts import LogitRule
+from ludic.training.update.logprobs import action_logits, token_logprobs
 from ludic.training.update.packing import KeptIds
 
 VOCAB, WIDTH = 23, 7

@@ -15,17 +15,17 @@ from torch import nn
 
 from ludic.errors import CheckpointError, ConfigError, PublishError
 from ludic.inference.tiny import tiny_model
-from ludic.sharding.weights import ModelWeights
-from ludic.training.config import CheckpointConfig, TrainerConfig
-from ludic.training.trainer import Trainer
-from ludic.training.update import optimizer as optimizer_module
-from ludic.training.update.optimizer import (
-    MasterAdamW,
+from ludic.sharding import weights as weights_module
+from ludic.sharding.weights import ModelWeights, dithered
+from ludic.training.config import (
+    CheckpointConfig,
+    TrainerConfig,
     curve,
     describe_change,
-    dithered,
     learning_rate,
 )
+from ludic.training.trainer import Trainer
+from ludic.training.update.optimizer import MasterAdamW
 from tests.training.synthetic import RecordingPublisher, SyntheticSource, reinforce
 
 
@@ -68,9 +68,9 @@ def test_masters_are_the_same_however_the_weight_is_sharded(
 ) -> None:
     weight = torch.randn(10, 7).bfloat16()
     whole = dithered(weight, 1)
-    monkeypatch.setattr(optimizer_module, "_DITHERED_AT_ONCE", 11)
+    monkeypatch.setattr(weights_module, "_DITHERED_AT_ONCE", 11)
     assert torch.equal(dithered(weight, 1), whole)
-    monkeypatch.setattr(optimizer_module, "local_rows", lambda rows: (rows, 4, (10, 7)))
+    monkeypatch.setattr(weights_module, "local_rows", lambda rows: (rows, 4, (10, 7)))
     assert torch.equal(dithered(weight[4:], 1), whole[4:])
     assert not torch.equal(dithered(weight[4:], 2), whole[4:])
 

@@ -23,9 +23,10 @@ from ludic.training.metrics.stats import StatBuffer, Workload
 from ludic.training.types import Loss, Scope, TokenLogProbs
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.packing import Layout, lay_out
-from ludic.training.update.passes import Passes, mean_kl, mini_batches
+from ludic.training.update.passes import Passes, mini_batches
 from ludic.training.update.planning import Cost, workload
 from ludic.training.update.policy import Policy
+from ludic.training.update.scores import mean_kl
 from tests.training.synthetic import synthetic_batch
 
 BUDGET = 64

@@ -12,23 +12,22 @@ import torch
 
 from ludic.errors import ConfigError
 from ludic.inference.tiny import tiny_model
-from ludic.plumbing.model_parts import config_facts
+from ludic.plumbing import model_parts
+from ludic.plumbing.model_parts import LogitRule, config_facts, logit_rule
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
 from ludic.sharding.world import World
 from ludic.training import Trainer, TrainerConfig, make_reinforce
 from ludic.training.types import Scope
 from ludic.training.update import attention as attention_module
-from ludic.training.update import logprobs as logprobs_module
 from ludic.training.update import policy as policy_module
 from ludic.training.update.attention import forget_longer_rows, rope_threshold
 from ludic.training.update.checks import check_packing, check_split
-from ludic.training.update.logprobs import LogitRule, logit_rule
 from ludic.training.update.packing import lay_out, pack
-from ludic.training.update.passes import score_layout
 from ludic.training.update.planning import attention_cost, plan_micro_batches
 from ludic.training.update.policy import Policy
 from ludic.training.update.recovery import Recovery
+from ludic.training.update.scores import score_layout
 from tests.training.synthetic import synthetic_batch
 from tools.families import tiny
 
@@ -110,7 +109,7 @@ def test_a_soft_cap_that_is_not_known_is_seen_however_small_the_logits(
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(0.01)  # type: ignore[operator]
     check_split(model, CPU)
-    monkeypatch.setattr(logprobs_module, "_SOFT_CAPS", ())
+    monkeypatch.setattr(model_parts, "_SOFT_CAPS", ())
     with pytest.raises(ConfigError, match=r"something to the head's logits"):
         check_split(model, CPU)
 

@@ -28,8 +28,9 @@ from ludic.training.update.host_optimizer import make_optimizer
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.packing import Layout, lay_out, pack
 from ludic.training.update.passes import Passes
-from ludic.training.update.planning import Cost, halves
+from ludic.training.update.planning import Cost
 from ludic.training.update.policy import Policy
+from ludic.training.update.recovery import halves
 from tests.training.synthetic import SyntheticSource, reinforce, synthetic_batch
 
 BUDGET = 64

@@ -24,8 +24,7 @@ from ludic.plumbing.lazy import names_are_stored
 from ludic.plumbing.text import clean_text, error_text
 from ludic.registry import PROGRAMS
 from ludic.types import AgentStep, Message, TruncationReason
-from ludic.workers.escapes import is_for_us
-from ludic.workers.threads import shared_threads
+from ludic.workers.threads import is_for_us, shared_threads
 
 ProgramFunction: TypeAlias = Callable[..., Any | Awaitable[Any]]
 """Called as `function(task, base_url=…, api_key=…)`; it returns its answer as text, or None."""

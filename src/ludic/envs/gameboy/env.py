@@ -12,11 +12,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar, Literal
 
-from ludic.envs.gameboy.actions import read_action, tools
 from ludic.envs.gameboy.description import Shown, known_games, read_game
-from ludic.envs.gameboy.emulator import BUTTONS, Emulator, load_pyboy
-from ludic.envs.gameboy.memory import Reader
-from ludic.envs.gameboy.milestones import Progress
+from ludic.envs.gameboy.emulator import BUTTONS, Emulator, load_pyboy, read_action, tools
+from ludic.envs.gameboy.memory import Progress, Reader
 from ludic.envs.gameboy.walking import MOVES, Cell, Ground, View, look
 from ludic.envs.single_agent_env import SingleAgentEnv
 from ludic.errors import ConfigError

@@ -25,11 +25,9 @@ from typing import Any
 from ludic.envs.env import Killable, LudicEnv
 from ludic.envs.running.outcomes import checked_opening, checked_outcomes
 from ludic.errors import ConfigError, DeadlineError, EnvError, LudicError
-from ludic.plumbing.raised import place_of
-from ludic.plumbing.text import clean_text, error_text, words_of
+from ludic.plumbing.text import clean_text, error_text, place_of, words_of
 from ludic.types import Action, AgentID, Info, Obs, StepOutcome
-from ludic.workers.escapes import is_for_us
-from ludic.workers.threads import EnvThreads, shared_threads
+from ludic.workers.threads import EnvThreads, is_for_us, shared_threads
 
 _GRACE_S = 1.0
 """How long an async environment may take to clean up once its deadline has passed."""

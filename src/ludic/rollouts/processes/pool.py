@@ -29,8 +29,8 @@ from ludic.rollouts.storage import EncodedRollouts
 from ludic.types import ChatResponse, Rollout
 from ludic.workers.child_process import start_child
 from ludic.workers.deadlines import deadline
-from ludic.workers.escapes import contained
 from ludic.workers.frames import Channel
+from ludic.workers.threads import contained
 
 _END_S = 15.0
 """How long a process may take to end before it is killed."""

@@ -23,7 +23,7 @@ from ludic.runs.pipeline.address import find_pipeline, section_of
 from ludic.runs.pipeline.roster import Roster
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.base import read_key
-from ludic.runs.settings.reading import earlier_run
+from ludic.runs.settings.paths import earlier_run
 from ludic.runs.storage.folder import RunFolder
 from ludic.seeding import derive_seed
 

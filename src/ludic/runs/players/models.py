@@ -23,10 +23,11 @@ from ludic.inference.client import ChatClient
 from ludic.interaction import Runtime
 from ludic.plumbing.arguments import nearest
 from ludic.plumbing.given import is_given
-from ludic.runs.model import build_model, check_device, load_tokenizer, local_client, precision_of
+from ludic.runs.model import build_model, check_device, local_client, precision_of
+from ludic.runs.pretrained import load_tokenizer
 from ludic.runs.settings import ModelSection, OtherModelSection, PlayerSection, RunConfig
 from ludic.runs.settings.base import read_key
-from ludic.runs.settings.reading import earlier_run
+from ludic.runs.settings.paths import earlier_run
 from ludic.runs.storage.folder import RunFolder
 from ludic.training.batching.self_play import past_name
 

@@ -19,10 +19,11 @@ from ludic.inference import VLLMChatClient
 from ludic.plumbing.files import replacing
 from ludic.plumbing.precision import Precision
 from ludic.registry import ALGORITHMS
-from ludic.runs.episodes import TEACHER, teacher_name, teachers_by_env
+from ludic.runs.episodes import TEACHER
 from ludic.runs.model import precision_of
 from ludic.runs.players.models import check_other, check_vocabulary, client_of, load_other, opened
 from ludic.runs.settings import OtherModelSection, RunConfig, TeacherSection
+from ludic.runs.settings.parts import teacher_name, teachers_by_env
 from ludic.saw.items import SAWItem
 from ludic.training import RLAlgorithm
 from ludic.training.algorithms.opd import OnPolicyDistillationLoss
@@ -197,7 +198,7 @@ def check_scoring(config: RunConfig, algorithm: RLAlgorithm, envs: Sequence[str]
             f"algorithm {name!r} does not use a [[teacher]]: set algorithm.name='opd', or leave it "
             "out"
         )
-    teachers_by_env(config, envs)
+    teachers_by_env(config.teacher, envs)
     _check_servers(config)
 
 

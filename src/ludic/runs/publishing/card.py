@@ -16,8 +16,8 @@ from typing import Any
 
 from ludic.errors import ConfigError
 from ludic.eval import Estimate, EvalReport, Headline, headline_of
-from ludic.runs.episodes import read_report
-from ludic.runs.results.summary import outcomes_of, read_curve
+from ludic.eval.report import read_report
+from ludic.runs.results.terminal import outcomes_of, read_curve
 from ludic.runs.settings import check_run
 from ludic.runs.storage.folder import RunFolder
 

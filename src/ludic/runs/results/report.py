@@ -12,20 +12,21 @@ from ludic.eval import EvalReport, headline_of
 from ludic.interaction import Runtime
 from ludic.plumbing.given import is_given
 from ludic.runs.episodes import eval_engine, eval_plan, requests_of
-from ludic.runs.results.summary import plot_png, read_curve, summary_of
 from ludic.runs.results.terminal import (
     PlainConsole,
     command_name,
     console,
     episode_text,
+    plot_png,
     plot_terminal,
+    read_curve,
     say,
     stages_table,
+    summary_of,
     warn,
 )
 from ludic.runs.settings import RunConfig
-from ludic.runs.storage.folder import RunFolder
-from ludic.runs.storage.rollout_log import rollout_file
+from ludic.runs.storage.folder import RunFolder, rollout_file
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,18 @@
-"""What a run shows on a terminal: progress, a table, a plot, one episode in the model's words."""
+"""What a run shows: an update to its callbacks and loggers; on a terminal progress, a table, a
+plot, one episode in the model's words; and its reward over time."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -18,8 +22,16 @@ from rich.text import Text
 from ludic.eval import Estimate, EvalReport, Headline, headline_of
 from ludic.eval import episodes_bar as eval_bar
 from ludic.plumbing.text import visible
-from ludic.runs.results.summary import Curve, outcomes_of, smoothed
+from ludic.registry import LOGGERS
+from ludic.runs.episodes import requests_of
+from ludic.runs.settings import RunConfig
+from ludic.runs.settings.base import configuring
+from ludic.runs.storage.folder import RunFolder
+from ludic.training.metrics.loggers import Logger
 from ludic.types import AgentStep, Rollout, ToolCall
+
+if TYPE_CHECKING:
+    from ludic.runs.run import Run
 
 
 class PlainConsole(Console):
@@ -166,3 +178,170 @@ def _call_text(call: ToolCall) -> str:
     function = call["function"]
     arguments = (f"{name}={value!r}" for name, value in function["arguments"].items())
     return f"{function['name']}({', '.join(arguments)})"
+
+
+Stage = Literal["sft", "rl"]
+SHOWN = {
+    "sft": ("train/nll", "perf/tokens_per_s"),
+    "rl": ("train/reward_mean", "train/loss", "train/entropy", "perf/tokens_per_s"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One update of a run: its stage, its number in that stage, and its metrics."""
+
+    stage: Stage
+    step: int
+    metrics: Mapping[str, float]
+
+
+def shown_metrics(config: RunConfig, stage: Stage) -> tuple[str, ...]:
+    """Returns the metrics that a terminal shows while a stage is under way."""
+    if stage == "sft":
+        return SHOWN[stage]
+    keys = list(SHOWN[stage])
+    if config.eval.outcomes:
+        keys.insert(0, f"train/outcome/{config.eval.outcomes[0]}")
+    if config.curriculum.kind == "stages":
+        keys.append("train/curriculum_stage")
+    names = requests_of(config)
+    return (*keys, *(f"train/env/{name}/reward_mean" for name in names if len(names) > 1))
+
+
+def make_loggers(config: RunConfig, folder: RunFolder, stage: Stage) -> list[Logger]:
+    """Returns the loggers that a stage of the run names, besides `metrics.jsonl`."""
+    keys = shown_metrics(config, stage)
+    steps = config.sft.steps if stage == "sft" and config.sft else config.training.steps
+    of_this_run: dict[str, dict[str, Any]] = {
+        "live": {"keys": keys, "total_steps": steps, "console": console},
+        "console": {"keys": keys, "every": max(steps // 10, 1)},
+        "trackio": {"name": folder.path.name},
+        "tensorboard": {"folder": folder.path / "tensorboard"},
+    }
+    loggers: list[Logger] = []
+    for entry in config.logging.loggers:
+        options = {"kind": entry} if isinstance(entry, str) else dict(entry)
+        if options.get("kind") == "live" and not console.is_terminal:
+            options = {"kind": "console"}
+        with configuring(f"logging.loggers: {entry!r}"):
+            usual = of_this_run.get(str(options.get("kind")), {})
+            loggers.append(LOGGERS.make_from({**usual, **options}))
+    return loggers
+
+
+class LastingLogger:
+    """Stands for a logger that hears all stages of a run, which closes it at the end."""
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._logger.log(metrics, step)
+
+    def close(self) -> None:
+        """Another stage may come."""
+
+
+Curve: TypeAlias = tuple[list[float], list[float]]
+"""The steps, and one metric's values at them."""
+
+
+def outcomes_of(reports: Iterable[EvalReport]) -> list[str]:
+    """Returns the names of all outcomes, the usual ones first."""
+    found = {e.outcome for report in reports for e in report.episodes if e.outcome is not None}
+    usual = [name for name in ("win", "draw", "loss", "illegal") if name in found]
+    return usual + sorted(found - set(usual))
+
+
+def summary_of(reports: Mapping[str, EvalReport], outcomes: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns each stage's leading figure and mean reward, and under `roles` and `envs` the same
+    for each agent and environment, if there are several. `outcomes` are what the run names."""
+    lead = headline_of(reports.values(), outcomes)
+    metric = lead.outcome or lead.kind
+    parts: dict[str, dict[str, dict[str, Any]]] = {"roles": {}, "envs": {}}
+    summary: dict[str, Any] = {"headline": metric, "headline_kind": lead.kind}
+    for stage, whole in reports.items():
+        places = [(summary, whole)]
+        for kind, found in (("roles", whole.roles()), ("envs", whole.envs())):
+            places += [(parts[kind].setdefault(name, {}), part) for name, part in found.items()]
+        for into, report in places:
+            for name, figure in ((metric, lead.of(report)), ("reward", report.reward)):
+                bounds = {"value": figure.value, "low": figure.low, "high": figure.high}
+                into[f"{name}_{stage}"] = bounds
+    summary |= {kind: found for kind, found in parts.items() if found}
+    summary["episodes"] = {stage: len(report.by_episode()) for stage, report in reports.items()}
+    return summary
+
+
+def read_curve(metrics: Path, key: str) -> Curve:
+    """Reads the steps and values of one metric."""
+    steps: list[float] = []
+    values: list[float] = []
+    if metrics.is_file():
+        for line in metrics.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            value = row.get(key)
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                steps.append(float(row.get("train/step", len(steps) + 1)))
+                values.append(float(value))
+    return steps, values
+
+
+def smoothed(values: Sequence[float], window: int = 8) -> list[float]:
+    """Returns the trailing mean, in which a trend can be seen."""
+    return [
+        sum(values[max(0, i - window + 1) : i + 1]) / (i + 1 - max(0, i - window + 1))
+        for i in range(len(values))
+    ]
+
+
+def plot_png(path: Path, curve: Curve, summary: dict[str, Any]) -> bool:
+    """Plots the reward over steps beside the stages' rates; False if matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure  # without pyplot, which takes long to import
+    except ImportError:
+        return False
+    metric = summary["headline"]
+    stages = [k.removeprefix(f"{metric}_") for k in summary if k.startswith(f"{metric}_")]
+    figure = Figure(figsize=(9.6, 3.6))
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    steps, values = curve
+    left.plot(steps, values, color="#b8c4d6", linewidth=1, label="each update")
+    left.plot(steps, smoothed(values), color="#1f4e9c", linewidth=2, label="mean of 8")
+    left.set(xlabel="update", ylabel="mean reward of the episodes", title="Learning")
+    left.legend(frameon=False, loc="lower right")
+    rates = [summary[f"{metric}_{stage}"] for stage in stages]
+    heights = [rate["value"] for rate in rates]
+    errors = [
+        [rate["value"] - rate["low"] for rate in rates],
+        [rate["high"] - rate["value"] for rate in rates],
+    ]
+    colours = ["#c9ced6", "#8fa9d1", "#1f4e9c"][-len(stages) :]
+    right.bar(range(len(stages)), heights, yerr=errors, capsize=4, color=colours)
+    right.set_xticks(range(len(stages)), [stage.replace("_", "\n") for stage in stages])
+    label = "mean reward" if summary["headline_kind"] == "reward" else f"{metric} rate"
+    right.set(ylabel=f"{label}, 95 % interval", title="Held-out episodes")
+    if summary["headline_kind"] != "reward":
+        right.set(ylim=(0, 1))
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.subplots_adjust(left=0.09, right=0.99, bottom=0.17, top=0.91, wspace=0.3)
+    figure.savefig(path, dpi=130)
+    return True
+
+
+def loggers_of(run: Run, stage: Stage) -> list[Logger]:
+    """Returns the loggers of a stage: those that were assigned hear all of them."""
+    if run.parts.is_assigned("loggers"):
+        return [LastingLogger(logger) for logger in run.loggers]
+    return run.loggers if stage == "rl" else make_loggers(run.config, run.folder, stage)
+
+
+def close_loggers(run: Run) -> None:
+    """Closes those that were assigned; a trainer closes those of its stage."""
+    for logger in run.loggers if run.parts.is_assigned("loggers") else ():
+        try:
+            logger.close()
+        except Exception as exc:
+            warn(f"{type(logger).__name__} could not be closed: {type(exc).__name__}: {exc}")

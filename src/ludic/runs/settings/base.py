@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
@@ -19,6 +20,7 @@ from pydantic import (
 
 from ludic.errors import ConfigError, LudicError
 from ludic.inference.addresses import find_key, without_user
+from ludic.plumbing.arguments import near_names
 
 
 class Section(BaseModel):
@@ -134,3 +136,74 @@ def check_no_secrets(data: Mapping[str, Any], source: str) -> None:
                 "stored with the run: leave them out, and name the environment variable or the "
                 "file with the server's key as api_key_env or api_key_file"
             )
+
+
+def explain_problem(
+    run: type[Section], error: Any, data: Mapping[str, Any], text: str, overridden: Sequence[str]
+) -> str:
+    """Returns what is wrong with one setting of a `run`: its key, the nearest right one, and the
+    line."""
+    path = [str(part) for part in error["loc"]]
+    tables = data.get(path[0]) if path else None
+    if path[1:2] == ["0"] and not (isinstance(tables, list) and len(tables) > 1):
+        path = [path[0], *path[2:]]  # the only one
+    key = ".".join(path)
+    if error["type"] == "extra_forbidden":
+        table = [part for part in path[:-1] if not part.isdigit()]
+        names = [name for place, name in _all_keys(run) if place == table]
+        near = near_names(path[-1], names) or _elsewhere(run, path[-1])
+        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(names))}"
+        problem = f"unknown key {key!r}: {hint}"
+    elif error["type"] == "missing":
+        problem = f"{key!r} is missing"
+        if key == "env":
+            problem += ': name an environment, as in [env] kind = "tic_tac_toe"'
+    else:
+        fault, given = error["msg"].removeprefix("Value error, "), error["input"]
+        shown = f"{key!r}" if isinstance(given, dict) else f"{key!r} = {given!r}"
+        if error["type"] == "literal_error" and isinstance(given, str):
+            options = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+            near = near_names(given, options)
+            fault += f"; did you mean {near[0]!r}?" if near else ""
+        problem = f"{shown}: {fault[0].lower()}{fault[1:]}"
+    if key in overridden:
+        return f"{problem} (from the command line)"
+    line = _line_of(path, text)
+    return f"{problem} (line {line})" if line else problem
+
+
+def _elsewhere(run: type[Section], name: str) -> list[str]:
+    """Returns the keys of the other tables that this one may have been meant for, as `a.b`."""
+    keys = {".".join([*path, key]): key for path, key in _all_keys(run)}
+    near = near_names(name, dict.fromkeys(keys.values()), cutoff=0.8)
+    return [whole for whole, key in keys.items() if key in near]
+
+
+def _all_keys(section: type[Section], path: Sequence[str] = ()) -> list[tuple[list[str], str]]:
+    """Returns every key below a table, those that are tables too, each with where it stands."""
+    keys = []
+    for name, field in section.model_fields.items():
+        keys.append(([*path], field.alias or name))
+        if (inner := section_of(field.annotation)) is not None:
+            keys += _all_keys(inner, [*path, name])
+    # Those of the reinforcement are meant most.
+    return sorted(keys, key=lambda key: key[0] != ["training"])
+
+
+def _line_of(path: Sequence[str], text: str) -> int | None:
+    """Returns the line that sets `path`, or the header of the deepest table on the way to it."""
+    wanted = [part for part in path if not part.isdigit()]
+    table: list[str] = []
+    best: tuple[int, int] | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if header := re.match(r"\[{1,2}\s*([^\]]+?)\s*\]{1,2}", stripped):
+            table = [part.strip().strip("\"'") for part in header[1].split(".")]
+            here = table
+        elif assignment := re.match(r"([A-Za-z0-9_.\"'-]+)\s*=", stripped):
+            here = table + [part.strip("\"'") for part in assignment[1].split(".")]
+        else:
+            continue
+        if here == wanted[: len(here)] and (best is None or len(here) > best[0]):
+            best = (len(here), number)
+    return best[1] if best else None

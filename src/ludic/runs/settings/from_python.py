@@ -25,7 +25,8 @@ from ludic.plumbing.given import is_given, place_of, recipe_of, unplaced_name
 from ludic.plumbing.lazy import resolve
 from ludic.registry import CORRECTIONS, ENVS, Registry
 from ludic.runs.settings.base import settings_in
-from ludic.runs.settings.reading import check_run, resolve_paths
+from ludic.runs.settings.paths import resolve_paths
+from ludic.runs.settings.reading import check_run
 from ludic.runs.settings.run import RunConfig
 
 REGISTRIES = [table for table in vars(registry).values() if isinstance(table, Registry)]

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from ludic.errors import ConfigError, UnknownNameError
 from ludic.plumbing.precision import Precision
 from ludic.runs.settings.base import Address, Arguments, KeyedSection, PartSection, Section
 
@@ -178,3 +186,37 @@ class CurriculumSection(Section):
     floor: float = Field(default=0.05, ge=0)
     learning_rate: float = Field(default=0.1, gt=0, le=1)
     threshold: float = 1.0
+
+
+def teachers_by_env(teachers: Teachers, envs: Sequence[str]) -> Mapping[str, str]:
+    """Returns the teacher of each environment, by name; empty if there is only one for all. Raises
+    if one has none, or two."""
+    for number, teacher in enumerate(teachers, 1):
+        for env in teacher.envs:
+            if env not in envs:
+                raise UnknownNameError(f"environment of teacher {number},", env, envs)
+    if len(teachers) < 2:
+        return {}
+    rest = [i for i, t in enumerate(teachers) if not t.envs and not t.tasks]
+    if len(rest) > 1:
+        raise ConfigError(
+            f"teachers {rest[0] + 1} and {rest[1] + 1} both say neither `envs` nor `tasks`: say "
+            f"which is for what, as in envs = [{envs[0]!r}]"
+        )
+    by_env: dict[str, str] = {}
+    for env in envs:
+        own = [i for i, t in enumerate(teachers) if env in t.envs]
+        if len(own) > 1:
+            raise ConfigError(
+                f"teachers {own[0] + 1} and {own[1] + 1} are both for environment {env!r}"
+            )
+        if own or rest:
+            by_env[env] = teacher_name((own or rest)[0])
+        elif not any(t.tasks for t in teachers):
+            raise ConfigError(f"no teacher is for environment {env!r}: name it in one's `envs`")
+    return by_env
+
+
+def teacher_name(index: int) -> str:
+    """What the rollouts of a run call its teachers."""
+    return f"teacher-{index + 1}"

@@ -13,22 +13,32 @@ summary.json      the figures at the end
 
 from __future__ import annotations
 
+import ast
 import fcntl
+import inspect
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from importlib.util import resolve_name
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TextIO
 
 from ludic.errors import ConfigError
 from ludic.inference.addresses import without_user
 from ludic.plumbing.files import replacing
+from ludic.registry import ENVS
+from ludic.rollouts import RolloutWriter
+from ludic.rollouts.lines import CutFileWarning, keep_lines
 from ludic.runs.machine import gpu_name, installed
 from ludic.runs.settings import RunConfig, apply_override, check_run
 
@@ -261,3 +271,110 @@ def _write(file: TextIO, text: str) -> None:
     file.truncate()
     file.write(text)
     file.flush()
+
+
+def rollout_file(folder: Path, name: str) -> Path:
+    """Where a run keeps rollouts: `name`.jsonl.zst, or the .jsonl.gz of a run that began with an
+    earlier version."""
+    before = folder / f"{name}.jsonl.gz"
+    return before if before.is_file() else folder / f"{name}.jsonl.zst"
+
+
+def token_file(folder: Path) -> Path:
+    """Where a run keeps what its trainer made of the tokens of its rollouts."""
+    return folder / "train.tokens.jsonl.zst"
+
+
+def keep_tokenizer(folder: RunFolder, tokenizer: Any) -> None:
+    """Saves what the tokens' text is read from, once, beside the rollouts."""
+    target = folder.rollouts / "tokenizer.json"
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and not target.exists():
+        with replacing(target) as temporary:
+            temporary.write_text(backend.to_str(), encoding="utf-8")
+
+
+def open_rollout_log(
+    path: Path, step: int, is_settled: Callable[[int], bool] = bool
+) -> RolloutWriter:
+    """Returns a writer that appends to the episodes of the steps before `step`, or of the units of
+    a run over Redis that are settled."""
+    with warnings.catch_warnings():
+        # A kill may leave half a line, and what it was of is sampled again.
+        warnings.simplefilter("ignore", CutFileWarning)
+        if path.exists():
+            keep_lines(path, lambda row: _is_kept(row["episode_id"], step, is_settled))
+        return RolloutWriter(path, append=True)
+
+
+def _is_kept(episode_id: str, step: int, is_settled: Callable[[int], bool]) -> bool:
+    """Episodes are named step-N/… or step-N-round-M/…, and those of actors unit-N/…"""
+    if match := re.match(r"unit-(\d+)/", episode_id):
+        return is_settled(int(match[1]))
+    match = re.match(r"step-(\d+)", episode_id)
+    return match is None or int(match[1]) < step
+
+
+ENV_SOURCES = "env_sources.json"
+_STDLIB = Path(inspect.__file__).parent
+
+
+def note_env_sources(config: RunConfig, folder: RunFolder) -> str | None:
+    """Writes down the code that the run's environments have now. Returns what to say if it had
+    other code before; a folder from before this was written down has nothing to compare."""
+    sources = env_sources(config)
+    now = {name: digest for name, (digest, _) in sources.items()}
+    before = folder.read_json(ENV_SOURCES) if folder.has(ENV_SOURCES) else now
+    folder.write_json(ENV_SOURCES, now)
+    if now == before:
+        return None
+    changed = sorted(n for n in now.keys() | before.keys() if now.get(n) != before.get(n))
+    files = [str(sources[name][1]) if name in sources else name for name in changed]
+    return (
+        f"the environments' code changed since this run was last started, in "
+        f"{', '.join(files)}: what was trained and measured before belongs to the old code"
+    )
+
+
+def env_sources(config: RunConfig) -> dict[str, tuple[str, Path]]:
+    """The modules that the run's environments are made of, each with a digest and its file: those
+    of the classes or functions, of their bases, and what these import from the same folder."""
+    found: dict[str, tuple[str, Path]] = {}
+    for section in (*config.env, *config.eval.env):
+        factory = inspect.unwrap(ENVS.get(section.kind))
+        parts = inspect.getmro(factory) if isinstance(factory, type) else (factory,)
+        for name in dict.fromkeys(getattr(part, "__module__", "") for part in parts):
+            _add(sys.modules.get(name), None, found)
+    return found
+
+
+def _add(module: Any, beside: Path | None, found: dict[str, tuple[str, Path]]) -> None:
+    """Adds a module and, over and over, what it imports from its own folder."""
+    if not isinstance(module, ModuleType) or module.__name__ in found:
+        return
+    file = Path(getattr(module, "__file__", None) or "")
+    if file.suffix != ".py" or not file.is_file():
+        return
+    if file.is_relative_to(_STDLIB) and "site-packages" not in file.parts:
+        return
+    # A virtual environment may lie beside a user's modules, too.
+    if beside is not None and not (
+        file.is_relative_to(beside) and "site-packages" not in file.relative_to(beside).parts
+    ):
+        return
+    text = file.read_bytes()
+    found[module.__name__] = (blake2b(text, digest_size=16).hexdigest(), file)
+    for name in _imported(text, module.__package__ or ""):
+        _add(sys.modules.get(name), file.parent, found)
+
+
+def _imported(text: bytes, package: str) -> Iterator[str]:
+    """The names of all modules that a file imports, and of what else it imports from them."""
+    with suppress(SyntaxError, ImportError):  # it was changed after it was imported
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                name = "." * node.level + (node.module or "")
+                base = resolve_name(name, package) if node.level else name
+                yield from (base, *(f"{base}.{alias.name}" for alias in node.names))

@@ -19,7 +19,8 @@ from ludic.saw.items import UNKNOWN_VERSION, SAWBatch, SAWItem
 from ludic.saw.statistics import item_statistics
 from ludic.seeding import derive_seed
 from ludic.training.algorithm import RLAlgorithm
-from ludic.training.batching.source import GivesBatches, WrappedSource, of_any_age
+from ludic.training.batching.ahead import WrappedSource
+from ludic.training.batching.source import GivesBatches, of_any_age
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,9 @@ from typing import Any, TypeAlias
 from msgspec.structs import replace
 
 from ludic.errors import CheckpointError, ConfigError, RolloutError
-from ludic.rollouts.curricula import Curriculum
-from ludic.rollouts.engine import RolloutEngine
-from ludic.rollouts.progress import Budget, ProgressCallback
+from ludic.rollouts.engine import Budget, ProgressCallback, RolloutEngine
 from ludic.rollouts.requests import (
+    Curriculum,
     GRPORequestStrategy,
     IdentityStrategy,
     RequestStrategy,

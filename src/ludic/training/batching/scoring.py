@@ -25,7 +25,8 @@ from ludic.inference.sampling import ReturnSpec, SamplingConfig
 from ludic.plumbing.precision import Precision, check_precision, float32_products
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWBatch, SAWItem
-from ludic.training.batching.source import GivesBatches, WrappedSource
+from ludic.training.batching.ahead import WrappedSource
+from ludic.training.batching.source import GivesBatches
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,8 +90,8 @@ class LocalScores:
     def _score(self, items: Sequence[SAWItem]) -> Scores:
         from ludic.plumbing.model_parts import active_dropout
         from ludic.training.update.packing import lay_out
-        from ludic.training.update.passes import score_layout
         from ludic.training.update.planning import plan_micro_batches
+        from ludic.training.update.scores import score_layout
 
         off = "lora_dropout" if self.without_adapter else None  # without its adapter, unused
         if active := active_dropout(self.policy.model, but=off):

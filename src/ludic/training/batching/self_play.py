@@ -23,7 +23,7 @@ from ludic.errors import CheckpointError, ConfigError
 from ludic.interaction import Runtime
 from ludic.plumbing.files import replacing
 from ludic.rollouts import RolloutRequest
-from ludic.rollouts.curricula import seeded
+from ludic.rollouts.requests import seeded
 from ludic.seeding import derive_seed
 from ludic.types import AgentID, ProtocolSpec, Rollout
 

@@ -1,9 +1,7 @@
-"""The contract of batch sources, what wraps one, and the way of a batch into the trainer. Imports
-no torch."""
+"""The contract of batch sources, and the way of a batch into the trainer. Imports no torch."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -113,80 +111,6 @@ class WorksAhead(BatchSource):
     """
 
     works_ahead = True
-
-
-class WrappedSource(BatchSource):
-    """A source around another one. It has the other's algorithm and record, and the other's state
-    as `source` in its own."""
-
-    def __init__(self, source: GivesBatches) -> None:
-        self.source = as_source(source)
-        self.algorithm = self.source.algorithm
-        self.waits_for_publish = self.source.waits_for_publish
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return {"source": self.source.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["source"] is not None:  # as older checkpoints have it of a source without state
-            self.source.load_state_dict(state["source"])
-
-    async def flush_record(self) -> None:
-        await self.source.flush_record()
-
-    def committed(self, state: Mapping[str, Any]) -> None:
-        self.source.committed(state["source"])
-
-
-class SamplingAhead(WrappedSource, WorksAhead):
-    """Makes any batch source work one batch ahead. `TrainerConfig(overlap=True)` uses it.
-
-    Two things run at the same time: the source's coroutine on the event loop, and the trainer's
-    arithmetic in its own thread. They share only the model, which the sampler reads and the
-    optimizer writes. That is safe because the trainer awaits `settle` before it writes to weights
-    that a sampler shares. So the batch is sampled entirely under the policy from before the update,
-    and is one version behind when it is trained on: it begins when `published` says that this
-    policy is there. The state is that of the source, without more.
-    """
-
-    def __init__(self, source: GivesBatches, published: Published | None = None) -> None:
-        super().__init__(source)
-        self._published = published if self.waits_for_publish else None
-        self._ahead: asyncio.Task[SAWBatch] | None = None
-
-    async def next_batch(self) -> SAWBatch:
-        """The batch that was started, or a new one."""
-        task, self._ahead = self._ahead, None
-        return await (self.source.next_batch() if task is None else task)
-
-    def start_ahead(self) -> None:
-        """Starts the next batch as a task of the running event loop."""
-        if self._ahead is None:
-            self._ahead = asyncio.ensure_future(self._begin())
-
-    async def _begin(self) -> SAWBatch:
-        if self._published is not None:
-            await self._published()
-        return await self.source.next_batch()
-
-    async def settle(self) -> None:
-        if self._ahead is not None:
-            await asyncio.wait([self._ahead])
-
-    async def drop_ahead(self) -> None:
-        task, self._ahead = self._ahead, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return self.source.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.source.load_state_dict(state)
-
-    def committed(self, state: Mapping[str, Any]) -> None:
-        self.source.committed(state)
 
 
 def as_source(source: GivesBatches) -> BatchSource:

@@ -1,4 +1,5 @@
-"""Finds the largest `micro_token_budget` that a device holds, by trying real updates."""
+"""Finds the largest `micro_token_budget` that a device holds, by trying real updates; and tries
+the largest micro-batch once before anything depends on it."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import gc
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -18,14 +19,14 @@ from ludic.plumbing.model_parts import base_causal_lm, vocabulary_size
 from ludic.plumbing.precision import float32_products
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem
-from ludic.sharding.world import World
+from ludic.sharding.world import World, release_memory
 from ludic.training.config import TrainerConfig
 from ludic.training.metrics.stats import StatBuffer
 from ludic.training.types import Loss
 from ludic.training.update.budget import plan_update
 from ludic.training.update.checks import check_packing
 from ludic.training.update.host_optimizer import make_optimizer
-from ludic.training.update.optimizer import MasterAdamW
+from ludic.training.update.optimizer import GradientsHeld, MasterAdamW
 from ludic.training.update.packing import lay_out
 from ludic.training.update.passes import Passes
 from ludic.training.update.planning import Cost
@@ -33,6 +34,7 @@ from ludic.training.update.policy import Policy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
 
 ROUND = 256
 
@@ -60,7 +62,7 @@ def calibrate(
     reserved_bytes: int = 0,
 ) -> Calibration:
     """The largest budget whose update leaves `headroom` of the memory free, and `reserved_bytes`
-    for an engine or a server that will share the device (`ludic.runs.gpu_share`).
+    for an engine or a server that will share the device (`ludic.runs.memory`).
 
     `model` is as it will be trained: with adapters, in its type, on its device (or on the meta
     device, with a mesh). The more of the tokens are actions, the more memory the head needs:
@@ -251,3 +253,56 @@ def synthetic_batch(
                 )
             )
     return make_batch(items)
+
+
+class _RoomForOptimizer:
+    """Takes an optimizer's memory and its place in a pass, and forgets the gradients."""
+
+    sends_gradients = False
+
+    def __init__(self, model: nn.Module, cfg: TrainerConfig) -> None:
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        # A gradient in float32; two moments, and a master of a weight that is narrower.
+        state = 0 if cfg.optimizer_device == "cpu" else 8
+        self.room = [
+            torch.empty(
+                p.numel() * (4 + state + (4 if state and p.element_size() < 4 else 0)),
+                dtype=torch.uint8,
+                device=p.device,
+            )
+            for p in self.trained
+        ]
+
+    def accumulate(self) -> None:
+        for parameter in self.trained:
+            parameter.grad = None
+
+    def gradients_held(self) -> GradientsHeld:
+        return {}
+
+    def take_back(self, before: GradientsHeld) -> list[nn.Parameter]:
+        self.accumulate()
+        return []
+
+
+def trial_pass(model: nn.Module, loss: Loss, cfg: TrainerConfig, world: World) -> None:
+    """Computes the gradient of a made-up batch as large as one micro-batch may be, with the
+    optimizer's memory taken, and forgets it. Weights, gradients and random numbers stay as they
+    were. Raises `OutOfMemoryError` if not even its rows fit, one at a time and recomputed."""
+    assert cfg.micro_token_budget is not None
+    on_gpu = world.device.type == "cuda"
+    vocab = vocabulary_size(base_causal_lm(model))
+    batch = synthetic_batch(cfg.micro_token_budget, cfg.max_seq_len, 1.0, vocab)
+    with torch.random.fork_rng(devices=[world.device] if on_gpu else []):
+        policy = Policy(model, cfg)
+        with float32_products(cfg.precision):
+            check_packing(policy, world.device, cfg.max_seq_len)
+        passes, room = Passes(policy, loss, cfg, world, Cost()), None
+        try:
+            room = cast(MasterAdamW, _RoomForOptimizer(model, cfg))
+            passes.accumulate(lay_out(batch), room, StatBuffer(), version=0, proximal=None)
+        finally:
+            for parameter in model.parameters():
+                parameter.grad = None
+            del passes, policy, room
+            release_memory()

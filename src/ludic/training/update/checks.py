@@ -13,17 +13,18 @@ from torch import Tensor, nn
 
 from ludic.errors import ConfigError
 from ludic.plumbing.model_parts import (
+    LogitRule,
     backbone_of,
     base_causal_lm,
     config_facts,
     head_of,
+    logit_rule,
     vocabulary_size,
 )
 from ludic.plumbing.precision import sampling_dtype
 from ludic.saw.batch import make_batch
 from ludic.saw.items import SAWItem
 from ludic.training.update.attention import CannotPack, forget_longer_rows
-from ludic.training.update.logprobs import LogitRule, logit_rule
 from ludic.training.update.packing import MicroBatch, lay_out, pack
 from ludic.training.update.policy import Policy
 

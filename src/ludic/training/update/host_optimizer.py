@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ludic.sharding.weights import laid_out_like, own_rows
+from ludic.sharding.weights import dithered, laid_out_like, own_rows
 from ludic.training.config import TrainerConfig
-from ludic.training.update.optimizer import MOMENTS, MasterAdamW, dithered, is_narrow
+from ludic.training.update.optimizer import MOMENTS, MasterAdamW, is_narrow
 
 _PIECE = 1 << 23
 """Numbers that are stepped at once: few enough that the host's cache holds a part of them. On an

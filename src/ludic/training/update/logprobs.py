@@ -7,8 +7,7 @@ backward pass recomputes each chunk's logits, so that never more than one chunk 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -18,44 +17,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ludic.memory.update import chunk_tokens
+from ludic.plumbing.model_parts import LogitRule
 from ludic.training.config import HeadKernels
 from ludic.training.update.packing import KeptIds
 
 _log = logging.getLogger("ludic.training")
 TokenValues: TypeAlias = tuple[Tensor, Tensor | None]
 """Log-probs and, where asked, entropies of a run of tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class LogitRule:
-    """What a model family does to the head's output before the softmax."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        logits = logits * self.scale if self.scale != 1.0 else logits
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
-
-
-_MULTIPLIERS = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-
-
-def logit_rule(facts: Mapping[str, Any]) -> LogitRule:
-    """What the family does to its logits, as far as its configuration says; `check_split` sees
-    whether that is all."""
-    family = facts.get("model_type") or ""
-    scale = float(facts.get("logits_scaling") or 1.0)
-    if not family.startswith("hyperclovax"):  # the others divide by it
-        scale = 1.0 / scale
-    if family != "mpt":  # which has the field and never looks at it
-        for name in _MULTIPLIERS:
-            scale *= float(facts.get(name) or 1.0)
-    caps = [facts[name] for name in _SOFT_CAPS if facts.get(name)]
-    return LogitRule(scale, float(caps[0]) if caps else None)
 
 
 def token_logprobs(

@@ -1,63 +1,26 @@
-"""AdamW whose state is float32, whatever type the module computes in, and its learning rate."""
+"""AdamW whose state is float32, whatever type the module computes in."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ludic.errors import CheckpointError, ConfigError, OutOfMemoryError
-from ludic.seeding import derive_seed, keyed_uniform
-from ludic.sharding.weights import local_rows
+from ludic.seeding import derive_seed
+from ludic.sharding.weights import dithered, is_rounded
+from ludic.sharding.world import is_out_of_memory, release_memory
 from ludic.training.config import TrainerConfig
-from ludic.training.update.device_memory import is_out_of_memory, release_memory
 
 _log = logging.getLogger("ludic.training")
 GradientsHeld: TypeAlias = dict[str, tuple[Tensor, int]]
 """Gradients by parameter, each with the version of its values."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_DITHERED_AT_ONCE = 1 << 22
-
-
-@torch.no_grad()
-def dithered(parameter: Tensor, key: int) -> Tensor:
-    """A float32 master for a bfloat16 or float16 weight: a number drawn evenly from those that
-    round to the weight, the same for every sharding.
-
-    If each master began at its weight itself, none of the rounded weights would move before a
-    master had moved by half their spacing, which takes tens of updates at a small learning rate,
-    and then many would move together. So placed, the share of the weights that a step moves, times
-    their spacing, is the step.
-    """
-    master = parameter.detach().float().contiguous()
-    rows, first, _ = local_rows(master)
-    if rows is None:
-        return master
-    flat = rows.view(-1)
-    begin = (first or 0) * (rows[0].numel() if rows.ndim else 1)
-    eps = torch.finfo(parameter.dtype).eps
-    for start in range(0, len(flat), _DITHERED_AT_ONCE):
-        part = flat[start : start + _DITHERED_AT_ONCE]
-        place = torch.arange(len(part), device=part.device) + (begin + start)
-        noise = keyed_uniform(torch.full_like(place, key), place).sub_(0.5)
-        spacing = torch.ldexp(torch.full_like(part, eps / 2), torch.frexp(part).exponent)
-        moved = part + spacing * noise.float()
-        # Below a power of two the numbers lie closer, and around zero they lie much closer.
-        stays = (moved.to(parameter.dtype) == part) & (part != 0)
-        part.copy_(torch.where(stays, moved, part))
-    return master
-
-
-def _is_rounded(parameter: Tensor) -> bool:
-    """Whether these are the numbers of a bfloat16 checkpoint, in float32."""
-    rows = local_rows(parameter.detach())[0]
-    return rows is not None and bool((rows == rows.bfloat16()).all())
 
 
 def is_narrow(parameter: Tensor) -> bool:
@@ -113,7 +76,7 @@ class MasterAdamW:
         parameter, key = self.parameters[name], self._key(name)
         if is_narrow(parameter):
             return dithered(parameter, key)
-        if cfg.precision == "mixed" and parameter.ndim >= 2 and _is_rounded(parameter):
+        if cfg.precision == "mixed" and parameter.ndim >= 2 and is_rounded(parameter):
             parameter.copy_(dithered(parameter.bfloat16(), key))
         return parameter
 
@@ -275,39 +238,3 @@ class MasterAdamW:
 def clipped(norm: float, limit: float | None) -> float:
     """What gradients of this norm are multiplied by so that it is at most `limit`."""
     return 1.0 if limit is None or norm <= limit else limit / norm
-
-
-def learning_rate(cfg: TrainerConfig, step: int) -> float:
-    """The rate of step `step`, counted from 0: a linear warm-up, then the schedule.
-
-    `linear` and `cosine` fall to `final_lr_ratio` of the peak at `total_steps` and stay there.
-    """
-    if step < cfg.warmup_steps:
-        return cfg.learning_rate * (step + 1) / cfg.warmup_steps
-    if cfg.schedule == "constant" or cfg.total_steps is None:
-        return cfg.learning_rate
-    done = min((step - cfg.warmup_steps) / (cfg.total_steps - cfg.warmup_steps), 1.0)
-    left = 1.0 - done if cfg.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return cfg.learning_rate * (cfg.final_lr_ratio + (1.0 - cfg.final_lr_ratio) * left)
-
-
-def curve(cfg: TrainerConfig) -> dict[str, Any]:
-    """The settings that decide the rate, as JSON: saved, to tell whether a resumed run keeps it."""
-    settings = ["schedule", "learning_rate", "warmup_steps"]
-    if cfg.schedule != "constant":
-        settings += ["total_steps", "final_lr_ratio"]
-    return {name: getattr(cfg, name) for name in settings}
-
-
-def describe_change(cfg: TrainerConfig, saved: Mapping[str, Any], step: int) -> str | None:
-    """What `cfg` changes in the curve that a run was saved with; None for nothing, or where
-    nothing was saved."""
-    now = curve(cfg)
-    if not saved or now == saved:
-        return None
-    names = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
-    changes = ", ".join(f"{name}={now.get(name)} (was {saved.get(name)})" for name in names)
-    rate = learning_rate(cfg, step)
-    return (
-        f"the learning rate follows another curve from step {step} on: {changes}; it is {rate:.3g}"
-    )

@@ -18,9 +18,10 @@ from torch import nn
 from ludic.errors import BatchError
 from ludic.plumbing.model_parts import base_causal_lm, config_facts
 from ludic.plumbing.records import Record
+from ludic.saw.trainable import describe
 from ludic.training.metrics.stats import Workload
 from ludic.training.types import Scope
-from ludic.training.update.packing import REPEATED, Layout, describe
+from ludic.training.update.packing import REPEATED, Layout
 
 _log = logging.getLogger("ludic.training")
 
@@ -65,7 +66,7 @@ def plan_micro_batches(
     ranks wait.
     """
     cost = cost or Cost()
-    clusters = _clusters(layout, scope)
+    clusters = rows_together(layout, scope)
     units, separate = list[_Unit](), list[_Unit]()
     alone: dict[int, Workload] = {}  # by length: rows by themselves, mostly
     for members in clusters:
@@ -112,20 +113,6 @@ def plan_micro_batches(
     return [
         [tuple(sorted(i for unit in bin_ for i in unit.items)) for bin_ in rank] for rank in found
     ]
-
-
-def halves(layout: Layout, members: Sequence[int], scope: Scope) -> list[tuple[int, ...]]:
-    """The items of a micro-batch as two of about the same length, each with rows that begin alike;
-    all of them as one where the loss must see them together."""
-    rank, lengths = layout.order.ranks.__getitem__, layout.order.lengths
-    own = set(members)
-    units = [unit for unit in _clusters(layout, scope) if unit[0] in own]
-    if len(units) < 2:
-        return [tuple(members)]
-    units.sort(key=lambda unit: min(map(rank, unit)))
-    ends = np.cumsum([sum(lengths[i] for i in unit) for unit in units])
-    cut = 1 + int(np.abs(ends[:-1] - ends[-1] / 2).argmin())
-    return [tuple(sorted(i for unit in part for i in unit)) for part in (units[:cut], units[cut:])]
 
 
 def workload(layout: Layout, members: Sequence[int], cost: Cost, *, shares: bool) -> Workload:
@@ -240,7 +227,7 @@ def _fill(units: Sequence[_Unit], total: int, budget: int) -> list[list[_Unit]] 
     return bins
 
 
-def _clusters(layout: Layout, scope: Scope) -> list[tuple[int, ...]]:
+def rows_together(layout: Layout, scope: Scope) -> list[tuple[int, ...]]:
     """Items that must share a micro-batch, as connected components."""
     parent = list(range(len(layout.packed)))
 

@@ -25,6 +25,7 @@ from ludic.plumbing.model_parts import (
     config_facts,
     decoder_layers,
     head_of,
+    logit_rule,
 )
 from ludic.plumbing.precision import autocast, sampling_dtype
 from ludic.training.config import AttentionKind, TrainerConfig
@@ -38,7 +39,7 @@ from ludic.training.update.attention import (
 )
 from ludic.training.update.fused_layers import fused_forward
 from ludic.training.update.graphed import PassGraphs
-from ludic.training.update.logprobs import action_logits, logit_rule, token_logprobs
+from ludic.training.update.logprobs import action_logits, token_logprobs
 from ludic.training.update.packing import Layout, MicroBatch, gather
 
 _log = logging.getLogger("ludic.training")

@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ludic.errors import OutOfMemoryError
 from ludic.plumbing.model_parts import decoder_layers
-from ludic.sharding.world import World
+from ludic.sharding.world import World, is_out_of_memory, release_memory
 from ludic.training.types import Scope
-from ludic.training.update.device_memory import is_out_of_memory, release_memory
 from ludic.training.update.packing import Layout
-from ludic.training.update.planning import Cost, halves, workload
+from ludic.training.update.planning import Cost, rows_together, workload
 from ludic.training.update.policy import Policy
 
 _log = logging.getLogger("ludic.training")
@@ -213,3 +213,17 @@ class Recovery:
         )
         error.on_all_ranks = on_all_ranks
         return error
+
+
+def halves(layout: Layout, members: Sequence[int], scope: Scope) -> list[tuple[int, ...]]:
+    """The items of a micro-batch as two of about the same length, each with rows that begin alike;
+    all of them as one where the loss must see them together."""
+    rank, lengths = layout.order.ranks.__getitem__, layout.order.lengths
+    own = set(members)
+    units = [unit for unit in rows_together(layout, scope) if unit[0] in own]
+    if len(units) < 2:
+        return [tuple(members)]
+    units.sort(key=lambda unit: min(map(rank, unit)))
+    ends = np.cumsum([sum(lengths[i] for i in unit) for unit in units])
+    cut = 1 + int(np.abs(ends[:-1] - ends[-1] / 2).argmin())
+    return [tuple(sorted(i for unit in part for i in unit)) for part in (units[:cut], units[cut:])]
