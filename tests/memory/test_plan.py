@@ -91,7 +91,8 @@ def test_recomputation_is_chosen_only_if_the_longest_row_does_not_fit_without() 
 
 
 def test_a_pass_takes_no_more_than_gains_speed() -> None:
-    lora = Plan(SEVEN, Training(tokens=1, precision="bfloat16", adapter=Adapter(16)))
+    fused = replace(SEVEN, family="qwen2")
+    lora = Plan(fused, Training(tokens=1, precision="bfloat16", adapter=Adapter(16)))
     plan = settled(replace(lora, engine=Engine(128, 320)), H200, 256)
     assert plan.training.tokens == worthwhile_tokens(SEVEN, Adapter(16))
     assert plan.total < 60e9

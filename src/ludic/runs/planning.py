@@ -25,7 +25,7 @@ from ludic.rollouts.storage import read_rollouts
 from ludic.runs.locate import read_run
 from ludic.runs.memory import plan_run, shape_by_name
 from ludic.runs.model import algorithm_of, build_model
-from ludic.runs.results.summary import read_curve
+from ludic.runs.results.terminal import read_curve
 from ludic.runs.settings import RunConfig
 from ludic.training.update.budget import shape_of
 from ludic.types import AgentStep, TokenTrace
