@@ -21,7 +21,7 @@ from tests.inference.local.trained import FAMILIES, built
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-SHARE = 12 << 30
+SHARE = 24 << 30
 """What trainer and engine may take together; the rest of the card counts as taken."""
 HEADROOM = 0.08
 SETTINGS: dict[str, Any] = {"max_seq_len": 2048, "gradient_checkpointing": True}
