@@ -33,12 +33,14 @@ def make_optimizer(
 
 
 class _Piece(NamedTuple):
-    """A run of a parameter's numbers, their gradient on the host, and when it will be there."""
+    """A run of a parameter's numbers, their gradient on the host, when it will be there, and what
+    it is still to be multiplied with."""
 
     name: str
     numbers: slice
     gradient: Tensor
     arrival: torch.cuda.Event | None
+    scale: float
 
 
 class HostAdamW(MasterAdamW):
@@ -171,15 +173,13 @@ class HostAdamW(MasterAdamW):
     @torch.no_grad()
     def step(self, learning_rate: float, scale: float = 1.0) -> None:
         self._with_what_is_free(self._make_moments)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         coming: deque[_Piece] = deque()
-        for piece in self._pieces():
+        for piece in self._pieces(scale):
             coming.append(piece)
             if len(coming) > _AHEAD:
-                self._step_piece(coming.popleft(), learning_rate, scale)
+                self._step_piece(coming.popleft(), learning_rate)
         for piece in coming:
-            self._step_piece(piece, learning_rate, scale)
+            self._step_piece(piece, learning_rate)
         if self._stream is not None:
             self._stream.synchronize()  # engines in other threads may sample now
         self.zero_grad()
@@ -191,13 +191,19 @@ class HostAdamW(MasterAdamW):
                 state = {"step": torch.zeros(()), **{k: torch.zeros_like(master) for k in MOMENTS}}
                 self._states[name] = state
 
-    def _pieces(self) -> Iterator[_Piece]:
-        """Those that have left, in the order in which they did, and the others, which leave now."""
+    def _pieces(self, scale: float) -> Iterator[_Piece]:
+        """Those that have left, in the order in which they did, and the others, which leave now,
+        scaled on the device, where that costs nothing."""
+        on_device = self._on_device()
+        if on_device and scale != 1.0:
+            torch._foreach_mul_(list(on_device.values()), scale)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         for name, arrival in self._arrivals.items():
             for numbers in _runs(self._slots[name]):
-                yield _Piece(name, numbers, self._slots[name][numbers], arrival)
+                yield _Piece(name, numbers, self._slots[name][numbers], arrival, scale)
         number = 0
-        for name, held in self._on_device().items():
+        for name, held in on_device.items():
             gradient = own_rows(held).reshape(-1)
             for numbers in _runs(gradient):
                 # The one that had this buffer before has been stepped by now.
@@ -205,11 +211,11 @@ class HostAdamW(MasterAdamW):
                 with self._copying():
                     buffer.copy_(gradient[numbers], non_blocking=True)
                 arrival = None if self._stream is None else self._stream.record_event()
-                yield _Piece(name, numbers, buffer, arrival)
+                yield _Piece(name, numbers, buffer, arrival, 1.0)
                 number += 1
 
-    def _step_piece(self, piece: _Piece, learning_rate: float, scale: float) -> None:
-        name, numbers, gradient, arrival = piece
+    def _step_piece(self, piece: _Piece, learning_rate: float) -> None:
+        name, numbers, gradient, arrival, scale = piece
         if arrival is not None:
             arrival.synchronize()
         state, parameter = self._states[name], self.parameters[name]
