@@ -42,7 +42,10 @@ class Tiles(NamedTuple):
     more: int = 0
 
 
-MEASURED: dict[tuple[str, int, int, int], Tiles] = {}
+MEASURED: dict[tuple[str, int, int, int], Tiles] = {
+    ("gated", 128, 1536, 8960): Tiles(128, 128, 64, 8, 4),
+    ("gated", 128, 3584, 18944): Tiles(128, 128, 64, 8, 4, more=16),
+}
 """The best of those that were tried, by product, rows, inner size and width; rules cut the rest."""
 
 
@@ -199,7 +202,9 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, adapters: tuple[Adapter, ...] = (
     added = low_rank(x, adapters, (gate, up))
     out = x.new_empty(rows, width)
     options = launch_options(x.device)
-    tiles = gated_tiles(rows, inner, width) if options["EARLY"] else _plain_tiles(rows)
+    tiles = _plain_tiles(rows)
+    if options["EARLY"]:
+        tiles = gated_tiles(rows, inner, width, adapted=bool(adapters))
     given: tuple[Any, ...] = (x, gate, up, gate, up)
     if options["EARLY"]:
         cuts = [(w, n) for n in (tiles.columns, tiles.more or tiles.columns) for w in (gate, up)]
@@ -284,7 +289,8 @@ def split_pays(rows: int, weight: Tensor, *, adapted: bool) -> bool:
     launches and leaves an adapter to two more."""
     width, inner = weight.shape
     most = _MANY_ELEMENTS if adapted else _FEW_ELEMENTS
-    return weight.numel() <= most or ("split", rows, inner, width) in MEASURED
+    measured = ("split", rows, inner, width) in MEASURED
+    return weight.numel() <= most or measured or (adapted and 64 < rows <= 128)
 
 
 def _plain_tiles(rows: int) -> Tiles:
@@ -303,9 +309,11 @@ def project_tiles(rows: int, inner: int, counts: list[int]) -> Tiles:
     return Tiles(_row_tile(rows), 32, step)
 
 
-def gated_tiles(rows: int, inner: int, width: int) -> Tiles:
+def gated_tiles(rows: int, inner: int, width: int, *, adapted: bool = False) -> Tiles:
     """For `gated`."""
-    if measured := MEASURED.get(("gated", rows, inner, width)):
+    measured = MEASURED.get(("gated", rows, inner, width))
+    # A second tile leaves no memory for the adapters' first product beside this one.
+    if measured and not (adapted and measured.more):
         return measured
     if rows <= 64:
         return Tiles(_row_tile(rows), 32, 64)
@@ -319,6 +327,8 @@ def split_tiles(rows: int, inner: int, width: int) -> Tiles:
     if measured := MEASURED.get(("split", rows, inner, width)):
         return measured
     columns = 64 if width % 64 == 0 and rows > 64 else 32
+    if columns == 64 and inner * width > _MANY_ELEMENTS and width % 128 == 0:
+        return Tiles(128, 128, 64, 8, 6, parts=4)
     if columns == 64 and inner * width > _FEW_ELEMENTS:
         return Tiles(128, 64, 128, parts=4)
     programs = width // columns * triton.cdiv(rows, _row_tile(rows))
