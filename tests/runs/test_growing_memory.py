@@ -49,3 +49,14 @@ def test_a_cpu_and_a_users_own_settings_are_left_alone(monkeypatch: pytest.Monke
     assert settings_of_a_run(monkeypatch, "cpu") == []
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     assert settings_of_a_run(monkeypatch, "cuda") == []
+
+
+def test_a_model_inside_another_run_leaves_the_process_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    monkeypatch.setattr(model, "check_device", lambda section: torch.device("cuda"))
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, *args, **kwargs: module)
+    model.build_model(check_run(TABLES), inside=True)
+    assert told == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,15 @@ def test_a_model_of_unknown_size_is_one_sentence(run: Path) -> None:
         job_of(run, ["model.name=somebody/unknown-3B"], Given())
     job, _ = job_of(run, ["model.name=somebody/unknown-3B"], Given(shape="Qwen2.5-7B"))
     assert job.costs.shape == shape_named("Qwen2.5-7B")
+
+
+def test_what_an_earlier_run_trained_on_counts_by_episode(run: Path, tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    (earlier / "run.json").write_text('{"training": {"rollouts_per_update": 32}}')
+    row = {"train/step": 1, "train/completion_tokens_mean": 100.0, "train/turns_mean": 1.0}
+    row |= {"train/completion_tokens_max": 200.0, "train/item_tokens_mean": 150.0}
+    row |= {"perf/tokens_computed": 32 * (100 + 50 / 8) / 2}  # half, a prompt counted once a group
+    (earlier / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    job, _ = job_of(run, [], Given(earlier=earlier))  # 128 episodes an update
+    assert job.workload.trained == pytest.approx(0.5, rel=0.01)

@@ -12,6 +12,7 @@ from rich.console import Console
 from ludic.errors import ConfigError
 from ludic.eval import EpisodeResult, EvalReport, report_table
 from ludic.rollouts import FixedMix, Stage, Stages
+from ludic.runs.check_episodes import check_episodes
 from ludic.runs.episodes import eval_plan, requests_of
 from ludic.runs.results.report import RunReport
 from ludic.runs.results.terminal import shown_metrics, summary_of
@@ -75,6 +76,16 @@ def test_all_held_out_episodes_are_each_row_once(tmp_path: Path) -> None:
     assert [request.env.kwargs["index"] for request in twice] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     with pytest.raises(ConfigError, match="'key_door' has no rows to go through: set a number"):
         eval_plan(parse_run('[env]\nkind = "key_door"\n', ['eval.episodes="all"']))
+    with pytest.raises(ConfigError, match="'key_door' has no rows to go through"):
+        check_episodes(parse_run('[env]\nkind = "key_door"\n', ['eval.episodes="all"']))
+    one = text.replace(f'"{file}" }}', f'"{file}", index = 3 }}')
+    with pytest.raises(ConfigError, match="has one, by its index"):
+        eval_plan(parse_run(one))
+
+
+def test_a_wrong_number_of_held_out_episodes_is_named_as_the_setting_is() -> None:
+    with pytest.raises(ConfigError, match=r"'eval\.episodes' = 0: .*\(from the command line\)"):
+        parse_run('[env]\nkind = "key_door"\n', ["eval.episodes=0"])
 
 
 def test_the_metrics_of_an_update_have_each_environments_reward_and_the_stage() -> None:

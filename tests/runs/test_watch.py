@@ -127,6 +127,12 @@ def test_a_policy_that_stopped_trying_says_so_once_although_its_reward_has_risen
     assert said(stopping_at(0.97)) == ([], [])  # there is nothing left to try
 
 
+def test_one_lucky_episode_is_not_what_a_policy_stopped_short_of() -> None:
+    rows = [{**row, "train/reward_max": 0.5} for row in stopping_at(0.5)]
+    rows[5]["train/reward_max"] = 10.0
+    assert said(rows) == ([], [])
+
+
 def test_cut_completions_are_said_with_the_limit() -> None:
     during, after = said(course(lambda done: 0.5, cut=0.7))
     assert len(during) == len(after) == 1

@@ -41,6 +41,11 @@ def check_parts(config: RunConfig) -> None:
         from ludic.runs.pipeline.address import check_pipeline  # which needs the extra `redis`
 
         check_pipeline(config)
+    if config.cluster is not None and not config.training.resumable:
+        raise ConfigError(
+            "training.resumable=false does not go with [cluster]: a trainer that is started again "
+            "resumes from its last checkpoint"
+        )
     _check_workers(config)
     if config.model.name == "tiny":  # any other takes too long to load twice
         build_model(config)

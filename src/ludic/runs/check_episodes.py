@@ -23,7 +23,13 @@ from ludic.interaction import (
 )
 from ludic.registry import make_protocol
 from ludic.rollouts import RolloutRequest
-from ludic.runs.episodes import inference_spec, requests_of, seats_of, tool_parser_of
+from ludic.runs.episodes import (
+    inference_spec,
+    requests_of,
+    rows_of,
+    seats_of,
+    tool_parser_of,
+)
 from ludic.runs.settings import EnvSection, RunConfig
 from ludic.runs.settings.base import configuring
 from ludic.types import EnvSpec
@@ -41,6 +47,9 @@ def check_episodes(config: RunConfig, tracked: TrackedAdvantage | None = None) -
         envs = [_make_env(section, closing) for section in config.env]
         for section in config.eval.env:
             _make_env(section, closing)
+        if config.eval.episodes == "all":
+            for section in config.eval.env or config.env:
+                rows_of(EnvSpec(section.kind, section.kwargs))
         agents = _make_agents(config)
         _check_windows(config, [*agents, *_make_agents(config, held_out=True)], envs)
         if tracked is not None:

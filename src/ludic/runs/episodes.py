@@ -185,10 +185,15 @@ def rows_of(spec: EnvSpec) -> int:
     env = build_env(spec)
     try:
         count = getattr(env, "num_rows", None)
-        if count is None or getattr(env, "index", None) is not None:
+        if count is None:
             raise ConfigError(
                 f'eval.episodes="all" plays each row of a dataset once, and {spec.kind!r} has no '
                 "rows to go through: set a number"
+            )
+        if getattr(env, "index", None) is not None:
+            raise ConfigError(
+                f'eval.episodes="all" plays each row of a dataset once, and {spec.kind!r} has '
+                "one, by its index: set eval.episodes to a number, or leave out index"
             )
         return int(count())
     finally:

@@ -58,6 +58,13 @@ def _as_written(paths: Iterable[str], config: RunConfig) -> list[str]:
     return [p.replace("env.0.", "env.", 1) if alone else p for p in paths]
 
 
+def how_to_go_on(config: RunConfig, run: Path) -> str:
+    """Returns what to do with a run that was stopped, as the end of a sentence."""
+    if not config.training.resumable:
+        return f"it is not resumable: start another from its weights, with model.name={run}"
+    return f"resume it with: {how_to_resume(config, str(run))}"
+
+
 def how_to_resume(config: RunConfig, run: str) -> str:
     """Returns how to resume a run: by the command, or from Python where it needs its objects."""
     given = given_names(config.plain())

@@ -32,12 +32,15 @@ from ludic.training.losses.corrections import CorrectedLoss
 from ludic.training.preprocess import KLInReward, chain
 
 
-def build_model(config: RunConfig, weights: Path | None = None) -> tuple[nn.Module, Any]:
-    """Returns the run's model and tokenizer; `weights` is the `model` folder of a checkpoint."""
-    if config.run.threads is not None:
+def build_model(
+    config: RunConfig, weights: Path | None = None, *, inside: bool = False
+) -> tuple[nn.Module, Any]:
+    """Returns the run's model and tokenizer; `weights` is the `model` folder of a checkpoint. One
+    that is `inside` another run leaves the process's settings alone."""
+    if config.run.threads is not None and not inside:
         torch.set_num_threads(config.run.threads)
     section, dtype = config.model, weights_dtype(precision_of(config))
-    if config.inference.backend == "local":
+    if config.inference.backend == "local" and not inside:
         _let_memory_grow(section)
     if is_given(section.name):
         model, tokenizer = given(section.name, "model")
@@ -103,7 +106,7 @@ def _from_run(
     weights = folder.weights(which)
     if (weights / "config.json").is_file() and (weights / "tokenizer_config.json").is_file():
         return from_pretrained(section, str(weights), dtype)
-    model, tokenizer = build_model(folder.config(), weights)
+    model, tokenizer = build_model(folder.config(), weights, inside=True)
     merge: Any = getattr(model, "merge_and_unload", None)
     return (merge() if merge else model).to(dtype), tokenizer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections import deque
 from collections.abc import Sequence
@@ -208,6 +209,9 @@ def _logged(work: Workload, folder: Path) -> Workload:
 def _trained(work: Workload, folder: Path) -> Workload:
     """How much of it an earlier run computed in its passes."""
     computed = _metric(folder, "perf/tokens_computed")
-    if computed is None:
+    if computed is None or not (folder / "run.json").is_file():
         return work
-    return replace(work, trained=min(1.0, computed / work.trained_tokens))
+    settings = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    episodes = settings["training"]["rollouts_per_update"]  # perhaps fewer than are planned for
+    trained = computed / episodes * work.episodes / work.trained_tokens
+    return replace(work, trained=min(1.0, trained))

@@ -66,7 +66,7 @@ def load_checkpoint(
     if not manifest["tensors"]:
         raise CheckpointError(
             f"{path} has only the model's weights, since the run was not resumable: start another "
-            f"run from them, with {path / 'model'} as its model"
+            "run from them, with this run's folder as its model.name"
         )
     if manifest["fingerprint"] not in (own, model_fingerprint(model, frozen_values=False)):
         raise CheckpointError(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, variance
+from statistics import fmean, median, variance
 
 from ludic.eval import Estimate, EvalReport, compare, headline_of
 from ludic.eval.report import USUAL
@@ -104,10 +104,13 @@ class LearningWatch:
         return self._signs(window)
 
     def _short_of_best(self, last: Mapping[str, list[float]]) -> bool:
-        """Whether the reward is known to be far from the best that an episode of the run got."""
+        """Whether the reward is known to be far from the best that episodes of the run get: what is
+        best in half of the updates. Of several environments each may have its own best."""
         if REWARD not in last or not self._values[BEST] or not self._values[WORST]:
             return False
-        best, worst = max(self._values[BEST]), min(self._values[WORST])
+        if len(self.config.env) > 1:
+            return False
+        best, worst = median(self._values[BEST]), min(self._values[WORST])
         return fmean(last[REWARD]) < worst + SOLVED * (best - worst)
 
     def _signs(self, window: int) -> dict[str, str]:

@@ -22,6 +22,9 @@ from ludic.errors import ConfigError, LudicError
 from ludic.inference.addresses import find_key, without_user
 from ludic.plumbing.arguments import near_names
 
+_UNION_MEMBER = re.compile(r"(constrained-|literal\[|list\[|dict\[|(int|str|float|bool)$)")
+"""What pydantic adds to the place of a value that may be of several types."""
+
 
 class Section(BaseModel):
     """A table of the run file. Unknown keys are errors, and so are NaN and infinity."""
@@ -143,7 +146,7 @@ def explain_problem(
 ) -> str:
     """Returns what is wrong with one setting of a `run`: its key, the nearest right one, and the
     line."""
-    path = [str(part) for part in error["loc"]]
+    path = [str(part) for part in error["loc"] if not _UNION_MEMBER.match(str(part))]
     tables = data.get(path[0]) if path else None
     if path[1:2] == ["0"] and not (isinstance(tables, list) and len(tables) > 1):
         path = [path[0], *path[2:]]  # the only one

@@ -170,7 +170,8 @@ def _leak(policy: Policy, device: torch.device, longest: int) -> str | None:
     apart = _mean_gap(together, own)
     # Logits are rounded by a share of their size, which random ids make large; and the rows alone
     # were computed by one kernel, packed ones by another.
-    if apart > 8 * max(eps, rounding, eps * own.abs().mean().item() / 4):
+    rounding = max(rounding, torch.finfo(dtype).eps * own.abs().mean().item() / 4)
+    if apart > 8 * max(eps, rounding):
         return f"packing changes their log-probs by {apart:.2g} on average"
     # The same shapes and the same second row: only what the first row says is another.
     leaked = _mean_gap(together[first - 1 :], beside_another[first - 1 :])

@@ -243,7 +243,8 @@ def _split_product_kernel(
             for n in range(N):
                 call_up(weight + (first_col + n) * inner + begin, (end - begin) * 2, EARLY)
         if RANK > 0:
-            call_up(up + first_col * rank, N * rank * 2, EARLY)
+            columns = tl.minimum(N, width - first_col)
+            call_up(up + first_col * rank, columns * rank * 2, EARLY)
     if not BESIDE:
         wait_for_others(EARLY)
     total = tl.zeros((M, N), dtype=tl.float32)
