@@ -39,7 +39,8 @@ class PublishSettings(TypedDict, total=False):
 
     canary: bool
     """Whether the trainer's module and each server score the same tokens, and are compared. It
-    needs the model itself (`ModelWeights`, as the trainer passes it), on one rank. Default: yes."""
+    needs the model itself (`ModelWeights`, as the trainer passes it), on one rank; an adapter that
+    goes out in the background has none, and is checked by receipts alone. Default: yes."""
     canary_prompt: Sequence[int] | None
     """Default: one in the model's own words."""
     budget: MismatchBudget | None
@@ -281,3 +282,7 @@ class AdapterPolicyPublisher(ServerPublisher):
     def snapshot_of(self, weights: Weights) -> Weights:
         """The adapter alone."""
         return AdapterWeights(weights.model) if isinstance(weights, ModelWeights) else weights
+
+    async def prepare(self, weights: Weights, version: int) -> None:
+        """Nothing: the canary scores what a server samples later, and the model has moved on by
+        then. A snapshot is checked by the servers' receipts alone."""
