@@ -79,7 +79,7 @@ class ServerPublisher(PolicyPublisher):
         self.version: int | None = None
         self.before: Callable[[], Awaitable[None]] | None = None
         """Called when a publish begins, to bring the list of servers up to date. It has a deadline
-        of its own: a server may have to start first."""
+        of its own: a server may have to start first. It changes servers in a `turn` alone."""
         self._canary = Canary(canary, canary_prompt, budget)
         self._lock = asyncio.Lock()
         client.keeper = self
@@ -106,7 +106,7 @@ class ServerPublisher(PolicyPublisher):
                     raise
 
     async def _take_turn(self, weights: Weights, version: int, canary: Canary) -> PublishReport:
-        async with self._turn(f"the publish of version {version}") as deadline:
+        async with self.turn(f"the publish of version {version}") as deadline:
             if self.version is not None and version < self.version:
                 raise PublishError(
                     f"version {version} is older than {self.version}, which is already "
@@ -125,7 +125,7 @@ class ServerPublisher(PolicyPublisher):
         """Brings a server that was away up to date; False: that takes a publish."""
         if not self.payload.restores:  # else it would wait for a publish that needs it back
             return False
-        async with self._turn(f"{replica.url} to come back"):
+        async with self.turn(f"{replica.url} to come back"):
             return await self.payload.restore(replica, self.patience_s)
 
     async def close(self) -> None:
@@ -178,7 +178,7 @@ class ServerPublisher(PolicyPublisher):
         """What has to be known before the first publish."""
 
     @asynccontextmanager
-    async def _turn(self, what: str) -> AsyncIterator[asyncio.Timeout]:
+    async def turn(self, what: str) -> AsyncIterator[asyncio.Timeout]:
         """One at a time, within the deadline."""
         async with within(self.timeout_s, what, self._states) as deadline, self._lock:
             yield deadline
