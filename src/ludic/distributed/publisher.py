@@ -20,7 +20,7 @@ from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Snapsho
 from ludic.distributed.vllm.adapter_payload import AdapterPayload
 from ludic.distributed.vllm.adapter_weights import AdapterWeights
 from ludic.distributed.vllm.canary import Canary, MismatchBudget
-from ludic.distributed.vllm.delivery import PATIENCE_S, Job, Payload, PublishTimes
+from ludic.distributed.vllm.delivery import PATIENCE_S, Job, Payload, PublishTimes, ServersAwayError
 from ludic.distributed.vllm.placement import Choice, PlaneName
 from ludic.distributed.vllm.planes import DataPlane, IPCPlane, check_plane, open_plane
 from ludic.distributed.vllm.weights_payload import WeightsPayload
@@ -98,7 +98,7 @@ class ServerPublisher(PolicyPublisher):
                 await self.before()
             try:
                 return await self._take_turn(weights, version, canary)
-            except PublishError:
+            except ServersAwayError:
                 # Servers that come and go: if this has lost them all, it goes to those that come.
                 tries -= 1
                 again = self.before is not None and isinstance(weights, Snapshot)
@@ -143,7 +143,9 @@ class ServerPublisher(PolicyPublisher):
             tensors = await asyncio.to_thread(self.payload.gather, weights)
         await self._open(weights, tensors)
         limits = (self.timeout_s, self.patience_s)
-        job = Job(self.client, tensors, version, model, canary, times, *limits)
+        ends_at = deadline.when()
+        assert ends_at is not None
+        job = Job(self.client, tensors, version, model, canary, times, *limits, ends_at)
         delivery = self.payload.delivery(job)
         every = delivery.servers
         try:
@@ -154,7 +156,8 @@ class ServerPublisher(PolicyPublisher):
             except BaseException as exc:
                 # Shielded: a second cancellation must not leave a server paused.
                 await asyncio.shield(delivery.undo(late=deadline.expired()))
-                error = self._as_publish_error(exc, version)
+                away = all(server.lost and server.away for server in every)
+                error = self._as_publish_error(exc, version, away)
                 raise error from (None if error is exc else exc)
             await delivery.use()
         finally:
@@ -186,13 +189,14 @@ class ServerPublisher(PolicyPublisher):
     def _states(self) -> str:
         return "; ".join(map(self.payload.state, self.client.replicas))
 
-    def _as_publish_error(self, exc: BaseException, version: int) -> BaseException:
+    def _as_publish_error(self, exc: BaseException, version: int, away: bool) -> BaseException:
         expected = isinstance(exc, (LudicError, RuntimeError, OSError))
         if not expected or isinstance(exc, TimeoutError):
             return exc
         serving = {r.url: r.version for r in self.client.replicas if r.out is None}
         gone = [r.describe() for r in self.client.replicas if r.out is not None]
-        return PublishError(
+        kind = ServersAwayError if away or isinstance(exc, ServersAwayError) else PublishError
+        return kind(
             f"version {version} was not published: {exc}. The servers go on with the versions "
             f"before: {serving or 'none'}" + (f"; out of rotation: {gone}" if gone else "")
         )
