@@ -214,6 +214,23 @@ async def test_a_server_that_is_gone_is_named_and_comes_back_with_the_current_ad
     await until(lambda: [versions(f) for f in fakes] == [[3], [3]])
 
 
+async def test_servers_may_come_and_go_between_publishes(
+    client: VLLMChatClient, publisher: AdapterPolicyPublisher, fakes: Fakes
+) -> None:
+    first, second = (fake.url for fake in fakes)
+    client.set_servers({first: "a"}, joining="it is new")
+    await publisher.publish(adapter(1.0), 1)
+    client.set_servers({first: "a", second: "b"}, joining="it is new")
+    report = await publisher.publish(adapter(2.0), 2)
+    assert set(report.details["servers"]) == {first, second}
+    client.set_servers({second: "b"}, joining="it is new")
+    assert (await publisher.publish(adapter(3.0), 3)).details["servers"] == [second]
+    payload = publisher.payload
+    assert isinstance(payload, AdapterPayload)
+    await until(lambda: set(payload.old) <= set(client.replicas))
+    await until(lambda: versions(fakes[1]) == [3])
+
+
 async def test_a_server_out_of_rotation_that_refuses_stays_out_and_stops_nobody(
     client: VLLMChatClient, publisher: AdapterPolicyPublisher, fakes: Fakes
 ) -> None:
@@ -384,8 +401,9 @@ async def test_an_adapter_goes_out_in_the_background_from_a_snapshot_of_it_alone
 
     lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     model: Any = get_peft_model(tiny_model(layers=1, hidden_size=32), lora)
+    scored: list[Any] = []
+    model.register_forward_pre_hook(lambda *_: scored.append(1))
     behind = BackgroundPublisher(publisher)
-    publisher._canary.enabled = False
     for version in (1, 2, 3):
         taken = dict(AdapterWeights(model))
         report = await behind.publish(ModelWeights(model), version)
@@ -407,3 +425,9 @@ async def test_an_adapter_goes_out_in_the_background_from_a_snapshot_of_it_alone
     await behind.settle()
     assert all(torch.equal(before[name], kept[name]) for name in kept)
     assert all(3 not in versions(fake) and 5 in versions(fake) for fake in fakes)
+    # Nobody runs the module that the trainer steps, and so nobody samples for it to score.
+    assert publisher._canary.enabled
+    assert not scored
+    assert not any(body for fake in fakes for body in fake.bodies)
+    assert behind.last is not None
+    assert behind.last.verified  # by receipts

@@ -331,6 +331,27 @@ async def test_a_server_that_dies_half_way_stops_the_next_publish_by_name() -> N
         assert (publisher.published, fake.applied, fake.staged) == (1, 1, before)
 
 
+async def test_a_publish_that_its_only_server_refuses_is_not_tried_again() -> None:
+    model = tiny_model(layers=1, hidden_size=32)
+    server = scoring_as(model)
+    async with server.serving() as fake, VLLMChatClient(fake.url, model="tiny") as client:
+        publisher = BroadcastPolicyPublisher(client, canary_prompt=PROMPT)
+        began: list[int] = []
+
+        async def look() -> None:
+            began.append(1)
+
+        publisher.before = look
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3.0)
+        await publisher.prepare(ModelWeights(model), 1)
+        snapshot = SnapshotBuffer(on_device=False).take(ModelWeights(model))
+        with pytest.raises(PublishError, match="log-probs of the canary differ"):
+            await publisher.publish(snapshot, 1)
+        assert (len(began), fake.applied) == (1, 1)
+
+
 async def test_a_publish_that_loses_every_server_goes_to_one_that_comes() -> None:
     async with FakeVLLM().serving() as fake, VLLMChatClient(fake.url, model="tiny") as client:
         publisher = BroadcastPolicyPublisher(client, canary=False)

@@ -23,12 +23,15 @@ class Served(nn.Module):
         self.extra = ""
 
     @torch.no_grad()
-    def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> set[str]:
+    def load_weights(self, staged: Iterable[tuple[str, Tensor]]) -> set[str]:
         self.loads += 1
+        pairs = list(staged)
         for name, tensor in pairs:
             if name == "embed":
                 self.embed[: len(tensor)].copy_(tensor)
                 self.embed[len(tensor) :].fill_(0)
+            elif name in ("unused", "model.lm_head.weight"):
+                pass
             elif name in "qv":
                 first = 0 if name == "q" else 4
                 self.qv[first : first + len(tensor)].copy_(tensor)
@@ -36,6 +39,16 @@ class Served(nn.Module):
                 self.norm.copy_(tensor)
         if self.extra == "adds":
             self.norm.add_(1)
+        if self.extra == "reads":  # as vLLM's own loader does with a single number
+            self.norm.fill_(pairs[-1][1][0].item())
+        if self.extra == "fills with a tensor":
+            self.norm.fill_(pairs[-1][1][0])
+        if self.extra == "fills what it copied":
+            self.norm[:2].fill_(0)
+        if self.extra == "copies twice":
+            self.norm[:2].copy_(pairs[-1][1][2:])
+        if self.extra == "compares":
+            self.norm_is_zero = torch.equal(self.norm, torch.zeros(4))
         if self.extra == "casts":
             self.norm.copy_(dict(self.named_parameters())["norm"] * 1.0)
         return {"qv", "embed", "norm"}
@@ -75,8 +88,14 @@ def test_later_updates_are_those_of_the_loader_without_asking_it() -> None:
     assert model.loads == 1
 
 
-@pytest.mark.parametrize("extra", ["adds", "casts"])
-def test_a_loader_that_does_more_than_copy_is_asked_every_time(extra: str) -> None:
+@pytest.mark.parametrize(
+    "extra",
+    [
+        *("adds", "casts", "reads", "fills with a tensor"),
+        *("fills what it copied", "copies twice", "compares"),
+    ],
+)
+def test_a_loader_that_does_more_than_copy_once_is_asked_every_time(extra: str) -> None:
     copies, model = Copies(), Served()
     model.extra = extra
     assert not any(update(copies, model, weights(seed)) for seed in range(3))
@@ -86,6 +105,27 @@ def test_a_loader_that_does_more_than_copy_is_asked_every_time(extra: str) -> No
 def test_a_parameter_that_is_left_out_is_never_taken_for_written() -> None:
     copies, model = Copies(), Served()
     assert not any(update(copies, model, weights(seed)[:-1]) for seed in range(2))
+
+
+def test_a_tensor_that_is_not_read_may_only_be_a_tied_head() -> None:
+    for name, repeated in (("unused", False), ("model.lm_head.weight", True)):
+        copies, model = Copies(), Served()
+        staged = [[*weights(seed), (name, torch.ones(2))] for seed in range(2)]
+        assert [update(copies, model, pairs) for pairs in staged] == [False, repeated]
+
+
+def test_a_tensor_that_is_read_in_part_is_loaded_every_time() -> None:
+    copies, model = Copies(), Served()
+
+    @torch.no_grad()
+    def load(pairs: list[tuple[str, Tensor]]) -> None:
+        model.load_weights(pairs[:-1])
+        model.norm.copy_(pairs[-1][1][:4])
+
+    for seed in range(2):
+        staged = [*weights(seed)[:-1], ("norm", torch.ones(6))]
+        assert not copies.repeat(model, staged)
+        copies.record(model, staged, lambda staged=staged: load(staged))  # type: ignore[misc]
 
 
 def test_other_tensors_or_a_model_that_was_rebuilt_are_recorded_anew() -> None:

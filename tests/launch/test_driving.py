@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ludic.errors import ConfigError
+from ludic.errors import ConfigError, DeadlineError, LaunchError, PipelineError
 from ludic.runs.pipeline import launching
 from ludic.runs.storage.folder import RunFolder
 
@@ -37,6 +38,33 @@ def clock(monkeypatch: pytest.MonkeyPatch, *, renews: Path | None = None) -> Non
             beat(renews, round(10 * now[0]))
 
     monkeypatch.setattr(launching, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        PipelineError("it ended with status 1"),
+        BrokenPipeError("it closed its input"),
+        DeadlineError("its first answer", "redis-server", 10.0),
+    ],
+)
+def test_a_redis_that_fails_to_start_again_is_told_and_tried_again(failure: Exception) -> None:
+    class Ended:
+        folder = Path("redis")
+        process = SimpleNamespace(poll=lambda: 1, end=lambda: None)
+
+        def start(self) -> None:
+            raise failure
+
+    launch: Any = object.__new__(launching.Launch)
+    launch._redis, launch._redis_restarts = Ended(), 0
+    told: list[str] = []
+    launch._tell = lambda event: told.append(event.sentence)
+    for _ in range(launching.REDIS_RESTARTS):
+        launch._tend_redis()
+    assert all(str(failure) in sentence for sentence in told)
+    with pytest.raises(LaunchError, match="Redis ended"):
+        launch._tend_redis()
 
 
 def test_a_driver_whose_host_was_lost_is_forgotten(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -255,6 +256,28 @@ def test_a_cache_that_is_being_removed_is_not_held(
         assert fetcher._user is None
     fetcher.fetch(policy)
     assert fetcher._user is not None
+
+
+def test_a_cache_that_was_removed_before_it_was_locked_is_made_again(
+    host: Callable[..., PolicyFetcher],
+    policy: StoredPolicy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flock, removed = fcntl.flock, list[int]()
+
+    def late(handle: int, how: int) -> None:
+        if not removed and how & fcntl.LOCK_SH:
+            removed.append(handle)
+            shutil.rmtree(tmp_path / "a")
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    fetcher = host("a")
+    fetcher.fetch(policy)
+    assert removed
+    assert fetcher._user is not None
+    assert os.path.samestat(os.fstat(fetcher._user), (tmp_path / "a" / "users.lock").stat())
 
 
 def test_a_policy_that_has_gone_comes_back_as_it_was(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from ludic.distributed import BroadcastPolicyPublisher
 from ludic.distributed.vllm.placement import is_here, own_address
 from ludic.distributed.vllm.planes import BroadcastPlane, SharedMemoryPlane
 from ludic.errors import ConfigError
 from ludic.inference import VLLMChatClient
+from ludic.runs import vllm_backend
 from ludic.runs.settings import parse_run
 from ludic.runs.vllm_backend import check_publishing, plane_of
 from tests.inference.vllm.fake_server import FakeVLLM
@@ -104,3 +107,31 @@ def test_addresses_of_this_machine() -> None:
     assert not is_here("http://192.0.2.7:8000")
     assert not is_here("http://no.such.host.invalid:8000")
     assert own_address("http://127.0.0.1:8000") == "127.0.0.1"
+
+
+async def test_servers_and_the_plane_change_in_the_publishers_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config: Any = SimpleNamespace(
+        inference=SimpleNamespace(vllm=SimpleNamespace(start_timeout_s=60.0))
+    )
+    async with FakeVLLM().serving() as fake, VLLMChatClient(fake.url) as client:
+        publisher = BroadcastPolicyPublisher(client)
+        seen: list[tuple[str, bool]] = []
+
+        class Roster:
+            async def update(self, _: VLLMChatClient) -> bool:
+                seen.append(("servers", publisher._lock.locked()))
+                return True
+
+        async def plane_of(*_: Any, **__: Any) -> None:
+            seen.append(("plane", publisher._lock.locked()))
+
+        async def any_answers() -> bool:
+            seen.append(("waiting", publisher._lock.locked()))
+            return True
+
+        monkeypatch.setattr(vllm_backend, "plane_of", plane_of)
+        monkeypatch.setattr(client, "any_answers", any_answers)
+        await vllm_backend._follow(Roster(), config, client, publisher, torch.nn.Linear(1, 1))
+    assert seen == [("servers", True), ("waiting", False), ("plane", True)]

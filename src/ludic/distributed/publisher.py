@@ -20,7 +20,7 @@ from ludic.distributed.interfaces import PolicyPublisher, PublishReport, Snapsho
 from ludic.distributed.vllm.adapter_payload import AdapterPayload
 from ludic.distributed.vllm.adapter_weights import AdapterWeights
 from ludic.distributed.vllm.canary import Canary, MismatchBudget
-from ludic.distributed.vllm.delivery import PATIENCE_S, Job, Payload, PublishTimes
+from ludic.distributed.vllm.delivery import PATIENCE_S, Job, Payload, PublishTimes, ServersAwayError
 from ludic.distributed.vllm.placement import Choice, PlaneName
 from ludic.distributed.vllm.planes import DataPlane, IPCPlane, check_plane, open_plane
 from ludic.distributed.vllm.weights_payload import WeightsPayload
@@ -39,7 +39,8 @@ class PublishSettings(TypedDict, total=False):
 
     canary: bool
     """Whether the trainer's module and each server score the same tokens, and are compared. It
-    needs the model itself (`ModelWeights`, as the trainer passes it), on one rank. Default: yes."""
+    needs the model itself (`ModelWeights`, as the trainer passes it), on one rank; an adapter that
+    goes out in the background has none, and is checked by receipts alone. Default: yes."""
     canary_prompt: Sequence[int] | None
     """Default: one in the model's own words."""
     budget: MismatchBudget | None
@@ -78,7 +79,7 @@ class ServerPublisher(PolicyPublisher):
         self.version: int | None = None
         self.before: Callable[[], Awaitable[None]] | None = None
         """Called when a publish begins, to bring the list of servers up to date. It has a deadline
-        of its own: a server may have to start first."""
+        of its own: a server may have to start first. It changes servers in a `turn` alone."""
         self._canary = Canary(canary, canary_prompt, budget)
         self._lock = asyncio.Lock()
         client.keeper = self
@@ -97,7 +98,7 @@ class ServerPublisher(PolicyPublisher):
                 await self.before()
             try:
                 return await self._take_turn(weights, version, canary)
-            except PublishError:
+            except ServersAwayError:
                 # Servers that come and go: if this has lost them all, it goes to those that come.
                 tries -= 1
                 again = self.before is not None and isinstance(weights, Snapshot)
@@ -105,7 +106,7 @@ class ServerPublisher(PolicyPublisher):
                     raise
 
     async def _take_turn(self, weights: Weights, version: int, canary: Canary) -> PublishReport:
-        async with self._turn(f"the publish of version {version}") as deadline:
+        async with self.turn(f"the publish of version {version}") as deadline:
             if self.version is not None and version < self.version:
                 raise PublishError(
                     f"version {version} is older than {self.version}, which is already "
@@ -124,7 +125,7 @@ class ServerPublisher(PolicyPublisher):
         """Brings a server that was away up to date; False: that takes a publish."""
         if not self.payload.restores:  # else it would wait for a publish that needs it back
             return False
-        async with self._turn(f"{replica.url} to come back"):
+        async with self.turn(f"{replica.url} to come back"):
             return await self.payload.restore(replica, self.patience_s)
 
     async def close(self) -> None:
@@ -142,7 +143,9 @@ class ServerPublisher(PolicyPublisher):
             tensors = await asyncio.to_thread(self.payload.gather, weights)
         await self._open(weights, tensors)
         limits = (self.timeout_s, self.patience_s)
-        job = Job(self.client, tensors, version, model, canary, times, *limits)
+        ends_at = deadline.when()
+        assert ends_at is not None
+        job = Job(self.client, tensors, version, model, canary, times, *limits, ends_at)
         delivery = self.payload.delivery(job)
         every = delivery.servers
         try:
@@ -153,7 +156,8 @@ class ServerPublisher(PolicyPublisher):
             except BaseException as exc:
                 # Shielded: a second cancellation must not leave a server paused.
                 await asyncio.shield(delivery.undo(late=deadline.expired()))
-                error = self._as_publish_error(exc, version)
+                away = all(server.lost and server.away for server in every)
+                error = self._as_publish_error(exc, version, away)
                 raise error from (None if error is exc else exc)
             await delivery.use()
         finally:
@@ -177,7 +181,7 @@ class ServerPublisher(PolicyPublisher):
         """What has to be known before the first publish."""
 
     @asynccontextmanager
-    async def _turn(self, what: str) -> AsyncIterator[asyncio.Timeout]:
+    async def turn(self, what: str) -> AsyncIterator[asyncio.Timeout]:
         """One at a time, within the deadline."""
         async with within(self.timeout_s, what, self._states) as deadline, self._lock:
             yield deadline
@@ -185,13 +189,14 @@ class ServerPublisher(PolicyPublisher):
     def _states(self) -> str:
         return "; ".join(map(self.payload.state, self.client.replicas))
 
-    def _as_publish_error(self, exc: BaseException, version: int) -> BaseException:
+    def _as_publish_error(self, exc: BaseException, version: int, away: bool) -> BaseException:
         expected = isinstance(exc, (LudicError, RuntimeError, OSError))
         if not expected or isinstance(exc, TimeoutError):
             return exc
         serving = {r.url: r.version for r in self.client.replicas if r.out is None}
         gone = [r.describe() for r in self.client.replicas if r.out is not None]
-        return PublishError(
+        kind = ServersAwayError if away or isinstance(exc, ServersAwayError) else PublishError
+        return kind(
             f"version {version} was not published: {exc}. The servers go on with the versions "
             f"before: {serving or 'none'}" + (f"; out of rotation: {gone}" if gone else "")
         )
@@ -281,3 +286,7 @@ class AdapterPolicyPublisher(ServerPublisher):
     def snapshot_of(self, weights: Weights) -> Weights:
         """The adapter alone."""
         return AdapterWeights(weights.model) if isinstance(weights, ModelWeights) else weights
+
+    async def prepare(self, weights: Weights, version: int) -> None:
+        """Nothing: the canary scores what a server samples later, and the model has moved on by
+        then. A snapshot is checked by the servers' receipts alone."""

@@ -43,6 +43,7 @@ _ASK_FOR = 64
 _WRONG = 3
 _LEFT_S = 3600.0
 _AGAIN_S = 1.0
+_LOCK_TRIES = 10
 
 
 class NotComingError(PublishError):
@@ -142,13 +143,28 @@ class PolicyFetcher:
             raise ConfigError(f"{self.folder} belongs to another user: have it removed")
         if self._user is None:
             _remove_abandoned(self.folder)
-            user = os.open(self.folder / "users.lock", os.O_RDWR | os.O_CREAT, 0o600)
-            try:
-                fcntl.flock(user, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:  # one that leaves removes the folder; the next fetch makes it
+            self._user = self._lock_folder()
+
+    def _lock_folder(self) -> int | None:
+        """A shared lock on the folder; None where somebody removes it now, and the next fetch makes
+        it. It may be removed between opening its file and locking that: then it is made again."""
+        path = self.folder / "users.lock"
+        for _ in range(_LOCK_TRIES):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):
+                user = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+                try:
+                    fcntl.flock(user, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    if os.path.samestat(os.fstat(user), path.stat()):
+                        return user
+                except BlockingIOError:
+                    os.close(user)
+                    return None
+                except BaseException:
+                    os.close(user)
+                    raise
                 os.close(user)
-            else:
-                self._user = user
+        return None
 
     def fetch(self, policy: StoredPolicy) -> StoredPolicy:
         """Returns the policy with a path that this host can open. Where a newer one has taken its

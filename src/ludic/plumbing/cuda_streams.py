@@ -6,12 +6,16 @@ waits for everything that the trainer has queued.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_OWN = threading.local()
+"""The calling thread's stream on each device, in `streams`."""
 
 
 def wait_for(tensors: Iterable[Tensor]) -> None:
@@ -33,7 +37,12 @@ def aside(tensors: Iterable[Tensor]) -> Iterator[None]:
         return
     import torch
 
-    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
+    # Kept: the allocator keeps freed memory by stream.
+    streams: dict[torch.device, torch.cuda.Stream] = _OWN.__dict__.setdefault("streams", {})
+    if (stream := streams.get(device)) is None:
+        stream = streams[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        stream.synchronize()

@@ -115,19 +115,25 @@ async def _follow(
     """When a publish begins: it goes to the servers that are there now, by a way that they have.
     Where none answers, it waits for one that is being started again."""
     limit_s = config.inference.vllm.start_timeout_s
-    changed = await roster.update(client)
+
+    async def update() -> bool:
+        async with publisher.turn("the list of servers"):
+            return bool(await roster.update(client))
+
+    changed = await update()
     async with within(limit_s, "a server that answers", lambda: repr(client)):
         while not await client.any_answers():
             await asyncio.sleep(1.0)
-            changed |= await roster.update(client)
+            changed |= await update()
     payload = publisher.payload
     if changed and client.replicas and isinstance(payload, WeightsPayload):
-        if isinstance(payload.plane, DataPlane):
-            payload.plane.abandon()
         device = next(model.parameters()).device
         # Where the weights come from is settled with the first plane.
         on_host = launched().size > 1 or publisher.snapshots == "host"
-        payload.plane = await plane_of(config, client, device, gathered=on_host)
+        async with publisher.turn("a way to the servers"):
+            if isinstance(payload.plane, DataPlane):
+                payload.plane.abandon()
+            payload.plane = await plane_of(config, client, device, gathered=on_host)
 
 
 async def _start(

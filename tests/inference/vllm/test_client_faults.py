@@ -25,7 +25,7 @@ from ludic.inference.vllm.server import free_port
 from ludic.inference.vllm.wire import VLLMExtensions
 from ludic.types import VersionSpan
 from tests.inference.vllm.asking import request, trace_of
-from tests.inference.vllm.fake_server import FakeVLLM, failing, hanging
+from tests.inference.vllm.fake_server import FakeVLLM, failing, hanging, vanishing
 
 QUICK = Backoff(first_s=0.001, longest_s=0.01)
 GENERATE = "/inference/v1/generate"
@@ -273,6 +273,21 @@ async def test_a_new_server_is_asked_for_its_weights_by_those_who_publish_nothin
         async with asyncio.timeout(60):
             while not client.replicas[1].served:
                 await client.complete_tokens(request())
+
+
+async def test_the_first_server_that_answers_is_enough_to_know_that_one_does() -> None:
+    async with (
+        FakeVLLM().serving() as first,
+        FakeVLLM().serving() as second,
+        VLLMChatClient([first.url, second.url]) as client,
+    ):
+        first.faults["/health"] = hanging
+        assert await client.any_answers(timeout_s=3600.0)
+        second.faults["/health"] = vanishing
+        first.faults["/health"] = failing(404)
+        assert await client.any_answers()
+        first.faults["/health"] = vanishing
+        assert not await client.any_answers()
 
 
 async def test_nobody_waits_for_a_server_that_is_away_while_another_serves() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
+import pytest
 from aiohttp import web
 
 from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.errors import DeadlineError
 from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.switching import SWITCH, SwitchRoute
 from tests.distributed.test_publish_stages import WEIGHTS
 from tests.inference.vllm.fake_server import FakeVLLM, failing
+from tests.virtual_time import virtual_time
 
 
 class Engine:
@@ -119,6 +123,33 @@ async def test_a_server_that_fails_to_switch_is_out_of_rotation_and_the_others_s
         assert "applied version 3" in report.details["lost"][bad.url]
         assert bad.calls["/pause"] == 1  # its requests are sent elsewhere
         assert good.version == "3"
+
+
+async def test_a_server_that_hangs_in_a_switch_is_given_the_time_left_and_paused() -> None:
+    async with FakeVLLM().serving() as fake:
+        limits: list[float] = []
+
+        async def switch(request: web.Request) -> Any:
+            if request.method == "POST":
+                limits.append((await request.json())["timeout_s"])
+                await asyncio.sleep(3600)
+            return {}
+
+        async def slow(_: web.Request) -> None:
+            await asyncio.sleep(8)
+
+        fake.faults[SWITCH] = switch
+        fake.faults["/start_weight_update"] = slow
+        async with VLLMChatClient(fake.url) as client:
+            publisher = BroadcastPolicyPublisher(client, timeout_s=20.0, patience_s=5.0)
+            with (
+                virtual_time(),
+                pytest.raises(DeadlineError, match="the publish of version 3"),
+            ):
+                await publisher.publish(WEIGHTS, 3)
+            assert "by the deadline" in str(client.replicas[0].out)
+        assert 0 < limits[0] < 12.0
+        assert fake.calls["/pause"] == 1
 
 
 async def test_the_canary_goes_before_the_requests_that_a_publish_held_up() -> None:

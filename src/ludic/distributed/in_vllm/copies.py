@@ -3,7 +3,7 @@
 A loader looks up every tensor's place in Python, which takes longer than all the copies: 27 of the
 35 ms that a server with 290 tensors stood still. Its copies are recorded the first time, and made
 all together from then on. Nothing is recorded of a loader that does anything but copy every element
-of every parameter, or fill it with a constant. Imported by vLLM alone.
+of every parameter once, or fill it with a constant. Imported by vLLM alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Named = Sequence[tuple[str, Tensor]]
 T = TypeVar("T")
-_FILLS = ("aten::fill_", "aten::zero_")
+_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+_MAY_BE_TIED = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +78,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
             self.copied.append((args[0].detach(), args[1].detach()))
-        elif func._schema.name in _FILLS:
+        elif func in _FILLS:
             self.filled.append(args[0].detach())
-        elif func._schema.is_mutable:
+        elif func._schema.is_mutable or isinstance(result, (bool, int, float, complex)):
+            # Another write; or a value that Python was told, and may write somewhere.
             self.only_copies = False
         return result
 
@@ -102,14 +105,44 @@ def _sorted_out(recorder: _Recorder, model: nn.Module, staged: Named) -> list[_C
             return None
         copies.append(_Copy(target, name, offset, shape, source.stride()))
     written = [*(copy.target for copy in copies), *recorder.filled]
-    whole = recorder.only_copies and _spans(written) == _spans(model.parameters())
-    return copies if whole else None
+    if not recorder.only_copies or not all(t.is_contiguous() for t in written):
+        return None
+    if _overlap([copy.target for copy in copies], recorder.filled):
+        return None
+    if not _is_sharded() and not all(_is_covered(*pair, copies) for pair in tensors):
+        return None
+    return copies if _spans(written) == _spans(model.parameters()) else None
+
+
+def _is_sharded() -> bool:
+    """Whether other workers take parts of the tensors."""
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
+def _is_covered(name: str, tensor: Tensor, copies: Sequence[_Copy]) -> bool:
+    """Whether the copies read every element of a staged tensor; a tied head need not be read."""
+    parts = {(c.offset, c.shape, c.stride) for c in copies if c.name == name}
+    if not parts:
+        return name.endswith(_MAY_BE_TIED)
+    return sum(torch.Size(shape).numel() for _, shape, _ in parts) >= tensor.numel()
+
+
+def _overlap(copied: Sequence[Tensor], filled: Sequence[Tensor]) -> bool:
+    """Whether what one copy writes is written again: the order would matter. Fills alone may."""
+    pieces = sorted([*map(_bytes, copied), *_spans(filled)])
+    pieces = [piece for piece in pieces if piece[0] < piece[1]]
+    return any(later[0] < earlier[1] for earlier, later in pairwise(pieces))
+
+
+def _bytes(tensor: Tensor) -> tuple[int, int]:
+    begin = tensor.data_ptr()
+    return begin, begin + tensor.numel() * tensor.element_size()
 
 
 def _spans(tensors: Any) -> list[tuple[int, int]]:
     """The bytes of memory that the tensors take up, in as few pieces as there are."""
     spans: list[tuple[int, int]] = []
-    pieces = {(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in tensors}
+    pieces = {_bytes(t) for t in tensors}
     for begin, end in sorted(pieces):
         if begin == end:
             continue

@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -255,7 +255,7 @@ class AdapterPayload(Payload):
         self.client, self.max_loras = client, max_loras
         self.folders = AdapterFolders(folder)
         self.current: Release | None = None
-        self.old: dict[Replica, list[Serving]] = {r: [] for r in client.replicas}
+        self.old: defaultdict[Replica, list[Serving]] = defaultdict(list)
         self._written: dict[str, Path] = {}
         self._idle: set[str] = set()
         self._tidying: asyncio.Task[None] | None = None
@@ -340,17 +340,20 @@ class AdapterPayload(Payload):
 
     async def _unload_idle(self, replica: Replica) -> None:
         async with self._unloading:
+            left = replica not in self.client.replicas
             for old in [s for s in self.old[replica] if not s.requests]:
-                if old.adapter is not None:
+                if old.adapter is not None and not left:
                     await AdapterServer(self, replica).unload(old.adapter)
                 self.old[replica].remove(old)
+            if left and not self.old[replica]:
+                del self.old[replica]
 
     def keep_tidying(self) -> None:
         """Unloads old adapters when their last request ends, even where no publish follows."""
 
         async def tidy() -> None:
             while any(self.old.values()):
-                for replica in self.old:
+                for replica in list(self.old):
                     await self._unload_idle(replica)
                 await asyncio.sleep(_LOOK_AGAIN_S)
 

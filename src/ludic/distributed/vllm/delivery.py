@@ -77,6 +77,16 @@ async def together(steps: Iterable[Coroutine[Any, Any, Any] | asyncio.Future[Any
 PATIENCE_S = 10.0
 
 
+class ServersAwayError(PublishError):
+    """All servers went away during a publish; none of them refused it."""
+
+
+def is_away(exc: BaseException | None) -> bool:
+    """Whether it says that a server does not answer, rather than what it answers."""
+    unreachable = isinstance(exc, UnreachableError) and exc.status is None
+    return unreachable or isinstance(exc, DeadlineError)
+
+
 class ServerUpdate(ABC):
     """Tells one server what to do, step by step, and remembers how far it came.
 
@@ -91,7 +101,7 @@ class ServerUpdate(ABC):
         self.client, self.replica = client, replica
         self.timeout_s, self.patience_s = timeout_s, patience_s
         self.was_out = replica.out
-        self.lost = False
+        self.lost = self.away = False
         self.times = PublishTimes()
         self._asked: tuple[str, float] | None = None
         """What it was asked for and has not answered, and since when."""
@@ -110,7 +120,7 @@ class ServerUpdate(ABC):
                     await self.client.learn(replica, self.patience_s)
                 await self.examine()
         except (UnreachableError, DeadlineError) as exc:
-            self.lose(f"it did not answer when a publish began: {exc}")
+            self.lose(f"it did not answer when a publish began: {exc}", away=True)
         except LudicError as exc:
             if self.was_out is None:
                 raise
@@ -129,7 +139,7 @@ class ServerUpdate(ABC):
                 await work()
         except LudicError as exc:
             if isinstance(exc, UnreachableError) and exc.status is None:
-                self.lose(f"it went away when it was to {what}: {exc}")
+                self.lose(f"it went away when it was to {what}: {exc}", away=True)
             elif self.was_out is not None:
                 self.lose(f"it was to be brought back, and did not {what}: {exc}")
             elif isinstance(exc, InferenceError):
@@ -148,9 +158,10 @@ class ServerUpdate(ABC):
         """The error that a refusal is raised as."""
         return PublishError(f"{self.replica.url} did not {what}: {refusal}")
 
-    def lose(self, why: str) -> None:
-        """Takes the server out of rotation: nobody can say which weights it has."""
-        self.lost = True
+    def lose(self, why: str, *, away: bool = False) -> None:
+        """Takes the server out of rotation: nobody can say which weights it has. `away`: it does
+        not answer."""
+        self.lost, self.away = True, away
         self.replica.out = why
 
     def lose_if_hung(self) -> None:
@@ -161,7 +172,7 @@ class ServerUpdate(ABC):
         what, since = self._asked
         waited = _now() - since
         if waited >= self.patience_s:
-            self.lose(f"it was to {what}, and had not answered after {waited:.3g} s")
+            self.lose(f"it was to {what}, and had not answered after {waited:.3g} s", away=True)
 
     async def ask(
         self,
@@ -203,6 +214,8 @@ class Job:
     times: PublishTimes
     timeout_s: float
     patience_s: float
+    ends_at: float
+    """When its deadline passes, by the clock of the event loop."""
 
 
 class Delivery(ABC, Generic[Server]):
@@ -231,7 +244,8 @@ class Delivery(ABC, Generic[Server]):
         left = [server for server in self.servers if not server.lost]
         if not left:
             why = "; ".join(server.replica.describe() for server in self.servers)
-            raise PublishError(f"no server is left for version {self.job.version}: {why}")
+            kind = ServersAwayError if all(s.away for s in self.servers) else PublishError
+            raise kind(f"no server is left for version {self.job.version}: {why}")
         self.servers = left
 
     @abstractmethod

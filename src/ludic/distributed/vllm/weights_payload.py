@@ -99,7 +99,10 @@ class WeightsDelivery(Delivery[WeightsServer]):
     async def use(self) -> None:
         """Past this point a server that fails may have any weights: it is out of rotation."""
         version = self.job.version
-        applying = asyncio.ensure_future(together(s.finish(version) for s in self.servers))
+        # Less a margin: a server must not go over when nobody waits for it any more.
+        limit_s = max((self.job.ends_at - asyncio.get_running_loop().time()) * 0.9, 0.0)
+        finishing = (s.finish(version, limit_s) for s in self.servers)
+        applying = asyncio.ensure_future(together(finishing))
         try:
             # Not cancelled with the publish: the servers are reading the tensors.
             await asyncio.shield(applying)
@@ -107,9 +110,11 @@ class WeightsDelivery(Delivery[WeightsServer]):
             # A moment more, then they count as lost.
             await asyncio.wait({applying}, timeout=self.job.patience_s)
             applying.cancel()
-            for server in self.servers:
-                if not server.done and not server.lost:
-                    server.lose(f"it had not applied version {version} by the deadline")
+            late = [s for s in self.servers if not s.done and not s.lost]
+            for server in late:
+                server.lose(f"it had not applied version {version} by the deadline", away=True)
+            # Before the tensors are freed: none of them may go on by itself.
+            await asyncio.shield(together(server.send_away() for server in late))
             raise
         self.drop_lost()
         own = [server.stall_s for server in self.servers if server.stall_s is not None]
@@ -140,7 +145,7 @@ class WeightsDelivery(Delivery[WeightsServer]):
             )
         for server, theirs in zip(self.servers, answers, strict=True):
             if isinstance(theirs, UnreachableError):
-                server.lose(f"it went away before the canary: {theirs}")
+                server.lose(f"it went away before the canary: {theirs}", away=True)
                 continue
             if isinstance(theirs, BaseException):
                 raise theirs

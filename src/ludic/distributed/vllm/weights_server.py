@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ludic.distributed.vllm.delivery import ServerUpdate, together
+from ludic.distributed.vllm.delivery import ServerUpdate, is_away, together
 from ludic.errors import ConfigError, DeadlineError, InferenceError, LudicError, PublishError
 from ludic.inference.http import UnreachableError
 from ludic.inference.vllm.flags import RECEIPT
@@ -85,20 +85,22 @@ class WeightsServer(ServerUpdate):
             pause = partial(self.ask, "/pause?mode=keep&clear_cache=true")
             await self.step("pause", "pause", pause)
 
-    async def finish(self, version: int) -> None:
-        """Has the server use the tensors, forget what it computed with the old, and go on."""
+    async def finish(self, version: int, limit_s: float) -> None:
+        """Has the server use the tensors, forget what it computed with the old, and go on. One that
+        switches by itself gives up after `limit_s`, and stays paused."""
         facts = self.replica.facts
         named = {"weight_version": str(version)} if facts and facts.names_versions else None
         try:
             if self.switches:
-                answer = await self.ask(SWITCH, {**(named or {}), "timeout_s": self.timeout_s})
+                answer = await self.ask(SWITCH, {**(named or {}), "timeout_s": limit_s})
                 self.stall_s = float(answer["stall_s"])
                 self.times.slowest([answer["seconds"]])
             else:
                 await self._apply(named)
         except (InferenceError, DeadlineError) as exc:
-            self.lose(f"it failed while it applied version {version}: {exc}")
-            await self._send_away()
+            why = f"it failed while it applied version {version}: {exc}"
+            self.lose(why, away=is_away(exc))
+            await self.send_away()
             return
         self.replica.version = version
         self.replica.out = None
@@ -124,8 +126,9 @@ class WeightsServer(ServerUpdate):
                 return
             await self.ask("/resume", seconds=self.patience_s)
         except (InferenceError, DeadlineError) as exc:
-            self.lose(f"it could not be resumed after a failed publish: {exc}")
-            await self._send_away()
+            why = f"it could not be resumed after a failed publish: {exc}"
+            self.lose(why, away=is_away(exc))
+            await self.send_away()
 
     async def explained(self, what: str, refusal: InferenceError) -> LudicError:
         if await self._has_our_engine():
@@ -147,8 +150,9 @@ class WeightsServer(ServerUpdate):
                 await self._discard()
             await self.ask("/start_weight_update")
 
-    async def _send_away(self) -> None:
-        """Ends the server's requests, so that whoever waits for them asks elsewhere."""
+    async def send_away(self) -> None:
+        """Ends the server's requests, so that whoever waits for them asks elsewhere, and keeps it
+        from sampling."""
         with suppress(InferenceError, DeadlineError):
             await self.ask("/pause?mode=abort", seconds=self.patience_s)
 

@@ -210,9 +210,24 @@ class VLLMChatClient:
 
     async def any_answers(self, timeout_s: float = 10.0) -> bool:
         """Whether a server is there, in rotation or not."""
-        asked = (self.control(r, "GET", "/health", timeout_s=timeout_s) for r in self.replicas)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        return not all(isinstance(a, UnreachableError | DeadlineError) for a in answers)
+        asked = [
+            asyncio.ensure_future(self.control(r, "GET", "/health", timeout_s=timeout_s))
+            for r in self.replicas
+        ]
+        try:
+            for answer in asyncio.as_completed(asked):
+                try:
+                    await answer
+                except (UnreachableError, DeadlineError):
+                    continue
+                except InferenceError:  # a refusal is an answer
+                    pass
+                return True
+            return False
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
     async def control(
         self,

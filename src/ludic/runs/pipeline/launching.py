@@ -273,8 +273,10 @@ class Launch:
         self._redis_restarts += 1
         redis.process.end()
         sentence = f"redis ended with status {status}, and is started again"
-        with suppress(PipelineError):  # it ended again: the next tick sees that
+        try:
             redis.start()
+        except (PipelineError, OSError) as exc:  # late, or ended again: the next tick sees that
+            sentence += f", which failed: {exc}"
         self._tell(Event("redis", "restarted", sentence, (), self._redis_restarts))
 
     def _conclude(self) -> None:
