@@ -170,14 +170,14 @@ def _leak(policy: Policy, device: torch.device, longest: int) -> str | None:
     apart = _mean_gap(together, own)
     # Logits are rounded by a share of their size, which random ids make large; and the rows alone
     # were computed by one kernel, packed ones by another.
-    rounding = max(rounding, torch.finfo(dtype).eps * own.abs().mean().item() / 4)
-    if apart > 8 * max(eps, rounding):
+    limit = 8 * max(eps, rounding, torch.finfo(dtype).eps * own.abs().mean().item() / 4)
+    if apart > limit:
         return f"packing changes their log-probs by {apart:.2g} on average"
     # The same shapes and the same second row: only what the first row says is another.
     leaked = _mean_gap(together[first - 1 :], beside_another[first - 1 :])
-    if leaked > max(eps, 3 * rounding):
+    if leaked > (least := max(eps, 3 * rounding)):
         return f"packed, a row's log-probs change by {leaked:.2g} with what stands before it"
-    if why := _wrongly_shared(policy, ids[1], device, eps, rounding):
+    if why := _wrongly_shared(policy, ids[1], device, limit, least):
         policy.sharing = False
         name = type(causal).__name__
         _log.info("%s: tokens that rows begin with are computed for each: %s", name, why)
@@ -185,9 +185,10 @@ def _leak(policy: Policy, device: torch.device, longest: int) -> str | None:
 
 
 def _wrongly_shared(
-    policy: Policy, ids: Tensor, device: torch.device, eps: float, rounding: float
+    policy: Policy, ids: Tensor, device: torch.device, limit: float, least: float
 ) -> str | None:
-    """How log-probs change where rows share what they begin with; None where they do not."""
+    """How log-probs change where rows share what they begin with, by more than `limit`, or by more
+    than the `least` with another's end; None where they do not."""
     own = min(5, len(ids) - 1)
     rows = [ids.clone() for _ in range(3)]
     rows[1][-own:] += 1
@@ -203,11 +204,11 @@ def _wrongly_shared(
         return scores
     sharing, beside_another = scores
     apart = _mean_gap(sharing, whole)
-    if apart > 8 * max(eps, rounding):
+    if apart > limit:
         return f"sharing changes their log-probs by {apart:.2g} on average"
     second = len(ids) - 1
     leaked = _mean_gap(sharing[second:], beside_another[second:])
-    if leaked > max(eps, 3 * rounding):
+    if leaked > least:
         return f"a row's log-probs change by {leaked:.2g} with the end of another"
     return None
 
