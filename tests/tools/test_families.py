@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from ludic.errors import ConfigError
+from ludic.training.update import checks
 from ludic.training.update.checks import check_packing, check_split
 from ludic.training.update.policy import Policy
 from tools.families import TABLE, VARIANTS, families, tiny, tried
@@ -85,3 +88,19 @@ def test_a_model_whose_rows_do_not_pack_keeps_its_own_attention() -> None:
     assert not policy.packs
     assert model.config._attn_implementation == before  # type: ignore[union-attr]
     assert torch.equal(model(input_ids=ids).logits, own)
+
+
+@pytest.mark.parametrize(("apart", "packs"), [(0.063, True), (0.5, False)])
+def test_a_gap_between_two_kernels_is_measured_by_the_size_of_the_logits(
+    monkeypatch: pytest.MonkeyPatch, apart: float, packs: bool
+) -> None:
+    """On a GPU a row alone comes from one kernel, whatever its length, and packed from another."""
+    gaps = iter([0.0, apart])  # of rows of two lengths, and of packed rows
+    monkeypatch.setattr(checks, "_mean_gap", lambda a, b: next(gaps, 0.0))
+    model: Any = tiny("llama").to(torch.bfloat16)
+    head = model.get_output_embeddings()
+    with torch.no_grad():
+        head.weight.mul_(1.5 / head.weight.std())  # random ids have log-probs of many nats
+    policy = Policy(model)
+    check_packing(policy, torch.device("cpu"))
+    assert policy.packs is packs
