@@ -142,10 +142,11 @@ def actor(
 ) -> Iterator[IO[str]]:
     """A process that follows the run's policies; what it prints."""
     command = [sys.executable, "-m", "benchmarks.publish", "--follow", pipeline.url, pipeline.run]
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         place([*command, *arguments]),
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        env={**os.environ, "PYTHONPATH": paths.rstrip(os.pathsep)},
         stdout=subprocess.PIPE,
         text=True,
     )
