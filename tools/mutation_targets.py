@@ -111,10 +111,14 @@ UNSEEN: dict[tuple[str, str, str], str] = {
         "return _map_tensors(self, lambda t: t.to(device, non_blocking=True))",
         "True -> False",
     ): _ON_A_GPU,
-    (_CHECKS, "if apart > 8 * max(eps, rounding):", "8 -> 9"): _MARGIN,
-    (_CHECKS, "if apart > 8 * max(eps, rounding):", "Gt -> GtE"): _MARGIN,
-    (_CHECKS, "if leaked > max(eps, 3 * rounding):", "3 -> 4"): _MARGIN,
-    (_CHECKS, "if leaked > max(eps, 3 * rounding):", "Gt -> GtE"): _MARGIN,
+    (
+        _CHECKS,
+        "limit = 8 * max(eps, rounding, torch.finfo(dtype).eps * own.abs().mean().item() / 4)",
+        "8 -> 9",
+    ): _MARGIN,
+    (_CHECKS, "if apart > limit:", "Gt -> GtE"): _MARGIN,
+    (_CHECKS, "if leaked > (least := max(eps, 3 * rounding)):", "3 -> 4"): _MARGIN,
+    (_CHECKS, "if leaked > (least := max(eps, 3 * rounding)):", "Gt -> GtE"): _MARGIN,
     (
         "training/trainer.py",
         '1, "ludic-train", initializer=work_on, initargs=(self.world.device,)',
