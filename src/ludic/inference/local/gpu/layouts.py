@@ -30,12 +30,18 @@ def _store(
 
 class RowsLayout:
     """Row r attends to slot r up to its position; without `kernels`, to its first `length` tokens,
-    of which the later ones are masked."""
+    of which the later ones are masked. `parts` programs of a kernel at most share a row."""
 
     def __init__(
-        self, kv: Tensor, rows: int, length: int, positions: Tensor, kernels: ModuleType | None
+        self,
+        kv: Tensor,
+        rows: int,
+        length: int,
+        positions: Tensor,
+        kernels: ModuleType | None,
+        parts: int,
     ) -> None:
-        self.kv, self.positions, self.kernels = kv, positions, kernels
+        self.kv, self.positions, self.kernels, self.parts = kv, positions, kernels, parts
         # The kernels take row r for slot r.
         self.slots = None if kernels is not None else torch.arange(rows, device=kv.device)
         self.masks = Masks(positions[:, None], length)
@@ -44,8 +50,9 @@ class RowsLayout:
         cache = self.kv[call.layer]
         if self.slots is None:
             assert self.kernels is not None
+            _, q, k, v, scale, window, rotary = call
             out: Tensor = self.kernels.attend_rows(
-                call.q, call.k, call.v, call.rotary, cache, self.positions, call.scale, call.window
+                q, k, v, rotary, cache, self.positions, scale, window, self.parts
             )
             return out
         q = _store(call, cache, self.slots, self.positions, self.kernels)
