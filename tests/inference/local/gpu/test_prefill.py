@@ -1,0 +1,60 @@
+"""Which prompts are computed together, and what they are padded to."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ludic.inference.local.arena import Arena, KVShape
+from ludic.inference.local.gpu.prefill import Prefill
+from ludic.inference.local.scheduler import Work
+from ludic.memory.engine import MAX_TOKENS
+
+
+@pytest.fixture
+def prefill() -> Prefill:
+    shape = KVShape(1, 1, 16, torch.float32, torch.device("cpu"))
+    nothing: Any = None
+    return Prefill(nothing, Arena(shape, 32_768, 1, 1), vocab=8, graphs=nothing)
+
+
+def work(count: int, computed: int = 0) -> Work:
+    sequence: Any = SimpleNamespace(computed=computed)
+    return Work(sequence, count)
+
+
+def counts(batches: list[list[Work]]) -> list[list[int]]:
+    return [[item.count for item in batch] for batch in batches]
+
+
+def test_a_long_prompt_is_computed_without_padding(prefill: Prefill) -> None:
+    assert prefill._sizes([work(16_000)])[:2] == (1, 16_000)
+    assert prefill._sizes([work(16_000)] * 2)[:2] == (2, 16_000)
+
+
+def test_short_prompts_are_padded_to_few_sizes(prefill: Prefill) -> None:
+    assert prefill._sizes([work(30)])[:2] == (4, 32)
+    assert prefill._sizes([work(100)] * 20)[:2] == (64, 128)
+
+
+def test_a_short_chunk_does_not_join_a_long_prompt(prefill: Prefill) -> None:
+    assert counts(prefill.batches([work(16_000), work(20, 9000)])) == [[20], [16_000]]
+    assert counts(prefill.batches([work(16_000), work(20)])) == [[20], [16_000]]
+
+
+def test_a_fresh_prompt_needs_no_mask_because_of_another(prefill: Prefill) -> None:
+    assert counts(prefill.batches([work(9000), work(9001, 500)])) == [[9000], [9001]]
+    assert counts(prefill.batches([work(9000), work(9001)])) == [[9000, 9001]]
+
+
+def test_short_chunks_of_any_kind_go_together(prefill: Prefill) -> None:
+    assert counts(prefill.batches([work(300), work(20, 5), work(7)])) == [[7, 20, 300]]
+
+
+def test_a_pass_stays_within_the_token_budget(prefill: Prefill) -> None:
+    batches = prefill.batches([work(4096)] * 20)
+    assert sum(map(len, batches)) == 20
+    assert all(4096 * len(batch) <= MAX_TOKENS for batch in batches)
