@@ -41,9 +41,16 @@ class Step(NamedTuple):
 
     def only(self, row: int) -> Step:
         here = slice(row, row + 1)
-        cos, sin, keys, values = (x[here] for x in (*self.rotary, *self.cache))
-        flat = (x[here] for x in (self.q, self.k, self.v))
-        return Step(*flat, (cos, sin), (keys, values), self.positions[here], self.wanted[here])
+        (cos, sin), (keys, values) = self.rotary, self.cache
+        return Step(
+            self.q[here],
+            self.k[here],
+            self.v[here],
+            (cos[here], sin[here]),
+            (keys[here], values[here]),
+            self.positions[here],
+            self.wanted[here],
+        )
 
 
 def step_of(heads: int, window: int | None) -> Step:
