@@ -86,7 +86,8 @@ class RectangleLayout:
         cache, length = self.kv[call.layer], self.masks.length
         q = _store(call, cache, self.target, self.positions, self.kernels)
         keys, values = (part[:, :, :length].index_select(0, self.slots) for part in cache)
-        if not self.fresh or call.window is not None:
+        windowed = call.window is not None and call.window < length
+        if not self.fresh or windowed:
             return grouped_attention(q, keys, values, self.masks, call.scale, call.window)
         # Rows and keys are the same tokens: no mask to read. Padding is last, and seen by none.
         shares = q.dtype in HALF
