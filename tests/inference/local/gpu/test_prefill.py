@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from ludic.inference.local.arena import Arena, KVShape
+from ludic.inference.local.attention import AttentionCall, Masks
+from ludic.inference.local.gpu.layouts import RectangleLayout
 from ludic.inference.local.gpu.prefill import Prefill
 from ludic.inference.local.scheduler import Work
 from ludic.memory.engine import MAX_TOKENS
@@ -58,3 +60,30 @@ def test_a_pass_stays_within_the_token_budget(prefill: Prefill) -> None:
     batches = prefill.batches([work(4096)] * 20)
     assert sum(map(len, batches)) == 20
     assert all(4096 * len(batch) <= MAX_TOKENS for batch in batches)
+
+
+def test_only_a_window_that_a_prompt_leaves_needs_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    g, width = torch.Generator().manual_seed(0), 12
+    q, k, v = torch.randn(3, width, 2, 16, generator=g)
+    positions = torch.arange(width)[None]
+    windows: list[int | None] = []
+    make = Masks.get
+
+    def noted(masks: Masks, window: int | None, *rest: Any) -> torch.Tensor:
+        windows.append(window)
+        return make(masks, window, *rest)
+
+    monkeypatch.setattr(Masks, "get", noted)
+
+    def attend(window: int | None) -> torch.Tensor:
+        kv, slots = torch.zeros(1, 2, 1, 2, width, 16), torch.tensor([0])
+        target = torch.zeros_like(positions)
+        layout = RectangleLayout(kv, slots, positions, target, width, None, fresh=True)
+        return layout.attend(AttentionCall(0, q, k, v, 0.25, window))
+
+    whole = attend(None)
+    assert torch.equal(attend(width), whole)
+    assert windows == []
+    torch.testing.assert_close(attend(4)[:4], whole[:4])
+    assert not torch.allclose(attend(4)[4:], whole[4:])
+    assert set(windows) == {4}
