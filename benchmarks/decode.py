@@ -138,10 +138,11 @@ async def measure(
     profile: bool,
     tiles: dict[Any, Any],
     parts: list[int],
+    longest: int,
 ) -> dict[tuple[str, int], float]:
     """Milliseconds by variant and number of rows."""
     model = random_model(shape, rank)
-    slots, length = max(rows), -(-(context + 64) // 64) * 64
+    slots, length = max(rows), longest or -(-(context + 64) // 64) * 64
     names = ["waiting", "beside"] if rank else [""]
     if tiles:
         names.append("tiles")
@@ -158,7 +159,7 @@ async def measure(
             with variant(name, tiles if name == "tiles" else {}):
                 for count in rows:
                     times[name, count] = step_ms(client, count, context)
-                    what = f"{shape} rank {rank} {name} ({batch.parts} programs share a row)"
+                    what = f"{shape} rank {rank} {name} {count} rows, {batch.parts} programs each"
                     print(f"{what}: {times[name, count]:.3f} ms", flush=True)
                     if profile:
                         print_kernels(client, count, context)
@@ -188,6 +189,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rows", nargs="+", type=int, default=[16, 64, 128, 256])
     parser.add_argument("--context", type=int, default=320)
+    parser.add_argument("--longest", type=int, default=0, help="of a slot; 0: the context, and 64")
     parser.add_argument("--rank", type=int, default=16, help="of LoRA; 0: without it alone")
     parser.add_argument("--parts", nargs="*", type=int, default=[], help="programs of a row")
     parser.add_argument("--profile", action="store_true", help="print the kernels of each step")
@@ -198,7 +200,7 @@ def main() -> None:
         tiles = best_tiles(shape, args.rows) if args.tiles else ({}, {})
         for rank in dict.fromkeys((0, args.rank)):
             look: dict[str, Any] = {"profile": args.profile, "tiles": tiles[rank > 0]}
-            look["parts"] = args.parts
+            look |= {"parts": args.parts, "longest": args.longest}
             times = asyncio.run(measure(shape, rank, args.rows, args.context, **look))
             for (name, rows), ms in times.items():
                 parts = [shape, *([f"lora{rank}"] if rank else []), f"{rows}_rows", name, "ms"]
