@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +28,7 @@ from ludic.plan.simulation import simulate
 from ludic.runs.planning import Given
 from ludic.runs.planning import job_of as job_of_run
 
+ROOT = Path(__file__).resolve().parent.parent
 FIRST = 3
 """Updates that are left out: graphs are captured in them."""
 UNSEEN = 0.01
@@ -94,6 +96,7 @@ def run_lines(folder: Path, profile: Profile) -> Iterable[Line]:
         raise ValueError(f"it ran on a CPU, and the profile is that of {profile.machine}")
     name = settings["model"]["name"]
     shape = None if name == "tiny" else name_of(name)
+    _find_environment(folder)
     job, _ = job_of_run(folder, (), Given(gpu=profile.name, shape=shape, earlier=folder))
     setup, *_ = setup_of(job, Split(1), 12)
     result = simulate(setup)
@@ -113,12 +116,23 @@ def run_lines(folder: Path, profile: Profile) -> Iterable[Line]:
     yield from memory_lines(job, title, measured.get("peak_gb"), None)
 
 
+def _origin(folder: Path) -> dict[str, Any]:
+    path = folder / "origin.json"
+    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return facts
+
+
 def _ran_on_a_cpu(folder: Path) -> bool:
-    origin = folder / "origin.json"
-    if not origin.is_file():
-        return False
-    machine = json.loads(origin.read_text(encoding="utf-8")).get("machine") or {}
+    machine = _origin(folder).get("machine") or {}
     return bool(machine) and not machine.get("gpu")
+
+
+def _find_environment(folder: Path) -> None:
+    """Makes the modules of an example importable that ran on another machine."""
+    home = Path(_origin(folder).get("run_file_folder") or ".")
+    here = ROOT.joinpath(*home.parts[-2:])
+    if home.parts[-2:-1] == ("examples",) and here.is_dir() and str(here) not in sys.path:
+        sys.path.append(str(here))
 
 
 def measured_phases(folder: Path) -> dict[str, float]:

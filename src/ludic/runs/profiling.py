@@ -123,7 +123,7 @@ def host_gb_s(device: torch.device, size: int = 1 << 28) -> float:
     there = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     here = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
     ways = [(here[0], there[0]), (there[1], here[1])]
-    streams = [torch.cuda.Stream(device) for _ in ways]
+    streams = [torch.cuda.Stream(device) for _ in ways]  # type: ignore[no-untyped-call]
     times = []
     for _ in range(3):
         torch.cuda.synchronize(device)
