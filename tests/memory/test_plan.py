@@ -149,3 +149,19 @@ def test_the_parameters_of_a_family_follow_from_its_configuration(family: str) -
     shape = ModelShape.of(config.to_dict())
     assert shape is not None
     assert shape.parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=1e-3)
+
+
+def test_a_run_is_expected_to_take_what_its_passes_and_its_sampling_reach() -> None:
+    how = Training(tokens=8192, precision="bfloat16", adapter=Adapter(16))
+    plan = Plan(SEVEN, how, Engine(128, 1024))
+    taken = plan.taken(4096, 20_000)
+    half = plan.with_tokens(4096).parts
+    assert taken["activations: MLP"] == half["activations: MLP"]
+    # The cache doubles from 16,384 tokens on; a step of the engine has gone when a pass begins.
+    assert taken["prefix cache"] == 32_768 * 2 * SEVEN.kv_numbers
+    assert "engine's step" not in taken
+    assert plan.taken(4096, 20_000, beside=True)["engine's step"] == half["engine's step"]
+    assert sum(taken.values()) < plan.total
+    # Neither more tokens than a pass takes nor more than the cache may hold.
+    most = plan.taken(10**6, 10**9, beside=True)
+    assert most == plan.parts
