@@ -41,6 +41,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,7 +52,8 @@ SOURCE = ROOT / "src" / "ludic"
 
 _PRELOADED = (
     *("torch", "torch._dynamo", "transformers", "peft", "numpy", "safetensors.torch"),
-    *("hypothesis", "pytest", "pytest_asyncio", "jaxtyping", "pydantic", "msgspec"),
+    *("hypothesis", "pytest", "pytest_asyncio", "pytest_timeout", "jaxtyping", "beartype"),
+    *("pydantic", "msgspec"),
 )
 _COPIED = ("benchmarks", "docs", "examples", "src", "tests", "tools")
 Verdict = Literal["noticed", "missed", "timed out", "baseline fails", "cut"]
@@ -408,11 +410,10 @@ def _preload() -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not any(Path("/dev").glob("nvidia*")):
         os.environ["TRITON_INTERPRET"] = "1"
+    if missing := [name for name in _PRELOADED if find_spec(name.partition(".")[0]) is None]:
+        raise SystemExit(f"the tests need packages that are not here: {', '.join(missing)}")
     for heavy in _PRELOADED:
-        try:
-            importlib.import_module(heavy)
-        except ImportError as error:
-            print(f"{heavy} is not here ({error}): tests that need it are left out", flush=True)
+        importlib.import_module(heavy)
     gc.freeze()  # what is here stays: forks need not look through it
 
 
