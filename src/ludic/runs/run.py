@@ -449,13 +449,7 @@ class Run:
         if scorers := self.scoring.scorers:
             source = ScoredBatchSource(source, scorers)
         if (replay := training.replay_buffer) is not None:  # outside: what is stored has its scores
-            source = ReplayBufferSource(
-                source,
-                share=replay.share,
-                max_age=replay.max_age,
-                half_life=replay.half_life,
-                seed=seed,
-            )
+            source = ReplayBufferSource(source, **replay.model_dump(), seed=seed)
         return source
 
     @Part
