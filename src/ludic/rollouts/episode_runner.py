@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from ludic.envs import build_env
 from ludic.envs.env import LudicEnv
-from ludic.envs.running.runner import EnvRunner, close_env
+from ludic.envs.runner import EnvRunner, close_env
 from ludic.errors import ConfigError, EnvError, ProtocolError, UnknownNameError
 from ludic.inference.sampling import InferenceSpec
 from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime

@@ -50,7 +50,7 @@ from ludic.runs.settings import RunConfig, find_run, override_key
 from ludic.runs.settings.from_python import PARTS, given_again, read_arguments, script_folder
 from ludic.runs.settings.reading import builtin_runs
 from ludic.runs.stages import Stages
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 from ludic.seeding import derive_seed
 from ludic.training import (
     BatchSource,

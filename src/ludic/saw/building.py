@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.errors import CreditError, NotTrainableError
-from ludic.plumbing.numbers import Numbers
+from ludic.plumbing.records import Numbers
 from ludic.saw.batch import make_batch
 from ludic.saw.credit import CreditAssigner
 from ludic.saw.filters import Sample, SampleFilter

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from ludic.envs.env import Killable, LudicEnv
-from ludic.envs.running.outcomes import checked_opening, checked_outcomes
+from ludic.envs.outcomes import checked_opening, checked_outcomes
 from ludic.errors import ConfigError, DeadlineError, EnvError, LudicError
 from ludic.plumbing.text import clean_text, error_text, place_of, words_of
 from ludic.types import Action, AgentID, Info, Obs, StepOutcome
