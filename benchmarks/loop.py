@@ -60,7 +60,7 @@ from ludic.plumbing.precision import Precision
 from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig, check_run
 from ludic.runs.stages import Stages
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 from ludic.training.checkpoint import Checkpointer
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes

@@ -26,7 +26,7 @@ from ludic.runs.locate import locate
 from ludic.runs.machine import installed
 from ludic.runs.memory import trainer_settings
 from ludic.runs.model import algorithm_of, build_model, local_client
-from ludic.runs.storage.folder import PACKAGES
+from ludic.runs.storage import PACKAGES
 from ludic.sharding.world import World
 from ludic.training.update.budget import host_memory, shape_of
 from ludic.training.update.calibrate import synthetic_batch, update_fits

@@ -171,7 +171,7 @@ class Trainer:
                     await self.train_step()
             if self._checkpoints and self._checkpoints.last_step != self.step:
                 await self._save()
-            await self._published_for_all()
+            await self._for_all(self._published())
         except BaseException:
             self._unpublished = self.publisher is not None  # it is abandoned below
             raise
@@ -203,7 +203,7 @@ class Trainer:
         if self._checkpoints is not None and not self._started:
             await self._run(self._resume)
         await self._publish()
-        await self._published_for_all()
+        await self._for_all(self._published())
         self._started, self._unpublished = True, False
 
     async def train_step(self) -> Metrics:
@@ -383,18 +383,18 @@ class Trainer:
         if self.publisher is not None:
             await self.publisher.settle()
 
-    async def _published_for_all(self) -> None:
-        """`_published` at a point that all ranks reach: if it fails on rank 0, all raise."""
+    async def _for_all(self, work: Awaitable[None]) -> None:
+        """Awaits rank 0's work at a point that all ranks reach: if it fails there, all raise."""
         error: Exception | None = None
         try:
-            await self._published()
+            await work
         except Exception as exc:  # the other ranks wait to be told
             error = exc
         await self._run(self.world.agree, error)
 
     async def _evaluate(self) -> None:
         if self.evaluate and self.cfg.eval_every and self.step % self.cfg.eval_every == 0:
-            await self._published_for_all()
+            await self._for_all(self._published())
             results = dict(await self._figures(self.evaluate)) if self.world.leads else {}
             self.log.write({"eval/step": float(self.step), **results}, step=self.step)
             await self._run(self.world.barrier)
@@ -410,7 +410,7 @@ class Trainer:
     async def _save(self) -> None:
         assert self._checkpoints is not None
         clock = self.perf.clock()
-        await self._flush_record()
+        await self._for_all(self._flush_record())
         state = TrainerState(
             self.step,
             self.version,
@@ -418,24 +418,18 @@ class Trainer:
             curve(self.cfg),
             self._states_before_ahead or self._states(),
         )
-        save = functools.partial(self._checkpoints.save, self.model, self.optimizer, state)
+        then: Callable[[], object] = bool
         if self.source is not None:
-            heard = functools.partial(self.source.committed, state.parts["batch_source"])
-            save = functools.partial(save, then=heard)
-        await self._run(save)
+            then = functools.partial(self.source.committed, state.parts["batch_source"])
+        await self._run(self._checkpoints.save, self.model, self.optimizer, state, then)
         clock.lap("save")
         self._saving_s = clock.elapsed
 
     async def _flush_record(self) -> None:
-        error: Exception | None = None
-        try:
-            if self.source is not None:
-                await self.source.flush_record()
-            if self.token_log is not None:
-                await self.token_log.flush_async()
-        except Exception as exc:  # the other ranks wait to be told
-            error = exc
-        await self._run(self.world.agree, error)
+        if self.source is not None:
+            await self.source.flush_record()
+        if self.token_log is not None:
+            await self.token_log.flush_async()
 
     def _resume(self) -> None:
         assert self._checkpoints is not None

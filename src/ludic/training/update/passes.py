@@ -97,7 +97,9 @@ class Passes:
         def backward(made: _Made) -> TokenLogProbs:
             before = optimizer.gradients_held()
             try:
-                self._backward(made.loss)
+                if made.loss.requires_grad:
+                    with float32_products(self.policy.precision):
+                        made.loss.backward()  # type: ignore[no-untyped-call]
             except Exception:
                 already.append((set(made.part[0]), optimizer.take_back(before)))
                 raise
@@ -133,11 +135,6 @@ class Passes:
             own | dict(loss_stats),
             part,
         )
-
-    def _backward(self, loss: Tensor) -> None:
-        if loss.requires_grad:
-            with float32_products(self.policy.precision):
-                loss.backward()  # type: ignore[no-untyped-call]
 
     def score(self, layout: Layout) -> Scores:
         """The present policy's log-probs of every item, on every rank."""

@@ -21,7 +21,7 @@ from ludic.inference.local.gpu.layouts import RowsLayout
 from ludic.inference.local.sampler import draw
 from ludic.inference.local.sequence import Sequence
 from ludic.inference.local.view import Forward
-from ludic.plumbing.cuda_graphs import capture
+from ludic.plumbing.cuda_streams import capture
 from ludic.seeding import keyed_uniform
 
 
