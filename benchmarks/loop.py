@@ -218,7 +218,7 @@ class WorkClock:
         with ExitStack() as stack:
             for owner, name in (
                 (Passes, "_forward"),
-                (Passes, "_backward"),
+                (torch.Tensor, "backward"),
                 (MasterAdamW, "step"),
                 (MasterAdamW, "gradient_norm"),
             ):
