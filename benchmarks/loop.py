@@ -46,6 +46,8 @@ from unittest import mock
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import torch
+
 from benchmarks import gsm8k
 from benchmarks.decode import SHAPES
 from benchmarks.loop_meters import BusyMeter, DecodeClock, MemoryPeak, Stamps
