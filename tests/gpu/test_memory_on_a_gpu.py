@@ -149,7 +149,7 @@ def assert_same_bits(ours: Twin, others: Twin) -> None:
         assert torch.equal(ours[0][name], others[0][name]), name
         assert torch.equal(ours[1].masters[name].cuda(), master), name
     for name, value in others[1].state_dict().items():
-        assert torch.equal(state[name].cuda(), value), name
+        assert torch.equal(state[name].cuda(), value.cuda()), name
 
 
 @pytest.mark.parametrize("passes", [1, 3])
