@@ -125,6 +125,11 @@ UNSEEN: dict[tuple[str, str, str], str] = {
     (_CHECKS, "if leaked > (least := max(eps, 3 * rounding)):", "3 -> 4"): _MARGIN,
     (_CHECKS, "if leaked > (least := max(eps, 3 * rounding)):", "Gt -> GtE"): _MARGIN,
     (
+        _CHECKS,
+        "own = min(5, len(ids) - 1)",
+        "1 -> 2",
+    ): "in very short rows; an end of any length shows what leaks into it",
+    (
         "training/trainer.py",
         '1, "ludic-train", initializer=work_on, initargs=(self.world.device,)',
         "1 -> 2",
