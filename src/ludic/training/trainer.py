@@ -24,7 +24,13 @@ from ludic.sharding.weights import ModelWeights
 from ludic.sharding.world import World, work_on
 from ludic.training.algorithm import RLAlgorithm, Stateful, one_algorithm
 from ludic.training.batching.ahead import SamplingAhead
-from ludic.training.batching.source import BatchesEnded, GivesBatches, Intake, as_source
+from ludic.training.batching.source import (
+    BatchesEnded,
+    GivesBatches,
+    Intake,
+    PolicyLostError,
+    as_source,
+)
 from ludic.training.checkpoint import Checkpointer
 from ludic.training.checkpoint_contents import TrainerState
 from ludic.training.config import TrainerConfig, curve, describe_change, learning_rate
@@ -220,7 +226,7 @@ class Trainer:
         await self.start()
         clock = self.perf.clock()
         self._states_before_ahead = None
-        batch = await self.intake.next_batch(self.source, self.version)
+        batch = await self._next_batch()
         clock.lap("perf/wait_for_batch_s")
         last = self._goal is not None and self.step + 1 >= self._goal
         if self.source is not None and self.source.works_ahead and not last:
@@ -300,6 +306,15 @@ class Trainer:
         for callback in self.callbacks:
             callback(self.step, metrics)
         return metrics
+
+    async def _next_batch(self) -> SAWBatch:
+        while True:
+            try:
+                return await self.intake.next_batch(self.source, self.version)
+            except PolicyLostError as exc:
+                if self.world.leads:
+                    _log.warning("%s: version %d is published again", exc, self.version)
+                await self._publish()
 
     async def _fit(self, work: Callable[..., T], *args: Any) -> T:
         """`_run` for what takes much memory. Where nothing helps, a checkpoint is written: of the

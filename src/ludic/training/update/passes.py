@@ -90,7 +90,6 @@ class Passes:
         already: _Already = []
 
         def forward(part: Part) -> _Made:
-            optimizer.sends_gradients = [part] == plan
             _require_gradients(already, True)
             _require_gradients([own for own in already if own[0].issuperset(part[0])], False)
             return self._forward(layout, part, proximal, version)
@@ -115,7 +114,6 @@ class Passes:
                     if keep is not None and counted:
                         keep[0].add([keep[1][i] for i in items], scored)
         finally:
-            optimizer.sends_gradients = False
             _require_gradients(already, True)
         return work
 

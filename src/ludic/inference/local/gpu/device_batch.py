@@ -113,6 +113,9 @@ class DeviceBatch:
         self.row_sizes = row_buckets(slots)
         # A kernel reads no further than each row's position: one graph does for every length.
         self.lengths = [arena.length] if kernels is not None else length_buckets(arena.length)
+        self.parts = 1
+        if kernels is not None:
+            self.parts = kernels.row_parts(slots, arena.shape.kv_heads, arena.length, device)
 
     def set_rows(self, sequences: list[Sequence]) -> None:
         """Writes the state of slots whose sequence is ready to decode."""
@@ -181,5 +184,7 @@ class DeviceBatch:
         return logits[:rows]
 
     def _forward(self, rows: int, length: int) -> Tensor:
-        layout = RowsLayout(self.arena.kv, rows, length, self.positions[:rows], self.kernels)
+        layout = RowsLayout(
+            self.arena.kv, rows, length, self.positions[:rows], self.kernels, self.parts
+        )
         return self.forward(self.ids[None, :rows], self.positions[None, :rows], layout)
