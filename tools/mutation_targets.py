@@ -92,6 +92,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "training/config.py": (
         f"{_UPDATE}/test_optimizer.py",
+        "tests/runs/test_defaults.py",
         "tests/training/test_trainer.py",
         "tests/training/checkpoints/test_checkpoint.py",
         f"{_UPDATE}/test_host_optimizer.py",
