@@ -62,7 +62,13 @@ def _run(words: list[str], printed: Path, where: Path, environment: dict[str, st
     runpy.run_path(words[0], run_name="__main__")
 
 
-def run_ranks(script: Path, *arguments: object, ranks: int = 2, timeout_s: float = 400) -> str:
+def run_ranks(
+    script: Path,
+    *arguments: object,
+    ranks: int = 2,
+    timeout_s: float = 400,
+    where: Path = ROOT,
+) -> str:
     """Runs a script on ranks of one host, with the variables that torchrun sets; returns what they
     printed. When one fails the others are killed."""
     with socket.socket() as probe:
@@ -76,6 +82,7 @@ def run_ranks(script: Path, *arguments: object, ranks: int = 2, timeout_s: float
                 script,
                 *arguments,
                 printed=file,
+                where=where,
                 environment={"RANK": str(rank), "LOCAL_RANK": str(rank), **sizes, **address},
             )
             for rank, file in enumerate(files)

@@ -20,6 +20,7 @@ from ludic.rollouts import (
     Stages,
     TargetSolveRate,
 )
+from ludic.seeding import derive_seed
 from ludic.types import EnvironmentStep, Rollout
 
 ASK = RolloutRequest(EnvSpec("e"), ProtocolSpec("p"))
@@ -50,7 +51,10 @@ def test_requests_of_a_mix_have_seeds_of_their_own_unless_the_template_has_one()
     assert len({r.env_seed for r in fresh}) == len({r.sampling_seed for r in fresh}) == 20
     fixed = FixedMix({"a": (replace(ASK, env_seed=7), 1.0)}).next_requests(3)
     assert {r.env_seed for r in fixed} == {7}
-    assert len({r.sampling_seed for r in fixed}) == 3
+    # As in runs before, which are resumed and repeated.
+    assert [r.sampling_seed for r in fixed] == [
+        derive_seed(0, "a", "sampling", n) for n in (0, 1, 2)
+    ]
 
 
 def test_stages_go_on_after_a_number_of_episodes_or_at_a_solve_rate() -> None:

@@ -18,8 +18,10 @@ from ludic.runs.ranks import NoSampler, gathered_copy, samples
 from ludic.runs.settings import parse_run
 from ludic.sharding.ranks import Launched
 from ludic.sharding.weights import ModelWeights
-from tests.runs.ranks.test_command import LESSONS, reports, run
+from tests.forked import ROOT, run_ranks
+from tests.runs.ranks.test_command import LESSONS, reports
 
+LUDIC = ROOT / "src/ludic/__main__.py"
 RUN = """\
 [model]
 name = "tiny"
@@ -65,10 +67,9 @@ def write(where: Path, more: str = "") -> None:
 @pytest.mark.integration
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("adapter", [False, True])
-async def test_two_cpu_ranks_sample_from_a_gathered_copy(tmp_path: Path, adapter: bool) -> None:
+def test_two_cpu_ranks_sample_from_a_gathered_copy(tmp_path: Path, adapter: bool) -> None:
     write(tmp_path, "\n[model.lora]\nrank = 2\n" if adapter else "")
-    code, out, err = await run(tmp_path, "train", "run.toml", "--out", "two")
-    assert code == 0, out + err
+    out = run_ranks(LUDIC, "train", "run.toml", "--out", "two", where=tmp_path)
     assert out.count("sampled from a copy that is gathered on rank 0 after every update") == 1
     lines = [json.loads(line) for line in (tmp_path / "two/metrics.jsonl").open()]
     trained = [line for line in lines if "train/step" in line]
@@ -84,11 +85,10 @@ async def test_two_cpu_ranks_sample_from_a_gathered_copy(tmp_path: Path, adapter
 
 @pytest.mark.integration
 @pytest.mark.timeout(1200)
-async def test_a_cold_start_on_two_ranks_needs_no_sampler(tmp_path: Path) -> None:
+def test_a_cold_start_on_two_ranks_needs_no_sampler(tmp_path: Path) -> None:
     write(tmp_path)
-    code, out, err = await run(tmp_path, "sft", "run.toml", "--out", "two")
-    assert code == 0, out + err
-    assert not reports(err)
+    out = run_ranks(LUDIC, "sft", "run.toml", "--out", "two", where=tmp_path)
+    assert not reports(out)
     assert "a cold start needs no sampler" in out
     assert "No held-out episode was played" in out
     lines = [json.loads(line) for line in (tmp_path / "two/sft/metrics.jsonl").open()]

@@ -336,3 +336,16 @@ def test_rows_that_are_computed_one_at_a_time_are_those_of_the_model_itself() ->
     policy = Policy(model)
     policy.one_at_a_time("a test")
     torch.testing.assert_close(policy.score(pack(layout, range(3))).logprobs, packed)
+
+
+def test_only_rows_that_may_be_packed_are_replayed() -> None:
+    layout, asked = lay_out(synthetic_batch(0)), list[object]()
+    micro = pack(layout, range(len(layout.items)))
+    policy: Any = Policy(tiny_model())
+    policy.graphs = asked.append  # which replays nothing
+    policy.rope_threshold = micro.longest
+    packed = policy.score(micro).logprobs
+    assert asked == [micro]
+    policy.rope_threshold -= 1
+    torch.testing.assert_close(policy.score(micro).logprobs, packed)
+    assert asked == [micro]

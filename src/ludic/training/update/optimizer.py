@@ -201,8 +201,8 @@ class MasterAdamW:
 
     def zero_grad(self) -> None:
         """Forgets all gradients."""
-        for parameter, master in zip(self.parameters.values(), self.masters.values(), strict=True):
-            parameter.grad = master.grad = None
+        for tensor in (*self.parameters.values(), *self.masters.values()):
+            tensor.grad = None
 
     def start_over(self) -> None:
         """Forgets gradients and moments: a step that ran out of memory leaves half of them."""
