@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ludic.distributed.deadlines import limit_of
 from ludic.distributed.interfaces import (
     PolicyPublisher,
     PublishReport,
@@ -69,7 +70,7 @@ class BackgroundPublisher(PolicyPublisher):
     Args:
         inner: what publishes; its `snapshots` say where the copies are kept.
         beside: a sampler that shares the trainer's own tensors, and hears of a version at once.
-        timeout_s: the deadline of one publish.
+        timeout_s: the deadline of one publish, where `inner` has none of its own.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class BackgroundPublisher(PolicyPublisher):
                     self.inner.publish(snapshot, version),
                     f"the publish of version {version} in the background",
                     type(self.inner).__name__,
-                    self.timeout_s,
+                    limit_of(self.inner, self.timeout_s),
                 )
                 self.published = version
             except asyncio.CancelledError:

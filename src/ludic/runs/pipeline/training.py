@@ -148,10 +148,10 @@ class RunPipeline:
         folder = None if self._policies is None else PolicyFolder(self._policies)
         limit, server = self.config.training.publish_timeout_s, self._policy_server
         if inner is not None and inner.shares_weights:
-            actors = PipelinePublisher(self.lease, None, folder, server)
+            actors = PipelinePublisher(self.lease, None, folder, server, limit)
             self._publisher = BackgroundPublisher(actors, beside=inner, timeout_s=limit)
         else:
-            actors = PipelinePublisher(self.lease, inner, folder, server)
+            actors = PipelinePublisher(self.lease, inner, folder, server, limit)
             self._publisher = in_background(actors, limit)
         return self._publisher
 
