@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Self
 
 from ludic.distributed import BackgroundPublisher, PolicyPublisher
 from ludic.distributed.background import in_background
+from ludic.distributed.vllm.shared_memory import OwnedFolder
 from ludic.errors import ConfigError, PipelineError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
@@ -52,6 +52,7 @@ class RunPipeline:
         self._redis: LocalRedis | None = None
         self._lease: TrainerLease | None = None
         self._policies: Path | None = None
+        self._memory: OwnedFolder | None = None
         self._policy_server: PolicyServer | None = None
         self._publisher: PolicyPublisher | None = None
         self._actors = Supervisor(LocalEngine(), tell=self._tell)
@@ -94,11 +95,13 @@ class RunPipeline:
         else:
             pipeline = address.find_pipeline(self.config, self.folder)
         if self.config.inference.backend == "local":
-            shared = Path("/dev/shm")
-            memory = shared / f"ludic-{os.getpid()}-{pipeline.run}"[:200]
-            local = self._redis is not None and shared.is_dir() and os.access(shared, os.W_OK)
-            chosen = section.policy_folder
-            self._policies = Path(chosen) if chosen else memory if local else self.folder / "policy"
+            if section.policy_folder:
+                self._policies = Path(section.policy_folder)
+            elif self._redis is not None:  # all actors are on this host
+                self._memory = OwnedFolder()
+                self._policies = self._memory.path
+            else:
+                self._policies = self.folder / "policy"
             if self._redis is None:  # actors may join from other machines
                 host, port = listening_address(section.policy_address, pipeline.url)
                 self._policy_server = DifferenceServer(secrets.token_hex(32), host, port)
@@ -202,5 +205,5 @@ class RunPipeline:
             (self.folder / "pipeline.json").unlink(missing_ok=True)
         if self._policy_server is not None:
             self._policy_server.close()
-        if self._policies is not None and str(self._policies).startswith("/dev/shm/"):
-            shutil.rmtree(self._policies, ignore_errors=True)
+        if self._memory is not None:
+            self._memory.close()
