@@ -152,10 +152,10 @@ class RunPipeline:
         limit, server = self.config.training.publish_timeout_s, self._policy_server
         if inner is not None and inner.shares_weights:
             actors = PipelinePublisher(self.lease, None, folder, server, limit)
-            self._publisher = BackgroundPublisher(actors, beside=inner, timeout_s=limit)
+            self._publisher = BackgroundPublisher(actors, beside=inner, timeout_s=limit, held=True)
         else:
             actors = PipelinePublisher(self.lease, inner, folder, server, limit)
-            self._publisher = in_background(actors, limit)
+            self._publisher = in_background(actors, limit, held=True)
         return self._publisher
 
     def _alarm(self) -> None:
