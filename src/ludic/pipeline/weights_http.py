@@ -18,13 +18,12 @@ import logging
 import os
 import re
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from socketserver import TCPServer
@@ -32,7 +31,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ludic.errors import ConfigError, LudicError
-from ludic.pipeline.store import PipelineConfig
 from ludic.plumbing.files import PIECE, piece_digests
 
 _log = logging.getLogger("ludic.pipeline")
@@ -335,16 +333,3 @@ def listening_address(setting: str, redis_url: str) -> tuple[str, int]:
                 f"pipeline.policy_address={setting!r}: no way to {redis.hostname}: {exc}"
             ) from exc
     return host, int(port)
-
-
-CACHES = "ludic-policies-"
-"""How the names of such folders begin."""
-
-
-def host_cache(config: PipelineConfig) -> Path:
-    """Returns the folder for a run's policies on this host: in memory where there is room for
-    shared memory, and this user's alone."""
-    shared = Path("/dev/shm")
-    base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
-    name = blake2b(f"{config.url} {config.run}".encode(), digest_size=8).hexdigest()
-    return base / f"{CACHES}{os.getuid()}-{name}"
