@@ -44,6 +44,7 @@ from benchmarks.vllm import GRAPHS, qwen2_half_billion
 from ludic.distributed.background import BackgroundPublisher, in_background
 from ludic.distributed.local import LocalPolicyPublisher
 from ludic.distributed.publisher import BroadcastPolicyPublisher
+from ludic.distributed.weights_http import PolicyServer
 from ludic.errors import LudicError
 from ludic.inference.client import TokenCompletionRequest
 from ludic.inference.local import LocalChatClient
@@ -56,7 +57,6 @@ from ludic.pipeline.policies import StoredPolicy, load_policy
 from ludic.pipeline.store import Store
 from ludic.pipeline.weights_difference import DifferenceServer
 from ludic.pipeline.weights_fetcher import PolicyFetcher
-from ludic.pipeline.weights_http import PolicyServer
 from ludic.plumbing.cuda_streams import wait_for
 from ludic.sharding.weights import ModelWeights
 

@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 import torch
 
+from ludic.distributed import weights_http
+from ludic.distributed.weights_http import PolicyServer, SourceError, get, listening_address
 from ludic.errors import ConfigError, PublishError
-from ludic.pipeline import weights_fetcher, weights_http
+from ludic.pipeline import weights_fetcher
 from ludic.pipeline.policies import PolicyFolder, StoredPolicy, file_in_kernel
 from ludic.pipeline.policy_cache import CACHES
 from ludic.pipeline.store import PipelineConfig, Store
 from ludic.pipeline.weights_fetcher import NotComingError, Patience, PolicyFetcher
-from ludic.pipeline.weights_http import PolicyServer, SourceError, get, listening_address
 from ludic.plumbing import files
 from ludic.plumbing.files import file_checksum
 from tests.pipeline.test_batch_source import acting, announced, until

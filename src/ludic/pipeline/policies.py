@@ -23,11 +23,11 @@ from ludic.distributed.interfaces import (
     Weights,
     named_tensors,
 )
+from ludic.distributed.weights_http import PolicyServer
 from ludic.errors import PipelineError, PublishError
 from ludic.inference.retries import within
 from ludic.pipeline.lease import TrainerLease
 from ludic.pipeline.messages import Unit, with_traces
-from ludic.pipeline.weights_http import PolicyServer
 from ludic.plumbing.files import boot_id, file_checksum, replacing
 from ludic.types import Rollout, TokenTrace, VersionSpan
 

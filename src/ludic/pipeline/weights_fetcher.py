@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import random
@@ -15,12 +14,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
-from ludic.errors import ConfigError, PipelineError, PublishError
-from ludic.pipeline.policies import StoredPolicy, file_in_kernel
-from ludic.pipeline.policy_cache import PolicyCache, cache_folder
-from ludic.pipeline.store import Store
-from ludic.pipeline.weights_difference import make_from_difference
-from ludic.pipeline.weights_http import (
+from ludic.distributed.weights_http import (
     CLAIMED,
     HAS,
     MISSING,
@@ -30,7 +24,13 @@ from ludic.pipeline.weights_http import (
     get,
     is_loopback,
     listening_address,
+    read_manifest,
 )
+from ludic.errors import ConfigError, PipelineError, PublishError
+from ludic.pipeline.policies import StoredPolicy, file_in_kernel
+from ludic.pipeline.policy_cache import PolicyCache, cache_folder
+from ludic.pipeline.store import Store
+from ludic.pipeline.weights_difference import make_from_difference
 from ludic.plumbing.files import PIECE, file_checksum, piece_digests
 
 _log = logging.getLogger("ludic.pipeline")
@@ -255,7 +255,7 @@ class PolicyFetcher:
                         until=until,
                         given_up=self._closed.is_set,
                     )
-                    return _read_manifest(data, job.policy.checksum, url)
+                    return read_manifest(data, job.policy.checksum, url)
                 except SourceError as exc:
                     self._leave(job, url, exc)
             self._wait(job, began)
@@ -375,17 +375,3 @@ def _found(policy: StoredPolicy) -> StoredPolicy | None:
             if file == policy.file or (policy.checksum and file_checksum(path) == policy.checksum):
                 return replace(policy, file=file)
     return None
-
-
-def _read_manifest(data: bytes, checksum: str, url: str) -> tuple[int, list[bytes]]:
-    """A manifest that fits the checksum, whoever sent it."""
-    try:
-        manifest = json.loads(data)
-        size, digests = int(manifest["size"]), [bytes.fromhex(p) for p in manifest["pieces"]]
-    except (ValueError, KeyError, TypeError) as exc:
-        raise SourceError(url, "sends no manifest") from exc
-    if sha256(b"".join(digests)).hexdigest() != checksum:
-        raise SourceError(url, "sends the manifest of another policy")
-    if len(digests) != -(-size // PIECE):
-        raise SourceError(url, f"sends a manifest of {len(digests)} pieces for {size} bytes")
-    return size, digests

@@ -14,6 +14,7 @@ from typing import Self
 from ludic.distributed import BackgroundPublisher, PolicyPublisher
 from ludic.distributed.background import in_background
 from ludic.distributed.vllm.shared_memory import OwnedFolder
+from ludic.distributed.weights_http import PolicyServer, listening_address
 from ludic.errors import ConfigError, PipelineError
 from ludic.inference import VLLMChatClient
 from ludic.inference.client import ChatClient
@@ -28,7 +29,6 @@ from ludic.pipeline import (
     TrainerLease,
 )
 from ludic.pipeline.weights_difference import DifferenceServer
-from ludic.pipeline.weights_http import PolicyServer, listening_address
 from ludic.rollouts import Curriculum
 from ludic.runs.model import sample_filter_of
 from ludic.runs.pipeline import address

@@ -100,8 +100,9 @@ class PolicyServer:
             self._http = _Listening((host, port), Handler)
         except OSError as exc:
             raise ConfigError(
-                f"cannot serve policies on {host}:{port}: {exc}. Set pipeline.policy_address to an "
-                "address of this machine, with a port that is free or with none"
+                f"cannot serve policies on {host}:{port}: {exc}. Set pipeline.policy_address (for "
+                "servers, inference.publish_address) to an address of this machine, with a port "
+                "that is free or with none"
             ) from exc
         self._http.sweep = self._sweep
         shown = f"[{host}]" if ":" in host else host
@@ -121,6 +122,12 @@ class PolicyServer:
             checksum = sha256(b"".join(file.digests)).hexdigest()
         self.put(checksum, file)
         return {"url": self.url, "key": self.key, "checksum": checksum}
+
+    def withdraw(self, checksum: str) -> None:
+        """Serves a file no longer, except to those who fetch a piece of it now."""
+        with self._lock:
+            if (file := self._files.pop(checksum, None)) is not None:
+                os.close(file.handle)
 
     def put(self, checksum: str, file: PieceFile) -> None:
         """Serves what is there of a file, whose handle is closed when nobody needs it."""
@@ -298,6 +305,38 @@ def get(
         raise SourceError(url, str(exc) or type(exc).__name__) from exc
     finally:
         link.close()
+
+
+def read_manifest(data: bytes, checksum: str, url: str) -> tuple[int, list[bytes]]:
+    """A manifest that fits the checksum, whoever sent it."""
+    try:
+        manifest = json.loads(data)
+        size, digests = int(manifest["size"]), [bytes.fromhex(p) for p in manifest["pieces"]]
+    except (ValueError, KeyError, TypeError) as exc:
+        raise SourceError(url, "sends no manifest") from exc
+    if sha256(b"".join(digests)).hexdigest() != checksum:
+        raise SourceError(url, "sends the manifest of another policy")
+    if len(digests) != -(-size // PIECE):
+        raise SourceError(url, f"sends a manifest of {len(digests)} pieces for {size} bytes")
+    return size, digests
+
+
+def fetch_file(
+    target: Path, url: str, key: str, checksum: str, *, timeout_s: float, silence_s: float = 30.0
+) -> None:
+    """Writes a served file to `target`, each piece as its checksum says. Raises `SourceError` when
+    nothing comes for `silence_s`, or not all within `timeout_s`."""
+    until = time.monotonic() + timeout_s
+    data = get(url, f"/{checksum}/pieces", key, None, silence_s=silence_s, until=until)
+    size, digests = read_manifest(data, checksum, url)
+    with target.open("wb") as file:
+        for number, digest in enumerate(digests):
+            start = number * PIECE
+            wanted = (f"/{checksum}", key, min(PIECE, size - start), start)
+            piece = get(url, *wanted, silence_s=silence_s, until=until)
+            if sha256(piece).digest() != digest:
+                raise SourceError(url, f"piece {number} has a wrong checksum")
+            file.write(piece)
 
 
 def is_loopback(address: str) -> bool:
