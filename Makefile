@@ -147,7 +147,7 @@ bench: setup
 
 demo: setup
 	@echo "==> ludic train tic-tac-toe $(ARGS)"
-	@$(PY) -m ludic.cli train tic-tac-toe $(ARGS)
+	@$(PY) -m ludic train tic-tac-toe $(ARGS)
 
 constraints: $(READY)
 	@$(PY) -m tools.constraints

@@ -61,7 +61,7 @@ def until(happened: Callable[[], Any], what: str) -> float:
 def measure(folder: Path, engine: str) -> dict[str, float | str]:
     """Launches a run, kills an actor of it, and ends it."""
     table = f'cluster={{engine="{engine}", actors_min=1}}'
-    command = [sys.executable, "-m", "ludic.cli", "launch", "tic-tac-toe", "--out", str(folder)]
+    command = [sys.executable, "-m", "ludic", "launch", "tic-tac-toe", "--out", str(folder)]
     with open(folder.with_suffix(".log"), "wb") as log:
         driver = subprocess.Popen([*command, table, *SMALL], stdout=log, stderr=log)
     try:

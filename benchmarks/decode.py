@@ -3,12 +3,14 @@
     python -m benchmarks.decode              # shapes of 0.5B, 1.5B and 7B, rank 16 beside each
     python -m benchmarks.decode --shapes 1.5b --rows 128 --rank 32
     python -m benchmarks.decode --shapes 1.5b --rows 128 --profile --tiles
+    python -m benchmarks.decode --shapes 1.5b --rows 8 --context 16384 --rank 0 --parts 1
 
 Random weights in the shape of Qwen2.5, bfloat16. Every row has `--context` tokens; the step is
 replayed as a graph, sampling and log-probs included, and nobody reads what it samples. With LoRA
 it is measured twice: products wait for the adapters' first ones, or begin beside them. `--profile`
 prints the step's kernels. `--tiles` tries other tiles for its products, and measures the step with
-the best, too. The last line is JSON.
+the best, too. `--parts` measures it with other numbers of programs that share a row, beside the
+engine's own. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def random_model(shape: str, rank: int) -> Any:
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        max_position_embeddings=8192,
+        max_position_embeddings=32_768,
         tie_word_embeddings=tied,
     )
     torch.set_default_dtype(torch.bfloat16)
@@ -128,24 +130,37 @@ def variant(name: str, tiles: dict[Any, Any]) -> Iterator[None]:
 
 
 async def measure(
-    shape: str, rank: int, rows: list[int], context: int, *, profile: bool, tiles: dict[Any, Any]
+    shape: str,
+    rank: int,
+    rows: list[int],
+    context: int,
+    *,
+    profile: bool,
+    tiles: dict[Any, Any],
+    parts: list[int],
+    longest: int,
 ) -> dict[tuple[str, int], float]:
     """Milliseconds by variant and number of rows."""
     model = random_model(shape, rank)
-    slots, length = max(rows), -(-(context + 64) // 64) * 64
+    slots, length = max(rows), longest or -(-(context + 64) // 64) * 64
     names = ["waiting", "beside"] if rank else [""]
     if tiles:
         names.append("tiles")
+    by_parts = {f"{n}_parts": n for n in parts}
+    names += by_parts
     times: dict[tuple[str, int], float] = {}
     async with LocalChatClient(
         model, tiny_tokenizer(), max_slots=slots, max_context_tokens=length
     ) as client:
-        graphs = client._scheduler.batch.graphs  # type: ignore[attr-defined]
+        batch = client._scheduler.batch  # type: ignore[attr-defined]
+        graphs, chosen = batch.graphs, batch.parts
         for name in names:
+            batch.parts = by_parts.get(name, chosen)
             with variant(name, tiles if name == "tiles" else {}):
                 for count in rows:
                     times[name, count] = step_ms(client, count, context)
-                    print(f"{shape} rank {rank} {name}: {times[name, count]:.3f} ms", flush=True)
+                    what = f"{shape} rank {rank} {name} {count} rows, {batch.parts} programs each"
+                    print(f"{what}: {times[name, count]:.3f} ms", flush=True)
                     if profile:
                         print_kernels(client, count, context)
             graphs._graphs.clear()
@@ -174,15 +189,18 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rows", nargs="+", type=int, default=[16, 64, 128, 256])
     parser.add_argument("--context", type=int, default=320)
-    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--longest", type=int, default=0, help="of a slot; 0: the context, and 64")
+    parser.add_argument("--rank", type=int, default=16, help="of LoRA; 0: without it alone")
+    parser.add_argument("--parts", nargs="*", type=int, default=[], help="programs of a row")
     parser.add_argument("--profile", action="store_true", help="print the kernels of each step")
     parser.add_argument("--tiles", action="store_true", help="try other tiles first")
     args = parser.parse_args()
     figures: dict[str, float] = {}
     for shape in args.shapes:
         tiles = best_tiles(shape, args.rows) if args.tiles else ({}, {})
-        for rank in (0, args.rank):
+        for rank in dict.fromkeys((0, args.rank)):
             look: dict[str, Any] = {"profile": args.profile, "tiles": tiles[rank > 0]}
+            look |= {"parts": args.parts, "longest": args.longest}
             times = asyncio.run(measure(shape, rank, args.rows, args.context, **look))
             for (name, rows), ms in times.items():
                 parts = [shape, *([f"lora{rank}"] if rank else []), f"{rows}_rows", name, "ms"]

@@ -46,6 +46,8 @@ from unittest import mock
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import torch
+
 from benchmarks import gsm8k
 from benchmarks.decode import SHAPES
 from benchmarks.loop_meters import BusyMeter, DecodeClock, MemoryPeak, Stamps
@@ -60,7 +62,7 @@ from ludic.plumbing.precision import Precision
 from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig, check_run
 from ludic.runs.stages import Stages
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 from ludic.training.checkpoint import Checkpointer
 from ludic.training.update.optimizer import MasterAdamW
 from ludic.training.update.passes import Passes
@@ -218,7 +220,7 @@ class WorkClock:
         with ExitStack() as stack:
             for owner, name in (
                 (Passes, "_forward"),
-                (Passes, "_backward"),
+                (torch.Tensor, "backward"),
                 (MasterAdamW, "step"),
                 (MasterAdamW, "gradient_norm"),
             ):
@@ -320,6 +322,7 @@ def main() -> None:
         args.model = random_folder(args.shape, args.model)
     names = ("task", "device", "model", "shape", "lora", "turns", "episodes", "group", "max_tokens")
     how = ("slots", "workers", "overlap", "context", "optimizer_device")
+    how += ("micro_tokens", "no_rollouts")
     figures: dict[str, Any] = {"benchmark": "loop"}
     figures |= {name: getattr(args, name) for name in names + how}
     beside = args.peer or (args.task == "sums" and args.updates > 0)

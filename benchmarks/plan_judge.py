@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.plan_own import Line, job_of, whole_lines
+from benchmarks.plan_own import Line, job_of, memory_lines, whole_lines
 from benchmarks.plan_rows import SUMS, USUAL, Whole
 from ludic.errors import ConfigError
-from ludic.memory.plan import Plan
 from ludic.memory.shape import Adapter
 from ludic.plan.costs import Costs
 from ludic.plan.profile import Profile
-from ludic.plan.search import Job, Split, setup_of, trainer_plan
+from ludic.plan.search import Job, Split, setup_of
 from ludic.plan.shapes import shape_named
 from ludic.plan.simulation import simulate
 from ludic.runs.planning import Given
 from ludic.runs.planning import job_of as job_of_run
 
+ROOT = Path(__file__).resolve().parent.parent
 FIRST = 3
 """Updates that are left out: graphs are captured in them."""
 UNSEEN = 0.01
@@ -95,6 +96,7 @@ def run_lines(folder: Path, profile: Profile) -> Iterable[Line]:
         raise ValueError(f"it ran on a CPU, and the profile is that of {profile.machine}")
     name = settings["model"]["name"]
     shape = None if name == "tiny" else name_of(name)
+    _find_environment(folder)
     job, _ = job_of_run(folder, (), Given(gpu=profile.name, shape=shape, earlier=folder))
     setup, *_ = setup_of(job, Split(1), 12)
     result = simulate(setup)
@@ -111,17 +113,26 @@ def run_lines(folder: Path, profile: Profile) -> Iterable[Line]:
     for phase, predicted in phases.items():
         if measured[phase] >= UNSEEN:
             yield Line(f"run: {phase}", title, predicted, measured[phase])
-    if peak := measured.get("peak_gb"):
-        predicted = _peak_gb(trainer_plan(job, 1, samples=job.mode != "async"))
-        yield Line("run: memory of torch", title, predicted, peak, unit="GB")
+    yield from memory_lines(job, title, measured.get("peak_gb"), None)
+
+
+def _origin(folder: Path) -> dict[str, Any]:
+    path = folder / "origin.json"
+    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return facts
 
 
 def _ran_on_a_cpu(folder: Path) -> bool:
-    origin = folder / "origin.json"
-    if not origin.is_file():
-        return False
-    machine = json.loads(origin.read_text(encoding="utf-8")).get("machine") or {}
+    machine = _origin(folder).get("machine") or {}
     return bool(machine) and not machine.get("gpu")
+
+
+def _find_environment(folder: Path) -> None:
+    """Makes the modules of an example importable that ran on another machine."""
+    home = Path(_origin(folder).get("run_file_folder") or ".")
+    here = ROOT.joinpath(*home.parts[-2:])
+    if home.parts[-2:-1] == ("examples",) and here.is_dir() and str(here) not in sys.path:
+        sys.path.append(str(here))
 
 
 def measured_phases(folder: Path) -> dict[str, float]:
@@ -147,11 +158,6 @@ def measured_phases(folder: Path) -> dict[str, float]:
         "publishing": of("publish_s"),
         "peak_gb": max(peaks) * 2**20 / 1e9,
     }
-
-
-def _peak_gb(plan: Plan) -> float:
-    """What tensors take: without what the allocator holds beside them."""
-    return float(plan.total - plan.parts.get("fragmentation", 0)) / 1e9
 
 
 # Lines of benchmarks
@@ -184,12 +190,7 @@ def loop_lines(name: str, facts: Mapping[str, Any], profile: Profile) -> Iterato
     row = loop_row(name, facts)
     yield from (line for line in whole_lines(profile, row) if line.measured >= UNSEEN)
     job = job_of(profile, row)
-    if peak := facts.get("torch_peak_gb"):
-        predicted = _peak_gb(trainer_plan(job, 1, samples=True))
-        yield Line("run: memory of torch", row.name, predicted, peak, row.use, "GB")
-    if peak := facts.get("peak_gb"):
-        predicted = trainer_plan(job, 1, samples=True).total / 1e9
-        yield Line("run: memory of the device", row.name, predicted, peak, row.use, "GB")
+    yield from memory_lines(job, row.name, facts.get("torch_peak_gb"), facts.get("peak_gb"))
     if (ms := facts.get("decode_step_ms")) and row.how["spread"] == 0:
         yield Line("run: decode step", row.name, 1000 * full_step_s(job), ms, row.use, "ms")
 
@@ -218,6 +219,9 @@ def loop_row(name: str, facts: Mapping[str, Any]) -> Whole:
         "spread": 0.0 if mean > 0.98 * most else 0.5,
         "slots": min(facts.get("slots") or facts["episodes"], facts["episodes"]),
         "context": facts.get("context") or (1024 if not sums else None),
+        "writes": not facts.get("no_rollouts"),
+        "budget": facts.get("micro_tokens"),
+        "on_host": facts.get("optimizer_device") == "cpu",
     }
     if computed := facts.get("tokens_computed"):
         whole = how["episodes"] * mean * turns + how["episodes"] / how["group"] * how["prompt"]
@@ -237,7 +241,6 @@ def loop_row(name: str, facts: Mapping[str, Any]) -> Whole:
         facts["step_s"],
         facts["wait_s"],
         facts["train_s"],
-        # The time of an optimizer on the host is not foretold.
-        use="shown" if facts.get("optimizer_device") else "judged",
+        use="judged",
         publish=facts.get("publish_s"),
     )

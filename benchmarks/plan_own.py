@@ -8,13 +8,13 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks import plan_rows as seen
-from ludic.memory.plan import GIB, Engine, Plan, settled
+from ludic.memory.plan import Engine, Plan
 from ludic.memory.shape import Adapter, ModelShape
 from ludic.memory.update import Training
 from ludic.plan.costs import Costs
 from ludic.plan.fitting import fit
 from ludic.plan.profile import Profile
-from ludic.plan.search import Job, Split, setup_of
+from ludic.plan.search import Job, Split, setup_of, taken_bytes, trainer_plan
 from ludic.plan.setup import Result
 from ludic.plan.simulation import simulate
 from ludic.plan.workload import Lengths, Workload
@@ -103,14 +103,21 @@ def with_passes(profile: Profile) -> Profile:
             r.seconds,
         )
         for r in seen.PASSES
-        if r.use == "fitted" and r.shape is not seen.SMOL
+        if r.use == "fitted"
     ]
     text = f"{_SOURCE}, products by torch's profiler, the rest fitted: passes"
     profile = profile.with_figures("measured", text, **fit(rows, products), **products)
-    small = next(r for r in seen.PASSES if r.shape is seen.SMOL)
-    least = small.seconds / small.passes / small.shape.layers
-    text = f"{_SOURCE}: passes of the 135M, replayed as graphs"
-    return profile.with_figures("measured", text, pass_layer_s=least)
+    starts = [
+        row.seconds / row.passes / row.shape.layers
+        for row in (seen.REPLAYED, seen.LAUNCHED, seen.LAUNCHED_LORA)
+    ]
+    text = f"{_SOURCE}: small passes of the 135M, replayed and launched, and of the 7B with LoRA"
+    return profile.with_figures(
+        *("measured", text),
+        pass_layer_s=starts[0],
+        pass_launch_s=starts[1],
+        pass_launch_adapter_s=starts[2] - starts[1],
+    )
 
 
 def _with_host(profile: Profile) -> Profile:
@@ -157,8 +164,15 @@ def _fitted_host(profile: Profile, name: str, way: str, rows: Sequence[seen.Whol
 # What it gives
 
 
-def memory_of(shape: ModelShape, adapter: Adapter | None, slots: int, context: int) -> Plan:
-    training = Training(tokens=context, precision="bfloat16", adapter=adapter)
+def memory_of(
+    shape: ModelShape, adapter: Adapter | None, slots: int, context: int, *, on_host: bool = False
+) -> Plan:
+    training = Training(
+        tokens=context,
+        precision="bfloat16",
+        adapter=adapter,
+        optimizer_device="cpu" if on_host else "cuda",
+    )
     return Plan(shape, training, Engine(slots, context))
 
 
@@ -179,8 +193,9 @@ def job_of(profile: Profile, row: seen.Whole) -> Job:
     return Job(
         costs=Costs(profile, row.shape, row.adapter),
         workload=work,
-        memory=memory_of(row.shape, row.adapter, how["slots"], context),
+        memory=memory_of(row.shape, row.adapter, how["slots"], context, on_host=how["on_host"]),
         longest=context,
+        budget=how["budget"],
         slots=how["slots"],
         hosts=how["hosts"],
         mode=how["mode"],
@@ -233,7 +248,7 @@ def own_lines(profile: Profile) -> Iterable[Line]:
     for d in seen.DECODE:
         ms = 1000 * Costs(profile, d.shape, d.adapter).decode_s(d.rows, 320 * d.rows)
         yield Line("decode step", f"{d.name}, {d.rows} rows", ms, d.ms, "fitted", "ms")
-    for p in seen.PASSES:
+    for p in (*seen.PASSES, seen.REPLAYED, seen.LAUNCHED_LORA):
         costs = Costs(profile, p.shape, p.adapter)
         seconds = costs.pass_s(p.tokens, passes=p.passes, context=p.context)
         yield Line("passes", p.name, seconds, p.seconds, p.use)
@@ -254,12 +269,18 @@ def own_lines(profile: Profile) -> Iterable[Line]:
             yield Line("publish", f"{name}, paused", paused, pause, "fitted")
     for row in seen.WHOLE:
         yield from whole_lines(profile, row)
-    total = gsm8k_plan(profile).total / 1e9
-    name = "1.5B, GSM8K, of the device"
-    yield Line("memory", name, total, seen.GSM8K_MEMORY_GB, "shown", "GB")
+        if row.name in seen.MEMORY:
+            yield from memory_lines(job_of(profile, row), row.name, *seen.MEMORY[row.name], "shown")
 
 
-def gsm8k_plan(profile: Profile) -> Plan:
-    """The memory of the README's run as the run itself plans it, with a 1.5B."""
-    plan = memory_of(seen.ONE, None, 128, 1024)
-    return settled(plan, int(profile["memory_gib"] * GIB), 1024)
+def memory_lines(
+    job: Job, name: str, torch_gb: float | None, device_gb: float | None, use: str = "judged"
+) -> Iterable[Line]:
+    """A run's peaks: what its tensors take, and with what the allocator holds beside them."""
+    taken = taken_bytes(job, trainer_plan(job, 1, samples=job.mode != "async"), 1)
+    total = sum(taken.values())
+    if torch_gb:
+        tensors = (total - taken.get("fragmentation", 0)) / 1e9
+        yield Line("run: memory of torch", name, tensors, torch_gb, use, "GB")
+    if device_gb:
+        yield Line("run: memory of the device", name, total / 1e9, device_gb, use, "GB")

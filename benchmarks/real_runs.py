@@ -69,8 +69,8 @@ class Job:
         if self.kind == "trl":
             return [sys.executable, "-m", "benchmarks.trl_loop", "--model", model, *words]
         if self.kind == "generate":
-            return [sys.executable, "-m", "ludic.cli", "generate", *words, *args.set]
-        command = [sys.executable, "-m", "ludic.cli", "train", str(work / "gsm8k.toml")]
+            return [sys.executable, "-m", "ludic", "generate", *words, *args.set]
+        command = [sys.executable, "-m", "ludic", "train", str(work / "gsm8k.toml")]
         train, test = (args.data.resolve() / f"{split}.jsonl" for split in ("train", "test"))
         settings = [f"model.name={model}", f"run.seed={self.seed}"]
         settings += [f"env.kwargs.path={train}", f"eval.env.kwargs.path={test}"]

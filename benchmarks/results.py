@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 from ludic.eval import Estimate, EvalReport, Headline, headline_of
 from ludic.runs.publishing.card import RunFacts, in_public, percent
 from ludic.runs.results.terminal import read_curve, smoothed
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 
 METRIC = "train/reward_mean"
 MARK = "<!-- Made by benchmarks.results: what follows is overwritten. -->"

@@ -58,7 +58,7 @@ episodes = 64
 def ludic(work: Path, name: str, overrides: Sequence[str], seed: int, updates: int) -> list[Point]:
     """One run of the command; returns its updates."""
     folder = work / f"ludic-{name}-{seed}"
-    command = [sys.executable, "-m", "ludic.cli", "train", str(work / "sums.toml")]
+    command = [sys.executable, "-m", "ludic", "train", str(work / "sums.toml")]
     command += ["--out", str(folder), f"run.seed={seed}", f"training.steps={updates}", *overrides]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

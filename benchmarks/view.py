@@ -143,7 +143,7 @@ class Client:
 @contextmanager
 def server(folder: Path) -> Iterator[Client]:
     """`ludic view`, as a user starts it."""
-    command = [sys.executable, "-u", "-m", "ludic.cli", "view", str(folder), "--no-open"]
+    command = [sys.executable, "-u", "-m", "ludic", "view", str(folder), "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -24,7 +24,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Where this is set, each of the tests' many processes would compile all of its modules again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-if not any(Path("/dev").glob("nvidia*")):
+if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not any(Path("/dev").glob("nvidia*")):
     # Before anything imports Triton: without a GPU its kernels run as Python, so they are tested.
     os.environ.setdefault("TRITON_INTERPRET", "1")
     # Before anything imports these modules: the shapes of their tensors are checked on every call

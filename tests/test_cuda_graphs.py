@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ludic.plumbing.cuda_graphs import capture
+from ludic.plumbing.cuda_streams import capture
 
 
 class Graph:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ludic.errors import DataError
-from ludic.plumbing.numbers import Numbers
+from ludic.plumbing.records import Numbers
 from ludic.types import TokenTrace, VersionSpan, from_json, to_json
 
 ids = st.lists(st.integers(0, 2**62), max_size=6).map(tuple)

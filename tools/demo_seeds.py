@@ -17,7 +17,7 @@ def run(seed: int, folder: Path, overrides: list[str]) -> dict[str, Any]:
     """The summary of one seed's run."""
     out = folder / str(seed)
     if not (out / "summary.json").is_file():
-        command = [sys.executable, "-m", "ludic.cli", "train", "tic-tac-toe", f"run.seed={seed}"]
+        command = [sys.executable, "-m", "ludic", "train", "tic-tac-toe", f"run.seed={seed}"]
         subprocess.run([*command, *overrides, "--out", str(out)], check=True)
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     return summary

@@ -2,24 +2,34 @@
 
     python -m tools.mutation                        # every fault in every target: hours
     python -m tools.mutation --sample 180 --seed 1  # so many, as many of each target as of the next
+    python -m tools.mutation --sample 150 --jobs 14 --limit-s 540  # by 14 at once, in 9 minutes
     python -m tools.mutation saw losses             # only targets whose path has one of these words
 
 A fault is a changed operator, comparison, constant or condition. It is put into a copy of the
-project, in which the target's tests run until the first failure: processes that tests start have
-the fault, too. Torch and the like are imported once, and every fault gets a fork. Hypothesis draws
-the same examples each time, so a figure repeats. A fault that no test notices is printed with its
-line. Some change nothing that a test here could see: `UNSEEN` names them with the reason. The last
-line is JSON: `faults`, `noticed`, `timed_out` (counted as noticed), `unseen`, `rate` (of those that
-are not in `UNSEEN`), and for each target how many were noticed and tried.
+project, of which every job has one, and the target's tests run there until the first failure:
+processes that tests start have the fault, too. Torch and the like are imported once, and every
+fault gets a fork. Hypothesis draws the same examples each time, so a figure repeats.
+
+Tests run without any fault first. Those that fail then say nothing, and are left out; a fault that
+the others do not notice is "baseline fails", which does not count as noticed. A fault may take five
+times as long as the tests took without it. Every fault is a line of its own; some change nothing
+that a test here could see: `UNSEEN` names them with the reason. The last line is JSON: `faults`,
+`cut` (not tried by `--limit-s`), `noticed`, `timed_out` (counted as noticed), `baseline_fails`,
+`unseen`, `rate` (noticed of those that were tried and are not in `UNSEEN`), for each target how
+many were noticed and tried, and the tests that fail without a fault.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import gc
+import hashlib
 import importlib
 import json
+import math
+import multiprocessing
 import os
 import random
 import shutil
@@ -27,8 +37,11 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,9 +52,12 @@ SOURCE = ROOT / "src" / "ludic"
 
 _PRELOADED = (
     *("torch", "torch._dynamo", "transformers", "peft", "numpy", "safetensors.torch"),
-    *("hypothesis", "pytest", "pytest_asyncio", "jaxtyping", "pydantic", "msgspec"),
+    *("hypothesis", "pytest", "pytest_asyncio", "pytest_timeout", "jaxtyping", "beartype"),
+    *("pydantic", "msgspec"),
 )
-Verdict = Literal["noticed", "missed", "timed out"]
+_COPIED = ("benchmarks", "docs", "examples", "src", "tests", "tools")
+Verdict = Literal["noticed", "missed", "timed out", "baseline fails", "cut"]
+_NOTICED = ("noticed", "timed out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +216,13 @@ def faults(path: str) -> list[Fault]:
 def copy_of_project(folder: Path) -> Path:
     """A copy to put faults into; what is large and downloaded stays where it is."""
     copy = folder / "project"
-    ignored = shutil.ignore_patterns(".git", ".venv*", ".cache", "__pycache__")
-    shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
+    ignored = shutil.ignore_patterns("__pycache__")
+    copy.mkdir(parents=True)
+    for file in ROOT.iterdir():
+        if file.name in _COPIED:
+            shutil.copytree(file, copy / file.name, symlinks=True, ignore=ignored)
+        elif file.is_file():
+            shutil.copy2(file, copy)
     (copy / ".cache").mkdir()
     for cached in (ROOT / ".cache").glob("smollm2*"):
         (copy / ".cache" / cached.name).symlink_to(cached.resolve())
@@ -217,51 +238,90 @@ def write(copy: Path, path: str, text: str) -> None:
 
 
 class Trial:
-    """Tries faults in a copy of the project. Tests that notice one are run without it, too, once:
-    if they fail then as well, they say nothing."""
+    """Tries faults in a copy of the project. `shared` is a folder that trials have in common, so
+    that tests run without a fault only once; nothing is begun after `deadline` (monotonic)."""
 
-    def __init__(self, copy: Path, timeout_s: float) -> None:
-        self.copy, self.timeout_s = copy, timeout_s
-        self._passing = set[str]()
+    def __init__(
+        self, copy: Path, shared: Path, *, timeout_s: float, deadline: float = math.inf
+    ) -> None:
+        self.copy, self.shared = copy, shared
+        self.timeout_s, self.deadline = timeout_s, deadline
 
     def verdict(self, fault: Fault, tests: Sequence[str]) -> Verdict:
         """Runs the tests one after another until one notices the fault."""
         original = (self.copy / "src" / "ludic" / fault.path).read_text(encoding="utf-8")
-        faulty = mutated(original, fault.number)
+        faulty, incomplete = mutated(original, fault.number), False
         for place, test in enumerate(tests):
             arguments = [test, *(f"--ignore={earlier}" for earlier in tests[:place])]
+            baseline = self._baseline(arguments)
+            if baseline is None:
+                return "cut"
+            seconds, failing = baseline
+            incomplete |= bool(failing)
+            if test in failing:
+                continue
+            without = [f"--{'deselect' if '::' in each else 'ignore'}={each}" for each in failing]
+            limit_s = min(self.timeout_s, 30 + 5 * seconds)
             write(self.copy, fault.path, faulty)
-            found = _verdict_of(arguments, self.timeout_s, self.copy)
+            verdict = self._run(["-x", *arguments, *without], limit_s)
             write(self.copy, fault.path, original)
-            if found != "missed":
-                self._check(test, arguments)
-                return found
-            self._passing.add(test)
-        return "missed"
+            if verdict != "missed":
+                return verdict
+        return "baseline fails" if incomplete else "missed"
 
-    def _check(self, test: str, arguments: Sequence[str]) -> None:
-        if test not in self._passing:
-            if _verdict_of(arguments, self.timeout_s, self.copy) != "missed":
-                raise RuntimeError(f"{test} fails without any fault: mend it first")
-            self._passing.add(test)
+    def _baseline(self, arguments: Sequence[str]) -> tuple[float, list[str]] | None:
+        """How long the tests take without a fault, and which fail; None at the deadline."""
+        name = hashlib.sha256(" ".join(arguments).encode()).hexdigest()
+        file = self.shared / f"{name}.json"
+        if not file.exists():
+            report, began = self.copy / "failed.json", time.monotonic()
+            report.unlink(missing_ok=True)
+            if self._run(arguments, self.timeout_s, report) == "cut":
+                return None
+            seconds = time.monotonic() - began
+            # Without a report the tests never came to an end, and none of them can be used.
+            failing = json.loads(report.read_text()) if report.exists() else [arguments[0]]
+            whole = file.with_suffix(f".{os.getpid()}")
+            whole.write_text(json.dumps((seconds, failing)))
+            whole.rename(file)
+        seconds, failing = json.loads(file.read_text())
+        return seconds, failing
+
+    def _run(
+        self, arguments: Sequence[str], timeout_s: float, report: Path | None = None
+    ) -> Verdict:
+        if time.monotonic() >= self.deadline:
+            return "cut"
+        child = os.fork()
+        if child == 0:
+            _run_tests(arguments, timeout_s, self.copy, report)
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < min(end, self.deadline):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return "noticed" if status else "missed"
+            time.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError):  # it has not called setsid yet
+            os.killpg(child, signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return "timed out" if end <= self.deadline else "cut"
 
 
-def _verdict_of(arguments: Sequence[str], timeout_s: float, copy: Path) -> Verdict:
-    child = os.fork()
-    if child == 0:
-        _run_tests(arguments, timeout_s, copy)
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return "noticed" if status else "missed"
-        time.sleep(0.05)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "timed out"
+class _Failures:
+    """Notes the tests that fail, and the files that cannot be imported."""
+
+    def __init__(self) -> None:
+        self.failed = dict[str, None]()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed[report.nodeid] = None
+
+    pytest_collectreport = pytest_runtest_logreport
 
 
-def _run_tests(arguments: Sequence[str], timeout_s: float, copy: Path) -> None:
+def _run_tests(arguments: Sequence[str], timeout_s: float, copy: Path, report: Path | None) -> None:
     """Ends this process: with 0 if the tests pass."""
     try:
         os.setsid()
@@ -271,8 +331,9 @@ def _run_tests(arguments: Sequence[str], timeout_s: float, copy: Path) -> None:
         os.chdir(copy)
         elsewhere = {str(ROOT), str(ROOT / "src"), ""}
         sys.path[:] = [str(copy / "src"), str(copy), *(p for p in sys.path if p not in elsewhere)]
+        path = [str(copy / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         os.environ |= {
-            "PYTHONPATH": str(copy / "src"),
+            "PYTHONPATH": os.pathsep.join(p for p in path if p not in elsewhere),
             "LUDIC_HYPOTHESIS_PROFILE": "mutation",
         }
         import pytest
@@ -285,9 +346,14 @@ def _run_tests(arguments: Sequence[str], timeout_s: float, copy: Path) -> None:
             phases=(Phase.explicit, Phase.generate),  # a failure is enough: no smaller one
             suppress_health_check=[HealthCheck.too_slow],
         )
-        options = ["-x", "-q", "-p", "no:xdist", "-o", f"timeout={timeout_s}"]
-        status = pytest.main([*options, *arguments])
-        os._exit(0 if status == pytest.ExitCode.OK else 1)
+        options = ["-q", "-p", "no:xdist", "-o", f"timeout={timeout_s}"]
+        failures = _Failures()
+        status = pytest.main([*options, *arguments], plugins=[failures])
+        if report is not None:
+            report.write_text(json.dumps(list(failures.failed)))
+        # Nothing is left to run where all that there was fails without a fault.
+        passed = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+        os._exit(0 if status in passed else 1)
     except BaseException:
         os._exit(1)
 
@@ -307,7 +373,7 @@ def chosen_faults(words: Sequence[str], sample: int | None, seed: int) -> list[F
         for path in drawing.sample(paths, len(paths))
         if turn < len(found[path])
     ]
-    return sorted(by_turns[:sample], key=lambda f: (paths.index(f.path), f.number))
+    return by_turns[:sample]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -316,51 +382,98 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", help="only targets whose path has one of these")
     parser.add_argument("--sample", type=int, help="that many faults, spread over the targets")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each with its own copy")
     parser.add_argument(
         "--timeout", type=float, default=600.0, help="seconds for one fault and one of its tests"
     )
+    parser.add_argument(
+        "--limit-s", type=float, default=math.inf, help="seconds for all; the rest is not tried"
+    )
     args = parser.parse_args(argv)
-    found = chosen_faults(args.words, args.sample, args.seed)
-    # As in tests/conftest.py, which comes too late here.
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    if not any(Path("/dev").glob("nvidia*")):
-        os.environ["TRITON_INTERPRET"] = "1"
-    for heavy in _PRELOADED:
-        importlib.import_module(heavy)
-    gc.freeze()  # what is here stays: forks need not look through it
+    deadline = time.monotonic() + args.limit_s
+    chosen = chosen_faults(args.words, args.sample, args.seed)
+    _preload()
     with tempfile.TemporaryDirectory() as folder:
-        trial = Trial(copy_of_project(Path(folder)), args.timeout)
-        print(json.dumps(_try_all(found, trial)))
+        jobs = ProcessPoolExecutor(
+            args.jobs,
+            multiprocessing.get_context("fork"),
+            _begin_job,
+            (Path(folder), args.timeout, deadline),
+        )
+        with jobs:
+            print(json.dumps(_try_all(chosen, jobs) | {"failing": _failing(Path(folder))}))
     return 0
 
 
-def _try_all(found: Sequence[Fault], trial: Trial) -> dict[str, Any]:
-    """Prints every fault that is not noticed; returns the figures."""
-    noticed, timed_out, unseen = 0, 0, 0
+def _preload() -> None:
+    """Imports what tests import, on one thread and without a GPU as in tests/conftest.py."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not any(Path("/dev").glob("nvidia*")):
+        os.environ["TRITON_INTERPRET"] = "1"
+    if missing := [name for name in _PRELOADED if find_spec(name.partition(".")[0]) is None]:
+        raise SystemExit(f"the tests need packages that are not here: {', '.join(missing)}")
+    for heavy in _PRELOADED:
+        importlib.import_module(heavy)
+    gc.freeze()  # what is here stays: forks need not look through it
+
+
+_trial: Trial
+"""This job's."""
+
+
+def _begin_job(folder: Path, timeout_s: float, deadline: float) -> None:
+    global _trial
+    copy = copy_of_project(folder / str(os.getpid()))
+    _trial = Trial(copy, folder, timeout_s=timeout_s, deadline=deadline)
+
+
+def _try_one(fault: Fault) -> tuple[Verdict, float]:
+    began = time.monotonic()
+    return _trial.verdict(fault, TARGETS[fault.path]), time.monotonic() - began
+
+
+def _failing(folder: Path) -> list[str]:
+    """The tests that fail without a fault."""
+    reports = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+    return sorted({test for _, failing in reports for test in failing})
+
+
+def _try_all(chosen: Sequence[Fault], jobs: Executor) -> dict[str, Any]:
+    """Prints every fault with its verdict as it comes; returns the figures."""
+    verdicts = Counter[str]()
     targets: dict[str, list[int]] = {}
-    for number, fault in enumerate(found, start=1):
-        print(f"{number}/{len(found)} {fault.path}:{fault.line}", file=sys.stderr, flush=True)
-        reason = UNSEEN.get((fault.path, fault.text, fault.what))
-        how = trial.verdict(fault, TARGETS[fault.path]) if reason is None else "missed"
-        if how != "noticed":
-            mark = f"unseen, {reason}" if reason else how.upper()
-            print(f"{fault.path}:{fault.line}: {fault.what}: {mark}\n    {fault.text}")
-            sys.stdout.flush()
-        timed_out += how == "timed out"
-        if reason is not None:
-            unseen += 1
+    tried = {}
+    for fault in chosen:
+        if reason := UNSEEN.get((fault.path, fault.text, fault.what)):
+            verdicts["unseen"] += 1
+            print(f"{fault.path}:{fault.line}: {fault.what}: unseen, {reason}", flush=True)
+        else:
+            tried[jobs.submit(_try_one, fault)] = fault
+    for number, done in enumerate(as_completed(tried), start=1):
+        fault, (verdict, seconds) = tried[done], done.result()
+        verdicts[verdict] += 1
+        if verdict == "cut":
             continue
-        noticed += how != "missed"
         counts = targets.setdefault(fault.path, [0, 0])
-        counts[0] += how != "missed"
+        counts[0] += verdict in _NOTICED
         counts[1] += 1
+        print(
+            f"{number}/{len(tried)} {fault.path}:{fault.line}: {fault.what}: "
+            f"{verdict if verdict == 'noticed' else verdict.upper()} ({seconds:.0f} s)",
+            *([] if verdict == "noticed" else [f"    {fault.text}"]),
+            sep="\n",
+            flush=True,
+        )
+    noticed = sum(verdicts[each] for each in _NOTICED)
     return {
-        "faults": len(found),
+        "faults": len(chosen),
+        "cut": verdicts["cut"],
         "noticed": noticed,
-        "timed_out": timed_out,
-        "unseen": unseen,
-        "rate": round(noticed / max(len(found) - unseen, 1), 4),
-        "targets": {path: f"{counts[0]}/{counts[1]}" for path, counts in targets.items()},
+        "timed_out": verdicts["timed out"],
+        "baseline_fails": verdicts["baseline fails"],
+        "unseen": verdicts["unseen"],
+        "rate": round(noticed / max(len(tried) - verdicts["cut"], 1), 4),
+        "targets": {path: f"{n}/{of}" for path, (n, of) in sorted(targets.items())},
     }
 
 

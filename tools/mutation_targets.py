@@ -70,6 +70,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "training/update/scores.py": (f"{_UPDATE}/test_passes.py", *_TRAINER, _RANKS),
     "training/update/optimizer.py": (
         f"{_UPDATE}/test_optimizer.py",
+        f"{_UPDATE}/test_recovery.py",
         "tests/training/test_trainer.py",
     ),
     "training/trainer.py": (
@@ -89,7 +90,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
         _RANKS,
     ),
     "training/update/graphed.py": ("tests/training/update/test_graphed.py",),
-    "rollouts/requests.py": ("tests/rollouts/test_requests.py", "tests/rollouts/test_engine.py"),
+    "rollouts/requests.py": (
+        "tests/rollouts/test_requests.py",
+        "tests/rollouts/test_curricula.py",
+        "tests/rollouts/test_engine.py",
+    ),
     "interaction/collector.py": ("tests/interaction",),
 }
 """Which tests are to notice the faults of a file: those that are quick and meant for it first."""

@@ -16,8 +16,7 @@ from msgspec.structs import force_setattr
 from typing_extensions import TypedDict  # pydantic reads no other before Python 3.12
 
 from ludic.errors import DataError
-from ludic.plumbing.numbers import Numbers
-from ludic.plumbing.records import JsonObject, Record, changed, encode
+from ludic.plumbing.records import JsonObject, Numbers, Record, changed, encode
 from ludic.plumbing.records import check_json as check_json
 from ludic.plumbing.records import from_json as from_json
 from ludic.plumbing.records import to_json as to_json

@@ -170,7 +170,7 @@ def test_the_pages_of_real_models_say_what_was_cut_and_fill_the_readme(
         "seed": 0,
         "state": "done",
         "beside": 0,
-        "command": "python -m ludic.cli train /a/b.toml",
+        "command": "python -m ludic train /a/b.toml",
     }
     entries = {
         "slow-0": {**ours, "pages": {"gsm8k": "Ludic, all weights"}},

@@ -151,7 +151,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("trained")
     (where / "letters.py").write_text(LETTERS)
     (where / "letters.toml").write_text(RUN)
-    script, printed = ROOT / "src/ludic/cli/__main__.py", where / "printed"
+    script, printed = ROOT / "src/ludic/__main__.py", where / "printed"
     words = ("train", "letters.toml", "--out", "done")
     process = start(script, *words, where=where, printed=printed)
     process.join(300)
@@ -168,7 +168,7 @@ def environment() -> dict[str, str]:
 def started(where: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """`ludic` in a process of its own, gone at the end whatever happens."""
     process = subprocess.Popen(
-        [sys.executable, "-u", "-m", "ludic.cli", *arguments],
+        [sys.executable, "-u", "-m", "ludic", *arguments],
         cwd=where,
         env=environment(),
         stdout=subprocess.PIPE,

@@ -167,7 +167,7 @@ def test_a_resume_of_a_changed_run_json_that_does_not_fit_the_checkpoint_is_refu
 def test_a_disk_that_fills_up_while_sampling_is_said_with_the_way_to_go_on(
     ludic: Ludic, letters: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ludic.runs.storage.folder.RolloutWriter", _FullDisk)
+    monkeypatch.setattr("ludic.runs.storage.RolloutWriter", _FullDisk)
     done = ludic("train", letters, "--out", "run")
     check(done, "disk is full", "--resume")
     monkeypatch.undo()

@@ -54,7 +54,7 @@ def make_parser():
 
 def ludic_in(where: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "ludic.cli", *arguments],
+        [sys.executable, "-m", "ludic", *arguments],
         cwd=where,
         env=environment(),
         capture_output=True,

@@ -15,7 +15,7 @@ from ludic.interaction import MultiAgentProtocol
 from ludic.rollouts import read_rollouts
 from ludic.runs.check import check_parts
 from ludic.runs.settings import parse_run
-from ludic.runs.storage.folder import locked
+from ludic.runs.storage import locked
 from tests.cli.conftest import Ludic
 from tests.cli.test_bad_input import check
 

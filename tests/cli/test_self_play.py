@@ -92,7 +92,7 @@ def test_when_past_opponents_are_taken_cannot_change_on_the_way(
     ludic: Ludic, tmp_path: Path
 ) -> None:
     from ludic.runs.settings import find_run
-    from ludic.runs.storage.folder import RunFolder
+    from ludic.runs.storage import RunFolder
 
     config, _ = find_run("tic-tac-toe-self-play", TINY)
     RunFolder(tmp_path / "run").make(config, modules=tmp_path)

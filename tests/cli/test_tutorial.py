@@ -23,7 +23,7 @@ if [ "$1" = train ]; then
   set -- "$@" sft.examples=64 sft.steps=30 training.steps=2 training.rollouts_per_update=16 \\
     eval.episodes=16
 fi
-exec "{python}" -m ludic.cli "$@"
+exec "{python}" -m ludic "$@"
 """
 
 

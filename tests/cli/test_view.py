@@ -15,7 +15,7 @@ import pytest
 def start(*arguments: str) -> subprocess.Popen[str]:
     # As in a shell's foreground: a test's shell may have told its children to ignore Ctrl-C.
     return subprocess.Popen(
-        [sys.executable, "-u", "-m", "ludic.cli", "view", *arguments],
+        [sys.executable, "-u", "-m", "ludic", "view", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

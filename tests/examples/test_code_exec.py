@@ -42,7 +42,7 @@ def test_the_tiny_setting_trains_a_few_updates(tmp_path: Path) -> None:
         "training.steps=2", "training.rollouts_per_update=16", "sft.examples=40", "sft.steps=30",
         "eval.episodes=8", "env.kwargs.tasks=6",
     ]  # fmt: skip
-    run(tmp_path, "-m", "ludic.cli", "train", "code_exec/tiny.toml", *small)
+    run(tmp_path, "-m", "ludic", "train", "code_exec/tiny.toml", *small)
     (summary,) = tmp_path.glob("**/summary.json")
     found = json.loads(summary.read_text())
     assert found["headline"] == "passed"

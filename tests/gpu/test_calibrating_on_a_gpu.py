@@ -13,6 +13,7 @@ import torch
 from ludic.inference import LocalChatClient
 from ludic.inference.local.sizes import engine_memory
 from ludic.inference.tiny import tiny_tokenizer
+from ludic.runs.profiling import host_gb_s
 from ludic.saw.items import SAWBatch
 from ludic.training import Trainer, TrainerConfig, make_reinforce
 from ludic.training.update.calibrate import Calibration, calibrate, synthetic_batch
@@ -85,3 +86,9 @@ async def test_an_update_beside_an_engine_stays_within_their_share(tmp_path: Pat
         f"{peak / gib:.1f} of {SHARE / gib:.0f} GiB, of which {foretold / gib:.1f} foretold"
     )
     assert peak <= SHARE
+
+
+def test_the_link_to_the_host_is_measured_with_copies_both_ways() -> None:
+    before = torch.cuda.memory_allocated()
+    assert host_gb_s(torch.device("cuda"), size=1 << 24) > 0
+    assert torch.cuda.memory_allocated() == before

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from ludic.inference.tiny import tiny_model
 from ludic.plumbing.precision import Precision
@@ -19,9 +20,10 @@ from ludic.training.algorithms.grpo import make_grpo
 from ludic.training.config import CheckpointConfig, TrainerConfig
 from ludic.training.metrics.stats import StatBuffer
 from ludic.training.trainer import Trainer
+from ludic.training.update import host_optimizer
 from ludic.training.update.calibrate import synthetic_batch
 from ludic.training.update.host_optimizer import HostAdamW, make_optimizer
-from ludic.training.update.optimizer import clipped
+from ludic.training.update.optimizer import MasterAdamW, clipped
 from ludic.training.update.packing import lay_out
 from ludic.training.update.passes import Passes
 from ludic.training.update.planning import Cost
@@ -113,6 +115,95 @@ def test_the_hosts_steps_are_those_of_the_device(dtype: torch.dtype, passes: int
         gap = (ours - master.cpu()).abs().mean().item()
         assert gap < 2 * usual + 1e-5, name
         assert torch.equal(dict(host.model.named_parameters())[name].cpu(), ours.to(dtype))
+
+
+Twin = tuple[dict[str, nn.Parameter], MasterAdamW]
+
+
+def twin(where: Any, dtype: torch.dtype, rows: int = 300) -> Twin:
+    """An optimizer of a few parameters, its state on the device or on the host."""
+    shapes = {"matrix": (rows, 1000), "vector": (77,), "other": (501, 33), "bias": (1001,)}
+    gen = torch.Generator("cuda").manual_seed(0)
+    own = {
+        name: nn.Parameter(torch.randn(shape, generator=gen, device="cuda").to(dtype))
+        for name, shape in shapes.items()
+    }
+    cfg = TrainerConfig(weight_decay=0.1, optimizer_device=where)
+    return own, make_optimizer(own.items(), cfg)
+
+
+def stepped(twin: Twin, step: int, passes: int) -> None:
+    own, optimizer = twin
+    gen = torch.Generator("cuda").manual_seed(step)
+    for _ in range(passes):
+        noise = {n: torch.randn(p.shape, generator=gen, device="cuda") for n, p in own.items()}
+        sum((p * noise[n].to(p.dtype)).sum() for n, p in own.items()).backward()  # type: ignore[union-attr]
+        optimizer.accumulate()
+    optimizer.step(1e-3, clipped(float(optimizer.gradient_norm()), 1.0))
+
+
+def assert_same_bits(ours: Twin, others: Twin) -> None:
+    """At once, while the last pieces are on their way back."""
+    state = {name: value.clone() for name, value in ours[1].state_dict().items()}
+    for name, master in others[1].masters.items():
+        assert torch.equal(ours[0][name], others[0][name]), name
+        assert torch.equal(ours[1].masters[name].cuda(), master), name
+    for name, value in others[1].state_dict().items():
+        assert torch.equal(state[name].cuda(), value), name
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fifty_steps_with_clipping_are_the_devices_to_the_bit(
+    dtype: torch.dtype, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_optimizer, "_PIECE", 6400)
+    monkeypatch.setattr(host_optimizer, "_SLOTS", 3)
+    device, host = twin(None, dtype), twin("cpu", dtype)
+    for step in range(50):
+        for one in (device, host):
+            stepped(one, step, passes)
+        if step % 10 == 0:
+            assert_same_bits(host, device)
+    assert_same_bits(host, device)
+
+
+def test_a_state_is_read_and_stepped_again_while_its_last_pieces_return() -> None:
+    """120 million numbers: pieces of the usual size, more of them than the ring has slots."""
+    device, host = (twin(where, torch.bfloat16, rows=120_000) for where in (None, "cpu"))
+    for step in range(4):
+        for one in (device, host):
+            stepped(one, step, 1)
+        if step != 1:
+            assert_same_bits(host, device)
+
+
+def test_a_saved_state_goes_on_to_the_bit(tmp_path: Path) -> None:
+    straight, first, resumed = (twin("cpu", torch.bfloat16) for _ in range(3))
+    for step in range(6):
+        stepped(straight, step, 1)
+        stepped(first if step < 3 else resumed, step, 1)
+        if step == 2:
+            save_file(first[1].state_dict(), tmp_path / "state.safetensors")
+            resumed[1].load_state_dict(load_file(tmp_path / "state.safetensors"))
+            with torch.no_grad():
+                for name, parameter in resumed[0].items():
+                    parameter.copy_(first[0][name])
+            first[1].close()
+    assert_same_bits(resumed, straight)
+
+
+def test_memory_that_cannot_be_pinned_is_said_and_blames_no_kernel(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    array = host_optimizer._host_array(1 << 20, torch.float32, True)
+    assert host_optimizer._pin(array)
+    assert not host_optimizer._pin(array)  # it is already
+    assert caplog.text.count("cannot be pinned") == 1
+    assert torch.ones(3, device="cuda").mul_(2).sum().item() == 6
+    host_optimizer._unpin(host_optimizer.Lane(None), [array])
+    assert host_optimizer._pin(array)
+    host_optimizer._unpin(host_optimizer.Lane(None), [array])
 
 
 def test_the_hosts_state_takes_no_memory_of_the_device() -> None:

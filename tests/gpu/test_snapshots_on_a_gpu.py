@@ -9,8 +9,7 @@ import torch
 
 from ludic.distributed.background import SnapshotBuffer
 from ludic.distributed.vllm.checksums import receipt
-from ludic.plumbing.cuda_graphs import capture
-from ludic.plumbing.cuda_streams import aside
+from ludic.plumbing.cuda_streams import aside, capture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

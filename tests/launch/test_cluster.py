@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ludic.rollouts import read_rollouts, read_token_log
-from ludic.runs.storage.folder import rollout_file, token_file
+from ludic.runs.storage import rollout_file, token_file
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
@@ -122,7 +122,7 @@ class Driver:
         self.log = log
         with open(log, "ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ludic.cli", "launch", *words],
+                [sys.executable, "-m", "ludic", "launch", *words],
                 cwd=log.parent,
                 env={**os.environ, "RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1"},
                 stdout=output,

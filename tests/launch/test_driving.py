@@ -11,7 +11,7 @@ import pytest
 
 from ludic.errors import ConfigError, DeadlineError, LaunchError, PipelineError
 from ludic.runs.pipeline import launching
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 
 
 def driven_elsewhere(path: Path) -> Path:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ludic.memory.plan import GIB, Engine, Plan, remedies, settled, worthwhile_tokens
 from ludic.memory.shape import PLAIN_FAMILIES, Adapter, ModelShape
-from ludic.memory.update import Training
+from ludic.memory.update import STREAM_BYTES, Training, host_bytes, pass_bytes
 
 SEVEN = ModelShape(28, 3584, 28, 4, 128, 18_944, 152_064, tied=False)
 SEVENTY = ModelShape(80, 8192, 64, 8, 128, 28_672, 128_256, tied=False)
@@ -45,6 +45,17 @@ plans = st.builds(Plan, shapes, trainings, engines)
 @given(plans, st.integers(1, 10_000))
 def test_more_tokens_never_need_less(plan: Plan, more: int) -> None:
     assert plan.with_tokens(plan.training.tokens + more).total >= plan.total
+
+
+@given(shapes, trainings)
+def test_a_step_with_its_state_on_the_host_has_room_for_what_streams_through(
+    shape: ModelShape, training: Training
+) -> None:
+    how = replace(training, device="cuda", optimizer_device="cpu", tokens=64)
+    state = host_bytes(shape, how)
+    assert state == 12 * how.trained(shape) // how.ranks
+    assert sum(pass_bytes(shape, how).values()) >= min(STREAM_BYTES, state)
+    assert host_bytes(shape, replace(how, optimizer_device="cuda")) == 0
 
 
 @given(plans, st.integers(1, 100))
@@ -138,3 +149,19 @@ def test_the_parameters_of_a_family_follow_from_its_configuration(family: str) -
     shape = ModelShape.of(config.to_dict())
     assert shape is not None
     assert shape.parameters == pytest.approx(sum(p.numel() for p in model.parameters()), rel=1e-3)
+
+
+def test_a_run_is_expected_to_take_what_its_passes_and_its_sampling_reach() -> None:
+    how = Training(tokens=8192, precision="bfloat16", adapter=Adapter(16))
+    plan = Plan(SEVEN, how, Engine(128, 1024))
+    taken = plan.taken(4096, 20_000)
+    half = plan.with_tokens(4096).parts
+    assert taken["activations: MLP"] == half["activations: MLP"]
+    # The cache doubles from 16,384 tokens on; a step of the engine has gone when a pass begins.
+    assert taken["prefix cache"] == 32_768 * 2 * SEVEN.kv_numbers
+    assert "engine's step" not in taken
+    assert plan.taken(4096, 20_000, beside=True)["engine's step"] == half["engine's step"]
+    assert sum(taken.values()) < plan.total
+    # Neither more tokens than a pass takes nor more than the cache may hold.
+    most = plan.taken(10**6, 10**9, beside=True)
+    assert most == plan.parts

@@ -21,7 +21,7 @@ from ludic.runs.episodes import requests_of
 from ludic.runs.locate import read_run
 from ludic.runs.pipeline.acting import accepted
 from ludic.runs.run import Run
-from ludic.runs.storage.folder import rollout_file, token_file
+from ludic.runs.storage import rollout_file, token_file
 from ludic.types import EnvSpec, ProtocolSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ SMALL = (
 
 
 def ludic(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "ludic.cli", *arguments]
+    return [sys.executable, "-m", "ludic", *arguments]
 
 
 def environment() -> dict[str, str]:

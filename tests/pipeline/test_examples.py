@@ -64,7 +64,7 @@ def test_the_demo_over_redis_ends_within_the_interval_of_the_synchronous_one(
 ) -> None:
     rates = {}
     for how in ("sync", "async"):
-        command = [sys.executable, "-m", "ludic.cli", "train", "tic-tac-toe"]
+        command = [sys.executable, "-m", "ludic", "train", "tic-tac-toe"]
         command += ["--out", str(tmp_path / how), 'logging.loggers=["console"]']
         subprocess.run(
             [*command, *(["--async"] if how == "async" else [])],

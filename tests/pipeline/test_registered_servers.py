@@ -22,14 +22,16 @@ from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server import free_port
 from ludic.pipeline import LocalRedis
 from ludic.pipeline.policies import PipelinePublisher
-from ludic.pipeline.servers import Registration, list_servers
+from ludic.pipeline.servers import RegisteredServer, Registration, list_servers
 from ludic.pipeline.store import Store
+from ludic.plumbing.records import to_json
 from ludic.runs.deadlines import publish_limit_s
 from ludic.runs.pipeline.address import find_pipeline, key_of_servers
-from ludic.runs.pipeline.roster import Roster
+from ludic.runs.pipeline.roster import Roster, ServerWatch
 from ludic.runs.pipeline.serving import flags_of, serve
 from ludic.runs.settings import RunConfig, check_run
 from ludic.runs.vllm_backend import open_vllm
+from ludic.training.batching.source import PolicyLostError
 from tests.inference.vllm.asking import request, trace_of
 from tests.inference.vllm.fake_server import FakeVLLM
 
@@ -136,6 +138,39 @@ async def test_servers_join_by_a_publish_restart_and_leave_while_actors_sample(
         report = await publisher.publish(ModelWeights(model), 3)
         assert report.details["servers"] == [b]
         assert report.details["lost"] == {}, "one that has left is not missed"
+
+
+@pytest.mark.redis
+async def test_the_trainer_hears_that_no_server_has_its_policy(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    store = Store(find_pipeline(config, tmp_path))
+    watch = ServerWatch(store, patience_s=0.0)
+
+    async def look(version: int, *, publishing: bool = False) -> None:
+        await watch.look(version, publishing=publishing)
+        await asyncio.sleep(0.001)
+        watch.check()
+
+    def has(url: str, version: int | None) -> None:
+        note = to_json(RegisteredServer(url, "one", "tiny", 4, version)).decode()
+        store.run("note", "servers", url, note)
+
+    await look(3)  # none is there: a run that starts
+    has("http://a", None)
+    await look(3, publishing=True)
+    with pytest.raises(PolicyLostError, match=r"version 3 .*\(http://a none\)"):
+        await look(3)
+    watch.check()  # said once, then it looks again
+    has("http://b", 3)
+    await look(3)
+    has("http://b", 2)  # one that a publish has lost
+    with pytest.raises(PolicyLostError, match="http://a none, http://b 2"):
+        await look(3)
+    patient = ServerWatch(store, patience_s=3600.0)
+    await patient.look(3, publishing=False)
+    patient.check()
+    store.close()
 
 
 @pytest.mark.redis

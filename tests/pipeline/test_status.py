@@ -20,7 +20,7 @@ from ludic.runs.locate import read_run
 from ludic.runs.pipeline.address import find_pipeline, write_address
 from ludic.runs.pipeline.status import COLUMNS, process_rows, read_status, status_table
 from ludic.runs.run import Run
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 from ludic.view.folders import RunPlace
 from ludic.view.overview import processes
 

@@ -51,6 +51,32 @@ def test_a_small_pass_takes_as_long_as_its_kernels_start() -> None:
     assert costs.pass_s(10**6, passes=1, context=64) > few
 
 
+def test_the_host_launches_passes_that_no_graph_replays_and_adapters_more_of_them() -> None:
+    whole, adapted = Costs(H200, SEVEN), Costs(H200, SEVEN, Adapter(16))
+    launch, more = H200["pass_launch_s"], H200["pass_launch_adapter_s"]
+    assert whole.started_s(2000) == pytest.approx(28 * launch)
+    assert adapted.started_s(2000) == pytest.approx(28 * (launch + more))
+    assert adapted.started_s(100) == pytest.approx(28 * H200["pass_layer_s"])
+    small, large = (
+        adapted.update_s(34_000, 400, budget=budget, context=400, together=2125)
+        for budget in (4096, 34_000)
+    )
+    assert small == pytest.approx(16 * adapted.started_s(2125), rel=0.01)
+    assert large < 0.7 * small
+
+
+@FEW
+@given(parameters=st.sampled_from(["Qwen2.5-1.5B", "Qwen2.5-7B"]), times=st.floats(1.0, 4.0))
+def test_an_optimizer_on_the_host_moves_its_state_both_ways(parameters: str, times: float) -> None:
+    shape = shape_named(parameters)
+    slow, quick = (
+        Costs(H200.with_figures("assumed", host_gb_s=gb), shape) for gb in (20.0, 20.0 * times)
+    )
+    assert slow.optimizer_s(on_host=True) == pytest.approx(12 * shape.parameters / 20e9)
+    assert slow.optimizer_s(4, on_host=True) == pytest.approx(slow.optimizer_s(on_host=True) / 4)
+    assert slow.optimizer_s() <= quick.optimizer_s(on_host=True) <= slow.optimizer_s(on_host=True)
+
+
 @FEW
 @given(rows=st.integers(1, 500), cached=st.floats(0, 1e6))
 def test_more_rows_and_longer_ones_never_make_a_step_shorter(rows: int, cached: float) -> None:

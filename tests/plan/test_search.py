@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludic.errors import ConfigError, OutOfMemoryError
-from ludic.memory.plan import Engine, Plan
+from ludic.memory.plan import GIB, Engine, Plan
 from ludic.memory.update import Training
-from ludic.plan.costs import Costs
+from ludic.plan.costs import Costs, passes_of
 from ludic.plan.profile import load_profile
 from ludic.plan.report import chosen, cluster_lines, explained, gpu_hours, table
 from ludic.plan.search import (
@@ -21,7 +22,9 @@ from ludic.plan.search import (
     best,
     host_episode_s,
     server_slots,
+    setup_of,
     splits,
+    taken_bytes,
     trainer_plan,
     try_split,
 )
@@ -120,13 +123,55 @@ def test_a_short_run_costs_more_than_nothing() -> None:
 
 def test_actors_on_the_trainers_gpu_get_weights_and_take_turns() -> None:
     small = Workload(64, 8, Lengths(50, 50, spread=0.0), 8)
-    one, two = (
-        try_split(job(mode="async", workload=small, hosts=hosts), Split(1), 8).result
-        for hosts in (1, 2)
-    )
-    assert one.publish_s > 0
-    assert one.update_s > 0
-    assert two.update_s > 0
+    plans = [job(mode="async", workload=small, hosts=hosts) for hosts in (1, 2)]
+    costs = plans[0].costs
+    one, two = (setup_of(plan, Split(1), 8)[0] for plan in plans)
+    # The trainer waits for its copy of the weights; actors have them once the file is there.
+    copied, arrives = costs.handed_over_s()
+    assert (one.publish_s, one.arrives_s) == (copied, arrives) == (two.publish_s, two.arrives_s)
+    assert copied == pytest.approx(2 * costs.shape.parameters * costs.profile["copy_byte_s"])
+    # Two engines have half of the rows each, and one of them computes at a time.
+    assert one.step_s[64] == costs.decode_s(64)
+    assert two.step_s[64] == 2 * costs.decode_s(32) > one.step_s[64]
+    results = [try_split(plan, Split(1), 8).result for plan in plans]
+    assert [result.publish_s for result in results] == [copied, copied]
+    assert results[0].update_s >= results[0].train_s + copied
+    # What one host did for all episodes two now do at the same time, but steps take longer.
+    quick = [
+        try_split(replace(plan, costs=with_free_steps(plan.costs)), Split(1), 8).result.update_s
+        for plan in plans
+    ]
+    assert quick[1] < quick[0]
+
+
+def with_free_steps(costs: Costs) -> Costs:
+    """The same on a machine whose decode steps take no time."""
+    names = (name for name in costs.profile.figures if name.startswith("decode_"))
+    free = costs.profile.with_figures("assumed", "", **dict.fromkeys(names, 0.0))
+    return replace(costs, profile=free)
+
+
+def test_a_run_is_expected_to_take_less_than_the_most_that_it_may() -> None:
+    plan = job("Qwen2.5-1.5B", slots=64)
+    option = try_split(plan, Split(1), 2)
+    assert option.taken < option.trainer.total
+    line = table(plan, {1: option}).splitlines()[1]
+    assert f"{option.taken / GIB:.1f} to {option.trainer.total / GIB:.1f} of 139" in line
+
+
+def test_passes_hold_whole_groups_and_memory_follows_them() -> None:
+    # Groups of 8 x 256 + 128 tokens: one fits into a pass of 4,096 tokens, three into one of 7,936.
+    work = Workload(128, 8, Lengths(256, 256, spread=0.0), 4, prompt=128)
+    plan = job("Qwen2.5-1.5B", workload=work, longest=1024)
+    taken = []
+    for budget in (4096, 7936):
+        how = trainer_plan(replace(plan, budget=budget), 1, samples=True)
+        taken.append(taken_bytes(plan, how, 1))
+    one, three = (parts["activations: MLP"] for parts in taken)
+    assert three == pytest.approx(3 * one, rel=0.01)
+    assert passes_of(work.trained_tokens, 4096, work.group_tokens) == 16
+    assert passes_of(work.trained_tokens, 7936, work.group_tokens) == 6
+    assert passes_of(work.trained_tokens, 4096) == 9
 
 
 def test_what_is_not_written_and_not_in_a_thread_is_not_paid_for() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from ludic.rollouts import read_rollouts
 from ludic.runs.run import Run
-from ludic.runs.storage.folder import rollout_file
+from ludic.runs.storage import rollout_file
 
 pytestmark = [pytest.mark.adapters, pytest.mark.integration, pytest.mark.timeout(400)]
 

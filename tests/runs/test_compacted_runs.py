@@ -19,7 +19,7 @@ from ludic.context.compacting import AGAIN
 from ludic.errors import ConfigError
 from ludic.rollouts import read_rollouts, read_token_log
 from ludic.runs.playing import replay_file
-from ludic.runs.storage.folder import rollout_file, token_file
+from ludic.runs.storage import rollout_file, token_file
 from ludic.types import Rollout
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -80,7 +80,7 @@ RUN_FILE = RUN_FILE.replace("STOPS", str(list(range(33, 200)))).replace("WORDS",
 def command(*arguments: str) -> subprocess.Popen[str]:
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     return subprocess.Popen(
-        [sys.executable, "-m", "ludic.cli", *arguments],
+        [sys.executable, "-m", "ludic", *arguments],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

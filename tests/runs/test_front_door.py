@@ -163,7 +163,7 @@ def test_a_script_with_its_own_environment_learns_and_its_report_says_so(
 
 
 def test_the_same_run_from_a_run_file_gives_the_same_bits(scripted: Scripted) -> None:
-    done = python(scripted.where, "-m", "ludic.cli", "train", "guess.toml", "--out", "filed")
+    done = python(scripted.where, "-m", "ludic", "train", "guess.toml", "--out", "filed")
     assert done.returncode == 0, done.stdout + done.stderr
     weights = [
         f"checkpoints/{s}/model/model.safetensors"
@@ -185,7 +185,7 @@ def test_a_commands_needs_what_only_the_script_had_and_says_so_in_a_sentence(
     assert stored["protocol"]["kwargs"]["parser"] == {"kind": "xml", "tag": "move"}
     assert stored["algorithm"]["kwargs"] == {"group_size": 8}
     for command in (["train", "--resume", "scripted"], ["eval", "scripted"]):
-        done = python(scripted.where, "-m", "ludic.cli", *command)
+        done = python(scripted.where, "-m", "ludic", *command)
         assert done.returncode == 2
         assert done.stderr.startswith("ludic: scripted was started from a script")
         assert done.stderr.count("\n") == 1

@@ -11,7 +11,7 @@ from ludic.inference.addresses import find_key
 from ludic.runs.locate import read_run
 from ludic.runs.run import Run
 from ludic.runs.settings import load_run, parse_run
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 
 MINIMAL = '[env]\nkind = "tic_tac_toe"\n'
 

@@ -33,6 +33,16 @@ max_seq_len = 1024
 steps = 7
 """
 
+WORLDS = """
+import ludic
+
+class Quick(ludic.SingleAgentEnv):
+    blocking = False
+
+class Slow(ludic.SingleAgentEnv):
+    blocking = True
+"""
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
@@ -101,3 +111,16 @@ def test_what_an_earlier_run_trained_on_counts_by_episode(run: Path, tmp_path: P
     (earlier / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     job, _ = job_of(run, [], Given(earlier=earlier))  # 128 episodes an update
     assert job.workload.trained == pytest.approx(0.5, rel=0.01)
+
+
+def test_whether_an_environment_blocks_is_asked_of_the_modules_beside_the_run_file(
+    run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "planned_worlds.py").write_text(WORLDS)
+    quick, said = job_of(run, ["env.kind=planned_worlds:Quick"], Given(shape="Qwen2.5-0.5B"))
+    slow, _ = job_of(run, ["env.kind=planned_worlds:Slow"], Given(shape="Qwen2.5-0.5B"))
+    assert (quick.threaded, slow.threaded) == (False, True)
+    assert "the environment" not in said
+    unknown, said = job_of(run, ["env.kind=no_worlds_here:Any"], Given(shape="Qwen2.5-0.5B"))
+    assert unknown.threaded
+    assert "assumed" in said["the environment"]

@@ -14,7 +14,7 @@ from ludic.errors import ConfigError
 from ludic.rollouts import read_rollouts
 from ludic.runs.run import Run
 from ludic.runs.settings import load_run
-from ludic.runs.storage.folder import rollout_file
+from ludic.runs.storage import rollout_file
 from ludic.saw.building import build_items
 from tests.interaction.program_things import solve
 

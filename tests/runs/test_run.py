@@ -20,7 +20,7 @@ from ludic.inference.tiny import tiny_model, tiny_tokenizer
 from ludic.registry import register_logger, unregister_logger
 from ludic.runs.results.terminal import Update, command_name
 from ludic.runs.settings.from_python import given_again, read_arguments
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 from ludic.training import RolloutBatchSource, Trainer
 from tests.runs.worlds import Letters
 

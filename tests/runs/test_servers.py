@@ -16,7 +16,7 @@ from ludic.inference.vllm.flags import ServerSettings, VLLMBuild, command_line
 from ludic.runs.check import check_parts
 from ludic.runs.episodes import inference_spec
 from ludic.runs.settings import parse_run
-from ludic.runs.storage.folder import origin
+from ludic.runs.storage import origin
 from tests.inference.vllm.fake_server import FakeVLLM
 from tests.runs.test_run import small
 from tests.runs.worlds import Letters

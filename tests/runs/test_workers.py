@@ -12,7 +12,7 @@ import torch
 import ludic
 from ludic.errors import ConfigError
 from ludic.rollouts import read_rollouts
-from ludic.runs.storage.folder import rollout_file
+from ludic.runs.storage import rollout_file
 from tests.runs.test_run import small
 from tests.runs.worlds import Letters
 

@@ -85,3 +85,9 @@ def test_a_filter_of_ones_own_is_a_predicate_with_a_name() -> None:
 def test_a_limit_below_one_token_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_seq_len=0"):
         drop_overlong(0)
+
+
+def test_a_turn_without_token_ids_has_no_length() -> None:
+    call = AgentStep(0, (), {"role": "assistant", "content": ""}, FinishReason.STOP, None)
+    rollout = Rollout("r", (call, EnvironmentStep(0, (0,), "o", "a", "n", 0.0)))
+    assert Sample(rollout, next(rollout.turns()), 1.0).length == 0

@@ -73,7 +73,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model().double().save_pretrained(where / "model")
     host: dict[str, Any] = {"checkpoints": kept("host"), "optimizer": "cpu"}
     first = [
-        job("plain", 4),
+        job("plain", 4, loses_after=[2]),
         job("prompts", 3, prompt=24),
         job("device", 2, checkpoints=kept("device")),
         job("host", 2, **host),

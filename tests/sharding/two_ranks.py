@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,6 +82,7 @@ def train(
     prompt: int = 0,
     optimizer: Literal["cpu"] | None = None,
     fails: str | None = None,
+    loses_after: Sequence[int] = (),
 ) -> None:
     """Trains one model, and leaves its weights at `out`, with the run's folder beside them."""
     path, world = Path(out), World.of(mesh, torch.device("cpu"))
@@ -90,12 +92,13 @@ def train(
         with meta_parameters():
             model = tiny_model(seed=1).to(getattr(torch, dtype))
         assert {p.device.type for p in model.parameters()} == {"meta"}
-    inner = RecordingPublisher()
+    source, inner = SyntheticSource(prompt=prompt), RecordingPublisher()
+    source.loses_after = list(loses_after)
     log = TokenLog(path.with_suffix(".tokens.jsonl.zst"), append=True) if world.leads else None
     trainer = Trainer(
         model=model,
         algo=reinforce(),
-        batch_source=SyntheticSource(prompt=prompt) if world.leads else None,
+        batch_source=source if world.leads else None,
         publisher=Rank0OnlyPublisher(inner if world.leads else None, world),
         cfg=TrainerConfig(
             learning_rate=1e-3,
@@ -114,7 +117,8 @@ def train(
     trainer.train_sync(steps)
     weights = {name: tensor.clone() for name, tensor in ModelWeights(model)}
     if world.leads:
-        assert inner.versions == list(range(inner.versions[0], steps + 1))
+        first = inner.versions[0]
+        assert inner.versions == sorted([*range(first, steps + 1), *loses_after])
         save_file(weights, path)
     trainer.close()
     if log is not None:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -57,19 +60,55 @@ def test_a_sample_is_spread_over_the_targets_and_repeats() -> None:
 
 
 def test_without_a_sample_every_fault_is_tried() -> None:
-    assert mutation.chosen_faults(["saw/filters"], None, 0) == mutation.faults("saw/filters.py")
+    assert set(mutation.chosen_faults(["saw/filters"], None, 0)) == set(
+        mutation.faults("saw/filters.py")
+    )
+
+
+def outcome(*command: str) -> list[str]:
+    """What Python prints. It has to be another one: this one has imported Ludic without a fault."""
+    ended = subprocess.run(
+        [sys.executable, *command], cwd=mutation.ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
+VERDICTS = """
+import sys
+from pathlib import Path
+from tools import mutation
+folder, added = Path(sys.argv[1]), sys.argv[2]
+trial = mutation.Trial(mutation.copy_of_project(folder), folder, timeout_s=100)
+file = trial.copy / "tests/test_seeding.py"
+file.write_text(f"{file.read_text()}\\n\\n{added}\\n")
+fault = mutation.faults("saw/filters.py")[0]
+for tests in (["tests/test_seeding.py"], ["tests/test_seeding.py", "tests/saw/test_filters.py"]):
+    print("", trial.verdict(fault, tests), sep="\\n")
+"""
 
 
 @pytest.mark.slow
-def test_a_fault_is_noticed_by_tests_that_pass_without_it(tmp_path: Path) -> None:
-    trial = mutation.Trial(mutation.copy_of_project(tmp_path), 300)
-    fault = mutation.faults("saw/grouping.py")[0]
-    assert trial.verdict(fault, ("tests/test_seeding.py",)) == "missed"
-    tests = ("tests/test_seeding.py", "tests/saw/test_assembly.py")
-    assert trial.verdict(fault, tests) == "noticed"
-    broken = trial.copy / "tests/test_seeding.py"
-    broken.write_text(
-        broken.read_text() + "\n\ndef test_nothing() -> None:\n    raise ValueError\n"
-    )
-    with pytest.raises(RuntimeError, match="fails without any fault"):
-        mutation.Trial(trial.copy, 300).verdict(fault, tests)
+@pytest.mark.parametrize(
+    ("added", "expected"),
+    [
+        ("", "missed"),
+        ("def test_nothing() -> None:\n    raise ValueError", "baseline fails"),
+        ("import no_such_module", "baseline fails"),
+        ("import os\nos._exit(3)", "baseline fails"),
+    ],
+)
+def test_tests_that_fail_without_a_fault_are_left_out(
+    tmp_path: Path, added: str, expected: str
+) -> None:
+    assert outcome("-c", VERDICTS, str(tmp_path), added) == ["", expected, "", "noticed"]
+
+
+@pytest.mark.slow
+def test_jobs_share_a_sample_and_say_what_the_limit_cut() -> None:
+    command = ("-m", "tools.mutation", "saw/filters", "--sample", "3", "--jobs", "2")
+    *lines, summary = outcome(*command)
+    figures = json.loads(summary)
+    assert (figures["faults"], figures["cut"], figures["failing"]) == (3, 0, [])
+    assert sum("saw/filters.py:" in line for line in lines) == 3
+    assert json.loads(outcome(*command, "--limit-s", "0")[-1])["cut"] == 3

@@ -15,6 +15,7 @@ from ludic.saw.items import SampleAttachments, SAWBatch, SAWItem, TurnSpan
 from ludic.seeding import derive_seed
 from ludic.training.algorithm import RLAlgorithm
 from ludic.training.algorithms.reinforce import make_reinforce
+from ludic.training.batching.source import PolicyLostError
 from ludic.training.types import BatchSource
 
 VOCAB = 250
@@ -90,8 +91,12 @@ class SyntheticSource(BatchSource):
     def __init__(self, seed: int = 0, rollouts: int = 6, prompt: int = 0, lag: int = 0) -> None:
         self.seed, self.rollouts, self.prompt, self.count = seed, rollouts, prompt, 0
         self.lag = lag
+        self.loses_after: list[int] = []  # so many batches, the samplers have no policy any more
 
     async def next_batch(self) -> SAWBatch:
+        if self.count in self.loses_after:
+            self.loses_after.remove(self.count)
+            raise PolicyLostError("all samplers were started again")
         self.count += 1
         seed = derive_seed(self.seed, self.count) % 2**31
         return of_version(

@@ -122,6 +122,29 @@ async def test_the_example_loop_publishes_every_version_once(tmp_path: Path) -> 
     trainer.close()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_a_policy_that_no_sampler_has_any_more_is_published_again(
+    tmp_path: Path, overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher, source = RecordingPublisher(), SyntheticSource()
+    source.loses_after = [0, 1, 1]
+    trainer = Trainer(
+        model=tiny_model(),
+        algo=reinforce(),
+        batch_source=source,
+        publisher=publisher,
+        cfg=config(tmp_path, overlap=overlap),
+    )
+    await trainer.train(num_steps=2)
+    trainer.close()
+    assert publisher.versions == [0, 0, 1, 1, 1, 2]
+    for again, once in ((1, 0), (3, 2), (4, 2)):
+        for name, tensor in publisher.weights[once].items():
+            assert torch.equal(tensor, publisher.weights[again][name])
+    words = "all samplers were started again: version 1 is published again"
+    assert caplog.messages.count(words) == 2
+
+
 async def test_steps_taken_one_by_one_do_not_count_against_those_asked_for(tmp_path: Path) -> None:
     trainer = Trainer(
         model=tiny_model(), algo=reinforce(), batch_source=SyntheticSource(), cfg=config(tmp_path)

@@ -6,14 +6,14 @@ the template allows it; where not, the new call's `fork` says why. Agents are on
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
 from msgspec.structs import asdict, replace
 
-from ludic.errors import AgentError, DeadlineError, InferenceError
+from ludic.errors import AgentError, InferenceError
 from ludic.inference.client import ChatClient, TokenCompletionRequest, ToolRequest
 from ludic.inference.sampling import InferenceSpec, SamplingConfig
 from ludic.inference.templates.chat_template import ChatTemplate, ParsedCompletion
@@ -21,7 +21,7 @@ from ludic.plumbing.records import Record
 from ludic.plumbing.text import clean_json, clean_text
 from ludic.seeding import derive_seed
 from ludic.types import AgentStep, ChatResponse, FinishReason, Fork, ForkReason, Message
-from ludic.workers.deadlines import deadline
+from ludic.workers.deadlines import bounded
 from ludic.workers.threads import shared_threads
 
 LONG_TEXT = 100_000
@@ -99,7 +99,29 @@ class ModelCaller:
         self, messages: tuple[Message, ...], tools: ToolRequest | None, previous: ModelCall | None
     ) -> tuple[tuple[int, ...], tuple[Message, ...], Fork | None]:
         """The prompt's ids, the messages that are new in it, and why it forks, if it does."""
-        return _prompt(self.template_for(tools), messages, tools, previous)
+        template, schemas = self.template_for(tools), None if tools is None else tools.tools
+        if previous is None:
+            return tuple(template.render(messages, schemas)), messages, None
+        shown = previous.messages
+        n = len(shown)
+        grew = (
+            len(messages) > n and messages[n] == previous.parsed.message and messages[:n] == shown
+        )
+        new_messages = messages[n + 1 :] if grew else unseen(messages, shown)
+        trace = previous.response.trace
+        if trace is None:  # a backend without ids: nothing to extend, and nothing to fork from
+            return tuple(template.render(messages, schemas)), new_messages, None
+        extension: list[int] | Fork
+        if not grew:
+            extension = Fork(ForkReason.HISTORY_REWRITTEN, "the context shows another history")
+        elif tools is not previous.tools and tools != previous.tools:
+            extension = Fork(ForkReason.TOOLS_CHANGED, "the model is shown other tools")
+        else:
+            extension = template.extend(messages, trace, schemas)
+        if isinstance(extension, Fork):
+            return tuple(template.render(messages, schemas)), new_messages, extension
+        prompt = (*trace.prompt_token_ids, *trace.completion_token_ids, *extension)
+        return prompt, new_messages, None
 
     async def complete(
         self,
@@ -111,17 +133,17 @@ class ModelCaller:
         """Samples one assistant message; None when its prompt leaves no room in the context.
         `sampling` stands in for the settings that all calls have. Calls may overlap: each is
         counted before the first wait."""
-        template, number = self.template_for(tools), self._calls
+        number = self._calls
         self._calls += 1
         if sum([len(message["content"]) for message in messages]) >= LONG_TEXT:
             prompt, new_messages, fork = await shared_threads().run(
-                lambda: _prompt(template, messages, tools, previous),
+                lambda: self.prompt(messages, tools, previous),
                 what="the tokens of a long text",
                 whom="the chat template",
                 timeout_s=self.request_timeout_s,
             )
         else:
-            prompt, new_messages, fork = _prompt(template, messages, tools, previous)
+            prompt, new_messages, fork = self.prompt(messages, tools, previous)
         sampling = sampling or self.inference.sampling
         seed, limit = sampling.seed, sampling.max_tokens
         if self._seed is not None:
@@ -142,23 +164,14 @@ class ModelCaller:
             self.inference.extensions,
         )
         answer = self.client.complete_tokens(request)
-        response = await (answer if self._is_punctual else self._bounded(answer))
+        if not self._is_punctual:
+            whom = f"model {self.model!r}"
+            answer = bounded(answer, "a completion", whom, self.request_timeout_s)
+        response = await answer
         self._check(prompt, response)
-        parsed = _cleaned(template.parse(response))
+        parsed = _cleaned(self.template_for(tools).parse(response))
         settings = {**_as_json(sampling), "seed": seed, "max_tokens": limit}
         return ModelCall(messages, tools, new_messages, parsed, response, fork, settings)
-
-    async def _bounded(self, answer: Awaitable[ChatResponse]) -> ChatResponse:
-        """Holds when the client does not keep the deadline itself."""
-        try:
-            with deadline(self.request_timeout_s) as limit:
-                return await answer
-        except TimeoutError as exc:
-            if isinstance(exc, DeadlineError) or not limit.expired:
-                raise
-            raise DeadlineError(
-                "a completion", f"model {self.model!r}", self.request_timeout_s or 0.0
-            ) from exc
 
     def _check(self, prompt: tuple[int, ...], response: ChatResponse) -> None:
         trace = response.trace
@@ -183,36 +196,6 @@ def _cleaned(parsed: ParsedCompletion) -> ParsedCompletion:
         tool_calls=tuple([clean_json(call) for call in calls]),
         tool_call_errors=tuple(map(clean_text, errors)),
     )
-
-
-def _prompt(
-    template: ChatTemplate,
-    messages: tuple[Message, ...],
-    tools: ToolRequest | None,
-    previous: ModelCall | None,
-) -> tuple[tuple[int, ...], tuple[Message, ...], Fork | None]:
-    """The prompt's ids, the messages that are new in it, and why it forks, if it does."""
-    schemas = None if tools is None else tools.tools
-    if previous is None:
-        return tuple(template.render(messages, schemas)), messages, None
-    shown = previous.messages
-    n = len(shown)
-    grew = len(messages) > n and messages[n] == previous.parsed.message and messages[:n] == shown
-    new_messages = messages[n + 1 :] if grew else unseen(messages, shown)
-    trace = previous.response.trace
-    if trace is None:  # a backend without ids: nothing to extend, and nothing to fork from
-        return tuple(template.render(messages, schemas)), new_messages, None
-    extension: list[int] | Fork
-    if not grew:
-        extension = Fork(ForkReason.HISTORY_REWRITTEN, "the context shows another history")
-    elif tools is not previous.tools and tools != previous.tools:
-        extension = Fork(ForkReason.TOOLS_CHANGED, "the model is shown other tools")
-    else:
-        extension = template.extend(messages, trace, schemas)
-    if isinstance(extension, Fork):
-        return tuple(template.render(messages, schemas)), new_messages, extension
-    prompt = (*trace.prompt_token_ids, *trace.completion_token_ids, *extension)
-    return prompt, new_messages, None
 
 
 @lru_cache(maxsize=64)

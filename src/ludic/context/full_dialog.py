@@ -37,8 +37,7 @@ class FullDialog(ContextStrategy):
         self._hear(obs)
 
     def on_before_act(self) -> Sequence[Message]:
-        self._settle()
-        return tuple(self._messages)
+        return self.history
 
     def on_after_act(self, message: Message) -> None:
         self._settle()
@@ -77,10 +76,9 @@ class WindowedDialog(FullDialog):
         self.keep_first = keep_first
 
     def on_before_act(self) -> Sequence[Message]:
-        self._settle()
-        messages = self._messages
+        messages = self.history
         turns = [place for place, m in enumerate(messages) if m["role"] == "user"]
         if len(turns) <= self.max_turns:
-            return tuple(messages)
+            return messages
         head = messages[: turns[0] + 1] if self.keep_first else messages[: turns[0]]
         return (*head, *messages[turns[-self.max_turns] :])

@@ -148,6 +148,11 @@ class BackgroundPublisher(PolicyPublisher):
         if self._failure is not None:
             raise self._failure
 
+    @property
+    def is_publishing(self) -> bool:
+        """Whether weights are on their way."""
+        return self._task is not None and not self._task.done()
+
     def drop_waiting(self) -> None:
         """Forgets the snapshot that has not begun, before a newer one takes up memory."""
         self._next = None

@@ -11,9 +11,9 @@ from ludic.envs.dataset_qa_env import GSM8KEnv as GSM8KEnv
 from ludic.envs.dataset_qa_env import MATHEnv as MATHEnv
 from ludic.envs.env import LudicEnv as LudicEnv
 from ludic.envs.key_door import KeyDoorEnv as KeyDoorEnv
-from ludic.envs.running.process import ProcessEnv as ProcessEnv
-from ludic.envs.running.process import build_env as build_env
-from ludic.envs.running.runner import EnvRunner as EnvRunner
+from ludic.envs.process import ProcessEnv as ProcessEnv
+from ludic.envs.process import build_env as build_env
+from ludic.envs.runner import EnvRunner as EnvRunner
 from ludic.envs.single_agent_env import SingleAgentEnv as SingleAgentEnv
 from ludic.envs.tic_tac_toe import TicTacToeEnv as TicTacToeEnv
 from ludic.envs.tic_tac_toe import TwoPlayerTicTacToeEnv as TwoPlayerTicTacToeEnv

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ludic.agents.base_agent import ActResult, Agent
 from ludic.envs.env import LudicEnv
-from ludic.envs.running.runner import EnvRunner
+from ludic.envs.runner import EnvRunner
 from ludic.errors import (
     AgentError,
     ConfigError,

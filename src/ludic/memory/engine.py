@@ -14,6 +14,8 @@ tokens within a window would need gigabytes at once."""
 GPU_CONTEXT = 4096
 """The longest context on a GPU where no number is set: slots of a model's own would be too long."""
 _CACHE_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
+FIRST_TOKENS = 16_384
+"""What the prefix cache of a GPU begins with; it doubles until it holds what ended."""
 _SCORED_ROWS = 512
 _BYTES_PER_LOGIT = 16
 """A logit in the model's type, in float32 and scaled, and what a sampler or a graph keeps of it."""
@@ -59,6 +61,14 @@ def engine_bytes(
 def cache_tokens(bytes_per_token: int, device: str) -> int:
     """How many tokens the prefix cache holds where no number is set."""
     return max(1, _CACHE_BYTES["cuda" if device == "cuda" else "cpu"] // bytes_per_token)
+
+
+def grown_tokens(kept: float) -> int:
+    """How many tokens the prefix cache has room for once it has held `kept`."""
+    room = FIRST_TOKENS
+    while room < kept:
+        room *= 2
+    return room
 
 
 def default_context(positions: int, device: str) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 
-from ludic.memory.engine import EngineMemory, engine_bytes
+from ludic.memory.engine import EngineMemory, engine_bytes, grown_tokens
 from ludic.memory.shape import Adapter, ModelShape
 from ludic.memory.update import Training, pass_bytes, state_bytes
 
@@ -82,6 +82,23 @@ class Plan:
     def fits(self, free: int) -> bool:
         """Whether it fits into `free` bytes, with a little to spare."""
         return self.total <= (1 - HEADROOM) * free
+
+    def taken(self, tokens: float, sampled: float, *, beside: bool = False) -> dict[str, int]:
+        """What a run is expected to take, where `parts` are the most that it may: passes of
+        `tokens` instead of full ones, a prefix cache that has grown to the `sampled` tokens of an
+        update, and, unless sampling goes on `beside` them, passes in the memory of the engine's
+        steps. Bytes by name; what the allocator holds in vain is the same share of a pass."""
+        plan = self.with_tokens(min(int(tokens), self.training.tokens))
+        parts = plan.parts
+        if self.engine is None:
+            return parts
+        cache = parts.get("prefix cache", 0)
+        each = self.shape.kv_numbers * self.training.item
+        parts["prefix cache"] = min(cache, grown_tokens(sampled) * each)
+        if not beside:
+            passes = sum(pass_bytes(self.shape, plan.training).values())
+            parts["engine's step"] = max(parts.get("engine's step", 0) - passes, 0)
+        return {name: size for name, size in parts.items() if size > 0}
 
     def with_tokens(self, tokens: int) -> Plan:
         return replace(self, training=replace(self.training, tokens=tokens))

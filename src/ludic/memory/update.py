@@ -16,6 +16,8 @@ from ludic.plumbing.precision import Precision
 
 CHUNK_LOGITS = {"cuda": 2**28, "cpu": 2**24}
 """How many logits the head makes at once: 1 GB in float32 on a GPU, 64 MB on a CPU."""
+STREAM_BYTES = 1 << 30
+"""What a step with the optimizer's state on the host takes of the device for pieces of it."""
 _ROOM_PER_CHUNK = {"cuda": 4, "cpu": 12}
 """Bytes for each of these logits, beside the gradient: on a GPU a kernel reads them once; torch
 alone also keeps their log-softmax and its exponential."""
@@ -86,9 +88,8 @@ def state_bytes(shape: ModelShape, how: Training) -> dict[str, int]:
 
 
 def host_bytes(shape: ModelShape, how: Training) -> int:
-    """What the optimizer keeps in the host's memory: master and moments, and a place where
-    gradients arrive and weights depart."""
-    return (12 + how.weight_item) * how.trained(shape) // how.ranks if _offloads(how) else 0
+    """What the optimizer keeps in the host's memory: masters and moments."""
+    return 12 * how.trained(shape) // how.ranks if _offloads(how) else 0
 
 
 def pass_bytes(shape: ModelShape, how: Training) -> dict[str, int]:
@@ -182,10 +183,11 @@ def _backward_bytes(shape: ModelShape, how: Training) -> int:
 
 
 def _end_bytes(shape: ModelShape, how: Training, kept: dict[str, int]) -> int:
-    """Where all activations are gone again, the gradients that have not been added up yet; on a
-    CPU the step makes two more numbers for each of the largest matrix."""
+    """Where all activations are gone again, the gradients that have not been added up yet, or what
+    the step takes: on a CPU two more numbers for each of the largest matrix, on a GPU pieces of a
+    state that is on the host."""
     matrix = shape.vocab * shape.hidden if how.adapter is None else 0
     trained = how.trained(shape) // how.ranks
     narrow = how.weight_item * (trained if how.weight_item == 2 else 0)
-    step = 8 * matrix if how.device == "cpu" else 0
+    step = 8 * matrix if how.device == "cpu" else min(STREAM_BYTES, host_bytes(shape, how))
     return max(narrow + how.weight_item * matrix, step) - sum(kept.values())

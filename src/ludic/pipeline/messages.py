@@ -26,11 +26,10 @@ from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
 from ludic.errors import DataError, SchemaVersionError, SerializationError
-from ludic.plumbing.numbers import Numbers
-from ludic.plumbing.records import ready
+from ludic.plumbing.records import Numbers, ready
 from ludic.rollouts.requests import RolloutRequest
-from ludic.rollouts.stored_prompts import whole_prompts, without_repeats
-from ludic.rollouts.stored_prompts import with_traces as with_traces
+from ludic.rollouts.storage import whole_prompts, without_repeats
+from ludic.rollouts.storage import with_traces as with_traces
 from ludic.types import Rollout, TokenTrace, VersionSpan, are_ids, from_json, to_json
 
 SCHEMA = 1

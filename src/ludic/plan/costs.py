@@ -10,7 +10,16 @@ from ludic.plan.profile import Profile
 
 CROWD = 128
 """Rows from which on a decode step's products take longer: they fill the tiles of its kernels."""
+REPLAYED = 1e11
+"""Parameters times tokens, for each layer, up to which the trainer replays a pass as a graph."""
 _ITEM = 2
+_STREAMED = 12
+"""Bytes of a parameter that an optimizer on the host sends to the device, and gets back at the same
+time: its master and two moments."""
+_STEPPED = 30
+"""Bytes of a parameter that an optimizer on the device reads and writes."""
+_ADDED = 10
+"""Bytes of a parameter that adding up gradients reads and writes in every pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +86,23 @@ class Costs:
         return {
             "pass_flop_s": tokens * self.token_flops(context) * more,
             "pass_element_s": elements,
-            "pass_adapter_s": tokens * shape.layers * more if self.adapter else 0.0,
+            "pass_adapter_s": tokens * shape.layers * shape.hidden * more if self.adapter else 0.0,
         }
 
     def pass_s(self, tokens: float, *, passes: int, context: float, again: bool = False) -> float:
-        """Forward and backward over `tokens` in so many passes. A layer of a small pass takes as
-        long as the starts of its kernels."""
+        """Forward and backward over `tokens` in so many passes. A small pass takes as long as the
+        starts of its kernels: from a graph, or one by one from the host."""
         features = self.pass_features(tokens, context=context, again=again)
         working = sum(self.profile[name] * size for name, size in features.items())
-        return max(working, passes * self.shape.layers * self.profile["pass_layer_s"])
+        return max(working, passes * self.started_s(tokens / max(passes, 1)))
+
+    def started_s(self, tokens: float) -> float:
+        """The starts of the kernels of one pass, however little they have to do."""
+        profile, shape = self.profile, self.shape
+        if tokens * shape.parameters <= REPLAYED * shape.layers:
+            return shape.layers * profile["pass_layer_s"]
+        more = profile["pass_launch_adapter_s"] if self.adapter else 0.0
+        return shape.layers * (profile["pass_launch_s"] + more)
 
     def update_s(
         self,
@@ -97,16 +114,33 @@ class Costs:
         ranks: int = 1,
         again: bool = False,
         steps: int = 1,
+        together: float = 0.0,
+        on_host: bool = False,
     ) -> float:
         """An update over `tokens`: passes of at most `budget` tokens, weights gathered and
         gradients scattered beside them, the optimizer. It has so many `steps`, for each of which
-        all ranks wait for the one with the `longest` sequence."""
+        all ranks wait for the one with the `longest` sequence. `together` and `on_host`: see
+        `passes_of` and `optimizer_s`."""
         each = max(tokens / ranks, steps * longest if ranks > 1 else longest)
-        passes = max(steps, ceil(each / budget))
+        passes = max(steps, passes_of(each, budget, 0.0 if ranks > 1 else together))
         computing = self.pass_s(each, passes=passes, context=context, again=again)
-        trained = self.trained
-        optimizer = steps * 30 * trained / ranks / (1e12 * max(self.profile["hbm_tb_s"], 1e-6))
-        return max(computing, passes * self.collective_s(ranks)) + optimizer
+        computing += passes * _ADDED * self.trained / ranks / self._memory_s
+        moving = passes * self.collective_s(ranks)
+        return max(computing, moving) + steps * self.optimizer_s(ranks, on_host=on_host)
+
+    def optimizer_s(self, ranks: int = 1, *, on_host: bool = False) -> float:
+        """One step of the optimizer. `on_host`: masters and moments are in the host's memory, and
+        go through the device and back, both ways at the same time."""
+        each = self.trained / ranks
+        stepping = _STEPPED * each / self._memory_s
+        if not on_host:
+            return stepping
+        return max(stepping, _STREAMED * each / (1e9 * self.profile["host_gb_s"]))
+
+    @property
+    def _memory_s(self) -> float:
+        """Bytes of the device's memory in a second."""
+        return 1e12 * max(self.profile["hbm_tb_s"], 1e-6)
 
     @property
     def trained(self) -> int:
@@ -157,3 +191,12 @@ class Costs:
         """How long the trainer waits for a checkpoint: weights, masters and moments."""
         size = _ITEM * self.shape.parameters + 12 * self.trained
         return self.profile["checkpoint_byte_s"] * size
+
+
+def passes_of(tokens: float, budget: int, together: float = 0.0) -> int:
+    """How many passes of at most `budget` tokens an update takes on one rank. Groups of `together`
+    tokens share a prompt, and are not divided where one fits: the rest of a pass stays empty."""
+    if not 0 < together <= budget:
+        return max(1, ceil(tokens / budget))
+    groups = max(1, ceil(tokens / together - 1e-9))
+    return ceil(groups / int(budget // together))

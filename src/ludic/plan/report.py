@@ -38,7 +38,7 @@ def table(job: Job, options: Mapping[int, Option | str]) -> str:
         rows.append(
             (
                 *(str(gpus), str(split.ranks), servers),
-                f"{option.trainer.total / GIB:.1f} of {free:.0f}",
+                f"{option.taken / GIB:.1f} to {option.trainer.total / GIB:.1f} of {free:.0f}",
                 f"{option.server_bytes / GIB:.1f} of {free:.0f}" if split.servers else "-",
                 *(_seconds(result.update_s), _seconds(result.wait_s), _seconds(result.train_s)),
                 *(_seconds(result.publish_s), f"{result.tokens_per_s:,.0f}"),
@@ -49,7 +49,8 @@ def table(job: Job, options: Mapping[int, Option | str]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = ["  ".join(cell.rjust(w) for cell, w in zip(r, widths, strict=True)) for r in rows]
     legend = (
-        f"waiting, passes and publish are seconds of an update; lag is how many updates old a "
+        "a rank is expected to take the first number and may take the second; waiting, passes and "
+        f"publish are seconds of an update; lag is how many updates old a "
         f"sample is; GPU-hours are those of all {job.workload.updates} updates"
     )
     return "\n".join([*(line.rstrip() for line in lines), legend, *notes])

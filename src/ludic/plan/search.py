@@ -10,7 +10,7 @@ from typing import Literal
 from ludic.errors import OutOfMemoryError
 from ludic.inference.vllm.memory import server_need
 from ludic.memory.plan import GIB, Plan, settled
-from ludic.plan.costs import Costs
+from ludic.plan.costs import Costs, passes_of
 from ludic.plan.setup import Result, Setup
 from ludic.plan.simulation import simulate
 from ludic.plan.workload import Workload
@@ -79,6 +79,8 @@ class Option:
 
     split: Split
     trainer: Plan
+    taken: int
+    """What a rank is expected to take; the plan's total is the most."""
     server_bytes: int
     slots: int
     actors: int
@@ -91,6 +93,19 @@ def trainer_plan(job: Job, ranks: int, *, samples: bool) -> Plan:
     how = replace(job.memory.training, ranks=ranks)
     plan = replace(job.memory, training=how, engine=job.memory.engine if samples else None)
     return settled(plan, job.free, job.longest, tokens=job.budget, checkpointing=job.checkpointing)
+
+
+def taken_bytes(job: Job, plan: Plan, ranks: int) -> dict[str, int]:
+    """What a rank is expected to take: passes as large as an update of usual length makes them."""
+    work = job.workload
+    each, budget = work.trained_tokens / ranks / job.steps, plan.training.tokens
+    together = work.group_tokens if ranks == 1 else 0.0
+    passes = passes_of(each, budget, together)
+    largest = each / passes
+    if 0 < together <= budget:  # whole groups, as even as they are
+        largest = ceil(ceil(each / together - 1e-9) / passes) * together
+    sampled = work.episodes * work.context
+    return plan.taken(min(largest, budget), sampled, beside=job.mode != "sync")
 
 
 def server_slots(job: Job, gpus: int) -> tuple[int, int]:
@@ -146,6 +161,8 @@ def setup_of(job: Job, split: Split, updates: int) -> tuple[Setup, Plan, int, in
             ranks=split.ranks,
             again=how.checkpointing,
             steps=job.steps,
+            together=work.group_tokens,
+            on_host=how.optimizer_device == "cpu",
         )
 
     profile, rate = costs.profile, job.failures_per_gpu_hour
@@ -215,7 +232,8 @@ def try_split(job: Job, split: Split, updates: int) -> Option:
     setup, plan, slots, server_bytes = setup_of(job, split, updates)
     result = simulate(setup)
     limit = limit_of(job, split, setup, result)
-    return Option(split, plan, server_bytes, slots, setup.hosts, result, limit)
+    taken = sum(taken_bytes(job, plan, split.ranks).values())
+    return Option(split, plan, taken, server_bytes, slots, setup.hosts, result, limit)
 
 
 def best(job: Job, gpus: int) -> Option:
@@ -251,7 +269,7 @@ def limit_of(job: Job, split: Split, setup: Setup, result: Result) -> str:
     limit = max(parts, key=lambda name: parts[name])
     if limit == "trainer":
         each = max(work.trained_tokens / split.ranks, 1)
-        passes = ceil(each / trainer_plan(job, split.ranks, samples=False).training.tokens)
+        passes = passes_of(each, trainer_plan(job, split.ranks, samples=False).training.tokens)
         moving = passes * costs.collective_s(split.ranks) * job.epochs
         return "trainer's links" if moving > 0.9 * result.train_s else "trainer"
     if limit != "sampling":

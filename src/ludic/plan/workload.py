@@ -90,6 +90,11 @@ class Workload:
         shared = self.prompt * (1 - 1 / self.group)
         return self.trained * self.episodes * (self.context - shared)
 
+    @property
+    def group_tokens(self) -> float:
+        """Of a group, on average: what its rows hold of a pass, the prompt computed once."""
+        return self.group * (self.context - self.prompt) + self.prompt
+
     def waits(self, rng: np.random.Generator, count: int) -> list[float]:
         """Seconds of environment steps."""
         if self.env_s == 0 or self.env_spread == 0:

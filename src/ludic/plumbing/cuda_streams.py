@@ -1,4 +1,4 @@
-"""Work on a GPU beside what other threads have queued there.
+"""Work on a GPU beside what other threads do there: a stream of one's own, the capture of a graph.
 
 A whole device is never waited for: that is an error while another thread captures a graph, and
 waits for everything that the trainer has queued.
@@ -6,12 +6,14 @@ waits for everything that the trainer has queued.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _OWN = threading.local()
@@ -46,3 +48,40 @@ def aside(tensors: Iterable[Tensor]) -> Iterator[None]:
             yield
     finally:
         stream.synchronize()
+
+
+_lock = threading.Lock()
+_captures = 0
+_was_collecting = False
+
+
+@contextmanager
+def capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """What this thread launches inside goes into `graph`; other threads go on as they like.
+
+    Python's collector stands still meanwhile. It runs in whichever thread allocates, and freeing
+    another graph in this one would end the capture.
+    """
+    with _collector_held():
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
+@contextmanager
+def _collector_held() -> Iterator[None]:
+    global _captures, _was_collecting
+    with _lock:
+        if _captures == 0:
+            _was_collecting = gc.isenabled()
+            gc.disable()
+        _captures += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _captures -= 1
+            if _captures == 0 and _was_collecting:
+                gc.enable()

@@ -305,6 +305,12 @@ class Budget:
             if value is not None and value < 1:
                 raise ConfigError(f"Budget.{name}={value}: must be at least 1, or None")
 
+    def has_room(self, tokens: int, episodes: int) -> bool:
+        """Whether another may begin, after so many tokens, if that makes so many episodes."""
+        return (self.max_tokens is None or tokens < self.max_tokens) and (
+            self.max_episodes is None or episodes <= self.max_episodes
+        )
+
 
 class BudgetGate:
     """Decides, episode by episode in the order of the plan, whether it may begin."""
@@ -312,7 +318,7 @@ class BudgetGate:
     def __init__(self, budget: Budget | None, episodes: Iterable[PlannedEpisode]) -> None:
         self._budget = budget or Budget()
         self._group_sizes = Counter(e.group_id for e in episodes if e.group_id is not None)
-        self._begun: set[str] = set()
+        self._begun: set[str | None] = set()
         self._reserved = 0
         self.closed = False
         self.admitted = 0
@@ -321,21 +327,14 @@ class BudgetGate:
     def admits(self, episode: PlannedEpisode) -> bool:
         """Whether `episode` may begin; admitting the first of a group admits the whole group."""
         group = episode.group_id
-        if group is not None and group in self._begun:
-            self.admitted += 1
-            return True
-        size = self._group_sizes[group] if group is not None else 1
-        limits = self._budget
-        if (limits.max_tokens is not None and self.tokens >= limits.max_tokens) or (
-            limits.max_episodes is not None and self._reserved + size > limits.max_episodes
-        ):
-            self.closed = True
-        if self.closed:
-            return False
-        self._reserved += size
-        self.admitted += 1
-        if group is not None:
+        if group is None or group not in self._begun:
+            size = 1 if group is None else self._group_sizes[group]
+            if self.closed or not self._budget.has_room(self.tokens, self._reserved + size):
+                self.closed = True
+                return False
+            self._reserved += size
             self._begun.add(group)
+        self.admitted += 1
         return True
 
 

@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from ludic.envs import build_env
 from ludic.envs.env import LudicEnv
-from ludic.envs.running.runner import EnvRunner, close_env
-from ludic.errors import ConfigError, DeadlineError, EnvError, ProtocolError, UnknownNameError
+from ludic.envs.runner import EnvRunner, close_env
+from ludic.errors import ConfigError, EnvError, ProtocolError, UnknownNameError
 from ludic.inference.sampling import InferenceSpec
 from ludic.interaction.base import InteractionProtocol, RunSpec, Runtime
 from ludic.interaction.episode import CONFIGURATION_ERRORS
@@ -20,7 +20,7 @@ from ludic.plumbing.text import TRACEBACK, described, users_traceback
 from ludic.registry import ENVS, PROTOCOLS
 from ludic.rollouts.requests import PlannedEpisode
 from ludic.types import EnvSpec, ProtocolSpec, Rollout, to_json
-from ludic.workers.deadlines import deadline
+from ludic.workers.deadlines import bounded
 from ludic.workers.threads import contained, is_for_us, shared_threads
 
 EnvFactory: TypeAlias = Callable[..., LudicEnv[Any, Any, Any]]
@@ -107,18 +107,14 @@ class EpisodeRunner:
             self.step_timeout_s,
             limit,
         )
+        if limit is not None:  # the protocol keeps it itself; this one holds when it does not
+            limit += GRACE_S
+        what, whom = f"the end of episode {episode.id}", type(protocol).__name__
         try:
-            # The protocol keeps this deadline itself; this one holds when it does not.
-            with deadline(None if limit is None else limit + GRACE_S) as over:
-                return await protocol.run(env, spec)
+            return await bounded(protocol.run(env, spec), what, whom, limit)
         except ProtocolError:
             await self._close(env)
             raise
-        except TimeoutError as exc:
-            if isinstance(exc, DeadlineError) or not over.expired:
-                raise
-            name = type(protocol).__name__
-            raise DeadlineError(f"the end of episode {episode.id}", name, limit or 0.0) from exc
 
     async def _close(self, env: LudicEnv[Any, Any, Any]) -> None:
         """A protocol closes its environment; where it never began to, that is left to us."""
@@ -160,21 +156,20 @@ class EpisodeRunner:
         return built[0]
 
     def _keep_env_maker(self, spec: EnvSpec) -> _Maker[LudicEnv[Any, Any, Any]]:
-        make: Callable[[], Any]
-        if spec.kind in self.isolated:
-            own = self.env_registry
-            factory: Any = None if own is None else _look_up("environment", spec.kind, own)
-            make, at_once = partial(build_env, spec, factory, isolation="process"), True
-        elif self.env_registry is None:
+        own, isolated = self.env_registry, spec.kind in self.isolated
+        factory: Any = None  # of an isolated one, its own process looks it up
+        if own is not None:
+            factory = _look_up("environment", spec.kind, own)
+        elif not isolated:
             factory = ENVS.get(spec.kind)
-            at_once = _answers_at_once(factory)
-            make = partial(build_env, spec)
-            if at_once:
-                make = partial(ENVS.make_with, factory, spec.kind, (), spec.kwargs)
-        else:
-            factory = _look_up("environment", spec.kind, self.env_registry)
-            at_once = _answers_at_once(factory)
+        at_once = isolated or _answers_at_once(factory)
+        make: Callable[[], Any] = partial(build_env, spec)
+        if isolated:
+            make = partial(build_env, spec, factory, isolation="process")
+        elif own is not None:
             make = partial(factory, **spec.kwargs)
+        elif at_once:
+            make = partial(ENVS.make_with, factory, spec.kind, (), spec.kwargs)
         whom = f"environment {spec.kind!r}, while it was built,"
         maker = self._env_makers[id(spec)] = _Maker(spec, make, at_once, whom)
         return maker

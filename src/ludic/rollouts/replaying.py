@@ -25,7 +25,7 @@ from ludic.interaction.base import Runtime
 from ludic.registry import stored_names
 from ludic.rollouts.episode_runner import EnvFactory, EpisodeRunner, ProtocolFactory
 from ludic.rollouts.requests import PlannedEpisode, RolloutRequest
-from ludic.rollouts.stored_prompts import shared_length
+from ludic.rollouts.storage import shared_length
 from ludic.types import (
     AgentStep,
     ChatResponse,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from msgspec import field
 from msgspec.structs import replace
@@ -65,9 +65,7 @@ class RequestStrategy(Protocol):
 class IdentityStrategy:
     """Leaves the requests as they are."""
 
-    @property
-    def group_size(self) -> int:
-        return 1
+    group_size: ClassVar[int] = 1
 
     def expand(
         self, requests: Sequence[RolloutRequest], *, prefix: str = ""

@@ -122,13 +122,8 @@ def _check_training(config: RunConfig) -> None:
 
 
 def _check_algorithm(config: RunConfig, algorithm: RLAlgorithm) -> None:
-    size, episodes = algorithm.group_size or 1, config.training.rollouts_per_update
-    if episodes % size:
-        raise ConfigError(
-            f"training.rollouts_per_update={episodes} is not a multiple of group_size={size}: a "
-            "batch holds whole groups"
-        )
-    if config.training.dynamic_sampling and size == 1:
+    algorithm.check_rollouts_per_update(config.training.rollouts_per_update)
+    if config.training.dynamic_sampling and (algorithm.group_size or 1) == 1:
         raise ConfigError(
             f"training.dynamic_sampling is for an algorithm that compares groups, and "
             f"{config.algorithm.name!r} does not: leave it out, or choose one such as 'grpo'"

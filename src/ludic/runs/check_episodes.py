@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ludic.agents import Agent, ToolAgent
 from ludic.envs import LudicEnv, build_env
-from ludic.envs.running.runner import close_env
+from ludic.envs.runner import close_env
 from ludic.errors import ConfigError
 from ludic.inference import HFChatTemplate, ScriptedChatClient
 from ludic.inference.tiny import tiny_tokenizer

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import structs
 
 from ludic.envs import build_env
-from ludic.envs.running.runner import close_env
+from ludic.envs.runner import close_env
 from ludic.errors import ConfigError
 from ludic.eval import EvalReport, RolloutEvaluator, eval_requests, reward_above
 from ludic.inference import HFChatTemplate, InferenceSpec, ReturnSpec, SamplingConfig

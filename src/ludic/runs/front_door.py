@@ -25,7 +25,7 @@ from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.from_python import Tables, given_again, read_arguments, script_folder
 from ludic.runs.settings.reading import builtin_run
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 from ludic.types import EnvSpec, Rollout
 
 

@@ -12,7 +12,7 @@ from ludic.runs.episodes import import_user_modules
 from ludic.runs.results.terminal import command_name
 from ludic.runs.settings import RunConfig, find_run
 from ludic.runs.settings.from_python import given_names
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 from ludic.sharding.ranks import launched
 
 

@@ -23,7 +23,7 @@ from ludic.runs.pretrained import from_pretrained, load_tokenizer, load_weights,
 from ludic.runs.settings import ModelSection, RunConfig
 from ludic.runs.settings.base import configuring
 from ludic.runs.settings.paths import earlier_run
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 from ludic.saw.filters import SampleFilter, combine
 from ludic.seeding import derive_seed
 from ludic.training import CheckpointConfig, RLAlgorithm, TrainerConfig, make_algorithm

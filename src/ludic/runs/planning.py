@@ -6,6 +6,7 @@ import json
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -23,6 +24,7 @@ from ludic.plan.shapes import shape_named
 from ludic.plan.workload import Lengths, Workload
 from ludic.registry import ENVS
 from ludic.rollouts.storage import read_rollouts
+from ludic.runs.episodes import import_user_modules
 from ludic.runs.locate import read_run
 from ludic.runs.memory import plan_run, shape_by_name
 from ludic.runs.model import algorithm_of, build_model
@@ -52,7 +54,9 @@ class Given:
 
 def job_of(run: str | Path, overrides: Sequence[str], given: Given) -> tuple[Job, dict[str, str]]:
     """The run as a job for `ludic.plan`, and where what a run file does not say comes from."""
-    config, _, _ = read_run(run, overrides)
+    config, modules, _ = read_run(run, overrides)
+    with suppress(LudicError, ImportError):  # they may be on another machine
+        import_user_modules(config, modules)
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"device": None, **_precision(config)})}
     )
@@ -73,7 +77,7 @@ def job_of(run: str | Path, overrides: Sequence[str], given: Given) -> tuple[Job
         slots=config.slots,
         context=config.inference.max_context_tokens or training.max_seq_len,
         hosts=_hosts(config, mode),
-        threaded=any(_may_block(env.kind) for env in config.env),
+        threaded=any(_blocks(env.kind) is not False for env in config.env),
         writes=config.logging.keep_rollouts,
         mode=mode,
         lag=max(training.max_lag, 1),
@@ -84,6 +88,8 @@ def job_of(run: str | Path, overrides: Sequence[str], given: Given) -> tuple[Job
         failures_per_gpu_hour=given.failures_per_gpu_hour,
         seed=config.run.seed,
     )
+    if any(_blocks(env.kind) is None for env in config.env):
+        origins["the environment"] = "in a thread (assumed: it cannot be imported here)"
     origins["mode"] = f"{mode}" + (" (said)" if given.mode else " (the run file)")
     return job, origins
 
@@ -107,12 +113,12 @@ def _hosts(config: RunConfig, mode: Mode) -> int:
     return max(config.training.workers, 1)
 
 
-def _may_block(kind: str) -> bool:
-    """Whether an environment runs in a thread, as one that cannot be asked is taken to do."""
+def _blocks(kind: str) -> bool | None:
+    """Whether an environment may block, and so runs in a thread; None if it cannot be asked."""
     try:
         return bool(getattr(ENVS.get(kind), "blocking", True))
     except (LudicError, ImportError):
-        return True
+        return None
 
 
 def _shape(config: RunConfig, said: str | None) -> ModelShape:

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from msgspec import structs
 
 from ludic.envs.env import LudicEnv
-from ludic.envs.running.runner import EnvRunner
+from ludic.envs.runner import EnvRunner
 from ludic.errors import ConfigError, RolloutError, UnknownNameError
 from ludic.eval import EvalReport
 from ludic.eval.report import USUAL
@@ -36,7 +36,7 @@ from ludic.runs.locate import locate
 from ludic.runs.results.terminal import episodes_bar
 from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig, apply_override
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 from ludic.seeding import derive_seed
 from ludic.types import EnvSpec, FinishReason, Rollout, StepOutcome
 

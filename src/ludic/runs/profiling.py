@@ -26,7 +26,7 @@ from ludic.runs.locate import locate
 from ludic.runs.machine import installed
 from ludic.runs.memory import trainer_settings
 from ludic.runs.model import algorithm_of, build_model, local_client
-from ludic.runs.storage.folder import PACKAGES
+from ludic.runs.storage import PACKAGES
 from ludic.sharding.world import World
 from ludic.training.update.budget import host_memory, shape_of
 from ludic.training.update.calibrate import synthetic_batch, update_fits
@@ -71,7 +71,9 @@ def measure_profile(run: str, overrides: Sequence[str] = ()) -> Profile:
     share = few["pass_flop_s"] / many["pass_flop_s"]
     least = max((quick - share * slow) / (1 - share), 0.0) / shape.layers
     found = fit(steps, alone) | alone | fit(passes[1:], silent) | silent
-    found["pass_layer_s"] = least
+    found |= {"pass_layer_s": least, "pass_launch_s": least, "pass_launch_adapter_s": 0.0}
+    if device.type == "cuda":
+        found["host_gb_s"] = host_gb_s(device)
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_memory()
     found["memory_gib"] = total / GIB
     measured = like.with_figures("measured", f"ludic calibrate, {config.model.name}", **found)
@@ -114,6 +116,24 @@ def _passes(model: nn.Module, loss: Any, settings: Any, costs: Costs) -> list[Me
         rows.append((features, min(times[1:])))
     optimizer.close()
     return rows
+
+
+def host_gb_s(device: torch.device, size: int = 1 << 28) -> float:
+    """GB/s between a GPU and pinned memory while copies go both ways, the best of three."""
+    there = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    here = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    ways = [(here[0], there[0]), (there[1], here[1])]
+    streams = [torch.cuda.Stream(device) for _ in ways]  # type: ignore[no-untyped-call]
+    times = []
+    for _ in range(3):
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        for stream, (target, source) in zip(streams, ways, strict=True):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return size / min(times) / 1e9
 
 
 async def _steps(client: Any, costs: Costs, device: torch.device) -> list[Measured]:

@@ -27,7 +27,7 @@ from ludic.runs.deadlines import newest_published_s
 from ludic.runs.interruption import interruptible
 from ludic.runs.model import check_device, precision_of
 from ludic.runs.settings import RunConfig
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 from ludic.sharding.ranks import Launched, launched
 from ludic.sharding.weights import whole
 from ludic.sharding.world import PeerError, World, hearing_of_peers

@@ -50,7 +50,7 @@ from ludic.runs.settings import RunConfig, find_run, override_key
 from ludic.runs.settings.from_python import PARTS, given_again, read_arguments, script_folder
 from ludic.runs.settings.reading import builtin_runs
 from ludic.runs.stages import Stages
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 from ludic.seeding import derive_seed
 from ludic.training import (
     BatchSource,
@@ -449,13 +449,7 @@ class Run:
         if scorers := self.scoring.scorers:
             source = ScoredBatchSource(source, scorers)
         if (replay := training.replay_buffer) is not None:  # outside: what is stored has its scores
-            source = ReplayBufferSource(
-                source,
-                share=replay.share,
-                max_age=replay.max_age,
-                half_life=replay.half_life,
-                seed=seed,
-            )
+            source = ReplayBufferSource(source, **replay.model_dump(), seed=seed)
         return source
 
     @Part

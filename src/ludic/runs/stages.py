@@ -22,7 +22,7 @@ from ludic.runs.ranks import HOW, cold_start_copy, follow, samples
 from ludic.runs.results import watch
 from ludic.runs.results.report import conclude, conclude_unmeasured
 from ludic.runs.results.terminal import close_loggers, episodes_bar, say, warn
-from ludic.runs.storage.folder import (
+from ludic.runs.storage import (
     EVALUATIONS,
     RunFolder,
     keep_tokenizer,

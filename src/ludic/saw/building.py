@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludic.errors import CreditError, NotTrainableError
-from ludic.plumbing.numbers import Numbers
+from ludic.plumbing.records import Numbers
 from ludic.saw.batch import make_batch
 from ludic.saw.credit import CreditAssigner
 from ludic.saw.filters import Sample, SampleFilter
@@ -153,8 +153,11 @@ def build_items(
         rows: list[list[_Call]] = []
         for calls in _trained_turns(rollout, credit, sample_filter, drops):
             first = 0 if merge else len(rows)
-            for call in calls:
-                _join(rows, first, call)
+            for call in calls:  # joins the newest row that it continues
+                row = next((r for r in reversed(rows[first:]) if call.continues(r[-1])), [])
+                if not row:
+                    rows.append(row)
+                row.append(call)
         if rows:
             meta = _item_meta(rollout)
             found.extend([_Row(rollout, meta, row) for row in rows])
@@ -211,15 +214,6 @@ def _make_call(rollout: Rollout, step: AgentStep, weight: float) -> _Call:
             where=f"rollout {rollout.id!r}, turn {step.turn_index}",
         )
     return _Call(step.trace, step.turn_index, weight, step.sampling.get("temperature", 1.0))
-
-
-def _join(rows: list[list[_Call]], first: int, call: _Call) -> None:
-    """Appends a call to the newest row, from `first` on, that it continues, or to a new one."""
-    for at in range(len(rows) - 1, first - 1, -1):
-        if call.continues(rows[at][-1]):
-            rows[at].append(call)
-            return
-    rows.append([call])
 
 
 def _item_meta(rollout: Rollout) -> Mapping[str, Any]:

@@ -25,7 +25,13 @@ from ludic.sharding.weights import ModelWeights
 from ludic.sharding.world import World, work_on
 from ludic.training.algorithm import RLAlgorithm, Stateful, one_algorithm
 from ludic.training.batching.ahead import SamplingAhead
-from ludic.training.batching.source import BatchesEnded, GivesBatches, Intake, as_source
+from ludic.training.batching.source import (
+    BatchesEnded,
+    GivesBatches,
+    Intake,
+    PolicyLostError,
+    as_source,
+)
 from ludic.training.checkpoint import Checkpointer
 from ludic.training.checkpoint_contents import TrainerState
 from ludic.training.config import TrainerConfig, curve, describe_change, learning_rate
@@ -166,7 +172,7 @@ class Trainer:
                     await self.train_step()
             if self._checkpoints and self._checkpoints.last_step != self.step:
                 await self._save()
-            await self._published_for_all()
+            await self._for_all(self._published())
         except BaseException:
             self._unpublished = self.publisher is not None  # it is abandoned below
             raise
@@ -198,7 +204,7 @@ class Trainer:
         if self._checkpoints is not None and not self._started:
             await self._run(self._resume)
         await self._publish()
-        await self._published_for_all()
+        await self._for_all(self._published())
         self._started, self._unpublished = True, False
 
     async def train_step(self) -> Metrics:
@@ -221,7 +227,7 @@ class Trainer:
         await self.start()
         clock = self.perf.clock()
         self._states_before_ahead = None
-        batch = await self.intake.next_batch(self.source, self.version)
+        batch = await self._next_batch()
         clock.lap("perf/wait_for_batch_s")
         last = self._goal is not None and self.step + 1 >= self._goal
         if self.source is not None and self.source.works_ahead and not last:
@@ -302,6 +308,15 @@ class Trainer:
             callback(self.step, metrics)
         return metrics
 
+    async def _next_batch(self) -> SAWBatch:
+        while True:
+            try:
+                return await self.intake.next_batch(self.source, self.version)
+            except PolicyLostError as exc:
+                if self.world.leads:
+                    _log.warning("%s: version %d is published again", exc, self.version)
+                await self._publish()
+
     async def _fit(self, work: Callable[..., T], *args: Any) -> T:
         """`_run` for what takes much memory. Where nothing helps, a checkpoint is written: of the
         steps so far, if this one has moved no weight, and without the batch that did not fit."""
@@ -369,18 +384,18 @@ class Trainer:
         if self.publisher is not None:
             await self.publisher.settle()
 
-    async def _published_for_all(self) -> None:
-        """`_published` at a point that all ranks reach: if it fails on rank 0, all raise."""
+    async def _for_all(self, work: Awaitable[None]) -> None:
+        """Awaits rank 0's work at a point that all ranks reach: if it fails there, all raise."""
         error: Exception | None = None
         try:
-            await self._published()
+            await work
         except Exception as exc:  # the other ranks wait to be told
             error = exc
         await self._run(self.world.agree, error)
 
     async def _evaluate(self) -> None:
         if self.evaluate and self.cfg.eval_every and self.step % self.cfg.eval_every == 0:
-            await self._published_for_all()
+            await self._for_all(self._published())
             results = dict(await self._figures(self.evaluate)) if self.world.leads else {}
             self.log.write({"eval/step": float(self.step), **results}, step=self.step)
             await self._run(self.world.barrier)
@@ -396,7 +411,7 @@ class Trainer:
     async def _save(self) -> None:
         assert self._checkpoints is not None
         clock = self.perf.clock()
-        await self._flush_record()
+        await self._for_all(self._flush_record())
         state = TrainerState(
             self.step,
             self.version,
@@ -404,24 +419,18 @@ class Trainer:
             curve(self.cfg),
             self._states_before_ahead or self._states(),
         )
-        save = functools.partial(self._checkpoints.save, self.model, self.optimizer, state)
+        then: Callable[[], object] = bool
         if self.source is not None:
-            heard = functools.partial(self.source.committed, state.parts["batch_source"])
-            save = functools.partial(save, then=heard)
-        await self._run(save)
+            then = functools.partial(self.source.committed, state.parts["batch_source"])
+        await self._run(self._checkpoints.save, self.model, self.optimizer, state, then)
         clock.lap("save")
         self._saving_s = clock.elapsed
 
     async def _flush_record(self) -> None:
-        error: Exception | None = None
-        try:
-            if self.source is not None:
-                await self.source.flush_record()
-            if self.token_log is not None:
-                await self.token_log.flush_async()
-        except Exception as exc:  # the other ranks wait to be told
-            error = exc
-        await self._run(self.world.agree, error)
+        if self.source is not None:
+            await self.source.flush_record()
+        if self.token_log is not None:
+            await self.token_log.flush_async()
 
     def _resume(self) -> None:
         assert self._checkpoints is not None

@@ -15,8 +15,7 @@ from typing import Any
 from ludic.errors import LudicError
 from ludic.inference.tiny import byte_symbols
 from ludic.rollouts.lines import parse_line, read_block
-from ludic.rollouts.storage import rollout_from_row
-from ludic.rollouts.stored_prompts import shared_length
+from ludic.rollouts.storage import rollout_from_row, shared_length
 from ludic.rollouts.token_log import TrainedTokens, trained_tokens
 from ludic.types import AgentStep, EnvironmentStep, Rollout
 from ludic.view.folders import RunPlace, ViewError

@@ -73,15 +73,17 @@ class deadline:
         self._task.cancel()
 
 
-async def bounded(work: Awaitable[T], what: str, whom: str, seconds: float) -> T:
+async def bounded(work: Awaitable[T], what: str, whom: str, seconds: float | None) -> T:
     """Awaits `work`; after `seconds` cancels it and raises a `DeadlineError` that says what was
-    waited for, and on whom."""
+    waited for, and on whom. A deadline inside it keeps its own error."""
+    limit = deadline(seconds)
     try:
-        return await asyncio.wait_for(work, seconds)
-    except DeadlineError:
-        raise
+        with limit:
+            return await work
     except TimeoutError as exc:
-        raise DeadlineError(what, whom, seconds) from exc
+        if isinstance(exc, DeadlineError) or not limit.expired:
+            raise
+        raise DeadlineError(what, whom, seconds or 0.0) from exc
 
 
 class _Watch:

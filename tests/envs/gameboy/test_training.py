@@ -18,7 +18,7 @@ from ludic.envs.gameboy import GameBoyEnv
 from ludic.errors import EnvError
 from ludic.rollouts import read_rollouts
 from ludic.runs.run import Run
-from ludic.runs.storage.folder import rollout_file
+from ludic.runs.storage import rollout_file
 from tests.envs.gameboy.rom import write_game
 
 pytestmark = [

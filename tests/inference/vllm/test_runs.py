@@ -32,7 +32,7 @@ from ludic.inference.vllm.client import VLLMChatClient
 from ludic.inference.vllm.server import VLLMServer, free_port
 from ludic.rewards import Attempt
 from ludic.rollouts import read_rollouts
-from ludic.runs.storage.folder import rollout_file
+from ludic.runs.storage import rollout_file
 from ludic.sharding.weights import ModelWeights
 from ludic.types import AgentStep, VersionSpan
 from tests.inference.vllm.asking import PATIENT, largest_gap, request, scored, trace_of

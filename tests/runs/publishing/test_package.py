@@ -15,7 +15,7 @@ from ludic.inference.tiny import tiny_tokenizer
 from ludic.runs.model import build_model
 from ludic.runs.publishing.card import hub_name, in_public
 from ludic.runs.publishing.push import write_push
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 from tests.runs.publishing.conftest import train
 
 SAID = [{"role": "user", "content": "Hello"}]

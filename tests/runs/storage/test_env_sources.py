@@ -12,7 +12,7 @@ import pytest
 from ludic.errors import ConfigError
 from ludic.runs.run import Run
 from ludic.runs.settings import RunConfig, parse_run
-from ludic.runs.storage.folder import RunFolder, env_sources, note_env_sources
+from ludic.runs.storage import RunFolder, env_sources, note_env_sources
 
 BASE = """
 from coins_words import OPENING

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from ludic.errors import ConfigError
-from ludic.runs.storage.folder import LOCK, locked
+from ludic.runs.storage import LOCK, locked
 
 HOLD = """
 import pathlib, sys, time
-from ludic.runs.storage.folder import locked
+from ludic.runs.storage import locked
 with locked(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

@@ -11,7 +11,7 @@ import pytest
 
 from ludic.rollouts import RolloutWriter, read_rollouts
 from ludic.rollouts.storage import rollout_row
-from ludic.runs.storage.folder import open_rollout_log, rollout_file
+from ludic.runs.storage import open_rollout_log, rollout_file
 from ludic.types import Rollout
 
 SUFFIXES = [".jsonl.gz", ".jsonl.zst"]

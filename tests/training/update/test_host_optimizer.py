@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -78,11 +81,9 @@ def test_fifty_steps_with_clipping_are_those_of_the_device_and_of_an_oracle(
         start = {n: m.detach().clone() for n, m in optimizer.masters.items()}
         clips = 0
         for step in range(1, 51):
-            optimizer.sends_gradients = passes == 1
             for number in range(passes):
                 loss = sum((own[n] * g).sum() for n, g in gradients(step, number, dtype).items())
                 loss.backward()  # type: ignore[union-attr]
-                assert (own["matrix"].grad is None) == (passes == 1 and device == "cpu")
                 optimizer.accumulate()
             clip = clipped(float(optimizer.gradient_norm()), cfg.max_grad_norm)
             clips += clip < 1
@@ -183,14 +184,102 @@ def test_no_other_device_can_be_asked_for() -> None:
         TrainerConfig(optimizer_device="disk")  # type: ignore[arg-type]
 
 
-def test_a_closed_optimizer_leaves_gradients_to_the_next() -> None:
-    own = parameters(torch.float32)
-    cfg = TrainerConfig(optimizer_device="cpu")
-    first = make_optimizer(own.items(), cfg)
-    first.sends_gradients = True
-    first.close()
-    second = make_optimizer(own.items(), cfg)
-    second.sends_gradients = True
-    sum(p.sum() for p in own.values()).backward()  # type: ignore[union-attr]
-    assert len(second.gradients()) == len(own)
-    assert not first.gradients()
+class DeferredLane:
+    """A lane whose work waits until somebody waits for it: then, of the lanes that their marks let
+    go on, the first by `order` does. Of an optimizer's lanes the first is its way in, the second
+    its way out, and the others compute."""
+
+    order: ClassVar[tuple[int, ...]]
+    lanes: ClassVar[list[DeferredLane]]
+
+    def __init__(self, stream: None) -> None:
+        self.rank, self.work = min(len(self.lanes), 2), deque[Any]()
+        self.lanes.append(self)
+
+    def do(self, work: Callable[[], object]) -> None:
+        self.work.append(work)
+
+    def mark(self) -> list[bool]:
+        reached: list[bool] = []
+        self.work.append(lambda: reached.append(True))
+        return reached
+
+    def wait(self, mark: list[bool] | None) -> None:
+        if mark is not None:
+            self.work.append(mark)
+
+    def use(self, memory: Tensor) -> None:
+        memory.fill_(torch.nan)
+
+    def can_go_on(self) -> bool:
+        return bool(self.work) and self.work[0] != []
+
+    def finish(self) -> None:
+        while self.work:
+            ready = [lane for lane in self.lanes if lane.can_go_on()]
+            lane = min(ready, key=lambda own: self.order.index(own.rank))
+            work = lane.work.popleft()
+            if callable(work):
+                work()
+
+
+def five_steps(
+    own: dict[str, nn.Parameter], optimizer: MasterAdamW
+) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """The weights after each, and the state after the last."""
+    weights = []
+    for step in range(1, 6):
+        for name, gradient in gradients(step, 0, torch.bfloat16).items():
+            if (step, name) != (2, "square"):  # a parameter may have none
+                own[name].grad = gradient
+        optimizer.accumulate()
+        optimizer.step(1e-2, 0.5)
+        weights.append({name: p.detach().clone() for name, p in own.items()})
+    return weights, {name: value.clone() for name, value in optimizer.state_dict().items()}
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_pieces_go_through_the_ring_in_every_order_that_streams_may_take(
+    order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = TrainerConfig(weight_decay=0.1, optimizer_device="cpu")
+    own = parameters(torch.bfloat16)
+    weights, state = five_steps(own, make_optimizer(own.items(), cfg))
+    monkeypatch.setattr(host_optimizer, "_SLOTS", 3)
+    monkeypatch.setattr(host_optimizer, "Lane", DeferredLane)
+    monkeypatch.setattr(DeferredLane, "order", order, raising=False)
+    monkeypatch.setattr(DeferredLane, "lanes", [], raising=False)
+    own = parameters(torch.bfloat16)
+    staged = make_optimizer(own.items(), cfg)
+    assert isinstance(staged, HostAdamW)
+    assert len(staged._pieces) > 6
+    monkeypatch.setattr(staged, "_staged", True)
+    ringed, ringed_state = five_steps(own, staged)
+    for ours, others in zip(ringed, weights, strict=True):
+        assert all(torch.equal(ours[name], weight) for name, weight in others.items())
+    assert ringed_state.keys() == state.keys()
+    for name, value in state.items():
+        assert torch.isfinite(value).all()
+        assert torch.equal(ringed_state[name], value), name
+
+
+def test_a_state_that_starts_over_has_forgotten_its_moments() -> None:
+    own = parameters(torch.bfloat16)
+    optimizer = make_optimizer(own.items(), TrainerConfig(optimizer_device="cpu"))
+    assert isinstance(optimizer, HostAdamW)
+    fresh = optimizer.state_dict().keys()
+    for parameter in own.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.accumulate()
+    optimizer.step(1e-2)
+    assert fresh < optimizer.state_dict().keys()
+    optimizer.start_over()
+    assert optimizer.state_dict().keys() == fresh
+    assert not optimizer._moment("matrix", "exp_avg").any()
+
+
+def test_memory_for_a_gpu_is_zeros_on_whole_pages_of_its_own() -> None:
+    first, second = (host_optimizer._host_array(1000, torch.float32, True) for _ in range(2))
+    assert first.data_ptr() % 4096 == second.data_ptr() % 4096 == 0
+    first.fill_(1)
+    assert not second.any()

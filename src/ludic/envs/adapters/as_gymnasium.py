@@ -10,7 +10,7 @@ from typing import Any
 
 from ludic.envs.adapters import load_package
 from ludic.envs.env import LudicEnv
-from ludic.envs.running.outcomes import checked_opening, checked_outcomes
+from ludic.envs.outcomes import checked_opening, checked_outcomes
 from ludic.errors import ConfigError
 
 _SAMPLED = "".join(map(chr, range(32, 127))) + "\n"

@@ -186,7 +186,10 @@ def draw_outcomes(work: Sequence[Work], logits: Tensor, last_rows: Sequence[int]
             if s.sampling.temperature == 0:
                 greedy.append(last)
             if s.is_special:
-                special.append((last, s.sampling, s.tokens[: s.prompt_len], s.completion))
+                # Copies of thousands of tokens in every step, for those alone who count them.
+                counted = s.sampling.penalises
+                prompt, completion = (s.prompt_token_ids, s.completion) if counted else ((), [])
+                special.append((last, s.sampling, prompt, completion))
             if s.returns.kept_ids and s.sampling.truncates:
                 record.append(last)
     rows = SamplingRows(

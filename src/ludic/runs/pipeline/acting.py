@@ -26,7 +26,7 @@ from ludic.runs.pipeline.roster import Roster
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.base import read_key
 from ludic.runs.settings.paths import earlier_run
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 from ludic.seeding import derive_seed
 
 

@@ -19,7 +19,7 @@ from ludic.pipeline.store import MAX_NAME, PipelineConfig
 from ludic.runs.settings import PipelineSection, RunConfig
 from ludic.runs.settings.base import read_key
 from ludic.runs.settings.from_python import given_names
-from ludic.runs.storage.folder import EVALUATIONS
+from ludic.runs.storage import EVALUATIONS
 
 URL_VARIABLE = "LUDIC_REDIS_URL"
 FILE = "pipeline.json"

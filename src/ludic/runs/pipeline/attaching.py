@@ -17,7 +17,7 @@ from ludic.runs.pipeline.launching import STOP_S, Launch, Tail, check_cluster, d
 from ludic.runs.pipeline.roles import role_log
 from ludic.runs.results.terminal import command_name, say
 from ludic.runs.run import Run
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 from ludic.workers.watched_process import last_words
 
 BEGIN_S = 300.0
@@ -97,7 +97,7 @@ def _leave(folder: RunFolder) -> None:
     """Starts a driver that outlives this process, and returns once it has begun."""
     log = role_log(folder.path, "driver")
     log.parent.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "ludic.cli", "launch", "--resume", str(folder.path)]
+    command = [sys.executable, "-m", "ludic", "launch", "--resume", str(folder.path)]
     with open(log, "ab") as output:
         driver = subprocess.Popen(
             command,

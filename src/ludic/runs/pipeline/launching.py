@@ -42,7 +42,7 @@ from ludic.runs.pipeline.roles import (
 from ludic.runs.pipeline.status import PipelineStatus, read_status
 from ludic.runs.results.terminal import command_name, say, warn
 from ludic.runs.settings import ClusterSection, PipelineSection, RunConfig
-from ludic.runs.storage.folder import RunFolder, forget_holder, locked
+from ludic.runs.storage import RunFolder, forget_holder, locked
 
 TICK_S, LOOK_S, LOST_S = 0.5, 2.0, 30.0
 STOP_S = 600.0

@@ -28,7 +28,7 @@ class Environment:
     def role(self, name: str, *words: str, log: Path | None = None, **options: object) -> Role:
         return Role(
             name,
-            (self.python, "-m", "ludic.cli", *words),
+            (self.python, "-m", "ludic", *words),
             log or role_log(self.run, name),
             folder=self.folder,
             secrets=self.secrets,

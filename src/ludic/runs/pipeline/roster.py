@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 from ludic.errors import ConfigError, PipelineError
@@ -19,8 +20,12 @@ from ludic.runs.pipeline.address import (
 )
 from ludic.runs.results.terminal import say, warn
 from ludic.runs.settings import RunConfig
+from ludic.training.batching.source import PolicyLostError
 
 JOINING = "it has registered since the last publish, and the next one brings it the weights"
+WITHOUT_WEIGHTS_S = 15.0
+"""How long no server may have the newest weights. One that has just got them says so seconds
+later."""
 
 
 class Roster:
@@ -76,6 +81,35 @@ class Roster:
         while True:
             await asyncio.sleep(RENEW_S / 2)
             await self.update(client)
+
+
+class ServerWatch:
+    """Notices, for the trainer, that no registered server has its policy. All were started again
+    since the last publish: the next would come after a batch, and no batch comes from them."""
+
+    def __init__(self, store: Store, patience_s: float = WITHOUT_WEIGHTS_S) -> None:
+        self._store, self._patience_s = store, patience_s
+        self._since: float | None = None
+        self._state = ""
+
+    async def look(self, version: int | None, *, publishing: bool) -> None:
+        """Reads the list. `publishing`: weights are on their way, so it does not count."""
+        try:
+            servers = await asyncio.to_thread(list_servers, self._store, patience_s=RENEW_S)
+        except PipelineError:  # which others report
+            servers = []
+        if publishing or not servers or any(s.version == version for s in servers):
+            self._since = None
+        elif self._since is None:
+            self._since = time.monotonic()
+        has = ", ".join(f"{s.url} {'none' if s.version is None else s.version}" for s in servers)
+        self._state = f"no server has version {version} of the weights ({has})"
+
+    def check(self) -> None:
+        """Raises if it has been so for too long; then the time begins anew."""
+        if self._since is not None and time.monotonic() - self._since > self._patience_s:
+            self._since = None
+            raise PolicyLostError(self._state)
 
 
 def _news(before: set[str], servers: list[RegisteredServer]) -> str:

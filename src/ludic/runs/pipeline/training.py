@@ -33,6 +33,7 @@ from ludic.rollouts import Curriculum
 from ludic.runs.model import sample_filter_of
 from ludic.runs.pipeline import address
 from ludic.runs.pipeline.roles import LAUNCHED, Environment, actor_role
+from ludic.runs.pipeline.roster import ServerWatch
 from ludic.runs.pipeline.status import read_status
 from ludic.runs.results.terminal import command_name, say, warn
 from ludic.runs.settings import RunConfig
@@ -55,6 +56,7 @@ class RunPipeline:
         self._memory: OwnedFolder | None = None
         self._policy_server: PolicyServer | None = None
         self._publisher: PolicyPublisher | None = None
+        self._watch: ServerWatch | None = None
         self._actors = Supervisor(LocalEngine(), tell=self._tell)
         self._tending: asyncio.Task[None] | None = None
         self._failure: PipelineError | None = None
@@ -113,6 +115,9 @@ class RunPipeline:
             max_bytes=section.max_bytes,
         )
         self._lease.acquire()
+        inference = self.config.inference
+        if inference.servers == "registered" and inference.publish_lora == "merged":
+            self._watch = ServerWatch(self._lease.store)
         actors = 0 if os.environ.get(LAUNCHED) else section.actors
         for number in range(1, actors + 1):
             self._add_actor(number)
@@ -159,6 +164,7 @@ class RunPipeline:
         return self._publisher
 
     def _alarm(self) -> None:
+        """Raises where no batch would ever come."""
         if self._failure is not None:
             raise self._failure
         if isinstance(self._publisher, BackgroundPublisher):
@@ -167,6 +173,8 @@ class RunPipeline:
             raise PipelineError(
                 f"nobody watches over the actors any more: {self._tending.exception()!r}"
             ) from self._tending.exception()
+        if self._watch is not None:
+            self._watch.check()
 
     # Actors
 
@@ -180,11 +188,16 @@ class RunPipeline:
         self._actors.add(actor_role(environment, number, servers=servers, tokenizer=tokenizer))
 
     async def _tend(self) -> None:
-        """Starts actors again that ended by themselves, and says how things stand."""
+        """Starts actors again that ended by themselves, watches over the servers, and says how
+        things stand."""
         reported = time.monotonic()
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             self._actors.tick()
+            if self._watch is not None:
+                publisher = self._publisher
+                behind = isinstance(publisher, BackgroundPublisher) and publisher.is_publishing
+                await self._watch.look(self.lease.version, publishing=behind)
             if time.monotonic() - reported > _SAY_EVERY_S:
                 reported = time.monotonic()
                 with suppress(PipelineError):

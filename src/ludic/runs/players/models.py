@@ -28,7 +28,7 @@ from ludic.runs.pretrained import load_tokenizer
 from ludic.runs.settings import ModelSection, OtherModelSection, PlayerSection, RunConfig
 from ludic.runs.settings.base import read_key
 from ludic.runs.settings.paths import earlier_run
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 from ludic.training.batching.self_play import past_name
 
 

@@ -19,7 +19,7 @@ from ludic.eval import Estimate, EvalReport, Headline, headline_of
 from ludic.eval.report import read_report
 from ludic.runs.results.terminal import outcomes_of, read_curve
 from ludic.runs.settings import check_run
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 
 _LOAD_MODEL = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer

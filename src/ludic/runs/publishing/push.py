@@ -16,7 +16,7 @@ from ludic.errors import CheckpointError, ConfigError, HubError
 from ludic.runs.locate import check_given
 from ludic.runs.publishing.card import RunFacts, check_repo, hub_name, model_card
 from ludic.runs.settings.paths import split_run
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

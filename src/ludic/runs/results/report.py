@@ -26,7 +26,7 @@ from ludic.runs.results.terminal import (
     warn,
 )
 from ludic.runs.settings import RunConfig
-from ludic.runs.storage.folder import RunFolder, rollout_file
+from ludic.runs.storage import RunFolder, rollout_file
 
 
 @dataclass(frozen=True)

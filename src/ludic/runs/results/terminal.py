@@ -26,7 +26,7 @@ from ludic.registry import LOGGERS
 from ludic.runs.episodes import requests_of
 from ludic.runs.settings import RunConfig
 from ludic.runs.settings.base import configuring
-from ludic.runs.storage.folder import RunFolder
+from ludic.runs.storage import RunFolder
 from ludic.training.metrics.loggers import Logger
 from ludic.types import AgentStep, Rollout, ToolCall
 
@@ -61,7 +61,7 @@ def command_name() -> str:
     if shutil.which("ludic"):
         return "ludic"
     script = Path(sys.executable).parent / "ludic"
-    return os.path.relpath(script) if script.is_file() else f"{sys.executable} -m ludic.cli"
+    return os.path.relpath(script) if script.is_file() else f"{sys.executable} -m ludic"
 
 
 def say(text: str | Text) -> None:

@@ -121,11 +121,10 @@ class RolloutBatchSource(BatchSource):
         wanted = len(_groups(sampled))
         varied = self._with_variance(sampled, drops)
         rounds = 1
-        while len(_groups(varied)) < wanted and rounds < self.resample.max_rounds:
-            if self._spent():
+        while (missing := wanted - len(_groups(varied))) > 0 and not self._spent():
+            if rounds >= self.resample.max_rounds:
                 break
-            draw = self._draws + rounds
-            requests = await self._feed.next(draw, wanted - len(_groups(varied)))
+            requests = await self._feed.next(self._draws + rounds, missing)
             fresh = await self._round(requests, rounds)
             varied += self._with_variance(fresh, drops)
             sampled += fresh
@@ -184,10 +183,7 @@ class RolloutBatchSource(BatchSource):
             )
 
     def _spent(self) -> bool:
-        tokens, episodes = self._limits.max_tokens, self._limits.max_episodes
-        return (tokens is not None and self._tokens >= tokens) or (
-            episodes is not None and self._episodes >= episodes
-        )
+        return not self._limits.has_room(self._tokens, self._episodes + 1)
 
     async def flush_record(self) -> None:
         """Returns when the rollouts so far are on disk, if they are written there."""
@@ -267,24 +263,21 @@ class RequestFeed:
                 )
             count //= size
         self.count = count
-        self._curriculum = source if isinstance(source, Curriculum) else None
-        if self._curriculum is not None:
-            if count is None:
-                raise ConfigError(
-                    "a curriculum needs to know how many requests to make: set rollouts_per_update"
-                )
-        elif not callable(source):
-            raise ConfigError(f"request_fn={source!r} is neither a function nor a Curriculum")
-        else:
+        if not isinstance(source, Curriculum):
+            if not callable(source):
+                raise ConfigError(f"request_fn={source!r} is neither a function nor a Curriculum")
             self._takes_step = _takes_argument(source)
+        elif count is None:
+            raise ConfigError(
+                "a curriculum needs to know how many requests to make: set rollouts_per_update"
+            )
 
     async def next(self, step: int, count: int | None = None) -> list[RolloutRequest]:
         """The requests of `step`; at most `count` of them, if given."""
-        if self._curriculum is not None:
+        if isinstance(self.source, Curriculum):
             wanted = self.count if count is None else count
             assert wanted is not None
-            return list(self._curriculum.next_requests(wanted))
-        assert callable(self.source)
+            return list(self.source.next_requests(wanted))
         given = self.source(step) if self._takes_step else self.source()
         requests = list(await given if inspect.isawaitable(given) else given)
         if not requests:
@@ -300,8 +293,8 @@ class RequestFeed:
 
     def report(self, rollouts: Sequence[Rollout]) -> None:
         """Tells the curriculum how it went."""
-        if self._curriculum is not None:
-            self._curriculum.report(rollouts)
+        if isinstance(self.source, Curriculum):
+            self.source.report(rollouts)
 
     def state_dict(self) -> Mapping[str, Any] | None:
         return dict(self.source.state_dict()) if isinstance(self.source, Stateful) else None

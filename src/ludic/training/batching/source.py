@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
 
-from ludic.errors import BatchError
+from ludic.errors import BatchError, LudicError
 from ludic.saw.batch import LOST_MEMBER, drop_overlong_episodes, longest
 from ludic.saw.codec import batch_from_dict, batch_to_dict
 from ludic.saw.items import UNKNOWN_VERSION, SAWBatch, SAWItem
@@ -141,6 +141,11 @@ class BatchesEnded(StopAsyncIteration):
     `StopAsyncIteration` is an iterator that ran out unnoticed in somebody's code."""
 
 
+class PolicyLostError(LudicError):
+    """What a source's `next_batch` raises when no sampler has the policy any more: the trainer
+    publishes it again, and asks for the batch again."""
+
+
 class Intake:
     """Takes batches for all ranks. `run` calls a function in the trainer's thread, the only one in
     which ranks talk to each other. A source that gives nothing for `cfg.batch_timeout_s` is an
@@ -163,7 +168,8 @@ class Intake:
 
     async def next_batch(self, source: BatchSource | None, version: int) -> SAWBatch:
         """Rank 0's next batch, on every rank, for the policy of `version`; only rank 0 has a
-        `source`. Raises `BatchesEnded` when that has no more."""
+        `source`. Raises `BatchesEnded` when that has no more, and `PolicyLostError`, each on every
+        rank."""
         if self.world.size == 1:
             return await self._from(source, version)
         batch, error, told = None, None, dict[str, Any]()
@@ -172,13 +178,16 @@ class Intake:
                 batch = await self._from(source, version)
                 told = dict(batch_to_dict(batch))
             except Exception as exc:  # the others wait to be told, whatever went wrong
-                ended = isinstance(exc, BatchesEnded)
-                error, told = exc, {"ended": str(exc)} if ended else {"error": repr(exc)}
+                kinds = {"ended": BatchesEnded, "lost": PolicyLostError}
+                kind = next((name for name, of in kinds.items() if isinstance(exc, of)), "error")
+                error, told = exc, {kind: repr(exc) if kind == "error" else str(exc)}
         shared = await self._run(self.world.share, told)
         if error is not None:
             raise error
         if "ended" in shared:
             raise BatchesEnded(shared["ended"])
+        if "lost" in shared:
+            raise PolicyLostError(shared["lost"])
         if "error" in shared:
             raise BatchError(f"rank 0 has no batch: {shared['error']}")
         return batch or batch_from_dict(shared)

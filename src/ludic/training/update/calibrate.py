@@ -258,8 +258,6 @@ def synthetic_batch(
 class _RoomForOptimizer:
     """Takes an optimizer's memory and its place in a pass, and forgets the gradients."""
 
-    sends_gradients = False
-
     def __init__(self, model: nn.Module, cfg: TrainerConfig) -> None:
         self.trained = [p for p in model.parameters() if p.requires_grad]
         # A gradient in float32; two moments, and a master of a weight that is narrower.

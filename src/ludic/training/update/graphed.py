@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ludic.plumbing.cuda_graphs import capture
+from ludic.plumbing.cuda_streams import capture
 from ludic.training.update.packing import MicroBatch, SharedKeys
 
 _log = logging.getLogger("ludic.training")

@@ -3,25 +3,29 @@ that the device does not have to hold."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+import logging
+import mmap
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
+from ludic.memory.update import STREAM_BYTES
 from ludic.sharding.weights import dithered, laid_out_like, own_rows
 from ludic.training.config import TrainerConfig
 from ludic.training.update.optimizer import MOMENTS, MasterAdamW, is_narrow
 
-_PIECE = 1 << 23
-"""Numbers that are stepped at once: few enough that the host's cache holds a part of them. On an
-H200's host a quarter of that was no quicker."""
-_AHEAD = 2
-"""Pieces whose gradients are on their way while one is stepped."""
+_log = logging.getLogger("ludic.training")
+_SLOTS = 16
+"""Pieces that are on the device at one time: on their way in, stepped, and on their way out."""
+_PIECE = STREAM_BYTES // (12 * _SLOTS) // 64 * 64
+"""Numbers that are stepped at once."""
+_ALIGNED = 16
+"""A parameter begins at a multiple of so many numbers, where kernels read four at once."""
 
 
 def make_optimizer(
@@ -32,78 +36,111 @@ def make_optimizer(
     return kind(parameters, cfg)
 
 
-class _Piece(NamedTuple):
-    """A run of a parameter's numbers, their gradient on the host, when it will be there, and what
-    it is still to be multiplied with."""
+class Lane:
+    """Work that is done in the order in which it was given: by a stream of a GPU, or at once."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+
+    def do(self, work: Callable[[], object]) -> None:
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            work()
+
+    def mark(self) -> Any:
+        """The end of what was given so far."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def wait(self, mark: Any) -> None:
+        """Has what is given from now on begin behind a mark, which may be another lane's."""
+        if self._stream is not None and mark is not None:
+            self._stream.wait_event(mark)
+
+    def use(self, memory: Tensor) -> None:
+        """Keeps memory from being given to others before the work of this lane is done."""
+        if self._stream is not None:
+            memory.record_stream(self._stream)
+
+    def finish(self) -> None:
+        """Waits until all work is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class _Part(NamedTuple):
+    """A run of a parameter's numbers: where it is in the parameter, and in its piece."""
 
     name: str
     numbers: slice
-    gradient: Tensor
-    arrival: torch.cuda.Event | None
-    scale: float
+    place: slice
 
 
 class HostAdamW(MasterAdamW):
-    """`MasterAdamW` with masters and moments on the host, value by value the same but for rounding.
+    """`MasterAdamW` with masters and moments on the host. On a GPU its values are the same to the
+    bit, since the same kernel steps them there.
 
-    Where a step has one backward pass, each gradient leaves for the host as soon as it is
-    complete, and its norm stays; where it has several, or the model is sharded, gradients are added
-    up on the device and leave during the step. A step goes through the parameters in pieces: while
-    one is stepped, by all cores, the gradients of the next arrive and the weights of the last
-    return. Copies have a stream of their own and pinned memory: one slot for each parameter, in
-    its type, where its gradient arrives and its new weights depart.
+    All masters are one array in pinned memory, and so are the first and the second moments. A step
+    goes through the three in pieces. A piece is copied to a slot of a ring on the device, stepped
+    there, and copied back; its weights go to the module at once. The two ways have streams of their
+    own, so both directions of the bus are busy. A slot is filled again when what it held is back on
+    the host, and no step begins before the last one's pieces are. The way back of the last pieces
+    goes on after `step` returns: whoever reads `masters` or the state waits for it.
 
-    Passes are not replayed as CUDA graphs then, since no graph calls the hooks of its parameters.
+    Gradients are added up on the device in float32, as those of `MasterAdamW` are. On a CPU pieces
+    are stepped where they are.
     """
 
     remedy = "train an adapter, or give the engine fewer slots"
 
+    def _make_room(self) -> None:
+        rows = {name: own_rows(p.detach()) for name, p in self.parameters.items()}
+        first = next(iter(rows.values()))
+        self._device, on_gpu = first.device, first.is_cuda
+        self._staged = self._device.type != "cpu"
+        self._way_in, self._way_out = (
+            Lane(torch.cuda.Stream(first.device) if on_gpu else None)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        wide = any(r.dtype == torch.float64 for r in rows.values())
+        dtype = torch.float64 if wide else torch.float32
+        self._places, end = dict[str, slice](), 0
+        for name, own in rows.items():
+            self._places[name] = slice(end, end + own.numel())
+            end += -(-own.numel() // _ALIGNED) * _ALIGNED
+        self._pieces = list(_pieces(self._places, end))
+        self._arrays = {k: _host_array(end, dtype, on_gpu) for k in ("master", *MOMENTS)}
+        pinned = [a for a in self._arrays.values() if on_gpu and _pin(a)]
+        self._unpin = weakref.finalize(self, _unpin, self._way_out, pinned)
+        self._unpin.atexit = False  # the process gives all back
+
+    def _on_host(self, kind: str, name: str) -> Tensor:
+        """The place of a parameter's master, or of one of its moments."""
+        rows, numbers = own_rows(self.parameters[name].detach()), self._places[name]
+        return laid_out_like(self._arrays[kind][numbers].view(rows.shape), self.parameters[name])
+
     @torch.no_grad()
     def _master(self, name: str, cfg: TrainerConfig) -> Tensor:
-        rows = own_rows(super()._master(name, cfg).detach())
-        return laid_out_like(rows.to("cpu", copy=True).contiguous(), self.parameters[name])
+        place = self._on_host("master", name)
+        own_rows(place).copy_(own_rows(super()._master(name, cfg).detach()))
+        return place
+
+    def _moment(self, name: str, kind: str) -> Tensor:
+        return self._on_host(kind, name)
 
     def _begin(self, cfg: TrainerConfig) -> None:
         self._cfg, self._fused = cfg, False
         self._states: dict[str, dict[str, Tensor]] = {name: {} for name in self.parameters}
         self._sums: dict[str, Tensor] = {}
-        self._arrivals: dict[str, torch.cuda.Event | None] = {}
-        self._norms: dict[str, Tensor] = {}
-        first = own_rows(next(iter(self.parameters.values())))
-        self._stream = (
-            torch.cuda.Stream(first.device) if first.is_cuda else None  # type: ignore[no-untyped-call]
-        )
-        self._slots = self._make_slots()
-        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._leave, name))  # type: ignore[no-untyped-call]
-            for name, parameter in self.parameters.items()
-            if own_rows(parameter) is parameter
-        ]
+        self._ring = torch.empty(0)
 
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        """By parameter; waits until the last step's are back, as the moments are then, too."""
+        self._way_out.finish()
+        return self._masters
 
-    def _pinned(self, count: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(count, dtype=dtype, pin_memory=self._stream is not None)
-
-    def _make_slots(self) -> dict[str, Tensor]:
-        """Of one allocation: torch rounds each up to a power of two."""
-        rows = {name: own_rows(p) for name, p in self.parameters.items()}
-        sizes = {name: -(-r.numel() * r.element_size() // 64) * 64 for name, r in rows.items()}
-        memory = self._pinned(sum(sizes.values()), torch.uint8)
-        parts = dict(zip(sizes, torch.split(memory, list(sizes.values())), strict=True))
-        return {name: parts[name].view(r.dtype)[: r.numel()] for name, r in rows.items()}
-
-    def _buffer(self, number: int, gradient: Tensor) -> Tensor:
-        key = number, gradient.dtype
-        if key not in self._buffers:
-            self._buffers[key] = self._pinned(_PIECE, gradient.dtype)
-        return self._buffers[key][: len(gradient)]
-
-    def _copying(self) -> Any:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+    @masters.setter
+    def masters(self, masters: dict[str, Tensor]) -> None:
+        self._masters = masters
 
     def _state(self, name: str) -> dict[str, Tensor]:
         return self._states[name]
@@ -118,23 +155,6 @@ class HostAdamW(MasterAdamW):
                 master.copy_(new)
 
     @torch.no_grad()
-    def _leave(self, name: str, parameter: Tensor) -> None:
-        """Sends off a gradient that is complete. Called by autograd, in the thread and on the
-        stream of its backward pass."""
-        gradient = parameter.grad
-        if not self.sends_gradients or gradient is None:
-            return
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        self._norms[name] = torch.linalg.vector_norm(gradient, dtype=wide)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(gradient.device))
-            gradient.record_stream(self._stream)
-        with self._copying():
-            self._slots[name].copy_(gradient.reshape(-1), non_blocking=True)
-        self._arrivals[name] = None if self._stream is None else self._stream.record_event()
-        parameter.grad = None
-
-    @torch.no_grad()
     def _move_gradients(self) -> None:
         for name, parameter in self.parameters.items():
             if parameter.grad is None or not is_narrow(parameter):
@@ -145,120 +165,166 @@ class HostAdamW(MasterAdamW):
                 self._sums[name] = parameter.grad.float()
             parameter.grad = None
 
-    def take_back(self, before: dict[str, tuple[Tensor, int]]) -> list[nn.Parameter]:
-        self._arrivals.clear()
-        self._norms.clear()
-        return super().take_back(before)
-
-    def _on_device(self) -> dict[str, Tensor]:
-        """The gradients that have not left."""
-        own = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
-        return own | self._sums
+    def _held(self) -> dict[str, Tensor]:
+        sums = {
+            n: self._sums.get(n) if is_narrow(p) else p.grad for n, p in self.parameters.items()
+        }
+        return {name: gradient for name, gradient in sums.items() if gradient is not None}
 
     def gradients(self) -> list[Tensor]:
-        return [
-            self._slots[name] if name in self._arrivals else held[name]
-            for held in [self._on_device()]
-            for name in self.parameters
-            if name in self._arrivals or name in held
-        ]
-
-    @torch.no_grad()
-    def gradient_norm(self) -> Float[Tensor, ""]:
-        if not self._norms:
-            return super().gradient_norm()
-        norms = [self._norms[name] for name in self.parameters if name in self._norms]
-        return torch.linalg.vector_norm(torch.stack(norms))  # type: ignore[no-any-return]
+        return list(self._held().values())
 
     @torch.no_grad()
     def step(self, learning_rate: float, scale: float = 1.0) -> None:
-        self._with_what_is_free(self._make_moments)
-        coming: deque[_Piece] = deque()
-        for piece in self._pieces(scale):
-            coming.append(piece)
-            if len(coming) > _AHEAD:
-                self._step_piece(coming.popleft(), learning_rate)
-        for piece in coming:
-            self._step_piece(piece, learning_rate)
-        if self._stream is not None:
-            self._stream.synchronize()  # engines in other threads may sample now
+        held = self._held()
+        if self._staged:
+            self._with_what_is_free(self._make_ring)
+        if held and scale != 1.0:
+            torch._foreach_mul_(list(held.values()), scale)
+        dtype = self._arrays["master"].dtype
+        gradients = {name: own_rows(g).reshape(-1).to(dtype) for name, g in held.items()}
+        counts = self._count_step(held)
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        compute = Lane(stream)
+        self._way_in.wait(compute.mark())  # the ring's memory was others' before
+        self._way_in.wait(self._way_out.mark())
+        slots, left = len(self._ring), dict[int, Any]()
+        pieces = [(n, [p for p in parts if p.name in held]) for n, parts in self._pieces]
+        for number, (numbers, parts) in enumerate(piece for piece in pieces if piece[1]):
+            state = here = [array[numbers] for array in self._arrays.values()]
+            if self._staged:
+                state = list(self._ring[number % slots, :, : len(here[0])])
+                self._way_in.wait(left.get(number % slots))
+                self._way_in.do(partial(_copy, state, here))
+            compute.wait(self._way_in.mark())
+            compute.do(partial(self._step_parts, parts, state, gradients, counts, learning_rate))
+            if self._staged:
+                self._way_out.wait(compute.mark())
+                self._way_out.do(partial(_copy, here, state))
+                left[number % slots] = self._way_out.mark()
+        compute.finish()  # engines in other threads may sample now
+        self._ring = torch.empty(0)
         self.zero_grad()
 
-    def _make_moments(self) -> None:
-        held = self._on_device()
-        for name, master in self.masters.items():
-            if (name in self._arrivals or name in held) and not self._states[name]:
-                state = {"step": torch.zeros(()), **{k: torch.zeros_like(master) for k in MOMENTS}}
-                self._states[name] = state
+    def _make_ring(self) -> None:
+        """For this step alone: activations have the memory before and after."""
+        array, count = self._arrays["master"], min(_SLOTS, len(self._pieces))
+        shape = count, len(self._arrays), min(_PIECE, len(array))
+        self._ring = torch.empty(shape, dtype=array.dtype, device=self._device)
+        for lane in (self._way_in, self._way_out):
+            lane.use(self._ring)
 
-    def _pieces(self, scale: float) -> Iterator[_Piece]:
-        """Those that have left, in the order in which they did, and the others, which leave now,
-        scaled on the device, where that costs nothing."""
-        on_device = self._on_device()
-        if on_device and scale != 1.0:
-            torch._foreach_mul_(list(on_device.values()), scale)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        for name, arrival in self._arrivals.items():
-            for numbers in _runs(self._slots[name]):
-                yield _Piece(name, numbers, self._slots[name][numbers], arrival, scale)
-        number = 0
-        for name, held in on_device.items():
-            gradient = own_rows(held).reshape(-1)
-            for numbers in _runs(gradient):
-                # The one that had this buffer before has been stepped by now.
-                buffer = self._buffer(number % (_AHEAD + 1), gradient[numbers])
-                with self._copying():
-                    buffer.copy_(gradient[numbers], non_blocking=True)
-                arrival = None if self._stream is None else self._stream.record_event()
-                yield _Piece(name, numbers, buffer, arrival, 1.0)
-                number += 1
+    def _count_step(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The number of this step for each parameter, on the device."""
+        numbers: dict[str, float] = {}
+        for name in names:
+            if not self._states[name]:
+                self._states[name] = {"step": torch.zeros(())}
+                self._states[name] |= {kind: self._moment(name, kind) for kind in MOMENTS}
+            self._states[name]["step"] += 1
+            numbers[name] = self._states[name]["step"].item()
+        counts = {
+            n: torch.full((), n, dtype=torch.float32, device=self._device)
+            for n in set(numbers.values())
+        }
+        return {name: counts[number] for name, number in numbers.items()}
 
-    def _step_piece(self, piece: _Piece, learning_rate: float) -> None:
-        name, numbers, gradient, arrival, scale = piece
-        if arrival is not None:
-            arrival.synchronize()
-        state, parameter = self._states[name], self.parameters[name]
-        master, first, second = (
-            own_rows(tensor).view(-1)[numbers]
-            for tensor in (self.masters[name], *(state[k] for k in MOMENTS))
-        )
-        if gradient.dtype != master.dtype:
-            gradient = self._buffer(_AHEAD + 1, master).copy_(gradient)
-        if numbers.start == 0:
-            state["step"] += 1
-        cfg = self._cfg
-        torch._fused_adamw_(
-            [master],
-            [gradient],
-            [first],
-            [second],
-            [],
-            [state["step"]],
-            lr=learning_rate,
-            beta1=cfg.betas[0],
-            beta2=cfg.betas[1],
-            weight_decay=cfg.weight_decay if parameter.ndim >= 2 else 0.0,
-            eps=cfg.eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=None if scale == 1.0 else torch.tensor(1 / scale),
-        )
-        slot = self._slots[name][numbers].copy_(master)
-        with self._copying():
-            own_rows(parameter).detach().view(-1)[numbers].copy_(slot, non_blocking=True)
+    @torch.no_grad()
+    def _step_parts(
+        self,
+        parts: Sequence[_Part],
+        state: Sequence[Tensor],
+        gradients: Mapping[str, Tensor],
+        counts: Mapping[str, Tensor],
+        learning_rate: float,
+    ) -> None:
+        for decays in (True, False):
+            own = [p for p in parts if (self.parameters[p.name].ndim >= 2) == decays]
+            if not own:
+                continue
+            masters, first, second = ([array[p.place] for p in own] for array in state)
+            torch._fused_adamw_(
+                masters,
+                [gradients[p.name][p.numbers] for p in own],
+                first,
+                second,
+                [],
+                [counts[p.name] for p in own],
+                lr=learning_rate,
+                beta1=self._cfg.betas[0],
+                beta2=self._cfg.betas[1],
+                weight_decay=self._cfg.weight_decay if decays else 0.0,
+                eps=self._cfg.eps,
+                amsgrad=False,
+                maximize=False,
+            )
+            rows = [own_rows(self.parameters[p.name].detach()).view(-1)[p.numbers] for p in own]
+            torch._foreach_copy_(rows, masters)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
-        for held in (self._sums, self._arrivals, self._norms):
-            held.clear()
+        self._sums.clear()
 
     def start_over(self) -> None:
         self.zero_grad()
+        self._way_out.finish()
+        for kind in MOMENTS:
+            self._arrays[kind].zero_()
         self._states = {name: {} for name in self.parameters}
 
+    def close(self) -> None:
+        self._unpin()
 
-def _runs(flat: Tensor) -> Iterator[slice]:
-    for start in range(0, len(flat), _PIECE):
-        yield slice(start, min(start + _PIECE, len(flat)))
+
+def _copy(to: Sequence[Tensor], source: Sequence[Tensor]) -> None:
+    for target, tensor in zip(to, source, strict=True):
+        target.copy_(tensor, non_blocking=True)
+
+
+def _pieces(places: Mapping[str, slice], end: int) -> Iterable[tuple[slice, list[_Part]]]:
+    """The numbers of each piece, and the runs of parameters that are in it."""
+    for start in range(0, end, _PIECE):
+        stop, parts = min(start + _PIECE, end), list[_Part]()
+        for name, place in places.items():
+            low, high = max(start, place.start), min(stop, place.stop)
+            if low < high:
+                numbers = slice(low - place.start, high - place.start)
+                parts.append(_Part(name, numbers, slice(low - start, high - start)))
+        yield slice(start, stop), parts
+
+
+def _host_array(count: int, dtype: torch.dtype, whole_pages: bool) -> Tensor:
+    """Zeros. On whole pages they can be pinned, and are no larger than asked for: torch's own
+    pinned memory is rounded up to a power of two. Other processes do not inherit them, since a page
+    that two had would be copied for one, and a GPU would go on with the other."""
+    if not whole_pages:
+        return torch.zeros(count, dtype=dtype)
+    memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        with suppress(AttributeError, OSError):  # not on every system
+            memory.madvise(getattr(mmap, advice))
+    return torch.frombuffer(memory, dtype=dtype, count=count).zero_()
+
+
+def _pin(array: Tensor) -> bool:
+    """Pins an array as a whole: no copy may cross from one registration into the next."""
+    size = array.numel() * array.element_size()
+    code = int(torch.cuda.cudart().cudaHostRegister(array.data_ptr(), size, 1))  # type: ignore[no-untyped-call]
+    if code:
+        with suppress(RuntimeError):  # the next kernel would be blamed for it
+            torch.empty(1, device="cuda").fill_(1)
+        _log.warning(
+            "%.1f GB of the host's memory cannot be pinned (CUDA error %d): the optimizer's steps "
+            "will be slower",
+            size / 1e9,
+            code,
+        )
+    return not code
+
+
+def _unpin(way_out: Lane, arrays: Sequence[Tensor]) -> None:
+    """Before the memory goes back; nothing may be on its way to it."""
+    way_out.finish()
+    for array in arrays:
+        torch.cuda.cudart().cudaHostUnregister(array.data_ptr())  # type: ignore[no-untyped-call]

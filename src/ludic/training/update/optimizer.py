@@ -39,8 +39,6 @@ class MasterAdamW:
     such a place as well. Matrices decay; vectors (norms, biases) do not.
     """
 
-    sends_gradients = False
-    """Set for each backward pass: whether it is the only one of its step."""
     remedy = 'set optimizer_device="cpu", train an adapter, or give the engine fewer slots'
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], cfg: TrainerConfig) -> None:
@@ -48,8 +46,12 @@ class MasterAdamW:
         if not self.parameters:
             raise ConfigError("the model has no parameter that requires a gradient")
         self._seed, self._told = cfg.seed, False
+        self._make_room()
         self.masters = {name: self._master(name, cfg) for name in self.parameters}
         self._begin(cfg)
+
+    def _make_room(self) -> None:
+        """Called before any master is made."""
 
     def _begin(self, cfg: TrainerConfig) -> None:
         self._narrow = [
@@ -83,6 +85,10 @@ class MasterAdamW:
     def _state(self, name: str) -> dict[str, Tensor]:
         """Moments and number of steps; empty before the first."""
         return self._adam.state[self.masters[name]]  # type: ignore[no-any-return]
+
+    def _moment(self, name: str, kind: str) -> Tensor:
+        """Where a moment of this parameter goes."""
+        return torch.zeros_like(self.masters[name])
 
     def _key(self, name: str) -> int:
         return derive_seed(self._seed, "masters", name)
@@ -231,7 +237,7 @@ class MasterAdamW:
             where = master.device if self._fused else torch.device("cpu")
             own["step"] = state[f"{name}/step"].to(where, copy=True)
             for key in MOMENTS:
-                own[key] = torch.zeros_like(master)
+                own[key] = self._moment(name, key)
                 own[key].copy_(state[f"{name}/{key}"])
 
 

@@ -267,10 +267,8 @@ def pack(
     computed = [(i, shared) for i, shared in arranged if shared < layout.packed[i].input_ids.size]
     lengths = [layout.packed[i].input_ids.size - shared for i, shared in computed]
     places, first = _places(layout, arranged)
-    ids, actions = (
-        _joined([p.input_ids for p in packed], np.int64),
-        _joined([p.actions for p in packed], np.int64),
-    )
+    ids = _joined([p.input_ids for p in packed], np.int64)
+    actions = _joined([p.actions for p in packed], np.int64)
     starts = bounds([p.input_ids.size for p in packed])[:-1]
     local = [
         np.unique(ids, return_inverse=True)
@@ -284,7 +282,7 @@ def pack(
 
     def logprobs(name: str) -> Tensor | None:
         values = [getattr(item.attachments, name) for item in items]
-        return None if values[0] is None else torch.from_numpy(_joined(values, np.float32))
+        return None if values[0] is None else _tensor(values, np.float32)
 
     versions = [
         np.full(count, UNKNOWN_VERSION) if (own := item.attachments.versions) is None else own
@@ -292,7 +290,7 @@ def pack(
     ]
 
     loss = LossBatch(
-        weights=torch.from_numpy(_joined([p.weights for p in packed], np.float32)),
+        weights=_tensor([p.weights for p in packed], np.float32),
         turn_ids=torch.from_numpy(local[0][1]),
         rollout_ids=torch.from_numpy(local[1][1]),
         group_ids=torch.from_numpy(local[2][1]),
@@ -303,10 +301,10 @@ def pack(
         behavior_logprobs=logprobs("behavior_logprobs"),
         proximal_logprobs=None
         if proximal_logprobs is None
-        else torch.from_numpy(_joined([proximal_logprobs[i] for i in indices], np.float32)),
+        else _tensor([proximal_logprobs[i] for i in indices], np.float32),
         reference_logprobs=logprobs("reference_logprobs"),
         teacher_logprobs=logprobs("teacher_logprobs"),
-        versions=torch.from_numpy(_joined(versions, np.int64)),
+        versions=_tensor(versions),
     )
     temperatures = np.repeat([item.temperature for item in items], counts).astype(np.float32)
     return MicroBatch(
@@ -358,8 +356,8 @@ def _boundaries(lengths: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32))
 
 
-def _tensor(arrays: Sequence[NDArray[np.int64]]) -> Tensor:
-    return torch.from_numpy(_joined(arrays, np.int64))
+def _tensor(arrays: Sequence[Any], dtype: Any = np.int64) -> Tensor:
+    return torch.from_numpy(_joined(arrays, dtype))
 
 
 def _kept(layout: Layout, indices: Sequence[int]) -> KeptIds | None:
@@ -377,8 +375,7 @@ def _kept(layout: Layout, indices: Sequence[int]) -> KeptIds | None:
                     "among the ids that truncated sampling kept; the record is inconsistent"
                 )
         rows.extend(kept)
-    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
-    return KeptIds(torch.from_numpy(_joined(rows, np.int64)), torch.from_numpy(offsets))
+    return KeptIds(_tensor(rows), torch.tensor(bounds([len(row) for row in rows])))
 
 
 def _joined(arrays: Sequence[Any], dtype: Any) -> Any:

@@ -90,7 +90,6 @@ class Passes:
         already: _Already = []
 
         def forward(part: Part) -> _Made:
-            optimizer.sends_gradients = [part] == plan
             _require_gradients(already, True)
             _require_gradients([own for own in already if own[0].issuperset(part[0])], False)
             return self._forward(layout, part, proximal, version)
@@ -98,7 +97,9 @@ class Passes:
         def backward(made: _Made) -> TokenLogProbs:
             before = optimizer.gradients_held()
             try:
-                self._backward(made.loss)
+                if made.loss.requires_grad:
+                    with float32_products(self.policy.precision):
+                        made.loss.backward()  # type: ignore[no-untyped-call]
             except Exception:
                 already.append((set(made.part[0]), optimizer.take_back(before)))
                 raise
@@ -113,7 +114,6 @@ class Passes:
                     if keep is not None and counted:
                         keep[0].add([keep[1][i] for i in items], scored)
         finally:
-            optimizer.sends_gradients = False
             _require_gradients(already, True)
         return work
 
@@ -135,11 +135,6 @@ class Passes:
             own | dict(loss_stats),
             part,
         )
-
-    def _backward(self, loss: Tensor) -> None:
-        if loss.requires_grad:
-            with float32_products(self.policy.precision):
-                loss.backward()  # type: ignore[no-untyped-call]
 
     def score(self, layout: Layout) -> Scores:
         """The present policy's log-probs of every item, on every rank."""

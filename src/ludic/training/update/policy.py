@@ -112,7 +112,7 @@ class Policy(nn.Module):
         self, micro: MicroBatch, entropy: bool, logits: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         causal = base_causal_lm(self.model)
-        with _scoring_pass(), autocast(self.precision, micro.input_ids.device):
+        with _set(_scoring), autocast(self.precision, micro.input_ids.device):
             hidden = self._hidden(micro)
         if micro.keys is None:
             actions = hidden.index_select(0, micro.action_positions)
@@ -200,11 +200,8 @@ class Policy(nn.Module):
         for layer in _layers_of(self.model, needed=False):
             if not hasattr(layer, "ludic_pass"):
                 _wrap_layer(layer, self._cfg)
-        token = _recomputing.set(True)
-        try:
+        with _set(_recomputing):
             yield
-        finally:
-            _recomputing.reset(token)
 
     def score(
         self, micro: MicroBatch, *, entropy: bool = False, logits: bool = False
@@ -214,12 +211,12 @@ class Policy(nn.Module):
 
 
 @contextmanager
-def _scoring_pass() -> Iterator[None]:
-    token = _scoring.set(True)
+def _set(flag: ContextVar[bool]) -> Iterator[None]:
+    token = flag.set(True)
     try:
         yield
     finally:
-        _scoring.reset(token)
+        flag.reset(token)
 
 
 def _layers_of(model: nn.Module, *, needed: bool) -> Iterable[nn.Module]:

@@ -32,7 +32,7 @@ batches = st.lists(st.tuples(st.integers(0, SLOTS - 1), st.integers(1, LENGTH)),
 @given(st.lists(st.tuples(batches, st.integers(0, 5)), max_size=12))
 def test_what_is_read_is_what_was_in_the_slot_when_it_was_kept(steps: list[Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_tokens, "_FIRST_TOKENS", 4)
+        patch.setattr(kept_tokens, "FIRST_TOKENS", 4)
         patch.setattr(kept_tokens, "_BYTES_AT_ONCE", 7 * SHAPE.bytes_per_token)
         arena = filled_arena()
         kept = KeptTokens(arena, MOST)

@@ -216,7 +216,7 @@ async def test_an_engine_with_kernels_gives_the_logprobs_of_a_plain_pass(
     monkeypatch.setattr(build, "usable_kernels", lambda shape: kernels if dims == 16 else None)
     # Padding by one instead of to 4 x 32: the interpreter takes as long for a row that is padding.
     monkeypatch.setattr(prefill, "_width", lambda tokens: tokens + 1)
-    monkeypatch.setattr(prefill, "_count", lambda sequences: sequences + 1)
+    monkeypatch.setattr(prefill, "_count", lambda sequences, width: sequences + 1)
     options: Any = {"deterministic": False, "pipelined": True, "max_slots": 4}
     async with LocalChatClient(model, tokenizer, **options) as client:
         answers = [*(await ask_all(client, asks[:-1])), *(await ask_all(client, asks[-1:]))]

@@ -21,7 +21,7 @@ from ludic.inference.local.gpu.layouts import RowsLayout
 from ludic.inference.local.sampler import draw
 from ludic.inference.local.sequence import Sequence
 from ludic.inference.local.view import Forward
-from ludic.plumbing.cuda_graphs import capture
+from ludic.plumbing.cuda_streams import capture
 from ludic.seeding import keyed_uniform
 
 
@@ -113,6 +113,9 @@ class DeviceBatch:
         self.row_sizes = row_buckets(slots)
         # A kernel reads no further than each row's position: one graph does for every length.
         self.lengths = [arena.length] if kernels is not None else length_buckets(arena.length)
+        self.parts = 1
+        if kernels is not None:
+            self.parts = kernels.row_parts(slots, arena.shape.kv_heads, arena.length, device)
 
     def set_rows(self, sequences: list[Sequence]) -> None:
         """Writes the state of slots whose sequence is ready to decode."""
@@ -181,5 +184,7 @@ class DeviceBatch:
         return logits[:rows]
 
     def _forward(self, rows: int, length: int) -> Tensor:
-        layout = RowsLayout(self.arena.kv, rows, length, self.positions[:rows], self.kernels)
+        layout = RowsLayout(
+            self.arena.kv, rows, length, self.positions[:rows], self.kernels, self.parts
+        )
         return self.forward(self.ids[None, :rows], self.positions[None, :rows], layout)

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ludic.inference.local.arena import Arena, to_device
+from ludic.memory.engine import FIRST_TOKENS
 
 Places: TypeAlias = NDArray[np.int64]
 """Where in the block a sequence's tokens are, in their order."""
 
-_FIRST_TOKENS = 16_384
 _BYTES_AT_ONCE = 64 << 20
 """How much is copied at once: what passes between the two memories is held a third time."""
 
@@ -87,7 +87,7 @@ class KeptTokens:
 
     def _grow(self) -> None:
         """Twice as large, or as large as it may be."""
-        old, new = self.room, min(max(2 * self.room, _FIRST_TOKENS), self.max_tokens)
+        old, new = self.room, min(max(2 * self.room, FIRST_TOKENS), self.max_tokens)
         if new == old:
             raise ValueError(f"more than {new} tokens are kept")
         layers, two, _, heads, _, dim = self.arena.kv.shape

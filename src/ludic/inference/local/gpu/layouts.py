@@ -30,12 +30,18 @@ def _store(
 
 class RowsLayout:
     """Row r attends to slot r up to its position; without `kernels`, to its first `length` tokens,
-    of which the later ones are masked."""
+    of which the later ones are masked. `parts` programs of a kernel at most share a row."""
 
     def __init__(
-        self, kv: Tensor, rows: int, length: int, positions: Tensor, kernels: ModuleType | None
+        self,
+        kv: Tensor,
+        rows: int,
+        length: int,
+        positions: Tensor,
+        kernels: ModuleType | None,
+        parts: int,
     ) -> None:
-        self.kv, self.positions, self.kernels = kv, positions, kernels
+        self.kv, self.positions, self.kernels, self.parts = kv, positions, kernels, parts
         # The kernels take row r for slot r.
         self.slots = None if kernels is not None else torch.arange(rows, device=kv.device)
         self.masks = Masks(positions[:, None], length)
@@ -44,8 +50,9 @@ class RowsLayout:
         cache = self.kv[call.layer]
         if self.slots is None:
             assert self.kernels is not None
+            _, q, k, v, scale, window, rotary = call
             out: Tensor = self.kernels.attend_rows(
-                call.q, call.k, call.v, call.rotary, cache, self.positions, call.scale, call.window
+                q, k, v, rotary, cache, self.positions, scale, window, self.parts
             )
             return out
         q = _store(call, cache, self.slots, self.positions, self.kernels)
@@ -79,7 +86,8 @@ class RectangleLayout:
         cache, length = self.kv[call.layer], self.masks.length
         q = _store(call, cache, self.target, self.positions, self.kernels)
         keys, values = (part[:, :, :length].index_select(0, self.slots) for part in cache)
-        if not self.fresh or call.window is not None:
+        windowed = call.window is not None and call.window < length
+        if not self.fresh or windowed:
             return grouped_attention(q, keys, values, self.masks, call.scale, call.window)
         # Rows and keys are the same tokens: no mask to read. Padding is last, and seen by none.
         shares = q.dtype in HALF

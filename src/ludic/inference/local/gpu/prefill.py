@@ -50,14 +50,21 @@ class Prefill:
         self._boxes: dict[tuple[int, int, bool], tuple[_Rectangle, Tensor]] = {}
 
     def batches(self, work: Seq[Work]) -> list[list[Work]]:
-        """Chunks of like width together, each batch within the token budget."""
+        """Chunks of like width together, each batch within the token budget.
+
+        In a pass that is bound by launches any widths are alike. A long prompt is worth a pass
+        without padding to its width, and without a mask for those that are not fresh."""
         out: list[list[Work]] = []
         for item in sorted(work, key=lambda w: w.count):
             width = _width(item.count)
-            if out and _count(len(out[-1]) + 1) * width <= MAX_TOKENS:
-                out[-1].append(item)
-            else:
-                out.append([item])
+            if out:
+                first = out[-1][0]
+                tokens = _count(len(out[-1]) + 1, width) * width
+                alike = width <= 2 * _width(first.count) and _fresh(item) == _fresh(first)
+                if tokens <= _GRAPH_TOKENS or (alike and tokens <= MAX_TOKENS):
+                    out[-1].append(item)
+                    continue
+            out.append([item])
         return out
 
     def __call__(self, work: Seq[Work]) -> Tensor:
@@ -84,18 +91,18 @@ class Prefill:
 
     def every_row(self, work: Seq[Work]) -> Tensor:
         """Logits after every token, chunk by chunk: [tokens, vocab]."""
-        count, width, length, fresh = self._sizes(work)
+        _, width, length, fresh = self._sizes(work)
         rows = [i * width + j for i, item in enumerate(work) for j in range(item.count)]
-        box = self._fill(work, count, width)
+        box = self._fill(work, len(work), width)
         return self._forward(box, length, fresh, to_device(rows, self.arena.kv.device))
 
     def _sizes(self, work: Seq[Work]) -> tuple[int, int, int, bool]:
         """Sequences, width and attended length of the rectangle, and whether all are fresh."""
         width = _width(max(item.count for item in work))
-        fresh = all(item.sequence.computed == 0 for item in work)
+        fresh = all(map(_fresh, work))
         end = max(item.sequence.computed + item.count for item in work)
         longest = width if fresh else next(n for n in self.lengths if n >= end)
-        return _count(len(work)), width, min(longest, self.arena.length), fresh
+        return _count(len(work), width), width, min(longest, self.arena.length), fresh
 
     def _fill(self, work: Seq[Work], count: int, width: int) -> _Rectangle:
         table = np.zeros((3, count, width), dtype=np.int64)
@@ -127,8 +134,11 @@ def _width(tokens: int) -> int:
     return 32 if tokens <= 32 else -(-tokens // 128) * 128
 
 
-def _count(sequences: int) -> int:
-    for count in (4, 16):
-        if sequences <= count:
-            return count
-    return -(-sequences // 64) * 64
+def _count(sequences: int, width: int) -> int:
+    """Likewise of sequences, where a pass is worth a graph: a long one must not carry padding."""
+    padded = next((n for n in (4, 16) if sequences <= n), -(-sequences // 64) * 64)
+    return padded if padded * width <= _GRAPH_TOKENS else sequences
+
+
+def _fresh(item: Work) -> bool:
+    return item.sequence.computed == 0

@@ -9,6 +9,7 @@ from ludic.inference.local.gpu.kernels.adapters import add_low_rank as add_low_r
 from ludic.inference.local.gpu.kernels.attention import attend_rows as attend_rows
 from ludic.inference.local.gpu.kernels.attention import rotary_tables as rotary_tables
 from ludic.inference.local.gpu.kernels.attention import rotate_and_store as rotate_and_store
+from ludic.inference.local.gpu.kernels.attention import row_parts as row_parts
 from ludic.inference.local.gpu.kernels.early import can_be_early as can_be_early
 from ludic.inference.local.gpu.kernels.products import MAX_PROJECT_ROWS as MAX_PROJECT_ROWS
 from ludic.inference.local.gpu.kernels.products import gated as gated

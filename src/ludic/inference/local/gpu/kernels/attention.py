@@ -1,4 +1,8 @@
-"""Rotary embedding, the cache, and attention of one token per row."""
+"""Rotary embedding, the cache, and attention of one token per row.
+
+A program attends for one row and one head of keys and values. A few long rows would leave most of
+the GPU idle: there, several programs share a row's context, and another kernel merges their parts.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,16 @@ from ludic.inference.local.gpu.kernels.early import launch_options, let_next_beg
 
 _BLOCK_BYTES = 1 << 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_SHARED_BLOCK = 64
+"""How many tokens are looked at at a time where programs share a row."""
+_IDLE = 2
+"""Rows are split where whole ones would give a program to fewer than one multiprocessor in two."""
+_PROGRAMS = 4
+"""How many programs there are then for each multiprocessor, at most, when all rows are full."""
+_LEAST_RUN = 512
+"""Fewer tokens than this are not worth a program of their own."""
+_MOST_PARTS = 64
+"""A program of the merging kernel holds all parts of a head at once."""
 
 
 @triton.jit
@@ -91,18 +105,26 @@ def _turned(x, at, dim, cos, sin, inside, ROTARY: tl.constexpr, DIM: tl.constexp
 
 @triton.jit
 def _attend_kernel(
-    q, k, v, cos, sin, keys, values, positions, out,
-    q_row, k_row, v_row, slot_step, head_step, kv_heads, scale, window,
+    q, k, v, cos, sin, keys, values, positions, out, peaks, totals,
+    q_row, k_row, v_row, slot_step, head_step, kv_heads, scale, window, run,
     ROTARY: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     # Before the wait: a step's positions are set before the step begins.
     position = tl.load(positions + row).to(tl.int32)
-    wait_for_others(EARLY)
     begin = 0
     if window > 0:
         begin = tl.maximum(position + 1 - window, 0)
+    low, high, part = begin // BLOCK * BLOCK, position, 0
+    if PARTS > 1:
+        part = tl.program_id(2)
+        low += part * run
+        high = tl.minimum(low + run, position)
+        # The first part always stays, and waits: so the kernel ends after those in front of it.
+        if (part > 0) & (low >= position):
+            return
+    wait_for_others(EARLY)
     member, dim = tl.arange(0, PADDED), tl.arange(0, DIM)
     inside = (member < GROUP)[:, None]
     cosines = tl.zeros((DIM,), dtype=tl.float32)
@@ -116,17 +138,22 @@ def _attend_kernel(
     new_key = _turned(k, row * k_row + head * DIM, dim, cosines, sines, dim < DIM, ROTARY, DIM)
     new_value = tl.load(v + row * v_row + head * DIM + dim)
     base = row * slot_step + head * head_step
-    tl.store(keys + base + position * DIM + dim, new_key)
-    tl.store(values + base + position * DIM + dim, new_value)
+    if part == 0:
+        tl.store(keys + base + position * DIM + dim, new_key)
+        tl.store(values + base + position * DIM + dim, new_value)
 
     # The new token comes first, from registers: what was just stored need not be visible yet.
     scale = scale * _LOG2_E
     most = tl.sum(queries.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
     total = tl.full((PADDED,), 1.0, dtype=tl.float32)
     result = tl.zeros((PADDED, DIM), dtype=tl.float32) + new_value.to(tl.float32)[None, :]
-    for start in range(begin // BLOCK * BLOCK, position, BLOCK):
+    if PARTS > 1:
+        most = tl.where(part == 0, most, float("-inf"))
+        total = tl.where(part == 0, total, 0.0)
+        result = tl.where(part == 0, result, 0.0)
+    for start in range(low, high, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        seen = (at >= begin) & (at < position)
+        seen = (at >= begin) & (at < high)
         places = base + at[:, None] * DIM + dim[None, :]
         block = tl.load(keys + places, mask=seen[:, None], other=0.0)
         scores = tl.dot(queries, tl.trans(block), input_precision=PRECISION) * scale
@@ -141,8 +168,58 @@ def _attend_kernel(
         )
         most = higher
     let_next_begin(EARLY)
-    mine = (row * kv_heads + head) * GROUP * DIM + member[:, None] * DIM + dim[None, :]
-    tl.store(out + mine, (result / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    mine = (row * kv_heads + head) * GROUP + member
+    if PARTS > 1:
+        mine = mine * PARTS + part
+        tl.store(peaks + mine, most, mask=member < GROUP)
+        tl.store(totals + mine, total, mask=member < GROUP)
+    else:
+        result = result / total[:, None]
+    places = mine[:, None] * DIM + dim[None, :]
+    tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _merge_kernel(
+    results, peaks, totals, positions, out, heads, window, run,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(positions + row).to(tl.int32)
+    wait_for_others(EARLY)
+    let_next_begin(EARLY)
+    begin = 0
+    if window > 0:
+        begin = tl.maximum(position + 1 - window, 0)
+    part, dim = tl.arange(0, PADDED), tl.arange(0, DIM)
+    # The same parts as in `_attend_kernel`. The others were never written.
+    written = (part == 0) | (begin // BLOCK * BLOCK + part * run < position)
+    written &= part < PARTS
+    mine = (row * heads + head) * PARTS + part
+    most = tl.load(peaks + mine, mask=written, other=float("-inf"))
+    weights = tl.exp2(most - tl.max(most, 0))
+    total = tl.sum(weights * tl.load(totals + mine, mask=written, other=0.0), 0)
+    places = mine[:, None] * DIM + dim[None, :]
+    result = tl.load(results + places, mask=written[:, None], other=0.0)
+    result = tl.sum(weights[:, None] * result, 0) / total
+    tl.store(out + (row * heads + head) * DIM + dim, result.to(out.dtype.element_ty))
+
+
+def row_parts(slots: int, kv_heads: int, length: int, device: torch.device) -> int:
+    """How many programs may share a row of an engine with these slots. It follows from what stays
+    while the engine lives: how a row is added up must not depend on who else is there."""
+    if device.type != "cuda":
+        return 1
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return parts_for(slots * kv_heads, length, processors)
+
+
+def parts_for(programs: int, length: int, processors: int) -> int:
+    """`row_parts` where whole rows would be so many programs."""
+    if _IDLE * programs > processors:
+        return 1
+    return max(1, min(_PROGRAMS * processors // programs, length // _LEAST_RUN, _MOST_PARTS))
 
 
 def attend_rows(
@@ -154,10 +231,11 @@ def attend_rows(
     positions: Tensor,
     scale: float,
     window: int | None,
+    parts: int = 1,
 ) -> Tensor:
     """Writes row r's key and value to slot r at `positions[r]`; returns what its queries find in
     the slot up to there. With `rotary`, queries and key are rotated first. Shapes are those of
-    `rotate_and_store`."""
+    `rotate_and_store`. `parts` programs at most share a row."""
     rows, heads, dim = q.shape
     q, k, v = _dense(q), _dense(k), _dense(v)
     cos, sin = (q, q) if rotary is None else rotary
@@ -167,16 +245,32 @@ def attend_rows(
     out = q.new_empty(rows, heads, dim)
     # Few programs want long strides through their slots; many hide each other's waiting.
     block = 64 if rows * kv_heads > 128 or dim > 128 else 128
+    if parts > 1:
+        block = _SHARED_BLOCK
     # Several blocks of keys and values lie in shared memory at a time.
     block = min(block, _BLOCK_BYTES // (2 * dim * q.element_size()))
-    _attend_kernel[(rows, kv_heads)](
-        q, k, v, cos, sin, keys, values, positions, out,
+    # Each part is a run of whole blocks. A window has fewer of them; it may begin within a block.
+    length = keys.shape[2]
+    run = triton.cdiv(triton.cdiv(length, parts), block) * block
+    parts = triton.cdiv(min(length, window + block) if window else length, run)
+    results, peaks, totals = out, positions, positions
+    if parts > 1:
+        results = q.new_empty(rows, heads, parts, dim, dtype=torch.float32)
+        peaks, totals = results.new_empty(2, rows, heads, parts)
+    early = launch_options(q.device)
+    _attend_kernel[(rows, kv_heads, parts)](
+        q, k, v, cos, sin, keys, values, positions, results, peaks, totals,
         q.stride(0), k.stride(0), v.stride(0), keys.stride(0), keys.stride(1), kv_heads, scale,
-        window or 0, ROTARY=rotary is not None,
+        window or 0, run, ROTARY=rotary is not None,
         GROUP=group, PADDED=max(16, triton.next_power_of_2(group)), DIM=dim, BLOCK=block,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=3,
-        **launch_options(q.device),
+        PARTS=parts, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
+        num_stages=3, **early,
     )  # fmt: skip
+    if parts > 1:
+        _merge_kernel[(rows, heads)](
+            results, peaks, totals, positions, out, heads, window or 0, run, DIM=dim, BLOCK=block,
+            PARTS=parts, PADDED=triton.next_power_of_2(parts), num_warps=4, **early,
+        )  # fmt: skip
     return out
 
 

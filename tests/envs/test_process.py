@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 
 from ludic.envs import EnvRunner, LudicEnv, ProcessEnv, TicTacToeEnv, build_env
-from ludic.envs.running.process import EnvProcesses
+from ludic.envs.process import EnvProcesses
 from ludic.errors import ConfigError, DeadlineError, EnvError
 from ludic.registry import register_env, stored_names, unregister_env
 from ludic.rewards import make_rewards
@@ -317,7 +317,7 @@ class TestChildProcess:
         process.close()
 
     def test_a_factory_that_is_not_there_is_said(self) -> None:
-        process = ChildProcess("ludic.envs.running.process:no_such", None, name="nothing")
+        process = ChildProcess("ludic.envs.process:no_such", None, name="nothing")
         with pytest.raises(ChildError, match="no_such"):
             process.ask("hello", timeout_s=60)
         process.close()
@@ -334,7 +334,7 @@ class JudgedEnv(CountEnv):
 
 
 async def test_an_environments_process_knows_that_its_names_are_stored() -> None:
-    spec = EnvSpec(f"{__name__}:JudgedEnv", {"reward": "tests.envs.running.test_process:a_reward"})
+    spec = EnvSpec(f"{__name__}:JudgedEnv", {"reward": "tests.envs.test_process:a_reward"})
     async with running(build_env(spec)) as runner:
         assert runner.agent_ids == ("agent",)
     with stored_names():

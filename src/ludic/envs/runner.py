@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from ludic.envs.env import Killable, LudicEnv
-from ludic.envs.running.outcomes import checked_opening, checked_outcomes
+from ludic.envs.outcomes import checked_opening, checked_outcomes
 from ludic.errors import ConfigError, DeadlineError, EnvError, LudicError
 from ludic.plumbing.text import clean_text, error_text, place_of, words_of
 from ludic.types import Action, AgentID, Info, Obs, StepOutcome
@@ -124,12 +124,8 @@ class EnvRunner:
         self._ended.clear()
         self._steps = 0
         try:
-            if self._reset_in_thread:
-                result = await self._in_thread(partial(self.env.reset, seed=seed), "reset")
-            else:
-                result = self.env.reset(seed=seed)
-            if type(result) is not dict and inspect.isawaitable(result):
-                result = await self._awaited(result, "reset")
+            reset = partial(self.env.reset, seed=seed)
+            result = await self._answer(reset, "reset", self._reset_in_thread)
             self._agent_ids = tuple(self.env.agent_ids)
             opening = checked_opening(self.name, self._agent_ids, result)
         except BaseException as error:
@@ -144,12 +140,8 @@ class EnvRunner:
         self._steps += 1
         where = f"step {self._steps}"
         try:
-            if self._step_in_thread:
-                result = await self._in_thread(partial(self.env.step, actions), where)
-            else:
-                result = self.env.step(actions)
-            if type(result) is not dict and inspect.isawaitable(result):
-                result = await self._awaited(result, where)
+            step = partial(self.env.step, actions)
+            result = await self._answer(step, where, self._step_in_thread)
             outcomes = checked_outcomes(
                 self.name, where, self._agent_ids, self._ended, actions, result
             )
@@ -229,15 +221,21 @@ class EnvRunner:
                 f"missing {missing}, out of turn {extra}"
             )
 
-    async def _in_thread(self, ask: Callable[[], Any], where: str) -> Any:
-        return await self._threads.run(
-            ask,
-            what=where,
-            whom=f"environment {self.name}",
-            timeout_s=self.step_timeout_s,
-            on_abandon=self._abandon,
-            on_return=lambda: close_env(self.env, self.name),
-        )
+    async def _answer(self, ask: Callable[[], Any], where: str, in_thread: bool) -> Any:
+        if in_thread:
+            result = await self._threads.run(
+                ask,
+                what=where,
+                whom=f"environment {self.name}",
+                timeout_s=self.step_timeout_s,
+                on_abandon=self._abandon,
+                on_return=lambda: close_env(self.env, self.name),
+            )
+        else:
+            result = ask()
+        if type(result) is not dict and inspect.isawaitable(result):
+            return await self._awaited(result, where)
+        return result
 
     def _abandon(self) -> None:
         # The thread still works on the environment, so nobody else may touch it from here on, not

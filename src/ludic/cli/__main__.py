@@ -1,3 +1,0 @@
-from ludic.cli import main
-
-main()

@@ -1,1 +1,0 @@
-"""What calls environments and holds them to their contract."""

@@ -1,1 +1,0 @@
-"""What a run leaves on disk: its folder, who may write there, its rollouts."""
