@@ -45,8 +45,7 @@ class ActorConfig:
     actor's without a heartbeat. `name` must differ between actors; None: made up. One that is told
     to stop waits for a Redis that does not answer for `stop_s` at most. Policies that it fetches
     by HTTP are passed on to other hosts from `policy_address`. A unit waits for its policy for
-    `policy_s` at most: the publish under way and its own, which have 600 s each by default, and a
-    little more."""
+    `policy_s` at most: the publish under way, its own (600 s each by default), and a little."""
 
     concurrency: int = 64
     lease_s: float = 30.0
